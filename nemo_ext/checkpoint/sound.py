@@ -60,7 +60,7 @@ def back_to(checkpoints: Path, step: int) -> int:
         write_text(tracker, str(sound))  # before what is newer goes
     else:
         tracker.unlink(missing_ok=True)
-    for number, each in _steps(checkpoints).items():
+    for number, each in by_step(checkpoints).items():
         if number >= step:
             kept = each.with_name(each.name + BROKEN)
             if kept.exists():
@@ -71,11 +71,11 @@ def back_to(checkpoints: Path, step: int) -> int:
 
 def newest_before(checkpoints: Path, step: int) -> int:
     """Step of the newest whole checkpoint before a step; 0 if there is none."""
-    found = _steps(checkpoints).items()
+    found = by_step(checkpoints).items()
     return max((number for number, each in found if number < step and problem_of(each) is None), default=0)
 
 
-def _steps(checkpoints: Path) -> dict[int, Path]:
+def by_step(checkpoints: Path) -> dict[int, Path]:
     """Folders of Megatron's checkpoints by step."""
     return {int(each.name[5:]): each for each in checkpoints.glob("iter_*") if each.name[5:].isdecimal()}
 

@@ -1,10 +1,13 @@
 """Checks of a composed config before any rank starts: first the layout, in plain words, then Megatron's own checks."""
 
 import argparse
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.layout import check_layout as check_blocks
@@ -50,10 +53,15 @@ KEYS = {
     },
     "launcher": {"nodes", "nproc_per_node"},
     "stability": {"z_loss", "decay_embedding", "skip_beyond"},
+    "retention": {"last", "every"},
     "guard": {"nan", "spike", "before", "after", "most", "minutes"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
 """Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
+
+RESILIENCY = "nvidia-resiliency-ext"
+OLDEST_RESILIENCY = Version("0.6.0")
+"""`NVRX_MIN_VERSION` of Megatron-Core 0.18 and 0.19, whose import asserts it where the package is there."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start", "model_of_start")}
 """Known keys that must be true or false."""
@@ -69,10 +77,12 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
     check_keys(config)
     check_layout(config)
     check_version(config)
+    resiliency()
     with quiet_imports():
         mamba_modules.install()
         with patches.applied():
             arguments = parse_arguments(command_line(config), world_size=world_size(config))
+            check_resiliency(arguments)
             check_distillation(config, arguments)
     return arguments
 
@@ -123,6 +133,54 @@ def check_version(config: Mapping[str, Any]) -> None:
     for name, value in config["megatron"].items():
         if value not in (None, False) and (why := versions.lack([name, f"{name}={value}"])):
             raise versions.TooOld(f"megatron.{name}: {why}")
+
+
+def resiliency() -> str | None:
+    """Version of the nvidia-resiliency-ext here, or None.
+
+    Raises:
+        ValueError: it is so old that Megatron cannot be imported beside it.
+    """
+    try:
+        found = importlib.metadata.version(RESILIENCY)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if Version(found) < OLDEST_RESILIENCY:
+        raise ValueError(
+            f"{RESILIENCY} {found}: Megatron-Core cannot be imported beside one before {OLDEST_RESILIENCY}: uninstall "
+            f"it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or later)"
+        )
+    return found
+
+
+def check_resiliency(arguments: argparse.Namespace) -> None:
+    """Refuse Megatron's validated arguments if they ask for an nvidia-resiliency-ext that is not here.
+
+    Raises:
+        ValueError: names the setting, and what to set instead.
+    """
+    if resiliency() is not None:
+        return
+    if arguments.async_save and arguments.async_strategy == "nvrx":
+        raise ValueError(
+            f"megatron.async_strategy=nvrx, Megatron's default, writes with {RESILIENCY}, which is not installed; "
+            "set megatron.async_strategy=mcore"
+        )
+    if arguments.enable_ft_package:
+        raise ValueError(f"megatron.enable_ft_package needs {RESILIENCY}, which is not installed")
+
+
+def check_launcher(config: Mapping[str, Any]) -> None:
+    """Refuse what ranks that nemo-ext starts cannot have, though ranks that a user starts may.
+
+    Raises:
+        ValueError: names the setting.
+    """
+    if config["megatron"].get("enable_ft_package"):
+        raise ValueError(
+            "megatron.enable_ft_package: ranks need ft_launcher, and nemo-ext starts them with torchrun or srun: start "
+            "them by hand (docs/operation.md), or leave it out: guard.minutes does without"
+        )
 
 
 def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
@@ -181,11 +239,6 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
     if not arguments.freeze_all_layers:
         raise ValueError(
             "megatron.logits_save_dir: the teacher would be trained meanwhile; set megatron.freeze_all_layers=true"
-        )
-    if arguments.async_strategy == "nvrx" and importlib.util.find_spec("nvidia_resiliency_ext") is None:
-        raise ValueError(
-            "megatron.logits_save_dir: the writer beside the ranks is nvidia-resiliency-ext's, which is not installed; "
-            "set megatron.async_strategy=mcore"
         )
     if arguments.pipeline_model_parallel_size > 1:
         raise ValueError(

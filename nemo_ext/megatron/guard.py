@@ -146,7 +146,7 @@ def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config with the steps that its run leaves out, and without Megatron's own end at what is not finite.
 
     Raises:
-        ValueError: see `Guard.from_config`.
+        ValueError: see `Guard.from_config`; or every step until `exit_interval` is left out.
     """
     guard, megatron = Guard.from_config(config), dict(config["megatron"])
     steps = _whole(megatron.get("iterations_to_skip"))
@@ -162,6 +162,15 @@ def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
     if interval and last in steps and last % int(interval) == 0:
         # Megatron saves at the end if it has not just done so, and takes a step that it leaves out for one that has.
         megatron |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
+    stop = megatron.get("exit_interval")
+    if steps and stop is not None and int(stop) in steps and int(stop) < int(megatron["train_iters"]):
+        # Megatron's loop asks whether to end only after a step that it makes.
+        made = max((step for step in range(1, int(stop)) if step not in steps), default=None)
+        if made is None:
+            raise ValueError(
+                f"megatron.exit_interval={stop}: all steps until then are left out; set it higher, or null"
+            )
+        megatron["exit_interval"] = made
     return {**config, "megatron": megatron}
 
 

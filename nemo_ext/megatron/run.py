@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.checkpoint.retention import Retention
 from nemo_ext.checkpoint.start import with_model_of_start
 from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
@@ -35,9 +36,11 @@ class Run:
         """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
 
         Raises:
-            ValueError: see `with_model_of_start`, `with_plan`, `with_data`, `with_guard`, `plan_of` and `data_paths`.
+            ValueError: see `with_model_of_start`, `with_plan`, `with_data`, `with_guard`, `plan_of`, `data_paths` and
+                `Retention.from_config`.
         """
         sampler.interval(given)
+        Retention.from_config(given)
         given = with_model_of_start(given)
         config = with_guard(with_data(with_plan(given)))
         plan = plan_of(config)

@@ -9,8 +9,9 @@ import json
 import os
 import queue
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from nemo_ext.architecture.cost import peak_of, six_n, train_flops_per_token
 from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint import retention
 from nemo_ext.checkpoint.pickles import only_data
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
@@ -28,6 +30,7 @@ from nemo_ext.megatron import guard
 from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
+from nemo_ext.megatron.run import target_of
 from nemo_ext.memory import sampler
 
 
@@ -107,6 +110,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     provider.is_distributed = True  # type: ignore[attr-defined]
     container = pretrain_cfg_container_from_args(arguments, model)
     update_by_size()
+    conclude = retain(config, arguments, () if plan is None else [phase.last_step for phase in plan.phases])
     try:
         pretrain(
             container,
@@ -120,6 +124,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
         close_metrics()
         if alive is not None:
             alive.end()
+        conclude()
     if plan is not None and (saved := run_directory.last_checkpoint(Path(config["run_dir"]))) is not None:
         phases.check_consumed(plan, saved)
     torch.distributed.destroy_process_group()
@@ -147,6 +152,38 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
 
     if not arguments.async_save:
         filesystem_async._results_queue = queue.Queue()
+
+
+def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:
+    """Has Megatron delete checkpoints by the config's `retention`, where and when it deletes one itself.
+
+    That is on rank 0 after a checkpoint is complete, in a process of its own beside asynchronous writing, else in a
+    thread, which the end of the rank would cut off.
+
+    Returns:
+        Function for the end of this start: at the run's last step its checkpoint is marked, and deletions end.
+    """
+    from megatron.training import checkpointing
+
+    settings, before = retention.Retention.from_config(config), guard.Guard.from_config(config).before
+    if settings.last is None:
+        return lambda: None
+    arguments.save_retain_interval = sys.maxsize  # without it, or at its multiples, Megatron deletes nothing
+    delete, run_dir, one = checkpointing._async_delete_checkpoint_impl, Path(config["run_dir"]), threading.Lock()
+
+    def remove_old(save: str, _: int, *others: Any) -> None:
+        with one:
+            for step in retention.set_aside(run_dir, settings, before=before, ends=ends):
+                delete(str(Path(save) / retention.REMOVED), step, *others)
+
+    def conclude() -> None:
+        last = target_of(config)[0]
+        if arguments.rank == 0 and run_directory.last_checkpoint(run_dir) == last:
+            retention.keep(run_dir, last)
+            remove_old(arguments.save, last)
+
+    checkpointing._async_delete_checkpoint_impl = remove_old
+    return conclude
 
 
 def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:

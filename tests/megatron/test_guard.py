@@ -143,9 +143,23 @@ def test_steps_that_the_user_leaves_out(tmp_path: Path, given: object, steps: li
 
 
 def test_a_last_step_that_is_left_out_is_saved_after_megatrons_loop(tmp_path: Path) -> None:
-    config = compose("train", [f"run_dir={tmp_path}", "+megatron.iterations_to_skip=[200]", "operation=cluster"])
-    megatron = guard.with_guard(config)["megatron"]
+    words = ("+megatron.iterations_to_skip=[200]", "+megatron.save_retain_interval=100")
+    megatron = guard.with_guard(compose("train", [f"run_dir={tmp_path}", *words]))["megatron"]
     assert (megatron["train_iters"], megatron["save_interval"], megatron["save_retain_interval"]) == (200, 51, None)
+
+
+@pytest.mark.parametrize(("stop", "skipped", "ends"), [(100, [99, 100], 98), (100, [99], 100), (300, [300], 300)])
+def test_a_run_that_ends_at_a_step_that_is_left_out_ends_before_it(
+    tmp_path: Path, stop: int, skipped: list[int], ends: int
+) -> None:
+    words = (f"run_dir={tmp_path}", f"megatron.exit_interval={stop}", f"+megatron.iterations_to_skip={skipped}")
+    assert guard.with_guard(compose("train", list(words)))["megatron"]["exit_interval"] == ends
+
+
+def test_a_run_that_would_end_before_its_first_step_is_refused(tmp_path: Path) -> None:
+    words = (f"run_dir={tmp_path}", "megatron.exit_interval=2", "+megatron.iterations_to_skip=[1,2]")
+    with pytest.raises(ValueError, match="exit_interval=2: all steps until then are left out"):
+        guard.with_guard(compose("train", list(words)))
 
 
 def test_stacks_are_of_the_last_start(tmp_path: Path) -> None:
@@ -188,7 +202,7 @@ def test_cluster_is_what_long_runs_need() -> None:
     config = compose("train", ["run_dir=unused", "operation=cluster", "megatron.save_interval=50"])
 
     assert Guard.from_config(config) == Guard(nan=True, spike=10, minutes=25)
-    assert config["megatron"]["async_save"] and config["megatron"]["save_retain_interval"] == 500
+    assert config["megatron"]["async_save"] and config["retention"] == {"last": 2, "every": 500}
 
 
 @pytest.fixture
@@ -241,8 +255,8 @@ def test_training_goes_over_a_bad_batch_as_if_told_to(
     assert "## Steps that went wrong" in (run / "report.md").read_text()
     names = {each.name for each in (run / "checkpoints").glob("iter_*")}
     assert {f"iter_{step:07d}" for step in (*range(50, steps, 50), steps)} <= names
-    assert more[0] != "operation=cluster" or len(names) <= 4, (
-        "operation=cluster keeps the last, and every tenth for good"
+    assert more[0] != "operation=cluster" or len(names) <= 5, (
+        "operation=cluster keeps the last two, and every tenth for good"
     )
 
 
