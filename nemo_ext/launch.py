@@ -94,9 +94,10 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
     console.print("checking the configuration against the installed Megatron ...")
     run = Run.of(config)
     run.check()
-    from nemo_ext.megatron.check import check_machine
+    from nemo_ext.megatron.check import check_launcher, check_machine
 
     check_machine(run.config)
+    check_launcher(run.config)
     if told := remark(run.config):
         console.print(told)
     for line in not_reproduced(run.config):

@@ -43,6 +43,7 @@ WITHOUT_EFFECT = {
     "mtp_num_layers": "multi-token prediction has no layer spec here yet",
     "rampup_batch_size": "Megatron-Core 0.19 itself ignores it",
     "full_validation": "set megatron.eval_iters",
+    "inprocess_restart": "Megatron-Core 0.19 loses its arguments at the first restart in a process (docs/upstream.md)",
 }
 """Megatron flags that would be accepted without effect, and why."""
 

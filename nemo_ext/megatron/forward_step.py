@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import StragglerDetector
 from megatron.training import get_args
 from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
@@ -24,6 +25,8 @@ from nemo_ext.megatron.stability import Z_LOSS, ZLoss
 
 LOSS = "lm loss"
 """Megatron's name for the loss, in its log and in TensorBoard."""
+_stragglers = StragglerDetector()
+"""Megatron's own, which there is one of; it times batches and forward passes with `megatron.log_straggler`."""
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
@@ -166,15 +169,17 @@ def forward_step(
     Returns:
         The stage's output (per-token losses `[batch, seq]` on the last stage) and the loss function of that output.
     """
-    batch = dict(next(iterator))
-    packing = take_packing(batch)
-    batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
+    with _stragglers(bdata=True):
+        batch = dict(next(iterator))
+        packing = take_packing(batch)
+        batch = {name: tensor.cuda(non_blocking=True) for name, tensor in batch.items()}
     if parallel_state.get_context_parallel_world_size() > 1:
         batch = on_this_cp_rank(batch, packing)
     bounds = {} if packing is None else {"packed_seq_params": packing}
     if distillation is not None:
         distillation.before_student(batch, bounds)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
+    with _stragglers:
+        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
     divergence = None
     if distillation is not None:
         divergence, output = distillation.take(), distillation.after_student(output)

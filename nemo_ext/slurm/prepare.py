@@ -27,6 +27,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     from nemo_ext.checkpoint.sound import fall_back
     from nemo_ext.evaluation.live import check_machine
     from nemo_ext.launch import not_reproduced, prepare
+    from nemo_ext.megatron.check import check_launcher
     from nemo_ext.megatron.guard import Guard, turn_back
     from nemo_ext.megatron.run import target_of
 
@@ -35,6 +36,7 @@ def prepared(words: list[str]) -> dict[str, object]:
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
     check_machine(config)
+    check_launcher(config)
     run_dir = Path(str(config["run_dir"]))
     turned = turn_back(run_dir, Guard.from_config(config))
     notices = [turned, fall_back(run_dir / CHECKPOINTS), *not_reproduced(config)]

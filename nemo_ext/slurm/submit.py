@@ -343,9 +343,11 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
         config: config of the job.
         coming: paths that earlier jobs write.
     """
+    from nemo_ext.megatron.check import check_launcher
     from nemo_ext.megatron.run import Run
 
     try:
+        check_launcher(config)
         if coming:  # of data that does not exist yet only the settings can be checked
             check_settings(config)
             flags = {**config["megatron"], "mock_data": True}

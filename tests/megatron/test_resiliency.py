@@ -1,0 +1,81 @@
+"""What Megatron has for runs that break: which of it works here, and what it needs."""
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nemo_ext.job.config import compose
+from nemo_ext.megatron.arguments import command_line
+from nemo_ext.megatron.check import check, check_launcher
+
+ASYNCHRONOUS = ("megatron.async_save=true", "megatron.use_persistent_ckpt_worker=true")
+
+
+@pytest.mark.parametrize(
+    ("found", "words", "said"),
+    [
+        (None, ("operation=cluster",), None),
+        (None, ASYNCHRONOUS, "async_strategy=nvrx, Megatron's default, writes with nvidia-resiliency-ext"),
+        (None, ("megatron.enable_ft_package=true",), "enable_ft_package needs nvidia-resiliency-ext"),
+        ("0.4.1", (), r"nvidia-resiliency-ext 0\.4\.1: Megatron-Core cannot be imported beside one before 0\.6\.0"),
+        ("0.7.0", (*ASYNCHRONOUS, "megatron.enable_ft_package=true"), None),
+    ],
+)
+def test_the_package_is_there_if_it_is_asked_for_and_not_too_old(
+    monkeypatch: pytest.MonkeyPatch, megatron: None, found: str | None, words: tuple[str, ...], said: str | None
+) -> None:
+    def version(name: str) -> str:
+        if name != "nvidia-resiliency-ext":
+            return real(name)
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    real = importlib.metadata.version
+    config = compose("train", ["run_dir=unused", "data=mock", *words])
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    if said is None:
+        check(config)
+    else:
+        with pytest.raises(ValueError, match=said):
+            check(config)
+
+
+def test_what_only_other_launchers_and_loops_can_do_is_refused() -> None:
+    check_launcher(compose("train", ["run_dir=unused"]))
+    with pytest.raises(ValueError, match="ranks need ft_launcher"):
+        check_launcher(compose("train", ["run_dir=unused", "megatron.enable_ft_package=true"]))
+    with pytest.raises(ValueError, match="inprocess_restart would have no effect"):
+        command_line(compose("train", ["run_dir=unused", "data=mock", "megatron.inprocess_restart=true"]))
+
+
+def test_stragglers_are_told_apart_by_their_batches_and_forward_passes(
+    monkeypatch: pytest.MonkeyPatch, build: Callable[..., torch.nn.Module]
+) -> None:
+    build("model=domyn_small_tiny", "model.pattern=-")  # sets Megatron up
+    from nemo_ext.megatron import forward_step
+
+    seen: list[str] = []
+    detector: Any = forward_step._stragglers
+
+    def start() -> None:
+        seen.append("batch" if detector.bdata else "forward")
+        detector.bdata = False  # as its own does
+
+    monkeypatch.setattr(detector, "start", start)
+    monkeypatch.setattr(detector, "stop", lambda: seen.append("end"))
+
+    def batches() -> Any:
+        seen.append("read")
+        yield {name: torch.ones(1, 4) for name in ("tokens", "labels", "position_ids", "loss_mask")}
+
+    def model(*_: Any, labels: torch.Tensor) -> torch.Tensor:
+        seen.append("model")
+        return labels
+
+    forward_step.forward_step(batches(), model)  # type: ignore[arg-type]
+
+    assert seen == ["batch", "read", "end", "forward", "model", "end"]
