@@ -64,7 +64,7 @@ class Settings:
     Attributes:
         architecture: Hugging Face class to write; None for the first that can express the model.
         dtype: type to cast to, `bfloat16` for example; None keeps every tensor's own.
-        shard_gigabytes: size of a shard, and about the memory that the conversion takes.
+        shard_gigabytes: size of a shard, and of what an interruption loses.
         files_from: folder with tokenizer and other files for a Hugging Face checkpoint.
         change_rope: accept a checkpoint whose RoPE settings differ from the model config's; no weight depends on them.
         check_finite: refuse NaN and infinity.

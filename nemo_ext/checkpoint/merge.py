@@ -53,7 +53,7 @@ class Settings:
         weights: weight of each checkpoint; None for equal weights.
         points: values t of (1 - t) a + t b, each a checkpoint of its own; None for one average.
         iterations: iteration of each Megatron run's checkpoint; None, or None in the list, for the newest.
-        shard_gigabytes: size of a shard, and about the memory that averaging takes.
+        shard_gigabytes: size of a shard, and of what an interruption loses.
         check_finite: refuse NaN and infinity.
         verify: read everything again at the end and compare checksums.
 

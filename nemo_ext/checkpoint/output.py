@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Output:
         self.folder = unfinished(path)
         self.done: dict[int, Any] = {}
         self._plan = digest(plan)
+        self._disk = ThreadPoolExecutor(1)
+        self._confirmed: list[Future[None]] = []
         record = _read(self.folder / RECORD)
         if record is not None and record.get("plan") == self._plan:
             self.done = {int(part): value for part, value in record["done"].items()}
@@ -52,10 +55,11 @@ class Output:
             _empty(self.folder)
         self._write_record()
 
-    def finished(self, part: int, value: object) -> None:
-        """Record a complete part."""
+    def finished(self, part: int, value: object, file: Path) -> None:
+        """Record a complete part; meanwhile the disk begins to write its file."""
         self.done[part] = value
         self._write_record()
+        self._confirmed.append(self._disk.submit(_sync, file))
 
     def clear(self) -> None:
         """Remove what was begun; the folder itself goes with the lock."""
@@ -67,15 +71,22 @@ class Output:
     def publish(self, record: dict[str, Any]) -> None:
         """Give the folder its name; `record`, on how it was made, stays in it."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
+        for confirmed in self._confirmed:
+            confirmed.result()  # an error of the disk is told once, so not again below
         for file in files:
-            with open(file, "rb") as opened:
-                os.fsync(opened.fileno())
+            _sync(file)
         kept = [file for file in sorted(files) if file.suffix in (".safetensors", ".distcp")]
         sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in kept}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
         # Last: until then the record of the parts stands, with which an interrupted run is resumed.
         write_text(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
+
+
+def _sync(file: Path) -> None:
+    """Wait until the disk has confirmed a file."""
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
 
 
 def unfinished(path: Path) -> Path:

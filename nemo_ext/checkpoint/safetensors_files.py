@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.parameters import Piece
-from nemo_ext.checkpoint.storage import CheckpointError, Stored, listed
+from nemo_ext.checkpoint.storage import CheckpointError, Stored, bytes_of, listed, size_in_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -18,7 +16,9 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-_TYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of types, in the order in which safetensors sorts tensors."""
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class SafetensorsReader:
@@ -87,9 +87,10 @@ class SafetensorsReader:
         from safetensors import safe_open
 
         file = self._file_of[name]
-        if self._open is None or self._open[0] != file:
-            self._open = file, safe_open(file, framework="pt").__enter__()
-        tensor: torch.Tensor = self._open[1].get_tensor(name)
+        last = self._open  # several threads may read
+        if last is None or last[0] != file:
+            last = self._open = file, safe_open(file, framework="pt").__enter__()
+        tensor: torch.Tensor = last[1].get_tensor(name)
         return tensor
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
@@ -118,23 +119,37 @@ def shard_name(number: int, count: int) -> str:
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
-def write_shard(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write one file, under a temporary name until it is complete.
+def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Write one file, tensor by tensor, under a temporary name until it is complete.
+
+    safetensors has no writer for less than a whole file, which is gigabytes of memory; its files are the same, byte for
+    byte.
+
+    Args:
+        file: path of the file.
+        header: tensors of the file: name -> shape and type.
+        tensors: the tensors with their names, in any order.
 
     Raises:
         OSError: the disk is full, for example.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+    facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(header, key=lambda name: (list(_NAMES).index(header[name].dtype), name)):
+        stored, start = header[name], end
+        end += size_in_bytes(stored.shape, stored.dtype)
+        facts[name] = {"dtype": _NAMES[stored.dtype], "shape": stored.shape, "data_offsets": [start, end]}
+    text = json.dumps(facts, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
     temporary = file.with_name(f".{file.name}")
     try:
-        save_file(dict(tensors), temporary, metadata={"format": "pt"})
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))  # a full disk, for example, is told in the message alone
-        if number is None:
-            raise OSError(f"{file}: {error}") from error
-        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from error
+        with open(temporary, "wb") as opened:
+            opened.write(len(text).to_bytes(8, "little") + text)
+            for name, tensor in tensors:
+                opened.seek(8 + len(text) + facts[name]["data_offsets"][0])
+                opened.write(bytes_of(tensor))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(file)) from error
     temporary.replace(file)
 
 

@@ -67,11 +67,16 @@ def files_identity(files: Iterable[Path]) -> list[list[object]]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, not copied if it is contiguous."""
     import torch
 
-    return zlib.crc32(memoryview(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of a tensor's bytes."""
+    return zlib.crc32(bytes_of(tensor))
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:

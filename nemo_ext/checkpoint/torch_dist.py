@@ -11,20 +11,22 @@ import io
 import json
 import pickle
 import re
-import warnings
+import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.pickles import COMMON, METADATA, Unsafe, first_words, loads, read_metadata
-from nemo_ext.checkpoint.storage import CheckpointError, Stored, listed
+from nemo_ext.checkpoint.storage import CheckpointError, Stored, bytes_of
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+    from torch.distributed.checkpoint.metadata import Metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -115,24 +117,29 @@ class TorchDistReader:
         self.path = path
         self.tensors: dict[str, Stored] = {}
         self.left_out = 0
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._shards: dict[str, dict[tuple[int, ...], _Shard]] = {}
+        self._last: tuple[_Shard, torch.Tensor] | None = None
         self._metadata = whole_files(path)
         self._list_tensors()
 
     def _list_tensors(self) -> None:
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        stored_shards = {(index.fqn, index.offset) for index in self._metadata.storage_data}
+        places = {(index.fqn, index.offset): info for index, info in self._metadata.storage_data.items()}
         for key, stored in self._metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 continue
             if _OPTIMIZER.match(key):
                 self.left_out += 1
                 continue
-            shards = {(key, chunk.offsets): prod(chunk.sizes) for chunk in stored.chunks}
-            if sum(shards.values()) != prod(stored.size) or not shards.keys() <= stored_shards:
+            shards = {(key, chunk.offsets): chunk.sizes for chunk in stored.chunks}
+            if sum(map(prod, shards.values())) != prod(stored.size) or not shards.keys() <= places.keys():
                 # Reading would give whatever was in memory for the part that is missing.
                 raise CheckpointError(f"{self.path / METADATA}: {key} is not there as a whole: take another checkpoint")
+            self._shards[key] = {
+                tuple(offset): _Shard(tuple(offset), tuple(sizes), places[name, offset])
+                for (name, offset), sizes in shards.items()
+            }
             dtype = str(stored.properties.dtype).removeprefix("torch.")
             self.tensors[key] = Stored(tuple(stored.size), dtype)
 
@@ -142,54 +149,101 @@ class TorchDistReader:
         Raises:
             CheckpointError: a file does not hold what the metadata says.
         """
-        import torch
-        from torch.distributed.checkpoint import CheckpointException, load
-
-        if self._last is None or self._last[0] != name:
-            self._last = None  # frees the memory before more is asked for
-            stored = self.tensors[name]
-            wanted = {name: torch.empty(stored.shape, dtype=getattr(torch, stored.dtype))}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-                try:
-                    load(wanted, storage_reader=self._storage_reader(), no_dist=True)
-                except CheckpointException as error:  # not an Exception, and it wraps even Ctrl-C
-                    reason = error.failures[0][0]
-                    if not isinstance(reason, Exception):
-                        raise reason from None
-                    where = listed(sorted(self._files_of(name)))
-                    raise CheckpointError(
-                        f"{self.path}: {name} cannot be read from {where} ({first_words(reason)}): copy the "
-                        "checkpoint again"
-                    ) from error
-            self._last = name, wanted[name]
-        return self._last[1]
-
-    def _files_of(self, name: str) -> set[str]:
-        return {info.relative_path for index, info in self._metadata.storage_data.items() if index.fqn == name}
+        return self.read_piece(Piece.of(name, *self.tensors[name].shape))
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
-        """A part of a tensor; parts of one tensor in a row read it once."""
-        whole = self.read(piece.key)
-        if piece.shape == piece.whole:
-            return whole
-        return whole[tuple(slice(o, o + size) for o, size in zip(piece.offset, piece.shape, strict=True))]
+        """A part of a tensor, of which only the shards that hold it are read.
 
-    def _storage_reader(self) -> Any:
-        from torch.distributed.checkpoint import FileSystemReader
+        Raises:
+            CheckpointError: see `read`.
+        """
+        import torch
 
-        known = self._metadata
+        made = torch.empty(piece.shape, dtype=getattr(torch, self.tensors[piece.key].dtype))
+        shards = self._shards[piece.key]
+        same = shards.get(piece.offset)  # of many experts, one is a shard as it is
+        for shard in [same] if same is not None and same.shape == piece.shape else shards.values():
+            starts = tuple(map(max, piece.offset, shard.offset))
+            ends = tuple(o + n for o, n in zip(piece.offset, piece.shape, strict=True))
+            ends = tuple(map(min, ends, (o + n for o, n in zip(shard.offset, shard.shape, strict=True))))
+            if any(start >= end for start, end in zip(starts, ends, strict=True)):
+                continue
+            try:
+                self._copy(shard, made[_slices(starts, ends, piece.offset)], _slices(starts, ends, shard.offset))
+            except Exception as error:  # a broken archive raises almost anything
+                raise CheckpointError(
+                    f"{self.path}: {piece.key} cannot be read from {shard.place.relative_path} ({first_words(error)}): "
+                    "copy the checkpoint again"
+                ) from error
+        return made
 
-        class Reader(FileSystemReader):
-            def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-                return known  # reading it again for every tensor would take most of the time
+    def _copy(self, shard: _Shard, made: torch.Tensor, part: tuple[slice, ...]) -> None:
+        """Fill a tensor with a part of a shard, straight from the file if it is all of it."""
+        import torch
 
-        return Reader(self.path)
+        if made.shape == shard.shape and made.is_contiguous():
+            shard.read_into(made, self.path)
+            return
+        last = self._last
+        if last is None or last[0] != shard:  # shards of several experts are asked for one expert after the other
+            self._last = None  # frees the memory before more is asked for
+            last = self._last = shard, torch.empty(shard.shape, dtype=made.dtype)
+            shard.read_into(last[1], self.path)
+        made.copy_(last[1][part])
 
     def files(self) -> Sequence[Path]:
         """The files that hold tensors, and the metadata that says where."""
         names = {info.relative_path for info in self._metadata.storage_data.values()}
         return [*(self.path / name for name in sorted(names)), self.path / METADATA]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A part of a tensor that is one archive of `torch.save` in a file.
+
+    Attributes:
+        offset: offset of the part in the whole tensor.
+        shape: shape of the part.
+        place: file, and offset and length of the archive in bytes (torch's `_StorageInfo`).
+    """
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    place: Any
+
+    def read_into(self, made: torch.Tensor, folder: Path) -> None:
+        """Fill a contiguous tensor of the shape with one read from the file, where torch's loader copies three times.
+
+        Raises:
+            ValueError: the archive holds something else.
+        """
+        import torch
+        from torch.distributed.checkpoint.utils import _create_file_view
+
+        with open(folder / self.place.relative_path, "rb") as file:
+            archive: Any = _create_file_view(file, self.place.offset, self.place.length)
+            records = torch._C.PyTorchFileReader(archive)
+            if "byteorder" in records.get_all_records() and records.get_record("byteorder") != sys.byteorder.encode():
+                raise ValueError("numbers of another byte order")  # torch would crash in swapping what is not there
+            archive.seek(0)
+            found = torch.load(archive, map_location="meta", weights_only=True)
+            if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (made.shape, made.dtype):
+                raise ValueError(f"not what .metadata says: {found!r}")
+            numbers = found.untyped_storage()
+            start, size = numbers._checkpoint_offset, numbers.nbytes()
+            if start is None or not 0 <= start <= self.place.length - size:
+                raise ValueError("numbers outside their archive")
+            whole = found.is_contiguous() and size == made.nbytes
+            flat = made.reshape(-1) if whole else torch.empty(size // made.itemsize, dtype=made.dtype)
+            file.seek(self.place.offset + start)
+            if file.readinto(bytes_of(flat)) != flat.nbytes:
+                raise ValueError("cut short")
+            if not whole:
+                made.copy_(flat.as_strided(found.shape, found.stride(), int(found.storage_offset())))
+
+
+def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - o, end - o) for start, end, o in zip(starts, ends, offset, strict=True))
 
 
 class TorchDistWriter:
@@ -207,15 +261,13 @@ class TorchDistWriter:
 
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
-        # Without copying ahead: where there is a GPU, that would ask for the tensors in another order.
-        self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True, per_thread_copy_ahead=0)
+        self._writer = FileSystemWriter(folder, sync_files=False, overwrite=True)
         self._writer.set_up_storage_writer(True)
         plans = [SavePlan([_write_item(piece, dtype) for piece, dtype in part]) for part in parts]
         keys = dict.fromkeys(piece.key for part in parts for piece, _ in part)
         wholes = {piece.key: piece.whole for part in parts for piece, _ in part}
         plans.append(SavePlan([_bytes_item(name) for name in _extra_states(keys, wholes)]))
-        plans, self._metadata = create_default_global_save_plan(plans)
-        self._plans = self._writer.prepare_global_plan(plans)
+        self._plans, self._metadata = create_default_global_save_plan(plans)
 
     def file(self, part: int) -> Path:
         """Path of a part's file."""
@@ -227,28 +279,35 @@ class TorchDistWriter:
         Raises:
             OSError: the disk is full, for example.
         """
-        iterator = iter(pieces)
 
-        def next_tensor(index: MetadataIndex) -> torch.Tensor:
-            piece, tensor = next(iterator)
-            assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
-            tensor = tensor.contiguous()
-            whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
-            return tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
+        def tensors() -> Iterator[torch.Tensor]:
+            for item, (piece, tensor) in zip(self._plans[part].items, pieces, strict=True):
+                index = item.index
+                assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
+                whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
+                yield tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
 
-        return self._write_plan(part, next_tensor)
+        return self._write_file(part, tensors())
 
-    def _write_plan(self, part: int, data: Callable[[MetadataIndex], Any]) -> str:
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    def _write_file(self, part: int, values: Iterator[object]) -> str:
+        """Write a file as `FileSystemWriter.write_data` does, which would keep all of its tensors in memory."""
+        import torch
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.storage import WriteResult
+        from torch.utils import serialization
 
-        class Planner(DefaultSavePlanner):
-            def resolve_data(self, write_item: Any) -> Any:
-                return data(write_item.index)
-
-        try:
-            results = self._writer.write_data(self._plans[part], Planner()).value()
-        except RuntimeError as error:
-            raise _reason(error) from error
+        settings: Any = serialization.config
+        results, start = [], 0
+        # The archives' own checksums take longer than writing, and neither torch nor Megatron reads them.
+        with open(self.file(part), "wb") as stream, settings.patch("save.compute_crc32", False):
+            for item, value in zip(self._plans[part].items, values, strict=True):
+                try:
+                    torch.save(value, stream)
+                except RuntimeError as error:
+                    raise _reason(error) from error
+                size = stream.tell() - start
+                results.append(WriteResult(item.index, size, _StorageInfo(self.file(part).name, start, size)))
+                start += size
         return pickle.dumps(results).hex()
 
     def finish(self, results: Sequence[str], arguments: Mapping[str, Any]) -> None:
@@ -259,9 +318,9 @@ class TorchDistWriter:
             arguments: arguments of the saving run that Megatron's loader reads. Without `hybrid_layer_pattern` it
                 takes the layers for those of a GPTModel, which are numbered otherwise.
         """
-
         # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
-        common = self._write_plan(len(self._plans) - 1, lambda index: _saved([None]))
+        objects = len(self._plans) - 1
+        common = self._write_file(objects, repeat([None], len(self._plans[objects].items)))
         made = [loads(bytes.fromhex(result), self.folder) for result in (*results, common)]
         self._writer.finish(self._metadata, made)
         arguments = {**arguments, "no_save_optim": True, "no_save_rng": True}

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nemo_ext.checkpoint.output import Output, check_room, check_target, has_size, only_writer, was_published
 from nemo_ext.checkpoint.parameters import Piece
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader, shard_name, write_index, write_shard
-from nemo_ext.checkpoint.storage import CheckpointError, check_finite, checksum, listed, size_in_bytes, torch_dtype
+from nemo_ext.checkpoint.storage import (
+    CheckpointError,
+    Stored,
+    check_finite,
+    checksum,
+    listed,
+    size_in_bytes,
+    torch_dtype,
+)
 from nemo_ext.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
 from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.workers import usable_cores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +113,7 @@ def write_checkpoint(
     Args:
         to: the folder, which has its name only when all is done.
         to_format: `huggingface` (safetensors, index) or `megatron` (a checkpoints directory with a release).
-        parts: work of each part; a part is a file, and about what is held in memory.
+        parts: work of each part; a part is a file, and what an interruption loses at most.
         identity: everything that decides the folder's content, as JSON.
         finish: function that adds the files other than tensors to the folder.
         arguments: arguments for Megatron's loader, see `megatron_arguments`.
@@ -130,15 +141,20 @@ def write_checkpoint(
         # A finished part that was lost since, in a power failure for example, is made again.
         output.done = {n: done for n, done in output.done.items() if has_size(target.file(n), done["size"])}
         check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
-        with _leavings_told(output), progress_of("writing", total, enabled=progress) as advance:
-            for number, part in enumerate(parts):
-                if number in output.done:
-                    advance(sum(work.bytes for work in part))
-                    continue
-                sums: dict[str, int] = {}
-                result = target.write(number, _made(part, sums, finite=finite, advance=advance))
-                size = target.file(number).stat().st_size
-                output.finished(number, {"result": result, "checksums": sums, "size": size})
+        left = [number for number in range(len(parts)) if number not in output.done]
+        sums: dict[str, int] = {}
+        with (
+            _leavings_told(output),
+            progress_of("writing", total, enabled=progress) as advance,
+            contextlib.closing(_made([parts[number] for number in left], sums, finite=finite)) as made,
+        ):
+            advance(total - sum(work.bytes for number in left for work in parts[number]))
+            for number in left:
+                slots = [slot for work in parts[number] for slot in work.slots]
+                result = target.write(number, _counted(islice(made, len(slots)), advance))
+                file = target.file(number)
+                own = {slot.label: sums.pop(slot.label) for slot in slots}
+                output.finished(number, {"result": result, "checksums": own, "size": file.stat().st_size}, file)
         target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
@@ -180,17 +196,32 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 
 
 def _made(
-    part: Sequence[Work], sums: dict[str, int], *, finite: bool, advance: Callable[[int], None]
-) -> Iterator[tuple[Piece, Tensor]]:
-    """Tensors of a part in order; their checksums are put into `sums`."""
-    for work in part:
-        for slot, tensor in zip(work.slots, work.make(), strict=True):
-            if finite:
-                check_finite(" + ".join(work.sources) or slot.label, tensor)
-            tensor = _cast(slot, tensor, finite=finite).contiguous()
-            sums[slot.label] = checksum(tensor)
-            yield slot.piece, tensor
-            advance(slot.bytes)
+    parts: Sequence[Sequence[Work]], sums: dict[str, int], *, finite: bool
+) -> Generator[tuple[Piece, Tensor], None, None]:
+    """Tensors in order, each made by a thread while the one before it is written; their checksums go into `sums`."""
+
+    def make() -> Iterator[tuple[Piece, Tensor]]:
+        for work in chain.from_iterable(parts):
+            for slot, tensor in zip(work.slots, work.make(), strict=True):
+                assert tensor.shape == slot.piece.shape, f"{slot.label}: made {list(tensor.shape)}"
+                if finite:
+                    check_finite(" + ".join(work.sources) or slot.label, tensor)
+                tensor = _cast(slot, tensor, finite=finite).contiguous()
+                sums[slot.label] = checksum(tensor)
+                yield slot.piece, tensor
+
+    making = make()
+    with ThreadPoolExecutor(1) as thread:
+        coming = thread.submit(next, making, None)
+        while (made := coming.result()) is not None:
+            coming = thread.submit(next, making, None)
+            yield made
+
+
+def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None]) -> Iterator[tuple[Piece, Tensor]]:
+    for piece, tensor in tensors:
+        yield piece, tensor
+        advance(tensor.nbytes)
 
 
 def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
@@ -218,10 +249,15 @@ def _verify(
     advance: Callable[[int], None],
 ) -> None:
     """Read the folder anew, and compare every tensor's checksum with what was to be written."""
-    for number, part in enumerate(parts):
-        sums = output.done[number]["checksums"]
-        for slot in (slot for work in part for slot in work.slots):
-            if checksum(reader.read_piece(slot.piece)) != sums[slot.label]:
+    slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
+
+    def is_right(number: int, slot: Slot) -> bool:
+        return checksum(reader.read_piece(slot.piece)) == output.done[number]["checksums"][slot.label]
+
+    with ThreadPoolExecutor(min(4, usable_cores())) as threads:
+        checked = threads.map(is_right, *zip(*slots, strict=True))
+        for (_, slot), right in zip(slots, checked, strict=True):
+            if not right:
                 raise CheckpointError(
                     f"{slot.label}: the disk does not hold what was written: remove {output.folder} and repeat; if it "
                     "happens again, suspect the disk"
@@ -239,7 +275,9 @@ class _SafetensorsTarget:
         return self.folder / shard_name(number, len(self.parts))
 
     def write(self, number: int, tensors: Iterator[tuple[Piece, Tensor]]) -> None:
-        write_shard(self.file(number), {piece.key: tensor for piece, tensor in tensors})
+        slots = [slot for work in self.parts[number] for slot in work.slots]
+        header = {slot.piece.key: Stored(slot.piece.shape, slot.dtype) for slot in slots}
+        write_shard(self.file(number), header, ((piece.key, tensor) for piece, tensor in tensors))
 
     def finish(self, results: Sequence[Any], arguments: Mapping[str, Any]) -> None:
         count = len(self.parts)

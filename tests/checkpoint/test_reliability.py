@@ -535,7 +535,7 @@ print(json.dumps(grown))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(large: dict[str, Path], small: dict[str, Path], tmp_path: Path) -> None:
-    """Of the process's own: pages of mapped files are the system's. One shard, of eleven, and a few tensors."""
+    """Of the process's own: pages of mapped files are the system's. A few tensors, of which the largest has 4 MB."""
     # glibc keeps freed blocks below 32 MB for later; the tensors of real models are larger and go back at once.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     words = [str(small["megatron"]), str(large["megatron"]), str(tmp_path), str(LARGE_SHARD)]
@@ -552,6 +552,6 @@ def test_memory_does_not_grow_with_the_model(large: dict[str, Path], small: dict
     to_megatron, to_hugging_face = json.loads(ended.stdout)
     assert len(list((tmp_path / "hf").glob("*.safetensors"))) >= 10
     for grown in (to_megatron, to_hugging_face):
-        assert 0.25 * LARGE_SHARD * 1e9 < grown < 2 * LARGE_SHARD * 1e9
+        assert 0.25 * LARGE_SHARD * 1e9 < grown < 1.25 * LARGE_SHARD * 1e9
     print(f"grown by {to_megatron / 1e6:.0f} MB to Megatron, {to_hugging_face / 1e6:.0f} MB to Hugging Face")
     shutil.rmtree(tmp_path)

@@ -3,7 +3,7 @@
 import errno
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,16 @@ FIRST = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bf
 SECOND = {"c": torch.zeros(2, 2, dtype=torch.float16)}
 
 
+def write(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    header = {name: Stored(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+    write_shard(file, header, reversed(tensors.items()))
+
+
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
     """Two shards with their index."""
-    write_shard(tmp_path / shard_name(0, 2), FIRST)
-    write_shard(tmp_path / shard_name(1, 2), SECOND)
+    write(tmp_path / shard_name(0, 2), FIRST)
+    write(tmp_path / shard_name(1, 2), SECOND)
     write_index(tmp_path, {"c": shard_name(1, 2), "a": shard_name(0, 2), "b": shard_name(0, 2)}, 40)
     return tmp_path
 
@@ -56,8 +61,23 @@ def test_the_index_is_written_as_hugging_face_writes_it(
     assert (sharded / shard_name(0, 2)).read_bytes() == (theirs / shard_name(0, 2)).read_bytes()
 
 
+def test_a_file_has_the_bytes_that_safetensors_writes(tmp_path: Path) -> None:
+    """It sorts by type and name; a header of any length is padded."""
+    tensors = {
+        "norm.\u00e9": torch.tensor(1.5, dtype=torch.float64),
+        "b": torch.arange(6.0).reshape(2, 3),
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "none": torch.zeros(0, 4, dtype=torch.float16),
+        "A": torch.arange(5, dtype=torch.float16),
+    }
+    write(tmp_path / "ours", tensors)
+    save_file(tensors, tmp_path / "theirs", metadata={"format": "pt"})
+
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
 def test_a_lone_file_needs_no_index(tmp_path: Path) -> None:
-    write_shard(tmp_path / shard_name(0, 1), FIRST)
+    write(tmp_path / shard_name(0, 1), FIRST)
 
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
     assert set(SafetensorsReader(tmp_path).tensors) == {"a", "b"}
@@ -122,7 +142,7 @@ def test_an_index_that_is_none_is_refused(sharded: Path, text: bytes) -> None:
 
 
 def test_a_tensor_that_is_there_twice_is_refused(sharded: Path) -> None:
-    write_shard(sharded / shard_name(1, 2), SECOND | {"a": FIRST["a"]})
+    write(sharded / shard_name(1, 2), SECOND | {"a": FIRST["a"]})
 
     with pytest.raises(CheckpointError, match=r"model-00002.*: a is in model-00001.* too: copy both"):
         SafetensorsReader(sharded)
@@ -147,7 +167,7 @@ def test_types_that_weights_do_not_have_keep_their_name(tmp_path: Path, dtype: t
 
 def test_a_shard_that_does_not_fit_leaves_nothing_of_its_name(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     with pytest.raises(OSError, match=r"File too large.*model.safetensors") as caught, small_files():
-        write_shard(tmp_path / "model.safetensors", {"a": torch.zeros(4096)})
+        write(tmp_path / "model.safetensors", {"a": torch.zeros(4096)})
 
     assert caught.value.errno == errno.EFBIG
     assert not (tmp_path / "model.safetensors").exists()

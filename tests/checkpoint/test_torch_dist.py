@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import io
 import pickle
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,17 @@ def test_any_grid_of_shards_is_read_whole(
     reader = TorchDistReader(write(tmp_path_factory.mktemp("grid"), [pieces[::2], pieces[1::2]]))
 
     assert torch.equal(reader.read("embedding.weight"), TENSORS["embedding.weight"])
+    for piece in cut("embedding.weight", (0, 0), (0, 3), (2, 0), (2, 3), (5, 0), (5, 3)):  # whatever shards it is in
+        assert torch.equal(reader.read_piece(piece), values(piece))
+
+
+def test_numbers_that_lie_in_another_order_are_read(tmp_path: Path) -> None:
+    piece = Piece.of("embedding.weight", 7, 5)
+    writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
+    transposed = TENSORS["embedding.weight"].t().contiguous().t()
+    writer.finish([writer.write(0, [(piece, transposed)])], {})
+
+    assert torch.equal(TorchDistReader(tmp_path).read("embedding.weight"), TENSORS["embedding.weight"])
 
 
 def test_torch_reads_what_was_written(tmp_path: Path) -> None:
@@ -108,15 +121,6 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     assert all(torch.equal(read[key], tensor) for key, tensor in TENSORS.items())
     common = torch.load(tmp_path / "common.pt", weights_only=False)
     assert (common["checkpoint_version"], common["args"].hidden_size) == (3.0, 5)
-
-
-def test_a_part_keeps_its_order_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch asks for the smallest tensor first when it copies ahead from a GPU; ours are on the CPU anyway."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reader = TorchDistReader(write(tmp_path, [[piece for part in whole() for piece in part]]))
-    monkeypatch.undo()
-
-    assert all(torch.equal(reader.read(key), tensor) for key, tensor in TENSORS.items())
 
 
 def test_pieces_in_another_order_than_planned_are_not_written(tmp_path: Path) -> None:
@@ -223,9 +227,48 @@ def test_a_file_that_is_no_archive_is_named(checkpoint: Path) -> None:
         TorchDistReader(checkpoint).read("embedding.weight")
 
 
-def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch wraps whatever ends a read."""
+def in_big_endian(archive: bytes) -> bytes:
+    """As torch writes it on an IBM Z."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(archive)) as old, zipfile.ZipFile(made, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, b"big" if name.endswith("byteorder") else old.read(name))
+    return made.getvalue()
 
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensor: in_big_endian(saved(tensor)), "numbers of another byte order"),
+        (lambda tensor: saved(tensor[:, :2].clone()), r"not what .metadata says: tensor\(.*size=\(7, 2\)"),
+        (lambda tensor: saved(tensor.double()), r"not what .metadata says: tensor\("),
+        (lambda tensor: saved({"a": tensor}), "not what .metadata says: {'a': "),
+        (lambda tensor: saved(tensor, _use_new_zipfile_serialization=False), "PytorchStreamReader"),
+    ],
+    ids=["big-endian", "shape", "type", "dictionary", "older format"],
+)
+def test_an_archive_of_something_else_is_named(
+    change: Callable[[torch.Tensor], bytes], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = change(TENSORS["embedding.weight"])
+    monkeypatch.setattr(torch, "save", lambda value, stream: stream.write(archive))
+    piece = Piece.of("embedding.weight", 7, 5)
+    writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
+    results = [writer.write(0, [(piece, TENSORS["embedding.weight"])])]
+    monkeypatch.undo()
+    writer.finish(results, {})
+
+    with pytest.raises(CheckpointError, match=rf"embedding.weight cannot be read from __0_0.distcp \(.*{reason}.*copy"):
+        TorchDistReader(tmp_path).read("embedding.weight")
+
+
+def saved(value: object, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
