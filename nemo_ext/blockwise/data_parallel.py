@@ -40,15 +40,38 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def average_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
-    """Replace every gradient by its mean over all ranks."""
+def part_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor's numbers, flat and in memory of its own; as long on all ranks, zeros at the end."""
+    numbers = tensor.reshape(-1)
+    size = _part_size(tensor)
+    own = numbers[size * number() : size * (number() + 1)]
+    part = numbers.new_zeros(size)
+    part[: len(own)] = own
+    return part
+
+
+def whole_of(part: Tensor, like: Tensor) -> Tensor:
+    """The tensor, of this one's shape, of which each rank gives its part; all ranks together."""
+    whole = part
     if count() > 1:
-        gradients = [each.grad for each in parameters if each.grad is not None]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(flat)
-        flat /= count()
-        for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        whole = part.new_empty(len(part) * count())
+        dist.all_gather_into_tensor(whole, part)
+    return whole[: like.numel()].view_as(like)
+
+
+def mean_part(tensor: Tensor) -> Tensor:
+    """This rank's part of the mean of a tensor over all ranks, in FP32; all ranks together."""
+    whole = tensor.new_zeros(_part_size(tensor) * count(), dtype=torch.float32)
+    whole[: tensor.numel()] = tensor.reshape(-1)
+    if count() == 1:
+        return whole
+    part = whole.new_empty(_part_size(tensor))
+    dist.reduce_scatter_tensor(part, whole)
+    return part.div_(count())
+
+
+def _part_size(tensor: Tensor) -> int:
+    return -(-tensor.numel() // count())
 
 
 def agreed[T](decide: Callable[[], T]) -> T:

@@ -123,10 +123,13 @@ class Parent:
         with self._layers(0, replaced or {}):
             return self._run(tokens)
 
-    def run_to(self, last: int, tokens: Tensor) -> None:
-        """Runs the blocks up to number `last` on tokens `[batch, seq]`, for what is `recorded` of them."""
-        with self._layers(0, {}, last):
-            self._run(tokens)
+    def run_to(self, last: int, tokens: Tensor, first: int = 0, hidden: Tensor | None = None) -> None:
+        """Runs the blocks up to number `last` on tokens `[batch, seq]`, for what is `recorded` of them.
+
+        With `hidden` `[seq, batch, hidden]`, the input of block `first`, it begins there.
+        """
+        with self._layers(first, {}, last):
+            self._run(tokens if hidden is None else None, hidden)
 
     def hidden_from(self, first: int, hidden: Tensor, replaced: Replaced | None = None) -> Tensor:
         """Hidden states before the output layer from the input of block `first`; both `[seq, batch, hidden]`."""

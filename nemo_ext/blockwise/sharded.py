@@ -8,8 +8,7 @@ memory of its own, parameters become others, and every forward pass is noted for
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import distributed as dist
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
+from nemo_ext.blockwise.read_ahead import read_ahead
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.megatron.session import build_model, load_weights, put_tensors
 
@@ -104,7 +104,13 @@ def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = 
         return parent
     blocks = len(parse(made.pattern).blocks)
     own = [number for number in range(blocks) if _reader(number) == data_parallel.number()]
-    tensors = read_ahead(TorchDistReader(folder), own)
+    reader = TorchDistReader(folder)
+
+    def read(number: int) -> dict[str, Tensor]:
+        prefix = f"decoder.layers.{number}."
+        return {name: reader.read(name) for name in reader.tensors if name.startswith(prefix)}
+
+    tensors = read_ahead(read, own)
 
     def fill(layer: torch.nn.Module, prefix: str, number: int) -> None:
         if _reader(number) == data_parallel.number():
@@ -145,26 +151,3 @@ def share_out(
         parent.layers.append(layer)
         advance(1)
     parent.model.decoder.layers = torch.nn.ModuleList(parent.layers)
-
-
-def read_ahead(reader: TorchDistReader, numbers: Sequence[int]) -> Iterator[dict[str, Tensor]]:
-    """Tensors of these blocks by their names, one block read ahead, the first from now on."""
-
-    def read(number: int) -> dict[str, Tensor]:
-        prefix = f"decoder.layers.{number}."
-        return {name: reader.read(name) for name in reader.tensors if name.startswith(prefix)}
-
-    pool = ThreadPoolExecutor(1)
-    first = [pool.submit(read, number) for number in numbers[:1]]
-
-    def coming() -> Iterator[dict[str, Tensor]]:
-        ready: list[Future[dict[str, Tensor]]] = first
-        with pool:
-            for number in numbers[1:]:
-                after = [pool.submit(read, number)]
-                yield ready.pop().result()
-                ready = after
-            for each in ready:
-                yield each.result()
-
-    return coming()

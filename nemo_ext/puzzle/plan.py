@@ -1,7 +1,8 @@
 """What the stages of a compression compute, gather and write in all, by the cost model. No torch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from nemo_ext.architecture import cost
 from nemo_ext.architecture.blocks import Block
@@ -12,6 +13,7 @@ from nemo_ext.architecture.precision import bytes_per_number
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.variants import KEEP, Variant
 
+FP32 = 4
 REACHED = 0.4
 """Share of the peak FLOP/s, and of the rate of the links, that ranks are taken to reach (choice)."""
 
@@ -23,9 +25,12 @@ class StageWork:
     Attributes:
         stage: name of the stage.
         flops: FLOPs of all ranks together.
-        gathered_bytes: bytes that each rank gets from the others; 0 where every rank holds the whole parent.
+        gathered_bytes: bytes that each rank gets from the others: blocks of a parent that is shared out, gradients and
+            weights of variants.
         host_bytes: bytes that each rank gets from its host's memory.
         written_bytes: bytes of weights on the disk.
+        passing_bytes: bytes that all ranks together read and write besides: inputs of blocks, checkpoints of variants.
+        held_bytes: most bytes of inputs of blocks on the disk at a time.
     """
 
     stage: str
@@ -33,6 +38,8 @@ class StageWork:
     gathered_bytes: float
     host_bytes: float
     written_bytes: float
+    passing_bytes: float = 0.0
+    held_bytes: float = 0.0
 
     def hours(self, gpu: Gpu, ranks: int) -> float:
         """Hours on so many GPUs of one node: computing and gathering one after the other, at `REACHED`."""
@@ -67,12 +74,12 @@ def stage_work(
     stored = size * sum(_parameters(architecture, variant.block) for variant in trainable)
     weights = [size * _parameters(architecture, each[0].block) for each in found]
 
-    def made(stage: str, flops: float, passed: float, written: float) -> StageWork:
-        """`passed` are the bytes of all blocks that a rank runs."""
+    def made(stage: str, flops: float, passed: float, written: float, sent: float = 0.0) -> StageWork:
+        """`passed` are the bytes of all blocks that a rank runs, `sent` those of what the ranks make together."""
         return StageWork(
             stage=stage,
             flops=flops,
-            gathered_bytes=0.0 if chosen.fsdp is None else passed * (ranks - 1) / ranks,
+            gathered_bytes=(sent + (0.0 if chosen.fsdp is None else passed)) * (ranks - 1) / ranks,
             host_bytes=passed / ranks if chosen.fsdp == "offload" else 0.0,
             written_bytes=written,
         )
@@ -81,16 +88,29 @@ def stage_work(
     batches = chosen.calibration.sequences / chosen.calibration.batch / ranks
     library = made("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored)
     training = chosen.distill
-    # A group needs the parent up to its last block.
-    groups = (trainable[start : start + training.together] for start in range(0, len(trainable), training.together))
-    lasts = [group[-1].number for group in groups]
-    trained = 3 * sum(_forward(architecture, variant.block, seq_length) for variant in trainable)
-    runs = [sum(blocks[: last + 1]) for last in lasts]
+    groups = [trainable[start : start + training.together] for start in range(0, len(trainable), training.together)]
+    starts = [group[0].number for group in groups]
+    # A group needs the parent up to its last block; with inputs from where the one before ended, for the next one too.
+    runs = [range(group[-1].number + 1) for group in groups]
+    read = written = 0
+    if training.inputs is not None and groups:
+        runs = [range(a, max(run.stop, b)) for a, run, b in zip([0, *starts[1:]], runs, [*starts[1:], 0], strict=True)]
+        read, written = len(groups) - 1, len({*starts[1:]})
+    inputs = size * training.batch * seq_length * architecture.hidden_size
+    trained = sum(_forward(architecture, variant.block, seq_length) for variant in trainable)
+    parameters = sum(_parameters(architecture, variant.block) for variant in trainable)
+    saved = ceil(training.steps / training.save_interval) * 3 * FP32 * parameters
     distill = made(
         "distill",
-        training.steps * training.batch * seq_length * (sum(runs) + trained),
-        training.steps * sum(sum(weights[: last + 1]) for last in lasts),
+        training.steps * training.batch * seq_length * (sum(blocks[n] for run in runs for n in run) + 3 * trained),
+        training.steps * sum(weights[n] for run in runs for n in run),
         stored if training.steps else 0.0,
+        training.steps * (FP32 + size) * parameters,  # gradients are scattered, weights gathered
+    )
+    distill = replace(
+        distill,
+        passing_bytes=(read + written) * training.steps * inputs + saved,
+        held_bytes=inputs * (training.steps + min(training.save_interval, training.steps)) if written else 0.0,
     )
     flops, gathered = sum(blocks), sum(weights)
     for number, each in enumerate(found):

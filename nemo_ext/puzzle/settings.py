@@ -74,6 +74,7 @@ class Training:
         together: most variants trained in one forward pass of the parent; bounds memory use.
         clip: largest gradient norm of a variant.
         save_interval: steps between checkpoints of variants in training.
+        inputs: folder for the inputs of blocks between groups of variants; None to run the parent anew for each.
     """
 
     steps: NonNegativeInt = 1000
@@ -82,6 +83,7 @@ class Training:
     together: PositiveInt = 16
     clip: PositiveFloat = 1.0
     save_interval: PositiveInt = 100
+    inputs: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -97,6 +97,11 @@ class Workspace:
         self.healed, self.pretrained = self.folder / "heal", self.folder / "pretrain"
         self.exported, self.model = self.folder / "huggingface", self.folder / MODEL
 
+    def block_inputs(self, folder: str) -> Path:
+        """The part of a folder that belongs to this distillation, and to this shard of it, alone."""
+        made_of = hashlib.sha256(json.dumps(self._now("distill"), sort_keys=True).encode()).hexdigest()[:16]
+        return Path(folder) / (made_of if self.shard is None else f"{made_of}_{self.shard.label}")
+
     def scores_of_shards(self) -> list[Path]:
         """Score files of shards."""
         return sorted(self.blocks.glob("scores_*of*.jsonl"))
@@ -271,7 +276,7 @@ def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
     return {
         "parent": parent,
         "library": part("variants", "calibration"),
-        "distill": part("distill"),
+        "distill": {"distill": {name: each for name, each in section["distill"].items() if name != "inputs"}},
         "score": part("calibration"),
         "cost": cost,
         "search": {"search": search},

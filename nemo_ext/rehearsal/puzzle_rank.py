@@ -5,7 +5,7 @@ The stage's own functions run on the parent, as far as their memory grows.
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -136,6 +136,7 @@ def _library(rank: _Rank) -> None:
 
 def _distill(rank: _Rank) -> None:
     """A step of the last of the groups with most parameters, after one in which the optimizers make their states."""
+    from nemo_ext.puzzle.stages.block_inputs import BlockInputs
     from nemo_ext.puzzle.stages.distill import Library, train_group, trainable
 
     training, tracker = rank.chosen.distill, rank.tracker
@@ -176,13 +177,27 @@ def _distill(rank: _Rank) -> None:
         def layer(self, parent: Any, variant: Variant) -> torch.nn.Module | None:
             return rank.layer(variant)
 
-    made = Made(NOWHERE)
+    class Kept(BlockInputs):
+        """Inputs that are there; what would be written is kept, as while it is."""
+
+        def has(self, number: int, steps: Iterable[int]) -> bool:
+            return groups.index(group) > 0
+
+        def read(self, number: int, steps: Iterable[int]) -> Iterator[torch.Tensor]:
+            weight, size = next(rank.parent.model.parameters()), rank.description.architecture.hidden_size
+            while True:
+                yield torch.empty(rank.seq_length, training.batch // rank.ranks, size, dtype=weight.dtype)
+
+        def write(self, number: int, step: int, hidden: torch.Tensor) -> None:
+            self.kept = hidden
+
+    made, inputs = Made(NOWHERE), None if training.inputs is None else Kept(NOWHERE)
+    after = next((each[0].number for each in groups[groups.index(group) + 1 :]), None)
     hooks = [register_optimizer_step_pre_hook(updating), register_optimizer_step_post_hook(updated)]
     try:
         tracker.kind = "optimizer"
-        train_group(
-            rank.parent, group, made, made, batches, replace(training, steps=3, save_interval=4), NOWHERE, advance
-        )
+        short = replace(training, steps=3, save_interval=4)
+        train_group(rank.parent, group, made, made, batches, short, NOWHERE, advance, inputs, after)
     except _Enough:
         pass
     finally:

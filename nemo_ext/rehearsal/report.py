@@ -134,18 +134,29 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 def _work(result: Mapping[str, Any], gpu: str | None) -> list[str]:
     """What the stages of a compression take in all."""
     made = [StageWork(**each) for each in result["work"]]
-    heading = ["stage", "FLOPs of all ranks", "gathered by each", "from its host", "written", "hours"]
+    heading = [
+        "stage",
+        "FLOPs of all ranks",
+        "gathered by each",
+        "from its host",
+        "written",
+        "hours",
+        "read and written",
+    ]
+    heading += ["on the disk at most"]
     rows = []
     for each in made:
         hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world']):,.1f}"
         bytes_ = [size(n) if n else "" for n in (each.gathered_bytes, each.host_bytes, each.written_bytes)]
-        rows.append([each.stage, flop(each.flops), *bytes_, hours])
+        passing = [size(n) if n else "" for n in (each.passing_bytes, each.held_bytes)]
+        rows.append([each.stage, flop(each.flops), *bytes_, hours, *passing])
     on = f" Hours are those of {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
     which = f", try {result['number']}" if result["number"] else ""
     return [
         f"## The stages in all{which}",
         markdown_table(heading, rows),
-        f"By the cost model, without data and disks.{on}",
+        f"By the cost model, without data and disks.{on} Passing through files: inputs of blocks between groups of "
+        "variants (`puzzle.distill.inputs`, kept meanwhile) and checkpoints of variants.",
     ]
 
 

@@ -24,4 +24,5 @@ if __name__ == "__main__":
     tracker.kind = "temporary"
     with data_parallel(), tracker:
         carry_out(asked["config"], settings(asked["puzzle"]), asked["stage"], 1, tracker)
-    print(json.dumps({"peak": tracker.peak, "flops": sum(tracker.flops.values())}))
+    peak = {kind: size for kind, size in tracker.peak.items() if size}
+    print(json.dumps({"peak": peak, "flops": sum(tracker.flops.values())}))

@@ -9,6 +9,7 @@ FFN variants apart). The loss is the mean squared error relative to the parent b
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import zip_longest
 from math import cos, pi
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.megatron.session import take_tensors
 from nemo_ext.puzzle.settings import Training
+from nemo_ext.puzzle.stages.block_inputs import BlockInputs
 from nemo_ext.puzzle.stages.library import Library
 from nemo_ext.puzzle.stages.shards import Shard
 from nemo_ext.puzzle.variants import KEEP, Variant
@@ -56,11 +58,13 @@ def distill(
     training: Training,
     *,
     shard: Shard | None = None,
+    inputs: BlockInputs | None = None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Result]:
     """Train every variant of `library` that is not in `trained` yet.
 
-    Data parallel: every rank has its part of each batch, and gradients are averaged over ranks.
+    Data parallel: every rank has its part of each batch, and gradients are averaged over ranks. Each rank has the
+    variants' weights, and a part of their FP32 master weights and of AdamW's moments (ZeRO-2).
 
     Args:
         parent: the model.
@@ -73,6 +77,8 @@ def distill(
         training: see `Training`.
         shard: shard that `found` belongs to, while others train theirs into the same library; its checkpoints have
             names of their own. Without one, checkpoints left by shards are resumed.
+        inputs: where each group keeps what comes to the next one's first block, of this training and shard alone; None
+            to run the parent from its start for every group. Results are the same; it is empty at the end.
         advance: called for every step of a group with the number of its variants; also for steps already done.
 
     Returns:
@@ -89,12 +95,14 @@ def distill(
         data_parallel.written(file.unlink)
     interrupted = {key for keys in begun.values() for key in keys}
     advance((len(every) - len({*todo, *interrupted})) * training.steps)
-    for file, keys in begun.items():
-        train_group(parent, [every[key] for key in keys], library, trained, batches, training, file, advance)
+    groups = [([every[key] for key in keys], file) for file, keys in begun.items()]
     rest = [every[key] for key in todo if key not in interrupted]
     for start in range(0, len(rest), training.together):
-        group = rest[start : start + training.together]
-        train_group(parent, group, library, trained, batches, training, _checkpoint(trained, shard), advance)
+        groups.append((rest[start : start + training.together], _checkpoint(trained, shard)))
+    for (group, file), after in zip_longest(groups, (group[0].number for group, _ in groups[1:])):
+        train_group(parent, group, library, trained, batches, training, file, advance, inputs, after)
+    if inputs is not None:
+        inputs.clear()
     return results(found, trained)
 
 
@@ -107,6 +115,61 @@ def results(found: Sequence[Sequence[Variant]], trained: Library) -> list[Result
     return made
 
 
+class _InTraining:
+    """A variant in training; every rank has its weights, and a part of its FP32 master weights and AdamW's moments."""
+
+    def __init__(self, layer: Any, training: Training) -> None:
+        self.layer, self.clip = layer, training.clip
+        self.weights: list[Tensor] = list(layer.parameters())
+        self.masters = [data_parallel.part_of(each.detach()).float().requires_grad_() for each in self.weights]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=training.lr, weight_decay=0.0)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay(training.steps))
+
+    def step(self, error: Tensor) -> None:
+        """Takes a step against this rank's error; all ranks together."""
+        gradients = [*torch.autograd.grad(error, self.weights, allow_unused=True, materialize_grads=True)]
+        for master in reversed(self.masters):
+            master.grad = data_parallel.mean_part(gradients.pop())
+        own = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
+        norm = data_parallel.summed(own.square()).sqrt()
+        torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self._spread()
+
+    def _spread(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            weight.data.copy_(data_parallel.whole_of(master.detach().to(weight.dtype), weight))
+
+    def state(self) -> tuple[Any, Any, Any]:
+        """Master weights, state of the optimizer and of the schedule, whole for rank 0; all ranks together."""
+
+        def whole(part: Tensor, at: int) -> Tensor | None:
+            made = data_parallel.whole_of(part, self.weights[at])
+            return made.cpu() if data_parallel.number() == 0 else None
+
+        of_optimizer = self.optimizer.state_dict()
+        of_optimizer["state"] = {
+            at: {name: whole(each, at) if each.dim() else each for name, each in own.items()}
+            for at, own in of_optimizer["state"].items()
+        }
+        masters = [whole(each.detach(), at) for at, each in enumerate(self.masters)]
+        return masters, of_optimizer, self.schedule.state_dict()
+
+    def load(self, masters: Sequence[Tensor], of_optimizer: dict[str, Any], of_schedule: dict[str, Any]) -> None:
+        """Takes up a `state`; all ranks together."""
+        for master, whole in zip(self.masters, masters, strict=True):
+            master.data.copy_(data_parallel.part_of(whole))
+        of_optimizer["state"] = {
+            at: {name: data_parallel.part_of(each) if each.dim() else each for name, each in own.items()}
+            for at, own in of_optimizer["state"].items()
+        }
+        self.optimizer.load_state_dict(of_optimizer)
+        self.schedule.load_state_dict(of_schedule)
+        self._spread()
+
+
 def train_group(
     parent: Parent,
     group: Sequence[Variant],
@@ -116,80 +179,89 @@ def train_group(
     training: Training,
     file: Path,
     advance: Callable[[int], None],
+    inputs: BlockInputs | None = None,
+    after: int | None = None,
 ) -> None:
-    """Trains variants side by side and writes them to `trained`; `file` is their checkpoint, others as of `distill`."""
-    layers: list[Any] = [library.layer(parent, variant) for variant in group]
-    weights = [list(layer.parameters()) for layer in layers]
-    # The optimizer updates fp32 master weights; for a bf16 layer these are copies.
-    masters = [[each.detach().float().requires_grad_() for each in own] for own in weights]
-    optimizers = [torch.optim.AdamW(each, lr=training.lr, weight_decay=0.0) for each in masters]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, _decay(training.steps)) for each in optimizers]
+    """Trains variants side by side and writes them to `trained`.
+
+    Args:
+        file: their checkpoint.
+        after: 0-based number of the block whose inputs the next group wants; None for none.
+        others: as of `distill`.
+    """
+    learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
     errors: list[list[float]] = [[] for _ in group]
     first = 0
     if file.is_file():
-        state = torch.load(file, weights_only=True, map_location="cpu")
+        state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
         first, errors = state["step"], state["errors"]
-        for at in range(len(group)):
-            _copy(state["masters"][at], masters[at])
-            _copy(masters[at], weights[at])
-            optimizers[at].load_state_dict(state["optimizers"][at])
-            schedules[at].load_state_dict(state["schedules"][at])
+        saved = zip(*(state[name] for name in ("masters", "optimizers", "schedules")), strict=True)
+        for learner, each in zip(learners, saved, strict=True):
+            learner.load(*each)
+        del state
 
-    def save(step: int) -> None:
+    def save(state: dict[str, Any]) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_suffix(".unfinished")
-        torch.save(
-            {
-                "variants": [(variant.number, variant.name) for variant in group],
-                "training": asdict(training),
-                "step": step,
-                "errors": errors,
-                "masters": [[each.detach() for each in own] for own in masters],
-                "optimizers": [each.state_dict() for each in optimizers],
-                "schedules": [each.state_dict() for each in schedules],
-            },
-            unfinished,
-        )
+        torch.save(state, unfinished)
         unfinished.replace(file)
 
     advance(first * len(group))
     data, places = batches(first), sorted({variant.number for variant in group})
-    for step in range(first, training.steps):
+    begin, last, steps = places[0], places[-1], range(first, training.steps)
+    kept = inputs if inputs is not None and inputs.has(begin, steps) else None
+    left = None  # where inputs of block `after` go, unless they are there or that block comes before
+    if inputs is not None and after is not None and (after > begin or (after == begin and kept is None)):
+        left, last = inputs, max(last, after - 1)
+    numbers = sorted({*places, last, *([] if left is None or after is None or after > last else [after])})
+    hidden = None if kept is None else kept.read(begin, steps)
+    for step in steps:
         tokens = next(data, None)
         if tokens is None:
             raise ValueError(f"distillation wants {training.steps} batches, the data end after {step}")
-        with torch.no_grad(), parent.recorded(places) as record:
-            parent.run_to(places[-1], tokens)
-        for at, variant in enumerate(group):
-            error = _error(parent, variant, layers[at], *record[places.index(variant.number)])
-            gradients = torch.autograd.grad(error, weights[at], allow_unused=True)
-            for master, weight, gradient in zip(masters[at], weights[at], gradients, strict=True):
-                master.grad = torch.zeros_like(weight).float() if gradient is None else gradient.float()
-            data_parallel.average_gradients(masters[at])
-            torch.nn.utils.clip_grad_norm_(masters[at], training.clip)
-            optimizers[at].step()
-            schedules[at].step()
-            _copy(masters[at], weights[at])
-            errors[at].append((data_parallel.summed(error.detach()) / data_parallel.count()).item())
+        with torch.no_grad(), parent.recorded(numbers) as record:
+            given = None if hidden is None else next(hidden).to(parent.device, non_blocking=True)
+            parent.run_to(last, tokens, 0 if given is None else begin, given)
+        if left is not None and after is not None:
+            left.write(after, step, record[numbers.index(after)][0] if after in numbers else record[-1][1])
+        for variant, learner, seen in zip(group, learners, errors, strict=True):
+            error = _error(parent, variant, learner.layer, *record[numbers.index(variant.number)])
+            learner.step(error)
+            seen.append((data_parallel.summed(error.detach()) / data_parallel.count()).item())
         if (step + 1) % training.save_interval == 0 or step + 1 == training.steps:
-            data_parallel.written(partial(save, step + 1))
+            if left is not None:
+                left.wait()
+            masters, optimizers, schedules = zip(*(learner.state() for learner in learners), strict=True)
+            state = {
+                "variants": [(variant.number, variant.name) for variant in group],
+                "training": _told(training),
+                "step": step + 1,
+                "errors": errors,
+                "masters": masters,
+                "optimizers": optimizers,
+                "schedules": schedules,
+            }
+            data_parallel.written(partial(save, state))
+            if kept is not None and after != begin:
+                kept.remove(begin, range(step + 1))
+            del state, masters, optimizers, schedules
         advance(len(group))
     tail = max(1, training.steps // 10)
 
     def write() -> None:
-        for variant, layer, seen in zip(group, layers, errors, strict=True):
+        for variant, learner, seen in zip(group, learners, errors, strict=True):
             prefix = _prefix(variant)
-            made = {name.removeprefix(prefix): tensor.cpu() for name, tensor in take_tensors(layer, prefix).items()}
+            tensors = take_tensors(learner.layer, prefix)
+            made = {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items()}
             trained.write(variant, made, first=repr(seen[0]), last=repr(sum(seen[-tail:]) / tail))
         file.unlink()
 
     data_parallel.written(write)
 
 
-def _copy(given: Sequence[Tensor], to: Sequence[Tensor]) -> None:
-    with torch.no_grad():
-        for one, other in zip(given, to, strict=True):
-            other.copy_(one)
+def _told(training: Training) -> dict[str, Any]:
+    """What decides the results of a training."""
+    return {name: each for name, each in asdict(training).items() if name != "inputs"}
 
 
 def _checkpoint(trained: Library, shard: Shard | None) -> Path:
@@ -207,8 +279,8 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
     for file in every:
         if not file.is_file():
             continue
-        state = torch.load(file, weights_only=True, map_location="cpu")
-        if state["training"] != asdict(training):
+        state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+        if state["training"] != _told(training):
             raise ValueError(f"{file} is of another training ({state['training']}): remove it, or train as it says")
         begun[file] = [(number, name) for number, name in state["variants"]]
     return begun

@@ -40,6 +40,7 @@ from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
 from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.stages import evaluate
+from nemo_ext.puzzle.stages.block_inputs import BlockInputs
 from nemo_ext.puzzle.stages.distill import distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.measure import (
@@ -176,6 +177,8 @@ class Stages:
     ) -> None:
         training = self.chosen.distill
         data = self._token_batches("train", training.steps * training.batch)
+        folder = training.inputs
+        inputs = None if folder is None else BlockInputs(self.workspace.block_inputs(folder))
         with data_parallel.progress(label, training.steps * len(trainable(found)), "steps") as advance:
             distill(
                 self.parent,
@@ -185,6 +188,7 @@ class Stages:
                 lambda step: data.stream(step, training.batch),
                 training,
                 shard=shard,
+                inputs=inputs,
                 advance=advance,
             )
 

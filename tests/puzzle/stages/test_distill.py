@@ -1,17 +1,21 @@
 """Block-wise distillation and the child that comes of it."""
 
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nemo_ext.checkpoint.description import megatron_arguments, to_config
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoint
+from nemo_ext.job.config import compose
 from nemo_ext.megatron.session import load_weights
+from nemo_ext.puzzle.stages.block_inputs import BlockInputs
 from nemo_ext.puzzle.stages.distill import Training, distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.realise import child, realise
@@ -60,18 +64,49 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
 
     every = distill(parent, found, library, whole, data, Training(steps=5))
     training = Training(steps=5, together=1, save_interval=2)
+    inputs = BlockInputs(tmp_path / "inputs")
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, parts, data, training, advance=stop)
+        distill(parent, found, library, parts, data, training, inputs=inputs, advance=stop)
     first = {file: file.stat().st_mtime_ns for file in parts.folder.rglob("*.safetensors")}
-    again = distill(parent, found, library, parts, data, training, advance=count)
+    again = distill(parent, found, library, parts, data, training, inputs=inputs, advance=count)
 
     assert all(file.stat().st_mtime_ns == time for file, time in first.items())
     assert steps == 5 * len(trainable(found))
     assert again == every
-    assert not (parts.folder / "in_training.pt").exists()
+    assert not (parts.folder / "in_training.pt").exists() and not inputs.folder.exists()
     for variant in trainable(found):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+    words = ["run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_tiny", 'model.pattern="M*E-"']
+    (tmp_path / "config.json").write_text(json.dumps(compose("train", words)))
+    on_ranks(Path(__file__).with_name("distill_rank.py"), tmp_path)
+
+    files = [file.relative_to(tmp_path / "initial") for file in (tmp_path / "initial").rglob("*.safetensors")]
+    assert len(files) == 4
+    ulp = {"rtol": 2**-7, "atol": 1e-4}  # of BF16, and of a step: the parts' norms add up in another order
+    for way, other, tolerance in (
+        ("shared_1e+09", "plain_1e+09", {"rtol": 0, "atol": 0}),
+        ("shared_0.05", "plain_0.05", ulp),
+        ("resumed_1", "plain_1e+09", {"rtol": 0, "atol": 0}),
+        ("resumed_3", "plain_1e+09", {"rtol": 0, "atol": 0}),
+    ):
+        for file in files:
+            made, expected = load_file(tmp_path / way / file), load_file(tmp_path / other / file)
+            torch.testing.assert_close(made, expected, **tolerance)
+    clipped, free = (load_file(tmp_path / f"plain_{clip}" / files[0]) for clip in ("0.05", "1e+09"))
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(clipped, free, **ulp)
+    # Two ranks: groups M, E, - and -, of which each goes on from the one before; * is on the way. Then M E - and -.
+    assert json.loads((tmp_path / "done.json").read_text()) == [
+        {"runs": [7, 7, 5, 0], "files": {"block_003": 2 * 4, "block_004": 2 * 5}},  # a checkpoint after three steps
+        {"runs": [0, 0, 4, 14], "files": {}},
+        {"runs": [5, 5, 5, 5], "files": {"block_004": 2 * 5}},
+        {"runs": [4, 4, 4, 4 + 7], "files": {}},
+    ]
 
 
 def test_a_group_killed_while_its_files_are_written_is_written_again(
