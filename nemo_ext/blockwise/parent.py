@@ -38,7 +38,7 @@ class Parent:
         self.model = model.eval()
         self.model_config = model_config
         self.layers: list[torch.nn.Module] = list(model.decoder.layers)
-        self.share: Callable[[torch.nn.Module], AbstractContextManager[object]] | None = None
+        self.share: Callable[[torch.nn.Module], Any] | None = None
         self.shared: list[Any] = []
 
     def gathered(self, number: int) -> AbstractContextManager[object]:

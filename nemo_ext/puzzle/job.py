@@ -7,6 +7,7 @@ Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run 
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from math import ceil
@@ -15,7 +16,7 @@ from typing import Any
 
 from nemo_ext import launch
 from nemo_ext.blockwise.rank import check_machine, start
-from nemo_ext.checkpoint.description import Description
+from nemo_ext.checkpoint.description import Description, from_config
 from nemo_ext.checkpoint.start import description_of
 from nemo_ext.data.training import check_validation, tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
@@ -51,10 +52,11 @@ def run(config: dict[str, Any]) -> None:
 
 
 def check(config: Mapping[str, Any]) -> Settings:
-    """The settings of a composed config, after what can be refused without any file.
+    """The settings of a composed config, after what can be refused before any stage; files need not be there.
 
     Raises:
-        ValueError: a setting, a stage or a child that cannot be, or packs without a validation set.
+        ValueError: a setting, a stage or a child that cannot be, packs without a validation set, or latencies in
+            `puzzle.measure.table` that do not fit.
     """
     chosen = settings(config["puzzle"])
     if chosen.child in ("parent", "blocks"):
@@ -81,7 +83,20 @@ def check(config: Mapping[str, Any]) -> Settings:
             raise ValueError(
                 f"puzzle.{name}: {batches} batches for {ranks} ranks: with puzzle.fsdp every rank needs equally many"
             )
+    if "cost" in wanted and chosen.measure.table is not None and Path(chosen.measure.table).is_file():
+        parent = from_config(config) if chosen.parent is None else None
+        if chosen.parent is not None:
+            with suppress(ValueError):  # still to come
+                parent = description_of(Path(chosen.parent))
+        if parent is not None:
+            _read_table(chosen, parent)
     return chosen
+
+
+def _read_table(chosen: Settings, parent: Description) -> None:
+    assert chosen.measure.table is not None
+    wanted = blocks_to_measure(variants(parent.architecture, chosen.variants))
+    read_table(Path(chosen.measure.table), parent.architecture, wanted, chosen.serving)
 
 
 class Job:
@@ -173,9 +188,7 @@ class Job:
             if self.workspace.shard is None and (left := self.workspace.unfinished_shards(stage)):
                 notice(f"{stage}: shards {', '.join(map(str, left))} are not finished: what they lack is done here")
         if self.chosen.measure.table is not None and "cost" in todo:  # before the ranks begin anything
-            parent = description_of(self.workspace.parent).architecture
-            wanted = blocks_to_measure(variants(parent, self.chosen.variants))
-            read_table(Path(self.chosen.measure.table), parent, wanted, self.chosen.serving)
+            _read_table(self.chosen, description_of(self.workspace.parent))
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             ranks = int(self.config["launcher"]["nproc_per_node"])

@@ -73,7 +73,7 @@ def rehearse(
     Args:
         config: training config of the stage (`stage_config`), as `settings.rehearsed` makes it.
         puzzle: section `puzzle` of the compression's config.
-        stage: library, distill or score.
+        stage: library, distill, score or compare.
         ranks: number of ranks.
         kernels: as of `rank.rehearse`.
 
@@ -222,7 +222,31 @@ def _score(rank: _Rank) -> None:
     del kept
 
 
-STAGES: Mapping[str, Callable[[_Rank], None]] = {"library": _library, "distill": _distill, "score": _score}
+def _compare(rank: _Rank) -> None:
+    """A child of the largest variants beside the parent; that of `baselines` or `evaluate` is as large at most."""
+    from nemo_ext.blockwise.sharded import OFFLOAD
+    from nemo_ext.puzzle.stages.evaluate import loss
+
+    replaced: dict[int, torch.nn.Module | None] = {}
+    for number, each in enumerate(rank.found):
+        if len(each) == 1:
+            continue
+        layer = rank.layer(max(each[1:], key=rank.parameters))
+        if layer is not None and rank.parent.share is not None:
+            kind = HOST if rank.chosen.fsdp == OFFLOAD else "variants"
+            rank.tracker.label(rank.parent.share(layer).parts, kind)
+        replaced[number] = layer
+    rank.tracker.forget_peak()
+    of = rank.chosen.evaluation
+    loss(rank.parent, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))], replaced)
+
+
+STAGES: Mapping[str, Callable[[_Rank], None]] = {
+    "library": _library,
+    "distill": _distill,
+    "score": _score,
+    "compare": _compare,
+}
 
 
 @contextmanager

@@ -26,9 +26,9 @@ COLORS = {
     "temporary": "#d95f3b",
 }
 OF_PUZZLE = (
-    "Each rank of library, distill and score holds the whole parent, or its share of it (`puzzle.fsdp`). FLOPs are "
-    "those of a step of distill, of two batches of the others. Healing is rehearsed with a child as large as the "
-    "parent, beside it."
+    "Each rank of library, distill, score and compare holds the whole parent, or its share of it (`puzzle.fsdp`); in "
+    "compare there is a child of the largest variants beside it. FLOPs are those of a step of distill, of two batches "
+    "of the others. Healing is rehearsed with a child as large as the parent, beside it."
 )
 GIB = 2**30
 

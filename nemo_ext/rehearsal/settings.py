@@ -53,7 +53,7 @@ def is_own(word: str) -> bool:
     return key in ("run_dir", "format", "cluster") or key.startswith(("rehearse.", "cluster."))
 
 
-STAGES = ("library", "distill", "score")
+STAGES = ("library", "distill", "score", "compare")
 """Puzzle's stages on a parent; `parent` and `heal` are training runs, the others need less than these."""
 FP8_WEIGHTS = "fp8 weights"
 """Kind of memory: FP8 copies of weights."""

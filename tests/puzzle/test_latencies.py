@@ -12,6 +12,7 @@ from nemo_ext.checkpoint.description import from_config
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.choice.choose import Costs
 from nemo_ext.puzzle.cost import OUTSIDE
+from nemo_ext.puzzle.job import check
 from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
 from nemo_ext.puzzle.settings import settings
 from nemo_ext.puzzle.variants import variants
@@ -102,6 +103,17 @@ def test_costs_have_the_latencies_and_a_changed_file_is_another_cost(
     (tmp_path / "mine.json").write_text(json.dumps(table))
     with pytest.raises(ValueError, match=r"cost was done with other settings .*latencies"):
         in_process(*words)
+
+
+def test_a_table_that_is_there_is_read_before_a_job_queues(tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text("{}")
+    words = [*WORDS, "run_dir=unused", f"puzzle.measure.table={tmp_path / 'mine.json'}"]
+    with pytest.raises(ValueError, match=r"mine\.json: .*engine"):
+        check(compose("puzzle", words))
+    check(compose("puzzle", [*words, f"puzzle.parent={tmp_path}"]))  # the parent is still to come
+    check(compose("puzzle", [*words, "puzzle.stages=[search]"]))
+    (tmp_path / "mine.json").write_text(json.dumps(filled_in(tmp_path / "form")))
+    check(compose("puzzle", words))
 
 
 def test_latencies_come_from_one_place() -> None:

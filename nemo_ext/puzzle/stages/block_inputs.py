@@ -54,7 +54,8 @@ class BlockInputs:
             file = self._file(number, step)
             file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = file.with_suffix(".unfinished")
-            save_file({"hidden": hidden.cpu().contiguous()}, unfinished)
+            host = torch.empty(hidden.shape, dtype=hidden.dtype, pin_memory=torch.cuda.is_available())
+            save_file({"hidden": host.copy_(hidden)}, unfinished)
             unfinished.replace(file)
 
         self.wait()
