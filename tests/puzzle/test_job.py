@@ -35,6 +35,7 @@ SMALL = (
     "puzzle.calibration={sequences: 8, batch: 2}",
     "puzzle.evaluation={sequences: 8, batch: 2}",
     "puzzle.distill={steps: 12, batch: 2, together: 8, save_interval: 4}",
+    "puzzle.distill.inputs=${run_dir}/inputs",
     "puzzle.heal.tokens=1024",
     "puzzle.heal.warmup_tokens=0",
     "puzzle.heal.continue_tokens=512",

@@ -37,6 +37,7 @@ def test_a_stage_is_finished_with_its_own_settings_only(opened: Callable[..., Wo
         opened().finish(stage)
     assert opened().is_finished("distill")
     assert opened("puzzle.heal.lr=3").is_finished("distill")  # settings of other stages do not matter
+    assert opened("puzzle.distill.inputs=there").is_finished("distill")
     with pytest.raises(ValueError, match=r"distill was done with other settings \(distill\.steps: 100 -> 7\)"):
         opened("puzzle.distill.steps=7").is_finished("distill")
     with pytest.raises(ValueError, match=r"parent .* other settings \(megatron\.lr: 0\.002 -> 1\).*another run_dir"):
@@ -49,6 +50,21 @@ def test_results_made_again_make_what_follows_stale(opened: Callable[..., Worksp
     opened("puzzle.variants.no_op=false").finish("library")
     with pytest.raises(ValueError, match="distill was done from results that were replaced since"):
         opened("puzzle.variants.no_op=false").is_finished("distill")
+
+
+def test_inputs_of_blocks_belong_to_one_distillation(opened: Callable[..., Workspace]) -> None:
+    shard = ("puzzle.stages=[distill]", "puzzle.shard=1/2")
+    others = (("puzzle.distill.batch=6",), ("puzzle.distill.lr=1",), shard, ("puzzle.variants.no_op=false",))
+
+    def places() -> list[Path]:
+        return [opened(*words).block_inputs("there") for words in ((), *others)]
+
+    before = places()
+    assert {each.parent for each in before} == {Path("there")}
+    assert len({*before}) == len(before) - 1, "variants count as the library is made"
+    assert before[0] == opened("puzzle.distill.inputs=there", "puzzle.heal.lr=3").block_inputs("there")
+    opened("puzzle.variants.no_op=false").finish("library")
+    assert not {*places()} & {*before}
 
 
 def test_children_share_the_library(opened: Callable[..., Workspace]) -> None:
