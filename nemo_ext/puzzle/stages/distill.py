@@ -6,7 +6,7 @@ FFN variants apart). The loss is the mean squared error relative to the parent b
 |variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op has a loss of 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import zip_longest
@@ -149,25 +149,25 @@ class _InTraining:
             made = data_parallel.whole_of(part, self.weights[at])
             return made.cpu() if data_parallel.number() == 0 else None
 
-        of_optimizer = self.optimizer.state_dict()
-        of_optimizer["state"] = {
-            at: {name: whole(each, at) if each.dim() else each for name, each in own.items()}
-            for at, own in of_optimizer["state"].items()
-        }
         masters = [whole(each.detach(), at) for at, each in enumerate(self.masters)]
-        return masters, of_optimizer, self.schedule.state_dict()
+        return masters, _moments(self.optimizer.state_dict(), whole), self.schedule.state_dict()
 
     def load(self, masters: Sequence[Tensor], of_optimizer: dict[str, Any], of_schedule: dict[str, Any]) -> None:
         """Takes up a `state`; all ranks together."""
         for master, whole in zip(self.masters, masters, strict=True):
             master.data.copy_(data_parallel.part_of(whole))
-        of_optimizer["state"] = {
-            at: {name: data_parallel.part_of(each) if each.dim() else each for name, each in own.items()}
-            for at, own in of_optimizer["state"].items()
-        }
-        self.optimizer.load_state_dict(of_optimizer)
+        self.optimizer.load_state_dict(_moments(of_optimizer, lambda whole, _: data_parallel.part_of(whole)))
         self.schedule.load_state_dict(of_schedule)
         self._spread()
+
+
+def _moments(state: Mapping[str, Any], change: Callable[[Tensor, int], Any]) -> dict[str, Any]:
+    """An optimizer's state with its moments changed, each by its value and the number of its weight."""
+    every = state["state"].items()
+    return {
+        **state,
+        "state": {at: {k: change(each, at) if each.dim() else each for k, each in own.items()} for at, own in every},
+    }
 
 
 def train_group(
