@@ -7,11 +7,13 @@ records of very many files, since a map keeps its file open.
 
 import contextlib
 import mmap
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,6 +65,8 @@ def write_ordered(
     at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(complete_file(path))  # gets its name last
+        writer = stack.enter_context(ThreadPoolExecutor(1))
+        writing: Future[None] | None = None
         separate = {domain: stack.enter_context(complete_file(file)) for domain, file in (domain_files or {}).items()}
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
         gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
@@ -75,9 +79,21 @@ def write_ordered(
                 for line, domain in zip(lines, prompts.domain[rows[begin:end]].tolist(), strict=True):
                     separate[domain].write(line + b"\n")
             lines.append(b"")
-            output.write(b"\n".join(lines))
+            # Meanwhile the next records are gathered.
+            before, writing = writing, writer.submit(_write, output, b"\n".join(lines))
+            if before is not None:
+                before.result()
             advance(end - begin)
             begin = end
+        if writing is not None:
+            writing.result()
+
+
+def _write(output: IO[bytes], data: bytes) -> None:
+    """Write and have it written to disk, so that little is left to wait for at the end."""
+    output.write(data)
+    output.flush()
+    os.fdatasync(output.fileno())
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
