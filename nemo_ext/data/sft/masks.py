@@ -20,7 +20,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.chat.template import ControlTokens, Rendered, Template
-from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, ids_of, load_tokenizer
 from nemo_ext.job.settings import nearest
 
 # Text that looks like a control token in a template, and must be one token of the model.
@@ -92,9 +92,7 @@ class ChatEncoder:
             ]
             position = end
         parts.append(self._secret(rendered, position, len(rendered.text)))
-        # A batch of one uses one core: the caller chooses the number of cores by its number of processes.
-        encoding = self._tokenizer.encode_batch_fast(["".join(parts)], add_special_tokens=False)[0]
-        ids = np.array(encoding.ids, dtype=np.int32)
+        ids = self._ids_of("".join(parts)).astype(np.int32)
         opens, closes = ids == self._open_id, ids == self._close_id
         inside = (np.cumsum(opens) - np.cumsum(closes)).astype(np.uint8)
         kept = ~(opens | closes)
@@ -149,6 +147,7 @@ class ChatEncoder:
             [AddedToken(name, normalized=False, special=True) for name in (self._open, self._close)]
         )
         self._open_id, self._close_id = (self._id(name) for name in (self._open, self._close))
+        self._ids_of = ids_of(self._tokenizer)
         self._cuts = not any(token["lstrip"] or token["rstrip"] for token in control) and self._cut_is_clean()
         self.control = ControlTokens(names)
 

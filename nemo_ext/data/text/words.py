@@ -6,7 +6,7 @@ once, and n-grams cost the same whatever their length. In practice, two words or
 
 import re
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -36,18 +36,7 @@ def words_of(text: str) -> list[str]:
 
 def word_hashes(text: str) -> Hashes:
     """Hash of each word of `words_of`, [words]."""
-    plain = text.lower() if text.isascii() else " ".join(words_of(text))
-    hashes = []
-    start = 0
-    while start < len(plain):  # long texts in pieces, which bounds the number of powers
-        end = start + _CHUNK
-        while end < len(plain) and not plain[end].isspace():
-            end += 1
-        hashes.append(_run_hashes(np.frombuffer(plain[start:end].encode(), dtype=np.uint8)))
-        start = end
-    if len(hashes) == 1:
-        return hashes[0]
-    return np.concatenate([np.empty(0, dtype=np.uint64), *hashes])
+    return Words([text]).hashes
 
 
 def ngram_hashes(words: Hashes, length: int) -> Hashes:
@@ -71,11 +60,18 @@ class Words:
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
-        parts = [word_hashes(text) for text in texts]
-        self.hashes: Hashes = np.concatenate([np.empty(0, dtype=np.uint64), *parts])
-        self.starts = [0]
-        for part in parts:
-            self.starts.append(self.starts[-1] + len(part))
+        plain = [text.lower() if text.isascii() else " ".join(words_of(text)) for text in texts]
+        found, begins, size = list[Hashes](), list[Places](), 0
+        # All texts at once, as most are short; where they are long in pieces, which bounds the number of powers.
+        whole = "\n".join(plain)
+        for piece in _pieces(whole):
+            hashes, places = _run_hashes(np.frombuffer(piece, dtype=np.uint8))
+            found.append(hashes)
+            begins.append(places + size)
+            size += len(piece)
+        self.hashes: Hashes = np.concatenate([np.empty(0, dtype=np.uint64), *found])
+        ends = np.cumsum([1 + len(text if text.isascii() else text.encode()) for text in plain])
+        self.starts: list[int] = [0, *np.searchsorted(np.concatenate([np.empty(0, np.int64), *begins]), ends).tolist()]
         self._running = _sums(self.hashes)
 
     def of(self, text: int) -> Hashes:
@@ -97,12 +93,23 @@ class Words:
         return _between(self._running, places, places + length), places
 
 
-def _run_hashes(data: npt.NDArray[np.uint8]) -> Hashes:
-    """Hashes of the words in UTF-8 bytes."""
+def _pieces(text: str) -> Iterator[bytes]:
+    """Divide a text between words into pieces of about `_CHUNK` characters, in UTF-8."""
+    start = 0
+    while start < len(text):
+        end = start + _CHUNK
+        while end < len(text) and not text[end].isspace():
+            end += 1
+        yield text[start:end].encode()
+        start = end
+
+
+def _run_hashes(data: npt.NDArray[np.uint8]) -> tuple[Hashes, Places]:
+    """Hashes of the words in UTF-8 bytes, and the bytes at which they begin."""
     inside = np.zeros(len(data) + 2, dtype=bool)
     inside[1:-1] = _IN_WORD[data]
     edges = np.flatnonzero(inside[1:] != inside[:-1])
-    return _between(_sums(data.astype(np.uint64)), edges[::2], edges[1::2])
+    return _between(_sums(data.astype(np.uint64)), edges[::2], edges[1::2]), edges[::2]
 
 
 def _sums(values: Hashes) -> Hashes:

@@ -1,4 +1,6 @@
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from nemo_ext.data.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
+    ids_of,
     load_tokenizer,
     megatron_arguments,
 )
@@ -234,3 +237,38 @@ def test_a_vocabulary_with_gaps_is_refused_where_megatron_would_count_tokens(tmp
     with pytest.raises(ValueError, match="3 tokens but ids up to 9"):
         megatron_arguments(tokenizer)
     assert megatron_arguments(tokenizer, ids_only=True)["vocab_size"] == 10
+
+
+def other_library(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]) -> None:
+    monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=read)))
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_fastokens_gives_the_same_ids(parse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastokens")
+    tokenizer = trained_bpe("<|endoftext|>")
+    tokenizer.encode_special_tokens = not parse
+    fast = ids_of(tokenizer)
+    monkeypatch.setitem(sys.modules, "fastokens", None)
+    plain = ids_of(tokenizer)
+    assert fast.__qualname__ != plain.__qualname__
+    odd = "a<|endoftext|>b  \r\n\t'LL 1234½ e\u0301 👩‍👩‍👧 \x1c"
+    for text in (TEXT, "", odd, "x" * 5000 + " " * 5000, Path(__file__).read_text()):
+        assert fast(text).tolist() == plain(text).tolist()
+
+
+def test_a_tokenizer_that_fastokens_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(text: str) -> object:
+        raise ValueError("unsupported")
+
+    tokenizer = trained_bpe()
+    other_library(monkeypatch, refuse)
+    assert ids_of(tokenizer)(TEXT).tolist() == tokenizer.encode(TEXT).ids
+
+
+def test_other_ids_of_fastokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = np.array([0, 1], dtype=np.uint32).tobytes()
+    encoder = SimpleNamespace(encode_batch_flat=lambda texts, split_special_tokens: (wrong, b""))
+    other_library(monkeypatch, lambda text: encoder)
+    with pytest.raises(RuntimeError, match="uninstall"):
+        ids_of(trained_bpe())(TEXT)

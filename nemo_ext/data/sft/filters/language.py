@@ -6,7 +6,7 @@ only a confident judgement counts. Of long texts three pieces are examined; most
 """
 
 import re
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
@@ -28,6 +28,11 @@ _NOT_PROSE = re.compile(
     r"|https?://\S+|</?[A-Za-z][^<>\n]*>|[\w+-]++(?:[.@]\w[\w-]*+)+|(?<!\S)[^\s\d_=/\\{}<>]*+[\d_=/\\{}<>]\S*"
     r"|\b[A-Z]\w*",  # names are in no language
     re.DOTALL,
+)
+# Spelled out for ASCII: sets of characters are looked up where classes of Unicode call a function for each.
+_ASCII_SETS = {r"\w+-]": "A-Za-z0-9_+-]", r"\s\d": r" \t-\r\x1c-\x1f0-9", r"[\d": "[0-9"}
+_NOT_ASCII_PROSE = re.compile(
+    reduce(lambda text, pair: text.replace(*pair), _ASCII_SETS.items(), _NOT_PROSE.pattern), re.DOTALL
 )
 _LONG = 3000
 
@@ -99,10 +104,14 @@ class Language(Filter):
             # Code and formulas are removed later, so the piece is taken twice as long.
             middle = len(prose) * (2 * number + 1) // (2 * pieces)
             start = max(0, min(middle - self.characters, len(prose) - 2 * self.characters))
-            piece = _NOT_PROSE.sub(" ", prose[start : start + 2 * self.characters])[: self.characters]
+            piece = prose[start : start + 2 * self.characters]
+            piece = (_NOT_ASCII_PROSE if piece.isascii() else _NOT_PROSE).sub(" ", piece)[: self.characters]
+            english = "en" in likely and _is_english(piece)
+            if english and pieces == 1:
+                return None
             if sum(map(str.isalpha, piece)) * _weight(piece) < self.min_letters:
                 continue
-            code = "en" if "en" in likely and _is_english(piece) else identifier().classify(piece)[0]
+            code = "en" if english else identifier().classify(piece)[0]
             # Dialects share the probability: what counts is how little is left for the allowed languages.
             if code not in likely and _probability(piece, likely) <= 1 - self.confidence:
                 others.append(code)
@@ -126,7 +135,7 @@ def _probability(piece: str, codes: frozenset[str]) -> float:
 
 def _weight(piece: str) -> int:
     """Weight of a character in letters: one of Chinese, Japanese or Korean counts as several."""
-    return 4 if sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
+    return 4 if not piece.isascii() and sum("\u3040" <= character <= "\ud7ff" for character in piece[:40]) > 10 else 1
 
 
 @lru_cache(maxsize=64)

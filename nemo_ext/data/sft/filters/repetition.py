@@ -52,8 +52,12 @@ class Repetition(Filter):
                 if (length := longest_run(texts.spoken[index].text, self.characters)) >= self.characters:
                     return Drop("repeated-characters", f"{length} bytes")
         rules = [("repeated-in-window", self.window_times, self.window), ("repeated", self.trajectory_times, None)]
+        least = min((times for _, times, _ in rules if times), default=len(texts.words.hashes) + 1)
         for judged in (texts.said, *([call] for call in texts.calls)):
             grams, places = texts.words.ngrams(self.ngram, texts=judged)
+            ordered = np.sort(grams)
+            if not (ordered[least - 1 :] == ordered[: max(0, len(ordered) - least + 1)]).any():
+                continue  # as almost everywhere
             for reason, times, window in rules:
                 place = repeated(grams, places, length=self.ngram, times=times, window=window) if times else None
                 if times and place is not None:

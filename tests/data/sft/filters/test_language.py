@@ -2,10 +2,12 @@ import pickle
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.sft.filters.base import Texts
-from nemo_ext.data.sft.filters.language import Language
+from nemo_ext.data.sft.filters.language import _NOT_ASCII_PROSE, _NOT_PROSE, Language
 
 Make = Callable[..., Sample]
 
@@ -75,3 +77,8 @@ def test_most_pieces_of_a_long_text_decide(chat: Make) -> None:
 def test_an_unknown_code_is_named() -> None:
     with pytest.raises(ValueError, match=r"language: by_source\.s: 'xq': "):
         Language(by_source={"s": ("xq",)}).check()
+
+
+@given(st.text(st.sampled_from("`$\\[]()<>{}/.@+-_=:ahtpsZA09 \n\t\x1c"), max_size=60))
+def test_what_is_no_prose_is_the_same_in_ascii(text: str) -> None:
+    assert _NOT_ASCII_PROSE.sub("~", text) == _NOT_PROSE.sub("~", text)
