@@ -35,6 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nemo_ext.megatron.cpu import mamba_scan
 from nemo_ext.megatron.cpu.mamba_modules import mamba_split_conv1d_scan_combined
+from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 AGREEMENT = 1e-4
@@ -101,15 +102,14 @@ def ours(mixer: Any, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], Tensor
             -torch.exp(mixer.A_log),
             mixer.D,
             chunk_size,
-            rmsnorm_weight=mixer.norm.weight,
-            rmsnorm_eps=mixer.norm.variance_epsilon,
-            outproj_weight=mixer.out_proj.weight,
             headdim=sizes.head_dim,
             ngroups=sizes.groups,
-            norm_before_gate=False,
         )
         assert isinstance(out, Tensor)
-        return out
+        # As Megatron does: the gate is in the scan, the norm behind it has none.
+        group_size = sizes.inner // sizes.groups
+        normed = rms_norm_gated(out, mixer.norm.weight, eps=mixer.norm.variance_epsilon, group_size=group_size)
+        return mixer.out_proj(normed)
 
     return forward
 

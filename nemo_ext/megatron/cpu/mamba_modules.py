@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
-from nemo_ext.megatron.cpu.mamba_kernels import split_convolution_scan
-from nemo_ext.megatron.cpu.mamba_norm import RMSNorm, rms_norm_gated
+from nemo_ext.megatron.cpu.mamba_norm import RMSNorm
 from nemo_ext.megatron.cpu.mamba_scan import compute_dtype, ssd_chunk_scan
 
 MIXER = "megatron.core.ssm.mamba_mixer"
@@ -97,51 +96,50 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`split_convolution_scan` with upstream's arguments, then norm and output projection if given.
+    """Convolution, scan and gate on a mixer's input projection, z | x | B | C | dt in the last dimension.
 
-    Without `rmsnorm_weight` the scan is gated by silu(z), as upstream; with it z gates around the norm.
-    `state_dtype` is as in `mamba_chunk_scan_combined`.
+    `state_dtype` is as in `mamba_chunk_scan_combined`; eps and order of the norm have no effect without it.
 
     Raises:
-        ValueError: For a missing headdim, an outproj_bias alone, a state_dtype wider than the work, or shapes
+        ValueError: For norm or output projection, a missing headdim, a state_dtype wider than the work, or shapes
             that do not fit.
     """
+    name = "mamba_split_conv1d_scan_combined"
+    _refuse(name, rmsnorm_weight=rmsnorm_weight, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
     _check_state_dtype(state_dtype, zxbcdt)
     if D.dim() == 2:
         headdim = D.shape[1]
     if headdim is None:
         raise ValueError("headdim is None: give it where D is [heads]")
-    if outproj_weight is None and outproj_bias is not None:
-        raise ValueError("outproj_bias is set without outproj_weight")
-    inner = D.shape[0] * headdim
-    gated = rmsnorm_weight is None
-    out, state = split_convolution_scan(
-        zxbcdt if gated else zxbcdt[..., inner:],
-        conv1d_weight,
-        conv1d_bias,
-        dt_bias=dt_bias,
-        A=A,
-        D=D,
-        head_dim=headdim,
-        groups=ngroups,
+    heads, channels = D.shape[0], conv1d_weight.shape[0]
+    inner = heads * headdim
+    grouped, rest = divmod(channels - inner, 2)
+    if ngroups < 1 or rest or grouped < ngroups or grouped % ngroups or zxbcdt.shape[-1] != inner + channels + heads:
+        raise ValueError(
+            f"zxbcdt has shape {tuple(zxbcdt.shape)} and conv1d_weight {channels} channels, expected [batch, length, "
+            f"inner + channels + heads] and inner + 2 * groups * state with {heads} heads of {headdim}, inner {inner} "
+            f"and {ngroups} groups"
+        )
+    z, xbc, dt = zxbcdt.split((inner, channels, heads), dim=-1)
+    xbc = causal_conv1d(xbc, conv1d_weight, conv1d_bias, activation=activation, seq_idx=seq_idx)
+    x, B, C = xbc.split((inner, grouped, grouped), dim=-1)
+    out, state = ssd_chunk_scan(
+        x.unflatten(-1, (heads, headdim)),
+        dt,
+        A,
+        B.unflatten(-1, (ngroups, -1)),
+        C.unflatten(-1, (ngroups, -1)),
         chunk_size=chunk_size,
-        gated=gated,
-        activation=activation,
+        D=D,
+        z=z.unflatten(-1, (heads, headdim)),
+        dt_bias=dt_bias,
+        dt_softplus=True,
         dt_limit=dt_limit,
         seq_idx=seq_idx,
         initial_states=initial_states,
+        return_final_states=True,
     )
-    if rmsnorm_weight is not None:
-        out = rms_norm_gated(
-            out,
-            rmsnorm_weight,
-            z=zxbcdt[..., :inner],
-            eps=rmsnorm_eps,
-            group_size=inner // ngroups,
-            norm_before_gate=norm_before_gate,
-        )
-    if outproj_weight is not None:
-        out = F.linear(out, outproj_weight, outproj_bias)
+    out = out.flatten(2)
     return (out, state) if return_final_states else out
 
 

@@ -2,15 +2,13 @@
 
     state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
 
-Computed by chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time (`mamba_segment`), with a hand-written
-backward: time and memory are linear in the length, and the [chunk, chunk] matrices of the heads never exist for the
-whole sequence. Saved for backward: the inputs, the result before the gate, one state per segment.
+Computed by chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time: time and memory are linear in the
+length, and the [chunk, chunk] matrices of the heads never exist for the whole sequence. The scan itself has a backward
+by hand, which computes them again from the inputs and one state per segment; step sizes, decays and the gate are left
+to autograd. benchmarks/README.md has what other ways cost.
 
-Autograd would cost more: convolution, scan and gate as einsums of the same chunks take 1.4 times the processor time and
-3 times the memory forward and backward in the tiny model ([8, 256], 16 heads of 16, state 32), 1.8 and 10 times at
-[1, 8192], 1.4 and 8 times there with heads of 64 and a state of 64; with each segment under `torch.utils.checkpoint`
-1.8, 2.5 and 1.8 times the time, 2, 4 and 4 times the memory. The scan alone as `split_convolution_scan` without a
-convolution takes 1.1 to 1.25 times as long as here.
+Work is done in float32 (float64 for float64 inputs), cumulative log decays in float64. In shape comments:
+k chunks, b batch, g groups, q positions in a chunk, r heads of a group, p head_dim, n state.
 """
 
 import math
@@ -21,21 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_ext.megatron.cpu.mamba_segment import (
-    Parameters,
-    ScanSlice,
-    Scratch,
-    Segment,
-    cut,
-    scan_backward,
-    scan_forward,
-)
+LOG2_E = 1.0 / math.log(2.0)
 
 BLOCK_LENGTH = 64
 """Longest chunk used, whatever the caller allows; it does not affect the result. The matrices inside the chunks grow
 with it, the states between them shrink; of 32, 64 and 128, 64 was fastest on a CPU for head_dim 64 and a state of 64 or
-128 (`benchmarks/ssd.py --blocks`). With head_dim 16 and a state of 32, chunks of 32 take 0.93 of its time at [8, 256]
-and 1.16 at [1, 8192]."""
+128 (`benchmarks/ssd.py --blocks`)."""
 
 SEGMENT_ELEMENTS_CPU = 1 << 18
 """Elements of the [chunk, chunk] matrices that a segment holds at once: 1 MB in float32, to stay in cache."""
@@ -54,22 +43,6 @@ def full_precision(tensor: Tensor) -> torch.autocast:
     return torch.autocast(device_type=tensor.device.type, enabled=False)
 
 
-def split_into_segments(shape: tuple[int, ...], device: torch.device, *, chunk_size: int) -> list[Segment]:
-    """Cuts a sequence of `shape` [batch, length, heads, head_dim]; only the last chunk may be shorter."""
-    batch, length, heads, _ = shape
-    chunk_length = min(chunk_size, BLOCK_LENGTH)
-    elements = SEGMENT_ELEMENTS_CPU if device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
-    chunks_at_once = max(1, elements // (batch * heads * chunk_length * chunk_length))
-    whole_chunks, rest = divmod(length, chunk_length)
-    segments = [
-        Segment(first * chunk_length, min(chunks_at_once, whole_chunks - first), chunk_length)
-        for first in range(0, whole_chunks, chunks_at_once)
-    ]
-    if rest:
-        segments.append(Segment(length - rest, 1, rest))
-    return segments
-
-
 def run_numbers(seq_idx: Tensor) -> Tensor:
     """Numbers the stretches of equal `seq_idx` [batch, length]; an index that recurs starts a new stretch."""
     changes = torch.zeros_like(seq_idx, dtype=torch.int32)
@@ -77,101 +50,148 @@ def run_numbers(seq_idx: Tensor) -> Tensor:
     return changes.cumsum(1, dtype=torch.int32)
 
 
+class _Segment:
+    """A few chunks of `_ChunkScan`: what its forward and backward both need.
+
+    The states are kept as [state, heads * head_dim] per group, so B and C are never repeated over the heads and every
+    product with a state is one wide matrix product.
+    """
+
+    def __init__(self, state: Tensor, same: Tensor | None, *tensors: Tensor) -> None:
+        x, self.dt, B, C, log_decay, self.from_start, self.to_end, self.whole = tensors
+        k, b, g, q, r, p = self.shape = x.shape
+        self.x = x.to(self.dt.dtype)
+        self.B, self.C = (each.to(self.x.dtype).reshape(-1, q, each.shape[-1]) for each in (B, C))
+        head_inputs = self.x.new_empty(k, b, g, r, q, p)
+        torch.mul(self.x.transpose(3, 4), self.dt.transpose(3, 4)[..., None], out=head_inputs)
+        self.head_inputs = head_inputs.view(-1, q, p)
+
+        log_decay = log_decay.transpose(3, 4).contiguous()
+        self.decay = (log_decay[..., :, None] - log_decay[..., None, :]).exp2_()  # [k, b, g, r, q, q], may overflow
+        self.decay.view(-1, q, q).tril_()  # before anything is multiplied by what overflowed
+        if same is not None:
+            self.decay.mul_(same[:, :, None, None])
+        self.products = torch.bmm(self.C, self.B.mT).view(k, b, g, 1, q, q)
+
+        states = self.x.new_empty(k + 1, b, g, B.shape[-1], r, p)  # entering each chunk, and leaving the last
+        states[0] = state
+        state_inputs = torch.mul(self.x, (self.dt * self.to_end)[..., None], out=self.x.new_empty(self.shape))
+        self.state_inputs = state_inputs.view(-1, q, r * p)
+        torch.bmm(self.B.mT, self.state_inputs, out=states[1:].view(k * b * g, -1, r * p))
+        for chunk, whole in enumerate(self.whole[..., None, :, None]):
+            states[chunk + 1].addcmul_(states[chunk], whole)
+        self.states = states
+        self.entering = states[:-1].view(k * b * g, -1, r * p)
+
+    def from_heads(self, by_head: Tensor) -> Tensor:
+        """Views [k*b*g*r, q, p] as [k, b, g, q, r, p]."""
+        k, b, g, q, r, p = self.shape
+        return by_head.view(k, b, g, r, q, p).transpose(3, 4)
+
+
 class _ChunkScan(torch.autograd.Function):
-    """`scan_forward` and `scan_backward` over all segments."""
+    """The scan in chunks, segment by segment.
+
+    Takes the state before the first token [b, g, n, r, p]; bool [k, b, q, q], whether two tokens of a chunk are of one
+    sequence, or None; D [g, 1, r, 1 or p] or None; the gate z as x or None; x [k, b, g, q, r, p], dt [k, b, g, q, r],
+    B and C [k, b, g, q, n]; the binary logarithm of the decay from the start of the chunk up to and with a token, its
+    power, the decay after a token up to the end of the chunk (all as dt) and that over the chunk [k, b, g, r]. Returns
+    the result as x, and the last state.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        z: Tensor | None,
-        state: Tensor,
-        run: Tensor | None,
-        chunk_size: int,
+        ctx: Any, state: Tensor, same: Tensor | None, D: Tensor | None, z: Tensor | None, x: Tensor, *others: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        ungated = None if z is None else torch.empty_like(out)
-        whole = {"x": x, "dt": dt, "B": B, "C": C, "z": z, "out": out, "ungated": ungated, "run": run}
-        scratch = Scratch(dtype=dt.dtype, device=x.device)
-        entering = []
-        for segment in split_into_segments(x.shape, x.device, chunk_size=chunk_size):
+        out, entering = torch.empty_like(x), []
+        ungated = None if z is None else torch.empty_like(x)
+        for span in _segments(x):
             entering.append(state)
-            state = scan_forward(ScanSlice(**cut(segment, **whole)), Parameters(A, D), state, segment, scratch)
-        ctx.save_for_backward(x, dt, A, B, C, D, z, run, ungated, *entering)
-        ctx.chunk_size = chunk_size
-        ctx.set_materialize_grads(False)
+            segment = _Segment(state, None if same is None else same[span], *(each[span] for each in (x, *others)))
+            mixing = segment.decay.mul_(segment.products).view(-1, *segment.decay.shape[-2:])
+            inside = segment.from_heads(torch.bmm(mixing, segment.head_inputs))
+            total = torch.bmm(segment.C, segment.entering).view(segment.shape)
+            total.mul_(segment.from_start[..., None]).add_(inside)
+            if D is not None:
+                total.addcmul_(segment.x, D)
+            if z is not None and ungated is not None:
+                ungated[span] = total
+                total.mul_(F.silu(z[span].to(total.dtype)))
+            out[span] = total
+            state = segment.states[-1].clone()
+        ctx.save_for_backward(same, D, z, ungated, x, *others, *entering)
         return out, state
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, out_gradient: Tensor | None, state_gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, D, z, run, ungated, *entering = ctx.saved_tensors
-        inputs = {"x": x, "dt": dt, "B": B, "C": C, "z": z}
-        gradients = {name: None if each is None else torch.empty_like(each) for name, each in inputs.items()}
-        out_gradient = torch.zeros_like(x) if out_gradient is None else out_gradient
-        state_gradient = torch.zeros_like(entering[0]) if state_gradient is None else state_gradient
-        parameters = Parameters(A, D)
-        added_to = parameters.gradients()
-        scratch = Scratch(dtype=dt.dtype, device=x.device)
-        segments = split_into_segments(x.shape, x.device, chunk_size=ctx.chunk_size)
-        with full_precision(x):
-            for segment, state in zip(reversed(segments), reversed(entering), strict=True):
-                state_gradient = scan_backward(
-                    ScanSlice(**cut(segment, **inputs, ungated=ungated, run=run)),
-                    ScanSlice(**cut(segment, **gradients, out=out_gradient)),
-                    parameters,
-                    added_to,
-                    state,
-                    state_gradient,
-                    segment,
-                    scratch,
-                )
-        dx, d_dt, dB, dC, dz = gradients.values()
-        return dx, d_dt, added_to.A.to(A.dtype), dB, dC, added_to.D, dz, state_gradient, None, None
+    def backward(ctx: Any, out_gradient: Tensor, state_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        same, D, z, ungated, *rest = ctx.saved_tensors
+        tensors, entering = rest[:8], rest[8:]
+        gradients = [torch.empty_like(each) for each in tensors]
+        dD = None if D is None else torch.zeros_like(D)
+        dz = None if z is None else torch.empty_like(z)
+        with full_precision(out_gradient):
+            for span, state in zip(reversed(_segments(tensors[0])), reversed(entering), strict=True):
+                segment = _Segment(state, None if same is None else same[span], *(each[span] for each in tensors))
+                dy = out_gradient[span].to(state.dtype)
+                if dz is not None:
+                    gate = z[span].to(dy.dtype)
+                    dz[span] = torch.ops.aten.silu_backward(dy * ungated[span], gate)
+                    dy = F.silu(gate).mul_(dy)
+                dx, *others, state_gradient = _segment_gradients(segment, dy, state_gradient)
+                if dD is not None:
+                    dx.addcmul_(dy, D)
+                    dD += (dy * segment.x).sum((0, 1, 3)).unsqueeze(1).sum_to_size(D.shape)
+                for gradient, value in zip(gradients, (dx, *others), strict=True):
+                    gradient[span] = value
+        return state_gradient, None, dD, dz, *gradients
 
 
-def step_sizes(
-    dt: Tensor, dt_bias: Tensor | None, *, softplus: bool, limit: tuple[float, float], dtype: torch.dtype
-) -> Tensor:
-    """Returns dt [batch, length, heads] after bias, softplus and limits; differentiable."""
-    dt = dt.to(dtype)
-    if dt_bias is not None:
-        dt = dt + dt_bias.to(dtype)
-    if softplus:
-        dt = F.softplus(dt)
-    return dt.clamp(*limit)
+def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) -> tuple[Tensor, ...]:
+    """Gradients of a segment's x, dt, B, C, logarithm, decays (as `_ChunkScan` takes them) and entering state.
 
-
-def entering_state(
-    initial_states: Tensor | None, *, batch: int, groups: int, A: Tensor, size: tuple[int, int]
-) -> Tensor:
-    """Lays out initial states [batch, heads, head_dim, state] as the scan keeps them; zeros for None.
-
-    `A` is [heads], in the dtype of the work; `size` is (head_dim, state).
-
-    Raises:
-        ValueError: If the shape does not fit.
+    `dy` is [k, b, g, q, r, p], `state_gradient` that of the state that leaves the segment.
     """
-    heads = A.shape[0]
-    if initial_states is None:
-        return A.new_zeros(batch, groups, size[1], heads // groups, size[0])
-    if initial_states.shape != (batch, heads, *size):
-        raise ValueError(
-            f"initial_states has shape {tuple(initial_states.shape)}, "
-            f"expected [batch, heads, head_dim, state] = {(batch, heads, *size)}"
-        )
-    grouped = initial_states.to(A.dtype).unflatten(1, (groups, heads // groups))
-    return grouped.permute(0, 1, 4, 2, 3).contiguous()
+    k, b, g, q, r, p = dy.shape
+    head_dy = dy.transpose(3, 4).reshape(-1, q, p)
+
+    # Inside the chunks.
+    d_mixing = torch.bmm(head_dy, segment.head_inputs.mT).view_as(segment.decay).mul_(segment.decay)
+    d_products = d_mixing.sum(3).view(-1, q, q)
+    # Without the diagonal, which has no decay: it would dominate the rest where decay is strong.
+    d_mixing.mul_(segment.products.tril(-1))
+    d_log = (d_mixing.sum(-1) - d_mixing.sum(-2)).transpose(3, 4) / LOG2_E
+    mixing = segment.decay.mul_(segment.products).view(-1, q, q)
+    d_inputs = segment.from_heads(torch.bmm(mixing.mT, head_dy))
+
+    # Through the states between them.
+    read = torch.bmm(segment.C, segment.entering).view(dy.shape).mul_(dy)
+    d_from_start = read.sum(-1)
+    d_read = torch.mul(dy, segment.from_start[..., None], out=read).view(-1, q, r * p)
+    d_states = dy.new_empty(segment.states.shape)
+    d_states[-1] = state_gradient
+    torch.bmm(segment.C.mT, d_read, out=d_states[:-1].view(segment.entering.shape))
+    for chunk in range(k - 1, -1, -1):
+        d_states[chunk].addcmul_(d_states[chunk + 1], segment.whole[chunk][..., None, :, None])
+    leaving = d_states[1:].view(segment.entering.shape)
+    dB = torch.bmm(d_products.mT, segment.C).baddbmm_(segment.state_inputs, leaving.mT).view(k, b, g, q, -1)
+    dC = torch.bmm(d_products, segment.B).baddbmm_(d_read, segment.entering.mT).view(k, b, g, q, -1)
+    d_whole = segment.states[:-1].mul_(d_states[1:]).sum((3, 5))
+
+    d_state_inputs = torch.bmm(segment.B, leaving).view(dy.shape)
+    d_to_end = torch.mul(d_state_inputs, segment.x, out=read).sum(-1).mul_(segment.dt)
+    d_inputs = d_state_inputs.mul_(segment.to_end[..., None]).add_(d_inputs)
+    d_dt = torch.mul(d_inputs, segment.x, out=read).sum(-1)
+    dx = d_inputs.mul_(segment.dt[..., None])
+    return dx, d_dt, dB, dC, d_log, d_from_start, d_to_end, d_whole, d_states[0].clone()
 
 
-def leaving_state(state: Tensor) -> Tensor:
-    """Converts a state of the scan to [batch, heads, head_dim, state]."""
-    return state.permute(0, 1, 3, 4, 2).flatten(1, 2)
+def _segments(x: Tensor) -> list[slice]:
+    """Chunks of x [k, b, g, q, r, p] that are worked on at once."""
+    chunks, batch, groups, length, heads, _ = x.shape
+    elements = SEGMENT_ELEMENTS_CPU if x.device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
+    at_once = max(1, elements // (batch * groups * heads * length * length))
+    return [slice(first, first + at_once) for first in range(0, chunks, at_once)]
 
 
 def ssd_chunk_scan(
@@ -219,25 +239,58 @@ def ssd_chunk_scan(
     """
     if chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, expected at least 1")
-    _check_shapes(x, B, dt=dt, A=A, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx)
-    work = compute_dtype(x)
-    A = A.to(work)
-    groups, state_size = B.shape[2:]
-    state = entering_state(initial_states, batch=x.shape[0], groups=groups, A=A, size=(x.shape[3], state_size))
+    _check_shapes(x, B, dt=dt, A=A, C=C, D=D, z=z, dt_bias=dt_bias, seq_idx=seq_idx, initial_states=initial_states)
+    batch, length, heads, head_dim = x.shape
+    groups = B.shape[2]
     with full_precision(x):
+        work = compute_dtype(x)
+        dt = dt.to(work) if dt_bias is None else dt.to(work) + dt_bias.to(work)
+        dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+        # Chunks of equal lengths, and as few zeros as possible behind the last token.
+        chunks = -(-length // min(chunk_size, BLOCK_LENGTH))
+        q = -(-length // chunks)
+
+        def by_chunk(tensor: Tensor) -> Tensor:
+            """Views [b, l, heads or groups, ...] as [k, b, g, q, heads of a group or 1, ...], with zeros appended."""
+            if chunks * q > length:
+                tensor = torch.cat([tensor, tensor.new_zeros(batch, chunks * q - length, *tensor.shape[2:])], dim=1)
+            return tensor.unflatten(2, (groups, -1)).unflatten(1, (chunks, q)).movedim((1, 0, 3), (0, 1, 2))
+
+        steps, in_group = by_chunk(dt), (groups, 1, heads // groups)
+        # In powers of two: torch's float32 exp takes 4 times as long as exp2, and 30 times where it underflows.
+        log_decay = (steps * (A.double() * LOG2_E).view(in_group)).cumsum(3)
+        to_end = torch.exp2((log_decay[..., -1:, :] - log_decay).to(work))
+        log_decay = log_decay.to(work)
+        from_start, same = torch.exp2(log_decay), None
+        whole = from_start[..., -1, :]
+        if seq_idx is not None:
+            run = run_numbers(seq_idx)
+            run = torch.cat([run, run[:, -1:].expand(-1, chunks * q - length)], dim=1).unflatten(1, (chunks, q))
+            run = run.movedim(1, 0)
+            before = torch.cat([run[:1, :, 0], run[:-1, :, -1]])  # the first chunk continues the initial state
+            from_start = from_start * (run == before[..., None])[:, :, None, :, None]
+            to_end = to_end * (run == run[..., -1:])[:, :, None, :, None]
+            whole = whole * (run[..., -1] == before)[:, :, None, None]
+            same = run[..., :, None] == run[..., None, :]
+        if initial_states is None:
+            state = dt.new_zeros(batch, groups, B.shape[3], heads // groups, head_dim)
+        else:
+            state = initial_states.to(work).unflatten(1, (groups, -1)).permute(0, 1, 4, 2, 3).contiguous()
         out, state = _ChunkScan.apply(
-            x,
-            step_sizes(dt, dt_bias, softplus=dt_softplus, limit=dt_limit, dtype=work),
-            A,
-            B,
-            C,
-            None if D is None else D.to(work),
-            z,
             state,
-            None if seq_idx is None else run_numbers(seq_idx),
-            chunk_size,
+            same,
+            None if D is None else D.to(work).view(*in_group, -1),
+            None if z is None else by_chunk(z),
+            by_chunk(x),
+            steps,
+            *(by_chunk(each).squeeze(4) for each in (B, C)),
+            log_decay,
+            from_start,
+            to_end,
+            whole,
         )
-    return (out, leaving_state(state).contiguous()) if return_final_states else out  # callers take views of it
+        out = out.movedim((0, 1, 2), (1, 0, 3)).flatten(3, 4).flatten(1, 2)[:, :length].contiguous()
+    return (out, state.permute(0, 1, 3, 4, 2).flatten(1, 2).contiguous()) if return_final_states else out
 
 
 def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
@@ -258,6 +311,7 @@ def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
         "z": (batch, length, heads, head_dim),
         "dt_bias": (heads,),
         "seq_idx": (batch, length),
+        "initial_states": (batch, heads, head_dim, B.shape[3]),
     }
     for name, tensor in {"B": B, **others}.items():
         if tensor is not None and tensor.shape != expected[name]:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_ext.megatron.cpu import mamba_modules
 from nemo_ext.megatron.cpu.mamba_scan import compute_dtype
 
 
@@ -38,14 +39,8 @@ def causal_conv1d_update(
         ValueError: an unsupported argument is given.
     """
     _refuse(conv_state_indices=conv_state_indices, intermediate_conv_states=intermediate_conv_states)
-    work, width = compute_dtype(x), weight.shape[1]
-    outputs = []
-    for token in x.unbind(1):
-        conv_state.copy_(torch.cat([conv_state[..., 1:], token[..., None].to(conv_state.dtype)], dim=-1))
-        out = (conv_state[..., -width:].to(work) * weight.to(work)).sum(-1)
-        outputs.append(out if bias is None else out + bias.to(work))
-    out = torch.stack(outputs, dim=1)
-    return (F.silu(out) if silu_activation else out).to(x.dtype)
+    activation = "silu" if silu_activation else None
+    return mamba_modules.causal_conv1d_update(x.transpose(1, 2), conv_state, weight, bias, activation).transpose(1, 2)
 
 
 def selective_state_update(

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_ext.megatron.cpu import mamba_modules
-from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 
@@ -211,18 +210,66 @@ def test_split_without_norm_is_gated() -> None:
     torch.testing.assert_close(out, scanned * F.silu(z))
 
 
-@pytest.mark.parametrize("norm_before_gate", [True, False])
-def test_split_with_norm_and_projection(norm_before_gate: bool) -> None:
+def test_split_gradcheck() -> None:
     inputs = split_inputs()
-    z, _, scanned = split_parts(inputs)
-    weight, projection = torch.randn(24).double(), torch.randn(5, 24).double()
-    normed = rms_norm_gated(scanned, weight, z=z, group_size=12, norm_before_gate=norm_before_gate)
+    named = {name: value.requires_grad_() for name, value in inputs.items() if isinstance(value, Tensor)}
+    named["zxbcdt"] = inputs["zxbcdt"].detach()[:, :6].requires_grad_()
+    seq_idx = torch.tensor([0, 0, 1, 1, 1, 1]).expand(2, -1)
 
-    out = mamba_modules.mamba_split_conv1d_scan_combined(
-        **inputs, rmsnorm_weight=weight, outproj_weight=projection, norm_before_gate=norm_before_gate
-    )
+    def split(*values: Tensor) -> Any:
+        tensors = dict(zip(named, values, strict=True))
+        return mamba_modules.mamba_split_conv1d_scan_combined(
+            **(inputs | tensors | {"chunk_size": 4}), seq_idx=seq_idx, return_final_states=True
+        )
 
-    torch.testing.assert_close(out, normed @ projection.t())
+    assert torch.autograd.gradcheck(split, tuple(named.values()), fast_mode=True)
+
+
+def test_split_chooses_its_own_dtypes_under_autocast() -> None:
+    inputs = {name: value.float() if isinstance(value, Tensor) else value for name, value in split_inputs().items()}
+    leaf = inputs["zxbcdt"].requires_grad_()
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = mamba_modules.mamba_split_conv1d_scan_combined(**inputs)
+            assert isinstance(out, Tensor)
+            results.append((out, *torch.autograd.grad(out.square().sum(), leaf)))
+
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+def test_split_of_bfloat16_gives_bfloat16_and_its_gradients() -> None:
+    inputs = split_inputs()
+    low = {name: t.bfloat16().requires_grad_() if isinstance(t, Tensor) else t for name, t in inputs.items()}
+
+    out = mamba_modules.mamba_split_conv1d_scan_combined(**low)
+    assert isinstance(out, Tensor)
+    out.sum().backward()
+
+    assert {out.dtype, *(t.grad.dtype for t in low.values() if isinstance(t, Tensor))} == {torch.bfloat16}
+
+
+def test_split_keeps_the_inputs_of_its_parts_for_backward() -> None:
+    heads, head_dim, grouped, length = 8, 16, 2 * 16, 2048
+    channels = heads * head_dim + 2 * grouped
+    projection = torch.randn(1, length, heads * head_dim + channels + heads, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = mamba_modules.mamba_split_conv1d_scan_combined(
+            *(projection, torch.randn(channels, 4), torch.randn(channels), torch.zeros(heads), -torch.rand(heads)),
+            *(torch.ones(heads), 128),
+            headdim=head_dim,
+            ngroups=2,
+        )
+
+    assert isinstance(out, Tensor) and out.requires_grad
+    # Projection, convolution before and after silu, result before the gate, and a sixth for steps and states.
+    assert sum(kept.values()) < 7 / 6 * (projection.nbytes + 2 * 4 * length * channels + out.nbytes)
 
 
 def test_split_takes_the_head_size_from_a_wide_skip() -> None:
@@ -282,7 +329,11 @@ def test_what_is_not_supported_is_named() -> None:
         mamba_modules.mamba_chunk_scan_combined(**scan, state_dtype=torch.float64)
     with pytest.raises(ValueError, match="headdim is None"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"headdim": None}))
-    with pytest.raises(ValueError, match="outproj_bias is set without"):
-        mamba_modules.mamba_split_conv1d_scan_combined(**split, outproj_bias=torch.zeros(3))
+    with pytest.raises(ValueError, match="lack rmsnorm_weight"):
+        mamba_modules.mamba_split_conv1d_scan_combined(**split, rmsnorm_weight=torch.ones(24))
+    with pytest.raises(ValueError, match="lack outproj_weight"):
+        mamba_modules.mamba_split_conv1d_scan_combined(**split, outproj_weight=torch.ones(5, 24))
+    with pytest.raises(ValueError, match=r"zxbcdt has shape \(2, 40, 64\) and conv1d_weight 36 channels"):
+        mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"ngroups": 4}))
     with pytest.raises(ValueError, match="lack return_final_states"):
         mamba_modules.causal_conv1d_fn(torch.zeros(1, 2, 3), torch.zeros(2, 4), return_final_states=True)
