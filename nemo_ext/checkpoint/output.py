@@ -59,7 +59,13 @@ class Output:
         """Record a complete part; meanwhile the disk begins to write its file."""
         self.done[part] = value
         self._write_record()
-        self._confirmed.append(self._disk.submit(_sync, file))
+        for confirmed in filter(Future.done, self._confirmed):
+            confirmed.result()
+        self._confirmed.append(self._disk.submit(_sync_or_remove, file))
+
+    def close(self) -> None:
+        """Begin to wait for no more files."""
+        self._disk.shutdown(wait=False, cancel_futures=True)
 
     def clear(self) -> None:
         """Remove what was begun; the folder itself goes with the lock."""
@@ -72,7 +78,7 @@ class Output:
         """Give the folder its name; `record`, on how it was made, stays in it."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
         for confirmed in self._confirmed:
-            confirmed.result()  # an error of the disk is told once, so not again below
+            confirmed.result()
         for file in files:
             _sync(file)
         kept = [file for file in sorted(files) if file.suffix in (".safetensors", ".distcp")]
@@ -87,6 +93,15 @@ def _sync(file: Path) -> None:
     """Wait until the disk has confirmed a file."""
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
+
+
+def _sync_or_remove(file: Path) -> None:
+    """The same; a file of which the disk does not have all is removed: it tells an error once."""
+    try:
+        _sync(file)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
 
 
 def unfinished(path: Path) -> Path:

@@ -5,6 +5,7 @@ Megatron's own `save_retain_interval` keeps the newest alone, and those of every
 
 import itertools
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     """Checkpoints that need not stay, oldest first.
 
     Never among them: the newest by Megatron's tracker and what is newer, which may still be written; the newest whole
-    one at least `before` steps older, to which a guard may go back; links, and folders with a file `keep`.
+    one at least `before` steps older than it, and than the last that stays, to which a guard may go back; links, and folders with a file `keep`.
 
     Args:
         run_dir: run directory.
@@ -71,7 +72,8 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     if len(last) < retention.last:
         return []
     stay = {newest, *last, *ends}
-    stay.update(itertools.islice(filter(whole, (step for step in reversed(folders) if step <= newest - before)), 1))
+    for first in (newest, last[-1]):
+        stay.update(itertools.islice(filter(whole, (step for step in reversed(folders) if step <= first - before)), 1))
     if (every := retention.every) is not None:
         for number, steps in itertools.groupby(folders, key=lambda step: step // every):
             first, *others = steps
@@ -91,7 +93,8 @@ def set_aside(run_dir: Path, retention: Retention, *, before: int = 0, ends: Col
     for each in surplus(run_dir, retention, before=before, ends=ends):
         removed.mkdir(exist_ok=True)
         if not (removed / each.name).exists():  # else half of an earlier one of that step, which goes first
-            each.rename(removed / each.name)
+            with suppress(FileNotFoundError):  # a process beside asynchronous writing may do the same
+                each.rename(removed / each.name)
     return sorted(by_step(removed))
 
 

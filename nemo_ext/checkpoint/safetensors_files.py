@@ -149,6 +149,8 @@ def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tupl
                 opened.seek(8 + len(text) + facts[name]["data_offsets"][0])
                 opened.write(bytes_of(tensor))
     except OSError as error:
+        if error.errno is None or error.filename is not None:  # of the source, or told already
+            raise
         raise OSError(error.errno, error.strerror, str(file)) from error
     temporary.replace(file)
 

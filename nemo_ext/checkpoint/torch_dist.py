@@ -187,8 +187,9 @@ class TorchDistReader:
         last = self._last
         if last is None or last[0] != shard:  # shards of several experts are asked for one expert after the other
             self._last = None  # frees the memory before more is asked for
-            last = self._last = shard, torch.empty(shard.shape, dtype=made.dtype)
-            shard.read_into(last[1], self.path)
+            whole = torch.empty(shard.shape, dtype=made.dtype)
+            shard.read_into(whole, self.path)
+            last = self._last = shard, whole
         made.copy_(last[1][part])
 
     def files(self) -> Sequence[Path]:
@@ -284,6 +285,7 @@ class TorchDistWriter:
             for item, (piece, tensor) in zip(self._plans[part].items, pieces, strict=True):
                 index = item.index
                 assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
+                tensor = tensor.detach()
                 whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
                 yield tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
 

@@ -130,11 +130,12 @@ def write_checkpoint(
     if already_made(to, to_format, parts, identity=identity):
         return to
     total = sum(work.bytes for part in parts for work in part)
-    with only_writer(to):
+    with only_writer(to), contextlib.ExitStack() as at_end:
         if already_made(to, to_format, parts, identity=identity):  # by another process, between question and lock
             return to
         identity = _with_parts(to_format, parts, identity)
         output = Output(to, identity)
+        at_end.callback(output.close)
         kind: type[_SafetensorsTarget | _TorchDistTarget]
         kind = _SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget
         target = kind(output.folder, parts)
@@ -254,8 +255,10 @@ def _verify(
     def is_right(number: int, slot: Slot) -> bool:
         return checksum(reader.read_piece(slot.piece)) == output.done[number]["checksums"][slot.label]
 
-    with ThreadPoolExecutor(min(4, usable_cores())) as threads:
-        checked = threads.map(is_right, *zip(*slots, strict=True))
+    with (
+        ThreadPoolExecutor(min(4, usable_cores())) as threads,
+        contextlib.closing(threads.map(is_right, *zip(*slots, strict=True))) as checked,  # type: ignore[type-var]
+    ):
         for (_, slot), right in zip(slots, checked, strict=True):
             if not right:
                 raise CheckpointError(

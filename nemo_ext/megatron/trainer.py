@@ -177,6 +177,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
                 delete(str(Path(save) / retention.REMOVED), step, *others)
 
     def conclude() -> None:
+        checkpointing.finalize_deletion_processes(blocking=True)
         last = target_of(config)[0]
         if arguments.rank == 0 and run_directory.last_checkpoint(run_dir) == last:
             retention.keep(run_dir, last)

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import differing, digest, note, told
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
@@ -99,7 +99,7 @@ class Workspace:
 
     def block_inputs(self, folder: str) -> Path:
         """The part of a folder that belongs to this distillation, and to this shard of it, alone."""
-        made_of = hashlib.sha256(json.dumps(self._now("distill"), sort_keys=True).encode()).hexdigest()[:16]
+        made_of = digest([str(self.folder.resolve()), self._now("distill")])[:16]
         return Path(folder) / (made_of if self.shard is None else f"{made_of}_{self.shard.label}")
 
     def scores_of_shards(self) -> list[Path]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
-from nemo_ext.megatron.cpu.mamba_norm import RMSNorm
+from nemo_ext.megatron.cpu.mamba_norm import RMSNorm, rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import compute_dtype, ssd_chunk_scan
 
 MIXER = "megatron.core.ssm.mamba_mixer"
@@ -98,19 +98,20 @@ def mamba_split_conv1d_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolution, scan and gate on a mixer's input projection, z | x | B | C | dt in the last dimension.
 
-    `state_dtype` is as in `mamba_chunk_scan_combined`; eps and order of the norm have no effect without it.
+    With `rmsnorm_weight` the gate is around the norm of the result; then the output projection, if given, as in
+    transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
 
     Raises:
-        ValueError: For norm or output projection, a missing headdim, a state_dtype wider than the work, or shapes
-            that do not fit.
+        ValueError: For a missing headdim, an outproj_bias alone, a state_dtype wider than the work, or shapes that do
+            not fit.
     """
-    name = "mamba_split_conv1d_scan_combined"
-    _refuse(name, rmsnorm_weight=rmsnorm_weight, outproj_weight=outproj_weight, outproj_bias=outproj_bias)
     _check_state_dtype(state_dtype, zxbcdt)
     if D.dim() == 2:
         headdim = D.shape[1]
     if headdim is None:
         raise ValueError("headdim is None: give it where D is [heads]")
+    if outproj_weight is None and outproj_bias is not None:
+        raise ValueError("outproj_bias is set without outproj_weight")
     heads, channels = D.shape[0], conv1d_weight.shape[0]
     inner = heads * headdim
     grouped, rest = divmod(channels - inner, 2)
@@ -131,7 +132,7 @@ def mamba_split_conv1d_scan_combined(
         C.unflatten(-1, (ngroups, -1)),
         chunk_size=chunk_size,
         D=D,
-        z=z.unflatten(-1, (heads, headdim)),
+        z=z.unflatten(-1, (heads, headdim)) if rmsnorm_weight is None else None,
         dt_bias=dt_bias,
         dt_softplus=True,
         dt_limit=dt_limit,
@@ -140,6 +141,13 @@ def mamba_split_conv1d_scan_combined(
         return_final_states=True,
     )
     out = out.flatten(2)
+    if rmsnorm_weight is not None:
+        group_size = inner // ngroups
+        out = rms_norm_gated(
+            out, rmsnorm_weight, z=z, eps=rmsnorm_eps, group_size=group_size, norm_before_gate=norm_before_gate
+        )
+    if outproj_weight is not None:
+        out = F.linear(out, outproj_weight, outproj_bias)
     return (out, state) if return_final_states else out
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -35,7 +36,9 @@ class BlockInputs:
 
     def has(self, number: int, steps: Iterable[int]) -> bool:
         """True if every rank has the input of a block (0-based number) for these steps; all ranks together."""
-        own = all(self._file(number, step).is_file() for step in steps)
+        files = [self._file(number, step) for step in steps]
+        sizes = {file.stat().st_size if file.is_file() else 0 for file in files}
+        own = len(sizes) <= 1 and 0 not in sizes  # all are as large, but for what a node lost when it went down
         return int(data_parallel.summed(torch.tensor(int(own)))) == data_parallel.count()
 
     def read(self, number: int, steps: Iterable[int]) -> Iterator[Tensor]:
@@ -65,15 +68,30 @@ class BlockInputs:
         """Waits for what is being written.
 
         Raises:
-            OSError: it could not be written.
+            ValueError: it could not be written.
         """
-        self._written.result()
+        try:
+            self._written.result()
+        except (OSError, SafetensorError) as error:
+            raise ValueError(
+                f"puzzle.distill.inputs: {self.folder}: {error}: name a folder with more room, or null"
+            ) from error
 
     def remove(self, number: int, steps: Iterable[int]) -> None:
         """Removes this rank's inputs of a block, as far as there are any."""
         for step in steps:
             self._file(number, step).unlink(missing_ok=True)
 
+    def forget(self, number: int) -> None:
+        """Removes all ranks' inputs of a block; all ranks together."""
+        data_parallel.written(partial(shutil.rmtree, self._file(number, 0).parent, ignore_errors=True))
+
     def clear(self) -> None:
-        """Removes the folder; all ranks together."""
-        data_parallel.written(partial(shutil.rmtree, self.folder, ignore_errors=True))
+        """Removes the folder, and those of shards if it is no shard's; all ranks together."""
+        folders = [self.folder] if "_" in self.folder.name else self.folder.parent.glob(f"{self.folder.name}*")
+
+        def remove() -> None:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        data_parallel.written(remove)

@@ -210,6 +210,8 @@ def train_group(
     data, places = batches(first), sorted({variant.number for variant in group})
     begin, last, steps = places[0], places[-1], range(first, training.steps)
     kept = inputs if inputs is not None and inputs.has(begin, steps) else None
+    if inputs is not None and kept is None and after != begin and len(steps):
+        inputs.forget(begin)  # what an earlier start left of it
     left = None  # where inputs of block `after` go, unless they are there or that block comes before
     if inputs is not None and after is not None and (after > begin or (after == begin and kept is None)):
         left, last = inputs, max(last, after - 1)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_ext.megatron.cpu import mamba_modules
+from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 
@@ -272,6 +273,20 @@ def test_split_keeps_the_inputs_of_its_parts_for_backward() -> None:
     assert sum(kept.values()) < 7 / 6 * (projection.nbytes + 2 * 4 * length * channels + out.nbytes)
 
 
+@pytest.mark.parametrize("norm_before_gate", [True, False])
+def test_split_with_norm_and_projection(norm_before_gate: bool) -> None:
+    inputs = split_inputs()
+    z, _, scanned = split_parts(inputs)
+    weight, projection = torch.randn(24).double(), torch.randn(5, 24).double()
+    normed = rms_norm_gated(scanned, weight, z=z, group_size=12, norm_before_gate=norm_before_gate)
+
+    out = mamba_modules.mamba_split_conv1d_scan_combined(
+        **inputs, rmsnorm_weight=weight, outproj_weight=projection, norm_before_gate=norm_before_gate
+    )
+
+    torch.testing.assert_close(out, normed @ projection.t())
+
+
 def test_split_takes_the_head_size_from_a_wide_skip() -> None:
     inputs = split_inputs()
     wide = inputs | {"D": inputs["D"][:, None].expand(4, 6).contiguous(), "headdim": None}
@@ -329,10 +344,8 @@ def test_what_is_not_supported_is_named() -> None:
         mamba_modules.mamba_chunk_scan_combined(**scan, state_dtype=torch.float64)
     with pytest.raises(ValueError, match="headdim is None"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"headdim": None}))
-    with pytest.raises(ValueError, match="lack rmsnorm_weight"):
-        mamba_modules.mamba_split_conv1d_scan_combined(**split, rmsnorm_weight=torch.ones(24))
-    with pytest.raises(ValueError, match="lack outproj_weight"):
-        mamba_modules.mamba_split_conv1d_scan_combined(**split, outproj_weight=torch.ones(5, 24))
+    with pytest.raises(ValueError, match="outproj_bias is set without"):
+        mamba_modules.mamba_split_conv1d_scan_combined(**split, outproj_bias=torch.zeros(3))
     with pytest.raises(ValueError, match=r"zxbcdt has shape \(2, 40, 64\) and conv1d_weight 36 channels"):
         mamba_modules.mamba_split_conv1d_scan_combined(**(split | {"ngroups": 4}))
     with pytest.raises(ValueError, match="lack return_final_states"):
