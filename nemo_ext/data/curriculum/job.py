@@ -71,7 +71,7 @@ def _run(given: Settings, output: Path) -> None:
             workers=workers,
         )
         _tell_malformed("rollouts", report)
-    profile = read_profile(profile_path, workers=workers)
+    profile = read_profile(profile_path)
     notice(f"profile: {len(profile):,} prompts, {int(profile.rollouts.sum()):,} rollouts: {profile_path}")
     if not given.prompts:
         return

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
-from nemo_ext.data.curriculum.prompts import Keys, Numbers, any_twice
+from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.schedule import Floats, means, quotas, start_of, wanted
 from nemo_ext.data.curriculum.settings import Settings
 from nemo_ext.job.seeds import digest
@@ -209,11 +209,8 @@ def _order(
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
     """Mask of the candidates that share their text with others; None if there are none."""
-    if not any_twice(texts):
-        return None
     _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
-    repeated: npt.NDArray[np.bool_] = counts[text] > 1
-    return repeated
+    return counts[text] > 1 if (counts > 1).any() else None
 
 
 def _check_domains(

@@ -91,9 +91,9 @@ class DomainPools:
         """
         off_target = 0
         check, refilled = repeated, False
-        blocked: npt.NDArray[np.bool_] | None = None
+        blocked = np.zeros(len(want), dtype=np.bool_)
         while True:
-            there = self.left if blocked is None else np.where(blocked, 0, self.left)
+            there = self.left if not blocked.any() else np.where(blocked, 0, self.left)
             take = np.minimum(want, there)
             short = quota - int(take.sum())
             if short:
@@ -108,8 +108,7 @@ class DomainPools:
                 return off_target
             if got < int(take.sum()):
                 # Some level has only prompts left whose text is in the step already: ask the others.
-                now = self._last_taken < take
-                blocked = now if blocked is None else blocked | now
+                blocked |= self._last_taken < take
                 want = _still_wanted(want, self._last_taken, quota)
                 continue
             if not self._repeat or refilled or in_step is None:
@@ -119,7 +118,7 @@ class DomainPools:
             self._begin_again()
             # The new pass may begin with prompts that ended the old one.
             check = np.ones(len(texts), dtype=np.bool_)
-            blocked = None
+            blocked[:] = False
             refilled = True
 
     def _begin_again(self) -> None:

@@ -5,6 +5,7 @@ rollouts; each process holds the records of one part besides.
 """
 
 import functools
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.data.curriculum.prompts import Keys, Numbers, digests
+from nemo_ext.data.curriculum.prompts import Keys, Numbers
 from nemo_ext.data.curriculum.records import (
     Malformed,
     check_share,
@@ -32,7 +33,6 @@ from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
 from nemo_ext.data.text.documents import Part, ReadReport
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.job.files import publish, unfinished
-from nemo_ext.job.workers import in_workers
 
 MERGE_ROWS = 1 << 20
 SUMS = ("rollouts", "successes", "reward", "tokens", "with_tokens")
@@ -122,7 +122,7 @@ def write_profile(
     return report
 
 
-def read_profile(path: Path, *, workers: int = 1) -> Profile:
+def read_profile(path: Path) -> Profile:
     """Read what `write_profile` wrote, or a Parquet or JSONL file of one's own with id, pass_rate, rollouts.
 
     `rollouts` may be missing: it is then 1.
@@ -155,7 +155,7 @@ def read_profile(path: Path, *, workers: int = 1) -> Profile:
     if wrong.any():
         row = int(np.argmax(wrong))
         raise ValueError(f"{path}: row {row + 1}: pass_rate is {rates[row]}, not a number from 0 to 1")
-    keys = table["key"].to_numpy() if "key" in table.column_names else _keys_of(table["id"].cast("string"), workers)
+    keys = table["key"].to_numpy() if "key" in table.column_names else _keys_of(table["id"].cast("string"))
     order = np.argsort(keys)
     keys = keys[order].astype(np.uint64)
     same = keys[1:] == keys[:-1]
@@ -237,14 +237,14 @@ def _grouped(tables: Sequence[Any]) -> Any:
     return grouped.rename_columns([name.removesuffix("_sum") for name in grouped.column_names]).select(["id", *SUMS])
 
 
-def _keys_of(ids: Any, workers: int = 1) -> Keys:
-    """Keys of a column of ids: `digest` of each."""
-    pieces = in_workers(_digests, ids.chunks, workers=min(workers, ids.num_chunks), ordered=True)
-    return np.frombuffer(b"".join(piece for _, piece in pieces if piece), dtype=np.uint64)
-
-
-def _digests(ids: Any) -> bytes:
-    return digests(ids.to_pylist())
+def _keys_of(ids: Any) -> Keys:
+    """Keys of a column of ids: `digest` of each, without a function call per id."""
+    blake2b = hashlib.blake2b
+    pieces = [
+        b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])
+        for chunk in ids.chunks
+    ]
+    return np.frombuffer(b"".join(pieces), dtype=np.uint64)
 
 
 def _table_of_lines(path: Path) -> Any:

@@ -3,10 +3,10 @@
 import functools
 import hashlib
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,6 @@ import orjson
 from nemo_ext.data.curriculum.records import (
     MALFORMED,
     Malformed,
-    blocks_of,
     check_share,
     checked_id,
     digest,
@@ -91,9 +90,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         codes = np.array([_number(name, names, keys) for name in piece.names], dtype=np.int16)
         key = piece.key
         if keys.id == LINE:
-            key = np.frombuffer(
-                b"".join([digest(str(number).encode()) for number in (piece.line + first).tolist()]), dtype=np.uint64
-            )
+            key = _joined([digest(str(number).encode()) for number in (piece.line + first).tolist()])
         domains = codes[piece.domain] if len(codes) else piece.domain
         pieces.append((piece.offset, piece.length, key, piece.text, domains))
     check_share(report, "prompts", max_bad_share)
@@ -144,46 +141,39 @@ class _Piece:
 def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     """Read the prompts of a part."""
     offsets, lengths, domains, numbers = array("q"), array("i"), array("h"), array("q")
-    ids, texts, names, report = bytearray(), bytearray(), dict[str, int](), ReadReport()
+    ids, texts, names, report = list[bytes](), list[bytes](), dict[str, int](), ReadReport()
     flat = not any("." in key for key in (keys.id, keys.prompt, keys.domain or ""))
     plain = flat and keys.domain is not None and keys.id not in (PROMPT, LINE)
-    first = 0
-    for begin, lines in blocks_of(part):
-        entries = _plain_entries(lines, keys) if plain else None
-        if entries is not None:
-            offsets.extend(accumulate(map(len, lines[:-1]), initial=begin))
-            lengths.extend([len(line.rstrip(b"\r\n")) for line in lines])
-            numbers.extend(range(first, first + len(lines)))
-            ids += entries[0]
-            texts += entries[1]
-            for name in dict.fromkeys(entries[2]):
-                _number(name, names, keys)
-            domains.extend(map(names.__getitem__, entries[2]))
-            first += len(lines)
-            continue
-        offset = begin
-        for line in lines:
-            at, offset = offset, offset + len(line)
-            if line.isspace():
-                continue
-            first += 1
+    loads, blake2b = orjson.loads, hashlib.blake2b
+    for number, (offset, line) in enumerate(lines_of(part)):
+        try:
+            # Ten million records go through here: the common case is done without a function call.
+            record: Any = loads(line) if plain else None
+            identity, prompt, domain = record[keys.id], record[keys.prompt], record[keys.domain]
+            code = names[domain]
+            text = blake2b(prompt.encode(), digest_size=8).digest()
+            identity = blake2b(identity.encode(), digest_size=8).digest() if identity else None
+        except (TypeError, ValueError, LookupError, AttributeError):
+            identity = None
+        if identity is None:
             try:
                 identity, text, domain = _entry(parse(line), keys)
             except Malformed as problem:
-                note_malformed(report, part, at, str(problem))
+                note_malformed(report, part, offset, str(problem))
                 continue
-            offsets.append(at)
-            lengths.append(len(line.rstrip(b"\r\n")))
-            domains.append(_number(domain, names, keys))
-            numbers.append(first - 1)
-            ids += identity
-            texts += text
-    report.records = len(offsets) + report.skipped.get(MALFORMED, 0)
+            code = _number(domain, names, keys)
+        offsets.append(offset)
+        lengths.append(len(line.rstrip(b"\r\n")))
+        domains.append(code)
+        numbers.append(number)
+        ids.append(identity)
+        texts.append(text)
+    report.records = len(ids) + report.skipped.get(MALFORMED, 0)
     return _Piece(
         offset=np.array(offsets, dtype=np.int64),
         length=np.array(lengths, dtype=np.int32),
-        key=np.frombuffer(ids, dtype=np.uint64),
-        text=np.frombuffer(texts, dtype=np.uint64),
+        key=_joined(ids),
+        text=_joined(texts),
         domain=np.array(domains, dtype=np.int16),
         line=np.array(numbers, dtype=np.int64),
         names=tuple(names),
@@ -191,25 +181,8 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     )
 
 
-def _plain_entries(lines: Sequence[bytes], keys: PromptKeys) -> tuple[bytes, bytes, list[str]] | None:
-    """Digests of ids, joined, and of texts, and the domains, where all are texts in every line; else None.
-
-    Ten million records go through here: what is done for each is done without a call of a Python function.
-    """
-    try:
-        records = [*map(orjson.loads, lines)]
-        ids, prompts, domains = ([record[key] for record in records] for key in (keys.id, keys.prompt, keys.domain))
-        if not all(ids) or not all(map(str.__len__, set(domains))):
-            return None
-        return digests(ids), digests(prompts), domains
-    except (TypeError, ValueError, LookupError):
-        return None
-
-
-def digests(texts: Iterable[str]) -> bytes:
-    """`digest` of each text, joined."""
-    hashed = map(functools.partial(hashlib.blake2b, digest_size=8), map(str.encode, texts))
-    return b"".join([made.digest() for made in hashed])
+def _joined(digests: Sequence[bytes]) -> Keys:
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
@@ -255,15 +228,8 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
     """Mask of the entries that are the first with their key; the others are counted."""
-    if not any_twice(keys):
-        return np.ones(len(keys), dtype=np.bool_)
     keep = np.zeros(len(keys), dtype=np.bool_)
     keep[np.unique(keys, return_index=True)[1]] = True
-    report.skip(DUPLICATE, count=int((~keep).sum()))
+    if again := int((~keep).sum()):
+        report.skip(DUPLICATE, count=again)
     return keep
-
-
-def any_twice(keys: Keys) -> bool:
-    """True if a key comes more than once: sorting alone takes a small part of the time of finding out where."""
-    ordered = np.sort(keys)
-    return bool((ordered[1:] == ordered[:-1]).any())

@@ -19,7 +19,6 @@ from nemo_ext.job.progress import progress_of
 from nemo_ext.job.workers import in_workers
 
 PART_BYTES = 32 << 20
-_BLOCK_BYTES = 1 << 18
 PACKED = (".gz", ".zst")
 MALFORMED = "malformed"
 
@@ -57,19 +56,6 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
     if part.path.endswith(".parquet"):
         yield from _parquet_lines(part)
         return
-    for offset, lines in blocks_of(part):
-        for line in lines:
-            if not line.isspace():
-                yield offset, line
-            offset += len(line)
-
-
-def blocks_of(part: Part) -> Iterator[tuple[int, list[bytes]]]:
-    """Iterate over the lines of a part of a JSONL file, some hundreds at a time, with the byte offset of the first.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
     try:
         with open_lines(part.path) as file:
             offset = 0
@@ -78,12 +64,12 @@ def blocks_of(part: Part) -> Iterator[tuple[int, list[bytes]]]:
                 file.readline()
                 offset = file.tell()
             packed = part.path.endswith(PACKED)
-            while (packed or offset < part.stop) and (lines := file.readlines(_BLOCK_BYTES)):
-                end = offset + sum(map(len, lines))
-                while not packed and end - len(lines[-1]) >= part.stop:
-                    end -= len(lines.pop())
-                yield offset, lines
-                offset = end
+            for line in file:
+                if not packed and offset >= part.stop:
+                    return
+                if not line.isspace():
+                    yield offset, line
+                offset += len(line)
     except (EOFError, OSError, zlib.error) as error:
         raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or compress it again") from error
 

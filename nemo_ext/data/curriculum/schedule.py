@@ -98,17 +98,15 @@ def start_of(seed: int, domain: str) -> float:
 
 def from_the_largest(left: Counts, short: int) -> Counts:
     """Number to take from each pool, `short` in all, always from one of the largest; `left` must hold that many."""
-    # Plain numbers: there are some dozens, and hundreds of thousands of calls.
-    sizes = left.tolist()
-    order = sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-    total = 0
-    for count, at in enumerate(order, start=1):
-        # The first `count` pools are lowered to one level, which is not below the next one's size.
-        total += sizes[at]
-        if total - short >= count * (sizes[order[count]] if count < len(order) else 0):
-            break
-    level, extra = divmod(total - short, count)
+    order = np.argsort(-left, kind="stable")
+    sizes = left[order]
+    sums = np.cumsum(sizes)
+    number = np.arange(1, len(sizes) + 1)
+    lower = np.append(sizes[1:], 0)
+    # The first `count` pools are lowered to one level, which is not below the next one's size.
+    count = int(np.argmax(sums - number * lower >= short)) + 1
+    level, extra = divmod(int(sums[count - 1]) - short, count)
     taken = np.zeros_like(left)
-    for number, at in enumerate(order[:count]):
-        taken[at] = sizes[at] - level - (number < extra)
+    taken[order[:count]] = sizes[:count] - level
+    taken[order[:extra]] -= 1
     return taken

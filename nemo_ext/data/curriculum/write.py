@@ -7,13 +7,11 @@ records of very many files, since a map keeps its file open.
 
 import contextlib
 import mmap
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,8 +63,6 @@ def write_ordered(
     at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
         output = stack.enter_context(complete_file(path))  # gets its name last
-        writer = stack.enter_context(ThreadPoolExecutor(1))
-        writing: Future[None] | None = None
         separate = {domain: stack.enter_context(complete_file(file)) for domain, file in (domain_files or {}).items()}
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
         gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
@@ -79,21 +75,9 @@ def write_ordered(
                 for line, domain in zip(lines, prompts.domain[rows[begin:end]].tolist(), strict=True):
                     separate[domain].write(line + b"\n")
             lines.append(b"")
-            # Meanwhile the next records are gathered.
-            before, writing = writing, writer.submit(_write, output, b"\n".join(lines))
-            if before is not None:
-                before.result()
+            output.write(b"\n".join(lines))
             advance(end - begin)
             begin = end
-        if writing is not None:
-            writing.result()
-
-
-def _write(output: IO[bytes], data: bytes) -> None:
-    """Write and have it written to disk, so that little is left to wait for at the end."""
-    output.write(data)
-    output.flush()
-    os.fdatasync(output.fileno())
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
