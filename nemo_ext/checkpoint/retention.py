@@ -55,7 +55,8 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
     """Checkpoints that need not stay, oldest first.
 
     Never among them: the newest by Megatron's tracker and what is newer, which may still be written; the newest whole
-    one at least `before` steps older than it, and than the last that stays, to which a guard may go back; links, and folders with a file `keep`.
+    one at least `before` steps older than it, and than the last that stays, to which a guard may go back; links; and
+    folders with a file `keep`.
 
     Args:
         run_dir: run directory.

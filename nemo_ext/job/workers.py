@@ -92,7 +92,8 @@ def prepare_worker() -> None:
     """Leave Ctrl-C to the parent, and end when the parent is killed: a pool's worker would wait for ever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}  # no thread pool in each of many workers
+    # No thread pool in each of many workers.
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     parent = parent_process()
     assert parent is not None
 

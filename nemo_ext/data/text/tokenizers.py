@@ -202,8 +202,8 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
 def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]]:
     """Function that encodes one text, without the tokens that a post-processor adds.
 
-    Where fastokens is installed and reads the tokenizer, it encodes, many times as fast; the ids are the same. The first
-    text and one in 256, by its content, are encoded by both, and a difference is a RuntimeError. The tokenizer must not
+    Where fastokens is installed and reads the tokenizer, it encodes, many times as fast; the ids are the same. Both
+    encode the first text and one in 256, by its content, and a difference is a RuntimeError. The tokenizer must not
     change afterwards.
     """
 
