@@ -60,7 +60,7 @@ def test_one_of_every_so_many_steps_stays(run: Path) -> None:
 
 
 def test_what_a_guard_goes_back_to_stays(run: Path) -> None:
-    # A spike at step 61 with the 15 steps before it left out too: batches from step 46 on; and one more on the way from 50.
+    # A spike at step 61 with the 15 steps before it left out too: batches from step 46 on; and one on the way from 50.
     assert steps(surplus(run, TWO, before=15)) == [10, 20]
     (folder(run, 40) / ".metadata").unlink()
     assert steps(surplus(run, TWO, before=15)) == [10, 20, 40]
