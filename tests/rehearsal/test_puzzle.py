@@ -52,7 +52,7 @@ def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
     shared = peaks(*words, "puzzle.heal.tokens=0")
     more = peaks("puzzle.calibration.sequences=40", "puzzle.stages=[score]", "puzzle.heal.tokens=0")
 
-    assert list(found) == ["library", "distill", "score", "heal"], "the parent is there"
+    assert list(found) == ["library", "distill", "score", "compare", "heal"], "the parent is there"
     assert found["heal"]["peak"]["teacher"] > 0
     peak, part = found["distill"]["peak"], shared["distill"]["peak"]
     # Masters and two moments in FP32; some numbers of Mamba are always.
