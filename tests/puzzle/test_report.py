@@ -70,5 +70,7 @@ def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = evaluate.forward_seconds(model("a"), model("b"), torch.zeros(1, 1))
 
     turns = sum(now != before for before, now in pairwise(order)) + 1
-    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (ROUNDS + 2)  # two to warm up and to count
+    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (
+        ROUNDS + 2
+    )  # two to warm up and to count
     assert all(each > 0 for rounds in seconds for each in rounds)
