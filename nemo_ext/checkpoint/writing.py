@@ -255,12 +255,11 @@ def _verify(
     def is_right(number: int, slot: Slot) -> bool:
         return checksum(reader.read_piece(slot.piece)) == output.done[number]["checksums"][slot.label]
 
-    with (
-        ThreadPoolExecutor(min(4, usable_cores())) as threads,
-        contextlib.closing(threads.map(is_right, *zip(*slots, strict=True))) as checked,  # type: ignore[type-var]
-    ):
+    with ThreadPoolExecutor(min(4, usable_cores())) as threads:
+        checked = threads.map(is_right, *zip(*slots, strict=True))
         for (_, slot), right in zip(slots, checked, strict=True):
             if not right:
+                threads.shutdown(cancel_futures=True)
                 raise CheckpointError(
                     f"{slot.label}: the disk does not hold what was written: remove {output.folder} and repeat; if it "
                     "happens again, suspect the disk"

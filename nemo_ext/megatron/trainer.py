@@ -180,8 +180,11 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
         checkpointing.finalize_deletion_processes(blocking=True)
         last = target_of(config)[0]
         if arguments.rank == 0 and run_directory.last_checkpoint(run_dir) == last:
-            retention.keep(run_dir, last)
-            remove_old(arguments.save, last)
+            try:
+                retention.keep(run_dir, last)
+                remove_old(arguments.save, last)
+            except OSError as error:  # a full disk, after a run that is whole
+                print(f"retention: {error}")
 
     checkpointing._async_delete_checkpoint_impl = remove_old
     return conclude

@@ -192,7 +192,7 @@ class Api:
             raise BadRequest("prompt: is empty")
         if len(ids) + most > length:
             raise BadRequest(
-                f"the model's maximum context length is {length}: the prompt has {len(ids)}, and max_tokens is {most}"
+                f"the model's maximum context length is {length} tokens: prompt {len(ids)}, max_tokens {most}"
             )
         chosen = {name: getattr(given, name) for name in ("temperature", "top_p", "top_k")}
         chosen = {name: defaults.get(name) if value is None else value for name, value in chosen.items()}
