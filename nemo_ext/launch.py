@@ -1,8 +1,8 @@
 """Starts a training run on this machine: checks, prepares the data, starts the ranks, shows progress, reports.
 
-The parent process never trains. It writes the resolved config into the run directory, starts
-`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), several of it under `torchrun`,
-watches metrics.jsonl, and turns Ctrl-C into a checkpoint.
+The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
+`nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and turns
+Ctrl-C into a checkpoint.
 """
 
 import shutil
@@ -27,7 +27,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import alone, rank_environment, training_rank
+from nemo_ext.job.ranks import rank_environment, training_rank
 from nemo_ext.megatron.fp8 import remark
 from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
@@ -196,11 +196,10 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
-    """Runs the ranks to their end; SIGINT and SIGTERM become one SIGTERM to them, on which they save and exit."""
-    config, command = run_dir / run_directory.CONFIG, [sys.executable, "-m"]
-    if ranks > 1:  # one alone needs no torchrun, whose imports take seconds
-        command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    command += [training_rank(run_directory.read_config(config)), str(config)]
+    """Runs torchrun to its end; SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    config = run_dir / run_directory.CONFIG
+    command += ["-m", training_rank(run_directory.read_config(config)), str(config)]
     forget_stacks(run_dir)
     received: list[int] = []
 
@@ -210,8 +209,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             console.print("stopping: the ranks finish their step and save a checkpoint (again to kill them)")
             process.terminate()
         else:
-            first = psutil.Process(process.pid)
-            for victim in [*first.children(recursive=True), first]:
+            torchrun = psutil.Process(process.pid)
+            for victim in [*torchrun.children(recursive=True), torchrun]:
                 victim.kill()
 
     with (run_dir / run_directory.LOG).open("ab") as log:
@@ -222,7 +221,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stderr=log,
             start_new_session=True,
             preexec_fn=_end_with_launcher,
-            env=rank_environment(ranks) if ranks > 1 else alone(),
+            env=rank_environment(ranks),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -253,7 +252,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
 
 
 def _end_with_launcher() -> None:
-    """Called in what is started, before exec: SIGTERM when the launcher dies, so that no rank is left behind."""
+    """Called in torchrun's process before exec: SIGTERM when the launcher dies, so that no rank is left behind."""
     end_with_parent(signal.SIGTERM)
 
 

@@ -17,8 +17,6 @@ from nemo_ext.job.workers import usable_cores
 
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
-ALONE = "NEMO_EXT_ALONE"
-"""Environment variable of a rank that is alone and was started without torchrun."""
 
 
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
@@ -103,12 +101,6 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return running
-
-
-def alone() -> dict[str, str]:
-    """Environment variables of a rank that is alone, with those that torchrun would set; port 0 is any that is free."""
-    its = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", ALONE: "1"}
-    return {**rank_environment(1), **its, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def rank_environment(ranks: int) -> dict[str, str]:

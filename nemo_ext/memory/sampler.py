@@ -30,7 +30,6 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
-from nemo_ext.job.ranks import ALONE
 from nemo_ext.job.settings import STRICT, checked
 
 KEY = "memory_profile"
@@ -116,10 +115,8 @@ def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
 def root_of_ranks() -> int:
     """Process id of the common parent of this node's ranks, called in one of them: torchrun, or srun's step daemon.
 
-    A container runtime may stand between a rank and the daemon. A rank that `nemo-ext train` starts alone is its own.
+    A container runtime may stand between a rank and the daemon.
     """
-    if ALONE in os.environ:
-        return os.getpid()
     above = os.getppid()
     if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" not in os.environ:
         return above

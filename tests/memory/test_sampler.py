@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from nemo_ext.job.config import compose
-from nemo_ext.job.ranks import ALONE
 from nemo_ext.megatron.report import write_report
 from nemo_ext.megatron.run import Run
 from nemo_ext.memory import report as memory
@@ -480,7 +479,7 @@ def test_null_leaves_it_out() -> None:
 def test_the_root_of_ranks_is_torchrun_or_slurms_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     above = psutil.Process().parents()
     monkeypatch.setattr(psutil.Process, "name", lambda self: "slurmstepd" if self.pid == above[-1].pid else "python")
-    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID", ALONE):
+    for name in ("TORCHELASTIC_RUN_ID", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
     assert memory_profile.root_of_ranks() == os.getppid()
@@ -488,8 +487,6 @@ def test_the_root_of_ranks_is_torchrun_or_slurms_daemon(monkeypatch: pytest.Monk
     assert memory_profile.root_of_ranks() == above[-1].pid
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert memory_profile.root_of_ranks() == os.getppid()
-    monkeypatch.setenv(ALONE, "1")
-    assert memory_profile.root_of_ranks() == os.getpid()
 
 
 @pytest.mark.slow
