@@ -251,9 +251,7 @@ def test_training_goes_over_a_bad_batch_as_if_told_to(
     found = [each for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
     expected = [each for each in read_metrics(told / "metrics.jsonl") if "loss" in each]
     assert [each["step"] for each in found] == [step for step in range(1, steps + 1) if step != bad]
-    assert [each["step"] for each in expected] == [each["step"] for each in found]
-    # Where memory is aligned otherwise, as after a restart on a busy machine, products may add up in another order.
-    assert [each["loss"] for each in found] == pytest.approx([each["loss"] for each in expected], rel=1e-3)
+    assert [(each["step"], each["loss"]) for each in found] == [(each["step"], each["loss"]) for each in expected]
     assert "## Steps that went wrong" in (run / "report.md").read_text()
     names = {each.name for each in (run / "checkpoints").glob("iter_*")}
     assert {f"iter_{step:07d}" for step in (*range(50, steps, 50), steps)} <= names
