@@ -68,6 +68,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     arguments = parse_and_validate_args()
     check_backend(config, arguments.transformer_impl)
     write_checkpoints_without_helper(arguments)
+    copy_before_writing(arguments)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
@@ -152,6 +153,25 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
 
     if not arguments.async_save:
         filesystem_async._results_queue = queue.Queue()
+
+
+def copy_before_writing(arguments: argparse.Namespace) -> None:
+    """Has asynchronous checkpoints hold what tensors were when they were begun, those in the host's memory too.
+
+    Megatron's persistent writer copies tensors from a GPU and takes others as they are, through shared memory, where
+    training goes on to change them: on a machine without a GPU, or with an optimizer that is offloaded.
+    """
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def copied(self: Any, plan: Any, planner: Any) -> None:
+        prepare(self, plan, planner)
+        for _, _, (_, tensors) in self.write_buckets:
+            tensors[:] = [(item, each.clone() if each.is_cpu else each) for item, each in tensors]
+
+    if arguments.async_save:
+        FileSystemWriterAsync.prepare_write_data = copied
 
 
 def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:
