@@ -12,7 +12,6 @@ import os
 import random
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -41,7 +40,7 @@ from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job import config as job_config
 from nemo_ext.job import run_directory
-from nemo_ext.job.ranks import training_rank
+from nemo_ext.job.ranks import reserve_port, training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
 
@@ -305,14 +304,13 @@ def torchrun(path: Path, ranks: int) -> None:
     module, environment = training_rank(run_directory.read_config(path)), {**os.environ}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     if ranks == 1:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
         command = [sys.executable]
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        environment["MASTER_PORT"] = port
     command += ["-m", module, str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    with reserve_port() as held:
+        if ranks == 1:
+            environment["MASTER_PORT"] = str(held.getsockname()[1])
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-4000:]
 
 

@@ -7,7 +7,6 @@ answers each with the exit codes of the ranks. As under torchrun, ranks are kill
 import json
 import os
 import signal
-import socket
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -47,11 +46,8 @@ def rank(number: int, *, job: dict, port: int) -> NoReturn:
     import_module(training_rank(read_config(Path(job["config"])))).run(job["config"])
 
 
-def ended(job: dict) -> list[int]:
+def ended(job: dict, port: int) -> list[int]:
     """Exit codes of the ranks of one job."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     children = []
     for number in range(job["ranks"]):
         child = os.fork()
@@ -69,9 +65,12 @@ def ended(job: dict) -> list[int]:
 
 
 def main() -> None:
+    from nemo_ext.job.ranks import reserve_port
+
     preload()
     for line in sys.stdin:
-        print(json.dumps(ended(json.loads(line))), flush=True)
+        with reserve_port() as held:
+            print(json.dumps(ended(json.loads(line), held.getsockname()[1])), flush=True)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,22 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     Raises:
         KeyboardInterrupt: after the ranks have stopped.
     """
-    processes = [_start(command, environment, logs) for environment in _environments(ranks)]
+    with reserve_port() as held:
+        processes = [_start(command, each, logs) for each in _environments(ranks, held.getsockname()[1])]
+        return _watch(processes, logs)
+
+
+def reserve_port() -> socket.socket:
+    """Socket bound to a free port of this machine: until it is closed, no connection and no server that asks for any
+    port is given that one, and a process that sets SO_REUSEADDR, as servers do, can listen there.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    return held
+
+
+def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     try:
         while True:
             codes = [process.poll() for process in processes]
@@ -56,15 +71,12 @@ def training_rank(config: Mapping[str, Any]) -> str:
     return "nemo_ext.megatron.rank" if every is None else "nemo_ext.evaluation.live.rank"
 
 
-def _environments(ranks: int) -> list[dict[str, str]]:
+def _environments(ranks: int, port: int) -> list[dict[str, str]]:
     # Set by torchrun or srun where the launcher itself runs under one of them.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     base = {name: value for name, value in rank_environment(ranks).items() if name not in names}
     if ranks == 1:
         return [base]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     return [base | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 

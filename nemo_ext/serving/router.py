@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from nemo_ext.endpoint.address import Address
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.serving.listen import bind
+from nemo_ext.job.ranks import reserve_port
 
 if TYPE_CHECKING:
     import aiohttp
@@ -38,8 +38,8 @@ class Router:
     """
 
     def __init__(self, path: str, log: Path) -> None:
-        with bind("127.0.0.1", 0) as free, bind("127.0.0.1", 0) as metrics:
-            port, other = free.getsockname()[1], metrics.getsockname()[1]
+        self._ports = [reserve_port() for _ in range(2)]  # held while it runs
+        port, other = (held.getsockname()[1] for held in self._ports)
         self.root = f"http://127.0.0.1:{port}"
         self.members: frozenset[str] = frozenset()
         words = [path, "--host=127.0.0.1", f"--port={port}", f"--prometheus-port={other}", "--policy=cache_aware"]
@@ -82,6 +82,8 @@ class Router:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+        for held in self._ports:
+            held.close()
 
 
 def root_of(address: Address) -> str:

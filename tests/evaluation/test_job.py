@@ -2,7 +2,6 @@
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.evaluation.store import Store
+from nemo_ext.job.ranks import reserve_port
 
 Evaluate = Callable[..., tuple[int, str]]
 Read = Callable[..., dict[str, Any]]
@@ -209,8 +209,8 @@ def test_a_store_of_another_model_is_refused(evaluate: Evaluate, suite: Suite, a
 @pytest.mark.slow
 def test_kills_change_nothing(suite: Suite, tmp_path: Path) -> None:
     """Ten kills -9 at any time; then the table is that of an undisturbed run."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    held = reserve_port()
+    port = held.getsockname()[1]
     stand_in = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
     server = subprocess.Popen([sys.executable, str(stand_in), f"--port={port}", "--seconds=0.02"])
     reference = {"answers": "['1', '2', '3']", "whole_words": "false", "all": "true"}
@@ -234,6 +234,7 @@ def test_kills_change_nothing(suite: Suite, tmp_path: Path) -> None:
         subprocess.run(command(tmp_path / "killed"), check=True, capture_output=True)
     finally:
         server.kill()
+        held.close()
     calm, killed = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("calm", "killed"))
     assert killed["benchmarks"] == calm["benchmarks"]
     assert 0 < calm["benchmarks"]["sums"]["accuracy"] < 1

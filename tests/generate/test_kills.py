@@ -3,7 +3,6 @@
 import json
 import random
 import resource
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from nemo_ext.job.ranks import reserve_port
 
 Answers = Callable[..., list[dict[str, Any]]]
 STAND_IN = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
@@ -23,8 +24,8 @@ class Endpoint:
     """The stand-in in a process of its own, at one port through all its lives."""
 
     def __init__(self, *words: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.held = reserve_port()
+        self.port = self.held.getsockname()[1]
         self.words = [sys.executable, str(STAND_IN), f"--port={self.port}", *words]
         self.start()
 
@@ -47,6 +48,7 @@ def endpoint_process() -> Iterator[Callable[..., Endpoint]]:
     yield start
     for each in started:
         each.kill()
+        each.held.close()
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ from rank_server import preload
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.job.ranks import reserve_port
 from nemo_ext.job.report import markdown_table
 from nemo_ext.megatron.arguments import world_size
 from nemo_ext.megatron.rank import end_with_parent, leave
@@ -306,12 +306,10 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     config = compose("train", [*BASE, *words, f"run_dir={folder / 'run'}"])
     path = run_directory.write_config(folder / "run", config)
     world = world_size(config)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    held = reserve_port()
     base = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(held.getsockname()[1]),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
     }
@@ -323,7 +321,8 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         )
         for rank in range(world)
     ]
-    forked(works)
+    with held:
+        forked(works)
     changed, _ = rehearsed(compose("rehearse", [*BASE, *words, f"run_dir={folder / 'run'}"]))
     layout = Layout.from_config(changed, world_size=world)
     stages = layout.pipeline_parallel

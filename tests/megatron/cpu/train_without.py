@@ -6,7 +6,6 @@ Run as a script: importing Megatron takes seconds, so it happens once and every 
 import json
 import multiprocessing
 import os
-import socket
 import tempfile
 import traceback
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
+from nemo_ext.job.ranks import reserve_port
 from nemo_ext.megatron import trainer
 from nemo_ext.megatron.arguments import command_line, parse_arguments
 from nemo_ext.megatron.cpu import mamba_modules, patches, runtime
@@ -135,10 +135,9 @@ def main() -> None:
 
     results = {}
     for target in targets:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            os.environ["MASTER_PORT"] = str(free.getsockname()[1])
-        results[target] = trial(target, compose("train", OVERRIDES))
+        with reserve_port() as held:
+            os.environ["MASTER_PORT"] = str(held.getsockname()[1])
+            results[target] = trial(target, compose("train", OVERRIDES))
     print(json.dumps(results))
 
 
