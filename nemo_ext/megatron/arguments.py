@@ -211,6 +211,8 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
             words += [option] if value else []
         else:
             items = value if isinstance(value, list | tuple) else [value]
+            if action.nargs is None and not items:
+                raise ValueError(f"megatron.{name}=[]: {option} wants a value; null leaves it out")
             if action.nargs is None and len(items) > 1:
                 items = [",".join(map(str, items))]  # such as window_size, one word with commas
             # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.

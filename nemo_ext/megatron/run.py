@@ -10,9 +10,12 @@ from nemo_ext.checkpoint.start import with_model_of_start
 from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
 from nemo_ext.data.training import data_sections, tokenize_streams, with_data
+from nemo_ext.job.settings import checked_whole
 from nemo_ext.megatron.fp8 import with_plan
 from nemo_ext.megatron.guard import Guard, check_events, with_guard
 from nemo_ext.memory import sampler
+
+_SECTIONS = ("data", "distillation", "evaluate", "guard", "phases", "precision_plan", "retention", "stability")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +39,10 @@ class Run:
         """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
 
         Raises:
-            ValueError: see `with_model_of_start`, `with_plan`, `with_data`, `with_guard`, `plan_of`, `data_paths` and
-                `Retention.from_config`.
+            ValueError: a value of another kind than its key's; or see `with_model_of_start`, `with_plan`, `with_data`,
+                `with_guard`, `plan_of`, `data_paths` and `Retention.from_config`.
         """
+        _check_kinds(given)
         sampler.interval(given)
         Retention.from_config(given)
         given = with_model_of_start(given)
@@ -77,6 +81,18 @@ class Run:
         """Lines on streams that several phases read, see `nemo_ext.data.phases.told_of_streams`."""
         limit = (self.given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
         return [] if self.plan is None else told_of_streams(self.segments[0], self.plan, max_epochs=limit)
+
+
+def _check_kinds(config: Mapping[str, Any]) -> None:
+    """Raises where what follows would take a value apart that is something else."""
+    if not isinstance(config["run_dir"], str):
+        raise ValueError(f"run_dir={config['run_dir']!r}: name a folder, such as runs/mine")
+    for name in _SECTIONS:
+        if not isinstance(config.get(name) or {}, Mapping):
+            raise ValueError(f"{name}={config[name]!r}: it is a section: set its keys, such as {name}.NAME=VALUE")
+    for name in ("train_iters", "padded_vocab_size"):
+        if config["megatron"].get(name) is not None:
+            checked_whole(f"megatron.{name}", config["megatron"][name])
 
 
 def target_of(config: Mapping[str, Any]) -> tuple[int, str]:

@@ -56,3 +56,18 @@ def test_without_phases_ranks_start_once() -> None:
     run = Run.of(compose("train", ["data=mock"]))
 
     assert run.plan is None and run.segments == (run.config,) == (run.given,) and run.told_of_streams() == []
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("run_dir=5", "run_dir=5: name a folder"),
+        ("stability=5", "stability=5: it is a section"),
+        ("evaluate=x", "evaluate='x': it is a section"),
+        ("megatron.train_iters=[x]", "megatron.train_iters must be a whole number"),
+        ("megatron.lr=[]", "--lr wants a value; null leaves it out"),
+    ],
+)
+def test_a_value_of_another_kind_is_one_line(word: str, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        Run.of(compose("train", [word])).check()
