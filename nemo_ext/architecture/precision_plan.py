@@ -248,6 +248,8 @@ class Plan:
         Raises:
             ValueError: an unknown key, or a value that does not fit.
         """
+        if not isinstance(section, Mapping):
+            raise ValueError(f"precision_plan={section!r}: it is a section: set its keys, or precision=NAME")
         check_keys(section, tuple(cls.__dataclass_fields__), required=(), where="precision_plan")
         given = dict(section)
         rules = given.pop("rules", ()) or ()

@@ -96,7 +96,13 @@ def is_batch(row: Mapping[str, Any]) -> bool:
 
 
 def row_key(row: Mapping[str, Any], column: str | None) -> str:
-    """Key of a row: a column's value as text, a batch line's `custom_id`, or a hash of the row."""
+    """Key of a row: a column's value as text, a batch line's `custom_id`, or a hash of the row.
+
+    Raises:
+        ValueError: the column has no value.
+    """
+    if column is not None and row.get(column) is None:
+        raise ValueError(f"no value in the key column {column}: {nearest(column, list(row))}")
     if column is None and is_batch(row):
         column = "custom_id"
     return _digest(row).hex() if column is None else str(row[column])
@@ -205,14 +211,12 @@ class Rows:
 
     def _seen(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
         """Notes the row; True if it stands earlier already."""
-        if self.key is not None and row.get(self.key) is None:
-            raise ValueError(f"{place}: no value in the key column {self.key}: {nearest(self.key, list(row))}")
+        named = self.key is not None or is_batch(row)
         try:
             whole = _digest(row)
+            key = hashlib.sha256(row_key(row, self.key).encode()).digest()[:16] if named else whole
         except ValueError as error:
             raise ValueError(f"{place}: {error}") from None
-        named = self.key is not None or is_batch(row)
-        key = hashlib.sha256(row_key(row, self.key).encode()).digest()[:16] if named else whole
         if database.execute("INSERT OR IGNORE INTO seen VALUES (?, ?, ?)", (key, whole, place)).rowcount:
             return False
         before, first = database.execute("SELECT row, place FROM seen WHERE key = ?", (key,)).fetchone()

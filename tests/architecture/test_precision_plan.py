@@ -2,6 +2,7 @@
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -130,9 +131,10 @@ def test_wrong_rules(text: str, said: str) -> None:
         ({"recipe": "delyed"}, "precision_plan.recipe='delyed': expected one of delayed"),
         ({"rule": []}, "precision_plan: unknown key 'rule': did you mean 'rules'"),
         ({"rules": "M bf16"}, "expected a list of rules"),
+        (5, "precision_plan=5: it is a section"),
     ],
 )
-def test_wrong_plans(section: dict[str, object], said: str) -> None:
+def test_wrong_plans(section: Any, said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
         Plan.from_config(section)
     assert said in str(raised.value)

@@ -405,10 +405,11 @@ def test_a_mistake_is_one_line(
     [
         ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "has the key '1' of"),
         ([{"id": 1, "question": "a"}, {"question": "b"}], "no value in the key column id"),
+        ([{"question": "a"}], "no value in the key column id"),
         ([], "no rows"),
         ([{"id": 1, "question": "a"}, {"id": 2, "custom_id": "x", "body": {}}], "stand among others"),
     ],
-    ids=["another row", "no key", "empty", "mixed"],
+    ids=["another row", "no key", "none in the first", "empty", "mixed"],
 )
 def test_an_input_that_does_not_fit_is_one_line(
     generate: Generate, written: Written, rows: list[dict[str, Any]], message: str
