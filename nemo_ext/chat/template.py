@@ -81,13 +81,13 @@ class ControlTokens:
             # Few texts hold a name and none should hold a mark: two quick checks spare the slow one.
             found = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
             return self._all.sub(_quote, value) if found else value
+        if isinstance(value, list | tuple):
+            items = [self.quoted(item) for item in value]
+            return value if all(map(is_, items, value)) else items
         if isinstance(value, Mapping):
             keys, items = self.quoted(list(value)), self.quoted(list(value.values()))
             same = all(map(is_, keys, value)) and all(map(is_, items, value.values()))
             return value if same else dict(zip(keys, items, strict=True))
-        if isinstance(value, list | tuple):
-            items = [self.quoted(item) for item in value]
-            return value if all(map(is_, items, value)) else items
         return value
 
 
@@ -110,6 +110,7 @@ class Template:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
+            self._template.globals = dict(self._template.globals)  # each rendering copies them, and a ChainMap slowly
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from error
@@ -183,7 +184,7 @@ class Template:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: mend the template") from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
-        return replace(_read(text), thinking=mode)
+        return _read(text, thinking=mode)
 
     def renderings(
         self,
@@ -302,7 +303,7 @@ def _quote(match: re.Match[str]) -> str:
     return f"{_QUOTE}{found}{_UNQUOTE}"
 
 
-def _read(text: str) -> Rendered:
+def _read(text: str, *, thinking: bool) -> Rendered:
     """Turn the marks in a template's output into spans."""
     pieces = _ANY_MARK.split(text)
     plain: list[str] = []
@@ -325,7 +326,7 @@ def _read(text: str) -> Rendered:
         plain.append(piece)
         position += len(piece)
     trained = tuple(span for span in spans[_CLOSE] if span[0] >= turn)
-    return Rendered("".join(plain), trained, tuple(spans[_UNQUOTE]))
+    return Rendered("".join(plain), trained, tuple(spans[_UNQUOTE]), thinking)
 
 
 class _Generation(Extension):

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -73,7 +73,7 @@ class ChatEncoder:
             ValueError: The template refuses the sample.
         """
         texts = self.template.renderings(sample, turns=turns, control=self.control)
-        return [replace(self.tokens(text), thinking=text.thinking) for text in texts]
+        return [self.tokens(text) for text in texts]
 
     def tokens(self, rendered: Rendered) -> Encoded:
         """Encode a text that was rendered with this encoder's `control`."""
@@ -94,9 +94,9 @@ class ChatEncoder:
         parts.append(self._secret(rendered, position, len(rendered.text)))
         ids = self._ids_of("".join(parts)).astype(np.int32)
         opens, closes = ids == self._open_id, ids == self._close_id
-        inside = (np.cumsum(opens) - np.cumsum(closes)).astype(np.uint8)
+        inside = opens.cumsum(dtype=np.uint8) - closes.cumsum(dtype=np.uint8)  # modulo 256
         kept = ~(opens | closes)
-        return Encoded(ids[kept], inside[kept])
+        return Encoded(ids[kept], inside[kept], rendered.thinking)
 
     def count(self, text: str) -> int:
         """Number of tokens of a text in which nothing is a control token."""
@@ -184,7 +184,8 @@ class ChatEncoder:
         bounds = np.cumsum([len(part) for part in parts])
         part = np.searchsorted(bounds, starts, side="right")
         part = np.minimum(part, len(parts) - 1)
-        return Encoded(ids, ((part % 2 == 1) & (ends <= bounds[part])).astype(np.uint8))
+        inside = (part % 2 == 1) & (ends <= bounds[part])
+        return Encoded(ids, inside.astype(np.uint8), rendered.thinking)
 
 
 def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
@@ -205,7 +206,8 @@ def _bytes(rendered: Rendered) -> Encoded:
     parts = [rendered.text[start:end].encode() for start, end in _between(rendered)]
     ids = np.frombuffer(b"".join(parts), dtype=np.uint8).astype(np.int32)
     trained = np.arange(len(parts)) % 2 == 1
-    return Encoded(ids, np.repeat(trained, [len(part) for part in parts]).astype(np.uint8))
+    mask = np.repeat(trained, [len(part) for part in parts]).astype(np.uint8)
+    return Encoded(ids, mask, rendered.thinking)
 
 
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:

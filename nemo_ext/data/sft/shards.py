@@ -225,7 +225,7 @@ class _Writer:
 
     def _note_row(self, sample: Sample, kind: str, text: Encoded) -> None:
         numbers = {"samples": len(self.ids) - 1, "modes": int(text.thinking), "kinds": KINDS.index(kind)}
-        for name, value in (numbers | {"trained": int(text.mask[1:].sum())}).items():
+        for name, value in (numbers | {"trained": int(np.count_nonzero(text.mask[1:]))}).items():
             self.rows[name].append(value)
         for name, word in (("tasks", sample.task), ("languages", sample.language)):
             self.rows[name].append(self.names[name].setdefault(word, len(self.names[name])))

@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,7 +77,6 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not parse_special_tokens
         self.parse_special_tokens = parse_special_tokens
-        self._ids_of = ids_of(self._tokenizer)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.token_count = len(vocabulary)
@@ -84,6 +84,10 @@ class HuggingFaceTokenizer:
         self.eod = vocabulary[self.eod_token]
         options = f"{self.eod_token}\0{parse_special_tokens}".encode()
         self.identity = "huggingface-" + hashlib.sha256(content + b"\0" + options).hexdigest()[:16]
+
+    @cached_property
+    def _ids_of(self) -> Callable[[str], npt.NDArray[np.uint32]]:
+        return ids_of(self._tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
         """Encode each text, without eod and other special tokens."""

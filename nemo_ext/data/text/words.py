@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ Places = npt.NDArray[np.int64]
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 _ASCII_WORD = re.compile(r"\w+", re.ASCII)
-_IN_WORD = np.array([chr(byte).isalnum() or byte == ord("_") for byte in range(128)] + [True] * 128)
+_IN_WORD = bytes(byte >= 128 or chr(byte).isalnum() or byte == ord("_") for byte in range(256))
 
 _BASE = 0x9E3779B97F4A7C15  # odd, so it has an inverse modulo 2**64
 _INVERSE = pow(_BASE, -1, 1 << 64)
@@ -48,7 +49,7 @@ def ngram_hashes(words: Hashes, length: int) -> Hashes:
 
 def span_hashes(data: bytes, starts: Places, ends: Places) -> Hashes:
     """Hashes of the bytes between starts and ends, [spans], wherever they are; takes 16 times the memory of `data`."""
-    return _between(_sums(np.frombuffer(data, dtype=np.uint8).astype(np.uint64)), starts, ends)
+    return _between(_sums(np.frombuffer(data, dtype=np.uint8)), starts, ends)
 
 
 class Words:
@@ -65,13 +66,13 @@ class Words:
         # All texts at once, as most are short; where they are long in pieces, which bounds the number of powers.
         whole = "\n".join(plain)
         for piece in _pieces(whole):
-            hashes, places = _run_hashes(np.frombuffer(piece, dtype=np.uint8))
+            hashes, places = _run_hashes(piece)
             found.append(hashes)
             begins.append(places + size)
             size += len(piece)
         self.hashes: Hashes = np.concatenate([np.empty(0, dtype=np.uint64), *found])
-        ends = np.cumsum([1 + len(text if text.isascii() else text.encode()) for text in plain])
-        self.starts: list[int] = [0, *np.searchsorted(np.concatenate([np.empty(0, np.int64), *begins]), ends).tolist()]
+        ends = list(accumulate(1 + len(text if text.isascii() else text.encode()) for text in plain))
+        self.starts: list[int] = [0, *np.concatenate([np.empty(0, np.int64), *begins]).searchsorted(ends).tolist()]
         self._running = _sums(self.hashes)
 
     def of(self, text: int) -> Hashes:
@@ -104,21 +105,22 @@ def _pieces(text: str) -> Iterator[bytes]:
         start = end
 
 
-def _run_hashes(data: npt.NDArray[np.uint8]) -> tuple[Hashes, Places]:
+def _run_hashes(data: bytes) -> tuple[Hashes, Places]:
     """Hashes of the words in UTF-8 bytes, and the bytes at which they begin."""
-    inside = np.zeros(len(data) + 2, dtype=bool)
-    inside[1:-1] = _IN_WORD[data]
-    edges = np.flatnonzero(inside[1:] != inside[:-1])
-    return _between(_sums(data.astype(np.uint64)), edges[::2], edges[1::2]), edges[::2]
+    inside = np.frombuffer(b"\0" + data.translate(_IN_WORD) + b"\0", dtype=np.uint8)
+    edges = (inside[1:] != inside[:-1]).nonzero()[0]
+    return _between(_sums(np.frombuffer(data, dtype=np.uint8)), edges[::2], edges[1::2]), edges[::2]
 
 
-def _sums(values: Hashes) -> Hashes:
+def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
     """Running sums of the values times powers of the base, [values + 1]."""
     sums = np.empty(len(values) + 1, dtype=np.uint64)
     sums[0] = 0
     if len(values):
         powers, _ = _powers((len(values) - 1).bit_length())
-        np.cumsum((values + np.uint64(1)) * powers[: len(values)], out=sums[1:])
+        terms = np.add(values, 1, dtype=np.uint64)
+        terms *= powers[: len(values)]
+        terms.cumsum(out=sums[1:])
     return sums
 
 

@@ -25,8 +25,10 @@ CONFUSABLE: tuple[frozenset[str], ...] = tuple(frozenset(codes.split()) for code
 _FENCE = re.compile(r"(```|~~~).*?(?:\1|\Z)", re.DOTALL)
 _NOT_PROSE = re.compile(
     r"`[^`\n]*`|\$\$.*?\$\$|\$[^$\n]*\$|\\\[.*?\\\]|\\\(.*?\\\)|\\[A-Za-z]+(?:\{[^{}\n]*\})*"
-    r"|https?://\S+|</?[A-Za-z][^<>\n]*>|[\w+-]++(?:[.@]\w[\w-]*+)+|(?<!\S)[^\s\d_=/\\{}<>]*+[\d_=/\\{}<>]\S*"
-    r"|\b[A-Z]\w*",  # names are in no language
+    r"|https?://\S+|</?[A-Za-z][^<>\n]*>"
+    r"|(?!(?<=[a-z])[a-z])(?:"  # nothing below begins between two such letters: this spares most places the attempts
+    r"[\w+-]++(?:[.@]\w[\w-]*+)+|(?<!\S)[^\s\d_=/\\{}<>]*+[\d_=/\\{}<>]\S*"
+    r"|\b[A-Z]\w*)",  # names are in no language
     re.DOTALL,
 )
 # Spelled out for ASCII: sets of characters are looked up where classes of Unicode call a function for each.

@@ -54,6 +54,8 @@ class Repetition(Filter):
         rules = [("repeated-in-window", self.window_times, self.window), ("repeated", self.trajectory_times, None)]
         least = min((times for _, times, _ in rules if times), default=len(texts.words.hashes) + 1)
         for judged in (texts.said, *([call] for call in texts.calls)):
+            if sum(len(texts.words.of(text)) for text in judged) < self.ngram * least:
+                continue  # no room for as many
             grams, places = texts.words.ngrams(self.ngram, texts=judged)
             ordered = np.sort(grams)
             if not (ordered[least - 1 :] == ordered[: max(0, len(ordered) - least + 1)]).any():

@@ -37,6 +37,13 @@ def test_repetition_all_over_the_trajectory_counts_messages_together(chat: Make,
     assert Repetition().reason(chat(answer + trace, "a")) is None  # the user may
 
 
+def test_a_text_of_nothing_but_the_repetition(chat: Make) -> None:
+    rule = Repetition(ngram=3, window=9, window_times=3)
+
+    assert rule.reason(chat("q", "one two three " * 3)) == "repeated-in-window"
+    assert rule.reason(chat("q", "one two three " * 2)) is None
+
+
 def test_characters_in_a_row(chat: Make) -> None:
     rule = Repetition()
 
