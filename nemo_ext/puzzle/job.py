@@ -108,8 +108,8 @@ class Job:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.chosen: Settings = check(config)
         check_machine(config)
+        self.chosen: Settings = check(config)
         if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
             raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
         self.config = with_data(config)
