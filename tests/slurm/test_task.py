@@ -156,7 +156,7 @@ def test_puzzle_on_two_nodes_is_that_of_two_ranks(
     words = (
         *("data=mock", f"puzzle.parent={parent}", "puzzle.stages=[parent,library,distill,score]", "puzzle.fsdp=shard"),
         *("megatron.seq_length=32", "puzzle.calibration={sequences: 8, batch: 2}", "puzzle.heal.tokens=0"),
-        *("puzzle.distill={steps: 600, batch: 2, save_interval: 20}", "puzzle.variants={kv: [], ffn: [0.5]}"),
+        *("puzzle.distill={steps: 200, batch: 2, save_interval: 10}", "puzzle.variants={kv: [], ffn: [0.5]}"),
     )
     nemo_ext(
         *("submit", "job=puzzle", *words, f"run_dir={there}", "launcher.nodes=2", "launcher.nproc_per_node=1"),
