@@ -5,6 +5,7 @@ The parent process never trains. It writes the resolved config into the run dire
 Ctrl-C into a checkpoint.
 """
 
+import os
 import shutil
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import rank_environment, training_rank
+from nemo_ext.job.ranks import ON_NODES, rank_environment, training_command
 from nemo_ext.megatron.fp8 import remark
 from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
@@ -70,7 +71,7 @@ def train(config: Mapping[str, Any]) -> None:
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
-    if launcher["nodes"] != 1:
+    if launcher["nodes"] != 1 and ON_NODES not in os.environ:
         raise ValueError(
             f"launcher.nodes={launcher['nodes']}: this command starts ranks on this machine only. For one machine add "
             "scale=laptop and a tiny model; on a cluster see docs/clusters.md"
@@ -196,10 +197,12 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
-    """Runs torchrun to its end; SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    """Runs torchrun, or what stands for ranks on several nodes, to its end.
+
+    SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit.
+    """
     config = run_dir / run_directory.CONFIG
-    command += ["-m", training_rank(run_directory.read_config(config)), str(config)]
+    command = training_command(config, ranks, run_dir / run_directory.LOG)
     forget_stacks(run_dir)
     received: list[int] = []
 

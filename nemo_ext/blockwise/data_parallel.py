@@ -3,6 +3,7 @@
 Without a process group there is one rank, and these functions are trivial.
 """
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -82,9 +83,9 @@ def agreed[T](decide: Callable[[], T]) -> T:
     return answer[0]
 
 
-def written(write: Callable[[], object]) -> None:
-    """Let rank 0 write while the others wait."""
-    if number() == 0:
+def written(write: Callable[[], object], *, on_every_node: bool = False) -> None:
+    """Let rank 0, or the first rank of every node, write while the others wait."""
+    if number() == 0 or (on_every_node and os.environ.get("LOCAL_RANK") == "0"):
         write()
     wait()
 

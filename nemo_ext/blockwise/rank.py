@@ -12,23 +12,24 @@ from typing import Any, NoReturn
 from nemo_ext.job.config import INTERRUPTED, USER_ERROR
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.ranks import run_ranks
+from nemo_ext.job.ranks import ON_NODES, rank_log, run_ranks
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse a config that names no run directory, or more machines than this one.
+    """Refuse a config that names no run directory, or more machines than this one outside a Slurm job on several.
 
     Raises:
         ValueError: names the key.
     """
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
-    if config["launcher"]["nodes"] != 1:
-        raise ValueError(f"launcher.nodes={config['launcher']['nodes']}: this command runs on this machine only")
+    nodes = config["launcher"]["nodes"]
+    if nodes != 1 and ON_NODES not in os.environ:
+        raise ValueError(f"launcher.nodes={nodes}: this command runs on this machine only (docs/puzzle.md has several)")
 
 
 def start(module: str, config: Path, *words: str, ranks: int) -> None:
-    """Runs a module as the ranks of this machine, with the config's path and these words, to its end.
+    """Runs a module as ranks, with the config's path and these words, to its end.
 
     Raises:
         KeyboardInterrupt: the user interrupted.
@@ -61,7 +62,11 @@ def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)  # of ranks other than the first, into their logs
+        if ON_NODES in os.environ:  # the job says it once: srun may end the first rank before it does
+            with rank_log(log.parent, int(os.environ["RANK"])).open("a") as own:
+                print(f"error: {error}", file=own)
+        else:
+            print(f"error: {error}", file=sys.stderr)  # of ranks other than the first, into their logs
         return USER_ERROR
     return 0
 

@@ -1,8 +1,12 @@
-"""Starting the ranks of a stage on this machine, with their messages passed to the user unchanged.
+"""Starting the ranks of a stage, with their messages passed to the user unchanged.
+
+On this machine they are processes of this one. On several nodes of Slurm (`ON_NODES`) the job may be in a container,
+where there is no srun: it leaves the command in a file for the batch process, which starts it and leaves the exit code.
 
 torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
 """
 
+import json
 import os
 import signal
 import socket
@@ -13,8 +17,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.job.config import INTERRUPTED
+from nemo_ext.job.files import write_text
+from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
 
+ON_NODES = "NEMO_EXT_ON_NODES"
+"""Variable with the folder in which a job asks for ranks on all nodes of its allocation."""
+ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
+"""Files in it: the arguments of Python and the log, if it is not the job's output; the exit code."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
@@ -22,7 +33,8 @@ SECONDS_TO_AGREE = 2.0
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     """Run a command as `ranks` processes and wait; if one fails the others are stopped.
 
-    A single rank gets no process group. The output of ranks other than the first goes to `logs`.
+    A single rank gets no process group. With `ON_NODES` they are those of all nodes. The output of ranks other than the
+    first goes to `logs`.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -30,6 +42,8 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     Raises:
         KeyboardInterrupt: after the ranks have stopped.
     """
+    if ON_NODES in os.environ:
+        return _run_on_nodes(command[1:], logs)
     with reserve_port() as held:
         processes = [_start(command, each, logs) for each in _environments(ranks, held.getsockname()[1])]
         return _watch(processes, logs)
@@ -45,6 +59,38 @@ def reserve_port() -> socket.socket:
     return held
 
 
+def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
+    for old in logs.glob("rank*.log"):
+        old.unlink()
+    code = ask_for_ranks(["-m", "nemo_ext.slurm.rank", *words])
+    if code and code != INTERRUPTED:
+        print(_last_line(*sorted(logs.glob("rank*.log"))), file=sys.stderr)
+    return code
+
+
+def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
+    """Have the batch process start Python with these arguments on all ranks, and wait.
+
+    Returns:
+        The exit code of srun.
+
+    Raises:
+        KeyboardInterrupt: after the ranks have stopped, which are interrupted as well.
+    """
+    folder = Path(os.environ[ON_NODES])
+    (folder / ENDED).unlink(missing_ok=True)
+    write_text(folder / ASKED, json.dumps({"words": [*words], "log": None if log is None else str(log)}))
+    try:
+        while not (folder / ENDED).is_file():
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        deadline = time.monotonic() + SECONDS_TO_STOP
+        while not (folder / ENDED).is_file() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        raise
+    return int((folder / ENDED).read_text())
+
+
 def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
     try:
         while True:
@@ -55,7 +101,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
                 spoke = processes[0].poll()
                 _stop(processes, signal.SIGTERM)
                 if failed and not spoke:
-                    print(_last_line(_log(logs, failed)), file=sys.stderr)
+                    print(_last_line(rank_log(logs, failed)), file=sys.stderr)
                 return codes[failed] or 0
             if None not in codes:
                 return 0
@@ -85,17 +131,19 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
     rank = int(environment.get("RANK", 0))
     if not rank:
         return subprocess.Popen(command, env=environment)
-    with _log(logs, rank).open("wb") as log:
+    with rank_log(logs, rank).open("wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
-def _log(logs: Path, rank: int) -> Path:
+def rank_log(logs: Path, rank: int) -> Path:
+    """File for the output of a rank other than the first; on several nodes also for a mistake that the first found."""
     return logs / f"rank{rank}.log"
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
-    return next((line for line in reversed(lines) if line.startswith("error: ")), f"error: a rank failed; see {log}")
+def _last_line(*logs: Path) -> str:
+    lines = [line for log in logs for line in reversed(log.read_text(errors="replace").splitlines())]
+    see = ", ".join(map(str, logs)) if len(logs) < 3 else f"{logs[0].parent}/rank*.log"
+    return next((line for line in lines if line.startswith("error: ")), f"error: a rank failed; see {see}")
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
@@ -125,3 +173,23 @@ def rank_environment(ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **os.environ,
     }
+
+
+def training_command(config: Path, ranks: int, log: Path) -> list[str]:
+    """Command of the ranks of a training, here or on all nodes: it ends with them, and a SIGTERM makes them save.
+
+    Args:
+        config: config that the ranks read.
+        ranks: number of ranks on this machine.
+        log: log of the run.
+    """
+    if ON_NODES in os.environ:
+        return [sys.executable, "-m", "nemo_ext.job.ranks", str(log), "-m", "nemo_ext.slurm.rank", str(config)]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *torchrun, "-m", training_rank(read_config(config)), str(config)]
+
+
+if __name__ == "__main__":
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the batch process sends one to the ranks themselves
+        signal.signal(ignored, signal.SIG_IGN)
+    sys.exit(ask_for_ranks(sys.argv[2:], Path(sys.argv[1])))

@@ -1,7 +1,7 @@
 """The puzzle job: a parent, its block library and one child, stage by stage; the same command resumes it.
 
 Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run a model use processes of their own
-(`nemo_ext.puzzle.rank`), `launcher.nproc_per_node` of them; search and report run in this process.
+(`nemo_ext.puzzle.rank`), `launcher.nproc_per_node` of them on each node; search and report run in this process.
 """
 
 import sys
@@ -24,6 +24,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import last_checkpoint, write_config, write_versions
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import versions
+from nemo_ext.megatron.arguments import world_size
 from nemo_ext.puzzle.choice.choose import Costs, choose, draw_front, state_problem
 from nemo_ext.puzzle.choice.problem import Problem
 from nemo_ext.puzzle.configs import healing_run, logits_saving_run, parent_run
@@ -66,7 +67,7 @@ def check(config: Mapping[str, Any]) -> Settings:
             raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
     if any(chosen.stages is None or stage in chosen.stages for stage in ("compare", "baselines", "evaluate")):
         check_validation(config, "puzzle")
-    ranks, wanted = int(config["launcher"]["nproc_per_node"]), {*(STAGES if chosen.stages is None else chosen.stages)}
+    ranks, wanted = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
     if "distill" in wanted and chosen.distill.steps and chosen.distill.batch % ranks:
         raise ValueError(f"puzzle.distill.batch={chosen.distill.batch}: {ranks} ranks cannot share it equally")
     for name, of, stages in (
@@ -107,8 +108,8 @@ class Job:
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self.chosen: Settings = check(config)
         check_machine(config)
+        self.chosen: Settings = check(config)
         if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
             raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
         self.config = with_data(config)
@@ -191,8 +192,7 @@ class Job:
             _read_table(self.chosen, description_of(self.workspace.parent))
         began = time.monotonic()
         if todo[0] in ON_RANKS:
-            ranks = int(self.config["launcher"]["nproc_per_node"])
-            start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=ranks)
+            start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=world_size(self.config))
         else:
             (stage,) = todo
             step: Callable[[], bool | None] = getattr(self, f"_{stage}")

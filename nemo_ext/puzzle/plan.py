@@ -41,9 +41,11 @@ class StageWork:
     passing_bytes: float = 0.0
     held_bytes: float = 0.0
 
-    def hours(self, gpu: Gpu, ranks: int) -> float:
-        """Hours on so many GPUs of one node: computing and gathering one after the other, at `REACHED`."""
-        seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / gpu.nvlink + self.host_bytes / gpu.host
+    def hours(self, gpu: Gpu, ranks: int, nodes: int = 1) -> float:
+        """Hours on so many GPUs in all: computing and gathering one after the other, at `REACHED`."""
+        # NCCL's rings enter a node through all of its adapters.
+        link = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * ranks / nodes)
+        seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / link + self.host_bytes / gpu.host
         return seconds / REACHED / 3600
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.run_directory import write_config
+from nemo_ext.megatron.arguments import world_size
 from nemo_ext.puzzle.configs import healing_run, parent_run, stage_config
 from nemo_ext.puzzle.job import check
 from nemo_ext.puzzle.plan import stage_work
@@ -47,7 +48,7 @@ def rehearse_puzzle(
     distils = chosen.distill.steps and any(each.name != KEEP for each in own)
     wanted = [name for name in STAGES if _wants(chosen, name) and (name != "distill" or distils)]
     trained = _training(config, chosen, parent, folder)
-    ranks = int(config["launcher"]["nproc_per_node"])
+    ranks = world_size(config)
     aside = ["the teacher's saved tokens, in heal"] if "heal" in trained and chosen.heal.teacher == "cached" else []
 
     def one(name: str) -> list[dict[str, Any]]:
@@ -83,6 +84,7 @@ def rehearse_puzzle(
             advance(1)
     return {
         "world": ranks,
+        "nodes": int(config["launcher"]["nodes"]),
         "set_aside": sorted(set(aside)),
         "imbalance": imbalance,
         "pipeline": 1,

@@ -146,7 +146,7 @@ def _work(result: Mapping[str, Any], gpu: str | None) -> list[str]:
     heading += ["on the disk at most"]
     rows = []
     for each in made:
-        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world']):,.1f}"
+        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world'], result['nodes']):,.1f}"
         bytes_ = [size(n) if n else "" for n in (each.gathered_bytes, each.host_bytes, each.written_bytes)]
         passing = [size(n) if n else "" for n in (each.passing_bytes, each.held_bytes)]
         rows.append([each.stage, flop(each.flops), *bytes_, hours, *passing])

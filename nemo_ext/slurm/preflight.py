@@ -213,7 +213,7 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     serves = job in (*SERVING, *MEANWHILE)
     key = "launcher.nodes" if job in ON_TRAINING_CONFIG else "serving.nodes" if serves else "slurm.nodes"
     if cluster.node is not None and gpus > cluster.node.gpus:
-        advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job == "train" else ""
+        advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job in ("train", "puzzle") else ""
         yield Finding(
             "error",
             f"{'serving.gpus' if serves else 'launcher.nproc_per_node'}={gpus}: a node of {cluster.name} has "

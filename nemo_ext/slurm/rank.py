@@ -1,11 +1,15 @@
-"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes the rank of a training."""
+"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes a rank of a training or a stage.
+
+python -m nemo_ext.slurm.rank CONFIG                   of a training
+python -m nemo_ext.slurm.rank -m MODULE CONFIG ...     of another module, with the output of ranks but the first in logs
+"""
 
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from nemo_ext.job.ranks import training_rank
+from nemo_ext.job.ranks import rank_log, training_rank
 from nemo_ext.job.run_directory import read_config
 
 
@@ -26,8 +30,14 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
 def main() -> None:
     """Replace this process by the rank, so that Slurm's signals reach it directly."""
     os.environ.update(variables(os.environ))
-    module = training_rank(read_config(Path(sys.argv[1])))
-    os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])
+    words = sys.argv[1:]
+    if words[0] != "-m":
+        words = ["-m", training_rank(read_config(Path(words[0]))), *words]
+    elif rank := int(os.environ["RANK"]):
+        with rank_log(Path(words[2]).parent, rank).open("wb") as log:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(log.fileno(), stream.fileno())
+    os.execv(sys.executable, [sys.executable, *words])
 
 
 if __name__ == "__main__":

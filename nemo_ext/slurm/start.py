@@ -27,6 +27,8 @@ from nemo_ext.slurm.status import queued
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
 """Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
+_FIRST_PORT, _PORTS = 10_000, 20_000
+"""Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
 _LATE = 30
 """Seconds before the limit from which an ending job counts as timed out."""
 
@@ -165,6 +167,14 @@ class Batch(ABC):
         if "SLURM_CPUS_PER_TASK" in os.environ:
             given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
         return {**os.environ, **given}
+
+    def meeting(self) -> dict[str, str]:
+        """MASTER_ADDR and MASTER_PORT for torch.distributed, unless the site sets them."""
+        names = self.hostnames()
+        # One node needs no name that can be resolved.
+        address = names[0] if len(names) > 1 else "127.0.0.1"
+        port = str(_FIRST_PORT + int(self.job) % _PORTS)
+        return {"MASTER_ADDR": address, "MASTER_PORT": port, **self.settings.cluster.variables()}
 
     def hostnames(self) -> list[str]:
         """Names of the job's nodes, this one first."""

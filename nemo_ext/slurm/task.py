@@ -1,6 +1,7 @@
 """A start of any job but training: `nemo-ext JOB` on the first node, which resumes when it is started again."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,13 +15,14 @@ from typing import Any
 
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
 from nemo_ext.job.files import write_text
+from nemo_ext.job.ranks import ASKED, ENDED, ON_NODES
 from nemo_ext.job.run_directory import REPORT, write_config, write_versions
 from nemo_ext.memory import sampler
 from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm import attempts, beside
-from nemo_ext.slurm.jobs import SERVING, record_of, saved_step
+from nemo_ext.slurm.jobs import SERVING, nodes_and_gpus, record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
 from nemo_ext.slurm.start import Batch, Prepared, say
 
@@ -32,12 +34,18 @@ class Task(Batch):
     cluster: RayCluster | None = None
     on_ray: bool = False
     at_loopback: bool = False
+    ranks: tuple[int, int] = (1, 1)
+    training: bool = False
 
     def prepare(self) -> Prepared:
         """Compose the config, to save it and to find the record; the job composes its own."""
         job = self.settings.job
         config: dict[str, Any] = compose(job, self.words)
         self.at_loopback = job == "serve" and config["serving"]["host"] in LOOPBACK
+        if job == "puzzle":
+            self.ranks = nodes_and_gpus(job, config, self.settings)
+            if (nodes := self.ranks[0]) != int(os.environ["SLURM_JOB_NUM_NODES"]):
+                raise ValueError(f"launcher.nodes={nodes}: give sbatch --nodes={nodes}, as `nemo-ext submit` does")
         self.on_ray = job == "rl" and config["engine"] == "nemo_rl"
         self.record = record_of(job, config, self.settings)
         self.seconds = sampler.interval(config)
@@ -58,6 +66,8 @@ class Task(Batch):
                 command.append(f"serving.host={reachable_name()}")
             if not any(word.startswith("port=") for word in self.words):
                 command.append("port=0")  # others may have the default one on a node that is shared
+        if self.ranks[0] > 1:
+            return self._on_nodes(command)
         words, others = self.srun(command, "--nodes=1", "--ntasks=1"), int(os.environ["SLURM_JOB_NUM_NODES"]) - 1
         asking = beside.asking(self.record) if self.settings.job == "serve" else []
         if self.settings.job not in SERVING or not (others or asking):
@@ -65,6 +75,46 @@ class Task(Batch):
         follow = ["-m", "nemo_ext.serving.follow", self.settings.job, *self.words]
         also = self.srun(follow, f"--nodes={others}", f"--ntasks={others}", "--relative=1") if others else None
         return self._serve(words, also, asking)
+
+    def _on_nodes(self, command: list[str]) -> int:
+        """Run a command on the first node, and on all nodes the ranks that it asks for; returns its exit code."""
+        folder = (self.record / attempts.FOLDER).resolve()
+        (folder / ASKED).unlink(missing_ok=True)
+        environment = {**self.environment(), ON_NODES: str(folder)}
+        words = self.srun(command, "--overlap", "--nodes=1", "--ntasks=1")
+        with subprocess.Popen(words, env=environment) as job:
+            while job.poll() is None:
+                time.sleep(0.1)
+                with contextlib.suppress(FileNotFoundError):
+                    asked = json.loads((folder / ASKED).read_text())
+                    (folder / ASKED).unlink()
+                    code = INTERRUPTED if self.stopped else self._ranks(job, environment, **asked)
+                    write_text(folder / ENDED, str(code))
+        return job.returncode
+
+    def _ranks(
+        self, job: subprocess.Popen[bytes], environment: dict[str, str], words: list[str], log: str | None
+    ) -> int:
+        """Run ranks on all nodes until they end, or their job has; returns srun's exit code."""
+        nodes, per_node = self.ranks
+        options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
+        if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
+            options.append(f"--cpus-per-task={max(1, int(cores) // per_node)}")
+        command = self.srun(words, "--overlap", *options, "--kill-on-bad-exit=1")
+        self.training = log is not None
+        with ExitStack() as stack:
+            output = None if log is None else stack.enter_context(open(log, "ab"))
+            own = {**environment, **self.meeting()}
+            ranks = stack.enter_context(subprocess.Popen(command, env=own, stdout=output, stderr=output))
+            while ranks.poll() is None:
+                if job.poll() is not None:
+                    ranks.terminate()  # srun ends its step
+                    break
+                time.sleep(0.1)
+        self.training = False
+        if self.stopped and not log:
+            return INTERRUPTED
+        return ranks.returncode if ranks.returncode >= 0 else FAILED
 
     def _serve(self, words: list[str], also: list[str] | None, asking: list[Path]) -> int:
         """Run a command until it ends, or all stages that ask it are over; returns the exit code.
@@ -126,11 +176,14 @@ class Task(Batch):
             return FAILED
 
     def interrupt(self) -> None:
-        """Interrupt as by Ctrl-C; on Ray, which any signal ends, end the driver alone, which has saved by then."""
+        """Interrupt as by Ctrl-C; on Ray, which any signal ends, end the driver alone, which has saved by then.
+
+        Ranks of a training that Puzzle started on all nodes save at SIGTERM.
+        """
         if self.cluster is not None:
             self.cluster.interrupt()
         else:
-            self.signal_steps("INT")
+            self.signal_steps("TERM" if self.training else "INT")
 
     def margin(self) -> float:
         """A quarter of the margin for NeMo-RL, which saves at a set time and uses the rest for it."""

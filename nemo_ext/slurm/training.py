@@ -15,9 +15,6 @@ from nemo_ext.megatron.guard import forget_stacks, pending, stood
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.start import Batch, Prepared, say
 
-_FIRST_PORT, _PORTS = 10_000, 20_000
-"""Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
-
 
 @dataclass
 class Training(Batch):
@@ -85,13 +82,7 @@ class Training(Batch):
 
     def environment(self) -> dict[str, str]:
         """Environment of srun with MASTER_ADDR and MASTER_PORT for torch.distributed."""
-        names = self.hostnames()
-        # One node needs no name that can be resolved.
-        meeting = {
-            "MASTER_ADDR": names[0] if len(names) > 1 else "127.0.0.1",
-            "MASTER_PORT": str(_FIRST_PORT + int(self.job) % _PORTS),
-        }
-        return {**super().environment(), **meeting, **self.settings.cluster.variables()}
+        return {**super().environment(), **self.meeting()}
 
     def _layout(self) -> list[str]:
         """Launcher overrides with the allocation's nodes and ranks, whatever the recipe says."""

@@ -1,11 +1,60 @@
-"""Ports for processes that have yet to start."""
+"""Ports for processes that have yet to start, and ranks on several nodes."""
 
+import json
+import os
 import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
-from nemo_ext.job.ranks import reserve_port
+from nemo_ext.job.files import write_text
+from nemo_ext.job.ranks import ASKED, ENDED, ON_NODES, reserve_port, run_ranks
+
+
+@pytest.mark.parametrize(
+    ("said", "told"), [("error: too few\n", "error: too few\n"), ("Traceback\n", "error: a rank failed; see {}\n")]
+)
+def test_a_mistake_of_a_rank_on_another_node_is_shown(
+    said: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, log = tmp_path / "slurm", tmp_path / "rank3.log"
+    (tmp_path / "rank7.log").write_text("error: of the start before\n")
+    monkeypatch.setenv(ON_NODES, str(folder))
+
+    def batch_process() -> list[str]:
+        while not (folder / ASKED).is_file():
+            time.sleep(0.01)
+        log.write_text(said)
+        write_text(folder / ENDED, "2")
+        asked: list[str] = json.loads((folder / ASKED).read_text())["words"]
+        return asked
+
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(batch_process)
+        code = run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)
+
+    assert (code, capsys.readouterr().err) == (2, told.format(log))
+    assert asked.result() == ["-m", "nemo_ext.slurm.rank", "-m", "a.module", "config.yaml"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_output_of_ranks_but_the_first_goes_to_logs(rank: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("[7]")
+    slurm = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1"}
+    environment = {**os.environ, **slurm, "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+
+    command = [sys.executable, "-m", "nemo_ext.slurm.rank", "-m", "json.tool", str(config)]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+
+    written = tmp_path / "rank1.log"
+    assert "7" in (written.read_text() if rank else said)
+    assert not said if rank else not written.exists()
 
 
 def test_a_reserved_port_is_given_to_nobody_but_the_server_that_it_is_for() -> None:

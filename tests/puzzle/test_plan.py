@@ -64,3 +64,5 @@ def test_hours_are_computing_and_gathering() -> None:
         written_bytes=0.0,
     )
     assert work.hours(gpu, 8) == pytest.approx(3 / REACHED)
+    # Eight adapters of a node are slower than NVLink.
+    assert work.hours(gpu, 32, 4) == pytest.approx((0.25 + gpu.nvlink / (8 * gpu.network) + 1) / REACHED)

@@ -27,6 +27,10 @@ SUBMITTED = {
         *("slurm.nodes=16", "run_dir=runs/grpo"),
     ],
     "Puzzle": ["job=puzzle", "recipe=puzzle/hybrid", "run_dir=runs/puzzle", "launcher.nproc_per_node=4"],
+    "Puzzle on several nodes": [
+        *("job=puzzle", "recipe=puzzle/hybrid", "run_dir=runs/puzzle", "launcher.nodes=2", "launcher.nproc_per_node=4"),
+        *("puzzle.fsdp=shard", "puzzle.calibration.sequences=256", "puzzle.evaluation.sequences=256"),
+    ],
     "shards of Puzzle's distillation": ["job=puzzle", "slurm.shards=8", "run_dir=runs/puzzle"],
     "conversion": ["job=convert", "from=runs/cpt", "to=exports/cpt"],
     "quantisation": [

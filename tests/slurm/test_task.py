@@ -1,16 +1,21 @@
 """Jobs that are no training, and arrays of them."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import own_words
+from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.sweep import points
+from nemo_ext.slurm.task import Task
 
 REPOSITORY = Path(__file__).parents[2]
 TINY = (
@@ -51,6 +56,15 @@ def test_a_task_of_an_array_has_words_of_its_own() -> None:
     assert shard == ["run_dir=r", "puzzle.shard=3/8", "puzzle.stages=[distill]"]
     shard = own_words("curate", ["output=o"], {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"})
     assert shard == ["output=o", "shard=3/8"]
+
+
+def test_puzzle_takes_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
+    monkeypatch.setattr(Task, "seconds_left", lambda self: None)
+
+    with pytest.raises(ValueError, match=r"launcher\.nodes=1: give sbatch --nodes=1"):
+        Task(settings_of(["job=puzzle"]), ["run_dir=unused"]).prepare()
 
 
 def outputs(folder: Path) -> str:
@@ -130,3 +144,37 @@ def test_a_mistake_in_a_task_ends_it(slurm: Any, nemo_ext: Callable[..., str], t
     assert "not queued again: it would end so again" in outputs(record)
     assert len(attempts.read(record)) == 1
     assert "stopped: a mistake in the command or its files" in nemo_ext("status", str(record))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_puzzle_on_two_nodes_is_that_of_two_ranks(
+    slurm: Any, nemo_ext: Callable[..., str], train_ranks: Callable[..., object], tmp_path: Path
+) -> None:
+    parent, there, here = (tmp_path / name for name in ("parent", "there", "here"))
+    train_ranks(parent, "model.pattern=*-")
+    words = (
+        *("data=mock", f"puzzle.parent={parent}", "puzzle.stages=[parent,library,distill,score]", "puzzle.fsdp=shard"),
+        *("megatron.seq_length=32", "puzzle.calibration={sequences: 8, batch: 2}", "puzzle.heal.tokens=0"),
+        *("puzzle.distill={steps: 200, batch: 2, save_interval: 10}", "puzzle.variants={kv: [], ffn: [0.5]}"),
+    )
+    nemo_ext(
+        *("submit", "job=puzzle", *words, f"run_dir={there}", "launcher.nodes=2", "launcher.nproc_per_node=1"),
+        *("cluster=testbed", 'slurm.options=["--cpus-per-task=1"]'),
+    )
+    job = (there / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: (there / "blocks" / "trained" / "in_training.pt").is_file(), what=outputs(there))
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    command = [sys.executable, "-m", "nemo_ext.cli", "puzzle", *words, f"run_dir={here}", "launcher.nproc_per_node=2"]
+    subprocess.run(command, env={**slurm.environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(there))
+
+    assert slurm.state(job) == "COMPLETED", outputs(there)
+    assert [each.reason for each in attempts.read(there)] == ["time limit (SIGUSR2)", "done"]
+    assert "library: finished before" in outputs(there)
+    assert (there / "blocks" / "scores.jsonl").read_bytes() == (here / "blocks" / "scores.jsonl").read_bytes()
+    files = [file.relative_to(here) for file in sorted(here.rglob("*.safetensors"))]
+    assert files
+    for file in files:
+        ours, theirs = load_file(there / file), load_file(here / file)
+        assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours), file

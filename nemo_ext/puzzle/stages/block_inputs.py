@@ -84,7 +84,8 @@ class BlockInputs:
 
     def forget(self, number: int) -> None:
         """Removes all ranks' inputs of a block; all ranks together."""
-        data_parallel.written(partial(shutil.rmtree, self._file(number, 0).parent, ignore_errors=True))
+        remove = partial(shutil.rmtree, self._file(number, 0).parent, ignore_errors=True)
+        data_parallel.written(remove, on_every_node=True)
 
     def clear(self) -> None:
         """Removes the folder, and those of shards if it is no shard's; all ranks together."""
@@ -94,4 +95,4 @@ class BlockInputs:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
 
-        data_parallel.written(remove)
+        data_parallel.written(remove, on_every_node=True)
