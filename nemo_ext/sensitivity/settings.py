@@ -42,5 +42,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     Raises:
         ValueError: an invalid value; names the key, its value and the valid ones. Or packs without a validation set.
     """
+    if (nodes := config["launcher"]["nodes"]) != 1:
+        raise ValueError(f"launcher.nodes={nodes}: sensitivity runs on one node: set it to 1")
     check_validation(config, "sensitivity")
     return checked(Settings, config["sensitivity"], "sensitivity", strict=True)
