@@ -25,7 +25,9 @@ def check_machine(config: Mapping[str, Any]) -> None:
         raise ValueError("run_dir=null: name a directory")
     nodes = config["launcher"]["nodes"]
     if nodes != 1 and ON_NODES not in os.environ:
-        raise ValueError(f"launcher.nodes={nodes}: this command runs on this machine only (docs/puzzle.md has several)")
+        raise ValueError(
+            f"launcher.nodes={nodes}: this command runs on this machine only; `nemo-ext submit job=puzzle` on several"
+        )
 
 
 def start(module: str, config: Path, *words: str, ranks: int) -> None:

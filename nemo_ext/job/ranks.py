@@ -64,7 +64,7 @@ def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
         old.unlink()
     code = ask_for_ranks(["-m", "nemo_ext.slurm.rank", *words])
     if code and code != INTERRUPTED:
-        print(_last_line(*sorted(logs.glob("rank*.log"))), file=sys.stderr)
+        print(_last_line(sorted(logs.glob("rank*.log")), f"above and {logs}/rank*.log"), file=sys.stderr)
     return code
 
 
@@ -75,9 +75,12 @@ def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
         The exit code of srun.
 
     Raises:
+        ValueError: the batch process's folder cannot be seen from here.
         KeyboardInterrupt: after the ranks have stopped, which are interrupted as well.
     """
     folder = Path(os.environ[ON_NODES])
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: not there inside the container: add it, or a folder above it, to container.binds")
     (folder / ENDED).unlink(missing_ok=True)
     write_text(folder / ASKED, json.dumps({"words": [*words], "log": None if log is None else str(log)}))
     try:
@@ -101,7 +104,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
                 spoke = processes[0].poll()
                 _stop(processes, signal.SIGTERM)
                 if failed and not spoke:
-                    print(_last_line(rank_log(logs, failed)), file=sys.stderr)
+                    print(_last_line([log := rank_log(logs, failed)], str(log)), file=sys.stderr)
                 return codes[failed] or 0
             if None not in codes:
                 return 0
@@ -140,9 +143,8 @@ def rank_log(logs: Path, rank: int) -> Path:
     return logs / f"rank{rank}.log"
 
 
-def _last_line(*logs: Path) -> str:
+def _last_line(logs: Sequence[Path], see: str) -> str:
     lines = [line for log in logs for line in reversed(log.read_text(errors="replace").splitlines())]
-    see = ", ".join(map(str, logs)) if len(logs) < 3 else f"{logs[0].parent}/rank*.log"
     return next((line for line in lines if line.startswith("error: ")), f"error: a rank failed; see {see}")
 
 

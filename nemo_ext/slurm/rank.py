@@ -34,7 +34,7 @@ def main() -> None:
     if words[0] != "-m":
         words = ["-m", training_rank(read_config(Path(words[0]))), *words]
     elif rank := int(os.environ["RANK"]):
-        with rank_log(Path(words[2]).parent, rank).open("wb") as log:
+        with rank_log(Path(words[2]).parent, rank).open("ab") as log:
             for stream in (sys.stdout, sys.stderr):
                 os.dup2(log.fileno(), stream.fileno())
     os.execv(sys.executable, [sys.executable, *words])

@@ -26,6 +26,9 @@ from nemo_ext.slurm.jobs import SERVING, nodes_and_gpus, record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
 from nemo_ext.slurm.start import Batch, Prepared, say
 
+_SECONDS_TO_START = 120.0
+"""Time after which ranks of a training are there to be signalled."""
+
 
 @dataclass
 class Task(Batch):
@@ -78,18 +81,22 @@ class Task(Batch):
 
     def _on_nodes(self, command: list[str]) -> int:
         """Run a command on the first node, and on all nodes the ranks that it asks for; returns its exit code."""
-        folder = (self.record / attempts.FOLDER).resolve()
+        folder = (self.record / attempts.FOLDER).absolute()  # as the container may have it, symbolic links and all
         (folder / ASKED).unlink(missing_ok=True)
         environment = {**self.environment(), ON_NODES: str(folder)}
         words = self.srun(command, "--overlap", "--nodes=1", "--ntasks=1")
         with subprocess.Popen(words, env=environment) as job:
-            while job.poll() is None:
-                time.sleep(0.1)
-                with contextlib.suppress(FileNotFoundError):
+            try:
+                while job.poll() is None:
+                    time.sleep(0.1)
+                    if not (folder / ASKED).is_file():
+                        continue
                     asked = json.loads((folder / ASKED).read_text())
                     (folder / ASKED).unlink()
                     code = INTERRUPTED if self.stopped else self._ranks(job, environment, **asked)
                     write_text(folder / ENDED, str(code))
+            finally:
+                job.terminate()  # where an error came between, such as a full disk: it would wait for an answer
         return job.returncode
 
     def _ranks(
@@ -101,13 +108,15 @@ class Task(Batch):
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             options.append(f"--cpus-per-task={max(1, int(cores) // per_node)}")
         command = self.srun(words, "--overlap", *options, "--kill-on-bad-exit=1")
-        self.training = log is not None
+        self.training, began = log is not None, time.monotonic()
         with ExitStack() as stack:
             output = None if log is None else stack.enter_context(open(log, "ab"))
             own = {**environment, **self.meeting()}
             ranks = stack.enter_context(subprocess.Popen(command, env=own, stdout=output, stderr=output))
             while ranks.poll() is None:
-                if job.poll() is not None:
+                # A signal that came before the ranks were there did not reach them.
+                missed = self.training and self.stopped and time.monotonic() - began < _SECONDS_TO_START
+                if missed or job.poll() is not None:
                     ranks.terminate()  # srun ends its step
                     break
                 time.sleep(0.1)

@@ -17,12 +17,14 @@ from nemo_ext.job.ranks import ASKED, ENDED, ON_NODES, reserve_port, run_ranks
 
 
 @pytest.mark.parametrize(
-    ("said", "told"), [("error: too few\n", "error: too few\n"), ("Traceback\n", "error: a rank failed; see {}\n")]
+    ("said", "told"),
+    [("error: too few\n", "error: too few\n"), ("Traceback\n", "error: a rank failed; see above and {}/rank*.log\n")],
 )
 def test_a_mistake_of_a_rank_on_another_node_is_shown(
     said: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, log = tmp_path / "slurm", tmp_path / "rank3.log"
+    folder.mkdir()
     (tmp_path / "rank7.log").write_text("error: of the start before\n")
     monkeypatch.setenv(ON_NODES, str(folder))
 
@@ -38,7 +40,7 @@ def test_a_mistake_of_a_rank_on_another_node_is_shown(
         asked = pool.submit(batch_process)
         code = run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)
 
-    assert (code, capsys.readouterr().err) == (2, told.format(log))
+    assert (code, capsys.readouterr().err) == (2, told.format(tmp_path))
     assert asked.result() == ["-m", "nemo_ext.slurm.rank", "-m", "a.module", "config.yaml"]
 
 
@@ -65,3 +67,10 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_it_is_for() -> N
         store = TCPStore("127.0.0.1", port, 1, is_master=True, wait_for_workers=False)
         store.set("key", "value")
         assert store.get("key") == b"value"
+
+
+def test_a_folder_that_the_container_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ON_NODES, str(tmp_path / "slurm"))
+
+    with pytest.raises(ValueError, match="slurm: not there inside the container"):
+        run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)

@@ -192,7 +192,7 @@ def train_group(
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
     errors: list[list[float]] = [[] for _ in group]
     first = 0
-    if file.is_file():
+    if data_parallel.agreed(file.is_file):
         state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
         first, errors = state["step"], state["errors"]
         saved = zip(*(state[name] for name in ("masters", "optimizers", "schedules")), strict=True)
