@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -27,7 +28,7 @@ from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
 from nemo_ext.slurm.start import Batch, Prepared, say
 
 _SECONDS_TO_START = 120.0
-"""Time after which ranks of a training are there to be signalled."""
+"""Time after which ranks of a training are there to be signalled, so that none missed it."""
 
 
 @dataclass
@@ -108,14 +109,16 @@ class Task(Batch):
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             options.append(f"--cpus-per-task={max(1, int(cores) // per_node)}")
         command = self.srun(words, "--overlap", *options, "--kill-on-bad-exit=1")
-        self.training, began = log is not None, time.monotonic()
+        self.training, began, told = log is not None, time.monotonic(), math.inf
         with ExitStack() as stack:
             output = None if log is None else stack.enter_context(open(log, "ab"))
             own = {**environment, **self.meeting()}
             ranks = stack.enter_context(subprocess.Popen(command, env=own, stdout=output, stderr=output))
             while ranks.poll() is None:
-                # A signal that came before the ranks were there did not reach them.
-                missed = self.training and self.stopped and time.monotonic() - began < _SECONDS_TO_START
+                now = time.monotonic()
+                told = min(told, now) if self.stopped else told
+                early = self.training and told - began < _SECONDS_TO_START
+                missed = early and now - told > self.margin() / 2
                 if missed or job.poll() is not None:
                     ranks.terminate()  # srun ends its step
                     break
