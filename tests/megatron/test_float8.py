@@ -68,12 +68,13 @@ def test_the_product_of_float8_matrices_is_that_of_the_numbers_they_stand_for(
     seed: int, rows: int, inner: int, columns: int
 ) -> None:
     left, right = quantise(matrix(seed, rows, inner)), quantise(matrix(seed + 1, columns, inner))
-    exact = left.dequantised(torch.float64) @ right.dequantised(torch.float64).T
+    first, second = (each.dequantised(torch.float64) for each in (left, right))
 
     found = product(left, right, torch.float32)
 
     assert found.shape == (rows, columns)
-    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5 * exact.abs().max().item())
+    # Terms may cancel: what sums in FP32 lose is by the size of their terms.
+    assert ((found.double() - first @ second.T).abs() <= 4e-6 * (first.abs() @ second.abs().T)).all()
 
 
 @pytest.mark.parametrize("name", SCALINGS)
