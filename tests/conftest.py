@@ -74,9 +74,11 @@ compose = job_config.compose = composed_once(job_config.compose)
 # Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
 
-# How long an example takes says nothing on a shared machine. CI's slow run has `--hypothesis-profile thorough`.
-settings.register_profile("quick", max_examples=25, deadline=None)
-settings.register_profile("thorough", max_examples=100, deadline=None)
+# How long an example takes says nothing on a shared machine. The same examples everywhere: what passes here lands. CI's
+# slow run has `--hypothesis-profile thorough`; `random` finds others.
+settings.register_profile("quick", max_examples=25, deadline=None, derandomize=True)
+settings.register_profile("thorough", max_examples=100, deadline=None, derandomize=True)
+settings.register_profile("random", max_examples=100, deadline=None)
 settings.load_profile("quick")
 
 # A shell lets what it starts in the background ignore Ctrl-C; processes that tests interrupt must not inherit that.
