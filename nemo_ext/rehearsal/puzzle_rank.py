@@ -257,7 +257,7 @@ def _alone() -> Iterator[None]:
     with ExitStack() as stack:
         for target, name, replacement in (
             (data_parallel, "agreed", lambda decide: decide()),
-            (data_parallel, "written", lambda write: None),
+            (data_parallel, "written", lambda write, **_: None),
             (import_module("torch.optim.adam"), "_default_to_fused_or_foreach", lambda *_, **__: (False, True)),
         ):
             stack.enter_context(patch.object(target, name, replacement))

@@ -6,6 +6,7 @@ FFN variants apart). The loss is the mean squared error relative to the parent b
 |variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op has a loss of 1.
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -92,7 +93,7 @@ def distill(
     begun = data_parallel.agreed(lambda: _begun(trained, training, shard))
     for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # all of its variants are written
         del begun[file]
-        data_parallel.written(file.unlink)
+        data_parallel.written(partial(_remove, file))
     interrupted = {key for keys in begun.values() for key in keys}
     advance((len(every) - len({*todo, *interrupted})) * training.steps)
     groups = [([every[key] for key in keys], file) for file, keys in begun.items()]
@@ -142,32 +143,29 @@ class _InTraining:
         for weight, master in zip(self.weights, self.masters, strict=True):
             weight.data.copy_(data_parallel.whole_of(master.detach().to(weight.dtype), weight))
 
-    def state(self) -> tuple[Any, Any, Any]:
-        """Master weights, state of the optimizer and of the schedule, whole for rank 0; all ranks together."""
+    def state(self) -> dict[str, Any]:
+        """This rank's parts of the master weights and of the optimizer's state, and the schedule's state."""
+        return {
+            "masters": [each.detach() for each in self.masters],
+            "optimizer": self.optimizer.state_dict(),
+            "schedule": self.schedule.state_dict(),
+        }
 
-        def whole(part: Tensor, at: int) -> Tensor | None:
-            made = data_parallel.whole_of(part, self.weights[at])
-            return made.cpu() if data_parallel.number() == 0 else None
+    def load(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up this rank's `state`, or those of all ranks of another number; all ranks together."""
 
-        masters = [whole(each.detach(), at) for at, each in enumerate(self.masters)]
-        return masters, _moments(self.optimizer.state_dict(), whole), self.schedule.state_dict()
+        def own(parts: Sequence[Tensor], at: int) -> Tensor:
+            if len(parts) == 1 or not parts[0].dim():
+                return parts[0]
+            return data_parallel.part_of(torch.cat([*parts])[: self.weights[at].numel()])
 
-    def load(self, masters: Sequence[Tensor], of_optimizer: dict[str, Any], of_schedule: dict[str, Any]) -> None:
-        """Takes up a `state`; all ranks together."""
-        for master, whole in zip(self.masters, masters, strict=True):
-            master.data.copy_(data_parallel.part_of(whole))
-        self.optimizer.load_state_dict(_moments(of_optimizer, lambda whole, _: data_parallel.part_of(whole)))
-        self.schedule.load_state_dict(of_schedule)
+        for at, master in enumerate(self.masters):
+            master.data.copy_(own([each["masters"][at] for each in states], at))
+        every = [each["optimizer"]["state"] for each in states]
+        moments = {at: {key: own([each[at][key] for each in every], at) for key in every[0][at]} for at in every[0]}
+        self.optimizer.load_state_dict({**states[0]["optimizer"], "state": moments})
+        self.schedule.load_state_dict(states[0]["schedule"])
         self._spread()
-
-
-def _moments(state: Mapping[str, Any], change: Callable[[Tensor, int], Any]) -> dict[str, Any]:
-    """An optimizer's state with its moments changed, each by its value and the number of its weight."""
-    every = state["state"].items()
-    return {
-        **state,
-        "state": {at: {k: change(each, at) if each.dim() else each for k, each in own.items()} for at, own in every},
-    }
 
 
 def train_group(
@@ -193,18 +191,14 @@ def train_group(
     errors: list[list[float]] = [[] for _ in group]
     first = 0
     if data_parallel.agreed(file.is_file):
-        state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
-        first, errors = state["step"], state["errors"]
-        saved = zip(*(state[name] for name in ("masters", "optimizers", "schedules")), strict=True)
-        for learner, each in zip(learners, saved, strict=True):
-            learner.load(*each)
-        del state
-
-    def save(state: dict[str, Any]) -> None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        unfinished.replace(file)
+        state = _read(file)
+        first, errors, ranks = state["step"], state["errors"], state["ranks"]
+        same = ranks == data_parallel.count()
+        numbers_there = [data_parallel.number()] if same else [*range(ranks)]
+        parts = [_read(_part(file, first, number, ranks)) for number in numbers_there]
+        for learner, each in zip(learners, zip(*parts, strict=True), strict=True):
+            learner.load(each)
+        del parts
 
     advance(first * len(group))
     data, places = batches(first), sorted({variant.number for variant in group})
@@ -233,20 +227,19 @@ def train_group(
         if (step + 1) % training.save_interval == 0 or step + 1 == training.steps:
             if left is not None:
                 left.wait()
-            masters, optimizers, schedules = zip(*(learner.state() for learner in learners), strict=True)
+            own = _part(file, step + 1, data_parallel.number(), data_parallel.count())
+            _write(own, [learner.state() for learner in learners])
+            data_parallel.wait()
             state = {
                 "variants": [(variant.number, variant.name) for variant in group],
                 "training": _told(training),
                 "step": step + 1,
+                "ranks": data_parallel.count(),
                 "errors": errors,
-                "masters": masters,
-                "optimizers": optimizers,
-                "schedules": schedules,
             }
-            data_parallel.written(partial(save, state))
+            data_parallel.written(partial(_index, file, state))
             if kept is not None and after != begin:
                 kept.remove(begin, range(step + 1))
-            del state, masters, optimizers, schedules
         advance(len(group))
     tail = max(1, training.steps // 10)
 
@@ -256,7 +249,7 @@ def train_group(
             tensors = take_tensors(learner.layer, prefix)
             made = {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items()}
             trained.write(variant, made, first=repr(seen[0]), last=repr(sum(seen[-tail:]) / tail))
-        file.unlink()
+        _remove(file)
 
     data_parallel.written(write)
 
@@ -270,6 +263,39 @@ def _checkpoint(trained: Library, shard: Shard | None) -> Path:
     return trained.folder / ("in_training.pt" if shard is None else f"in_training_{shard.label}.pt")
 
 
+def _parts(file: Path) -> Path:
+    """Folder with the ranks' parts of a checkpoint."""
+    return file.with_suffix(".parts")
+
+
+def _part(file: Path, step: int, number: int, ranks: int) -> Path:
+    return _parts(file) / f"step_{step:06d}_{number}of{ranks}.pt"
+
+
+def _index(file: Path, state: Mapping[str, Any]) -> None:
+    """Writes what makes the ranks' parts of this step a checkpoint, and removes older parts."""
+    _write(file, state)
+    for part in _parts(file).iterdir():
+        if not part.name.startswith(f"step_{state['step']:06d}_"):
+            part.unlink()
+
+
+def _write(file: Path, state: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    torch.save(state, unfinished)
+    unfinished.replace(file)
+
+
+def _read(file: Path) -> Any:
+    return torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+
+
+def _remove(file: Path) -> None:
+    shutil.rmtree(_parts(file), ignore_errors=True)
+    file.unlink()
+
+
 def _prefix(variant: Variant) -> str:
     return f"decoder.layers.{variant.number}."
 
@@ -281,7 +307,9 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
     for file in every:
         if not file.is_file():
             continue
-        state = torch.load(file, weights_only=True, map_location="cpu", mmap=True)
+        state = _read(file)
+        if "ranks" not in state:
+            raise ValueError(f"{file} was begun by an older nemo_ext: remove it, and its variants begin again")
         if state["training"] != _told(training):
             raise ValueError(f"{file} is of another training ({state['training']}): remove it, or train as it says")
         begun[file] = [(number, name) for number, name in state["variants"]]

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._pytree import tree_map
 
+from nemo_ext.blockwise import data_parallel
 from nemo_ext.checkpoint.description import megatron_arguments, to_config
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import MEGATRON, cut_into_parts, write_checkpoint
@@ -74,6 +76,40 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
     assert steps == 5 * len(trainable(found))
     assert again == every
     assert not (parts.folder / "in_training.pt").exists() and not inputs.folder.exists()
+    for variant in trainable(found):
+        one, other = whole.read(variant), parts.read(variant)
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
+    ranks: int, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    library, whole, parts = (Library(tmp_path / name) for name in ("library", "whole", "parts"))
+    build(parent, description, found, library, calibration=[])
+    distill(parent, found, library, whole, data, training := Training(steps=5, save_interval=3))
+    steps = itertools.count()
+
+    def stop(count: int) -> None:
+        if next(steps) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        distill(parent, found, library, parts, data, training, advance=stop)
+    (own,) = (parts.folder / "in_training.parts").iterdir()
+    assert own.name == "step_000003_0of1.pt"
+    state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
+    own.unlink()
+    for rank in range(ranks):
+        with monkeypatch.context() as there:
+            there.setattr(data_parallel, "number", lambda rank=rank: rank)
+            there.setattr(data_parallel, "count", lambda: ranks)
+            part = tree_map(lambda each: data_parallel.part_of(each) if getattr(each, "ndim", 0) else each, state)
+            torch.save(part, own.with_name(f"step_000003_{rank}of{ranks}.pt"))
+    torch.save(index | {"ranks": ranks}, parts.folder / "in_training.pt")
+    distill(parent, found, library, parts, data, training)
+
     for variant in trainable(found):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
