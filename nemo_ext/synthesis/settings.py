@@ -21,10 +21,15 @@ def _spelled(value: object) -> object:
 Expression = Annotated[str, BeforeValidator(_spelled)]
 Named = Mapping[str, Annotated[Expression, BeforeValidator(lambda value: "none" if value is None else value)]]
 """Expressions by the names of columns."""
-Reasons = Annotated[
-    Mapping[str, Expression],
-    BeforeValidator(lambda given: {key: each for key, each in given.items() if each is not None} if given else {}),
-]
+
+
+def _without_nulls(value: object) -> object:
+    if not isinstance(value, Mapping):
+        return {} if value is None else value
+    return {key: each for key, each in value.items() if each is not None}
+
+
+Reasons = Annotated[Mapping[str, Expression], BeforeValidator(_without_nulls)]
 """Conditions by the reasons for which what does not satisfy them leaves; null leaves one out."""
 
 

@@ -162,6 +162,7 @@ WRONG = {
     "steps.first.samples=0": "steps.first: samples=0",
     "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
     "steps.keep=5": "steps.keep=5",
+    "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
     "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
     "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge wants one",
