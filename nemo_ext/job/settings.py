@@ -57,7 +57,8 @@ def part_of(shard: str | None) -> tuple[int, int]:
 
 def strings(value: object) -> tuple[str, ...]:
     """Texts of a config that may be one, a list of them, or null."""
-    return tuple(map(str, _or_none(_as_tuple(value))))  # type: ignore[call-overload]
+    made = _or_none(_as_tuple(value))
+    return tuple(map(str, made if isinstance(made, tuple) else [made]))
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:

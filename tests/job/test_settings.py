@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Count, Share, Strings, StringsOrNone, checked
+from nemo_ext.job.settings import STRICT, Count, Share, Strings, StringsOrNone, checked, strings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -70,3 +70,7 @@ def test_what_a_config_may_hold() -> None:
 def test_what_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         checked(Whole, given, where="here", strict=True)
+
+
+def test_texts_may_be_one_or_several_or_none() -> None:
+    assert [strings(value) for value in ("a", ["a", 5], 5, None)] == [("a",), ("a", "5"), ("5",), ()]
