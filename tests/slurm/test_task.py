@@ -163,11 +163,12 @@ def test_puzzle_on_two_nodes_is_that_of_two_ranks(
         *("cluster=testbed", 'slurm.options=["--cpus-per-task=1"]'),
     )
     job = (there / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: (there / "blocks" / "trained" / "in_training.pt").is_file(), what=outputs(there))
+    in_training = there / "blocks" / "trained" / "in_training.pt"
+    slurm.wait(in_training.is_file, seconds=600, what=outputs(there))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     command = [sys.executable, "-m", "nemo_ext.cli", "puzzle", *words, f"run_dir={here}", "launcher.nproc_per_node=2"]
     subprocess.run(command, env={**slurm.environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(there))
+    slurm.wait(lambda: slurm.state(job) in ENDED, seconds=600, what=outputs(there))
 
     assert slurm.state(job) == "COMPLETED", outputs(there)
     assert [each.reason for each in attempts.read(there)] == ["time limit (SIGUSR2)", "done"]
