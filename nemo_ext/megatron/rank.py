@@ -29,6 +29,7 @@ def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn
     try:
         from nemo_ext.megatron.trainer import main
 
+        keep_workers()
         main(config_path, prepare)
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
@@ -37,6 +38,25 @@ def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn
             traceback.print_exc()
         code = 1
     leave(code)
+
+
+def keep_workers() -> None:
+    """Makes data loader workers ignore SIGTERM from where torch has them end by it.
+
+    torchrun sends it to the whole process group for the rank to save. Megatron's workers ignore it once they come to
+    their `worker_init_fn`, and one that ends before ends its rank.
+    """
+    from torch.utils.data._utils import signal_handling
+
+    set_handlers = signal_handling._set_worker_signal_handlers
+
+    def ignoring(*given: object) -> None:
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        set_handlers(*given)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    signal_handling._set_worker_signal_handlers = ignoring
 
 
 def leave(code: int) -> NoReturn:
