@@ -193,9 +193,11 @@ def train_group(
     if data_parallel.agreed(file.is_file):
         state = _read(file)
         first, errors, ranks = state["step"], state["errors"], state["ranks"]
-        same = ranks == data_parallel.count()
-        numbers_there = [data_parallel.number()] if same else [*range(ranks)]
-        parts = [_read(_part(file, first, number, ranks)) for number in numbers_there]
+        wanted = [data_parallel.number()] if ranks == data_parallel.count() else range(ranks)
+        files = [_part(file, first, number, ranks) for number in wanted]
+        if lost := [each for each in files if not each.is_file()]:
+            raise ValueError(f"{lost[0]}: not there, but {file} names it: remove {file}, and its variants begin again")
+        parts = [_read(each) for each in files]
         for learner, each in zip(learners, zip(*parts, strict=True), strict=True):
             learner.load(each)
         del parts

@@ -101,6 +101,8 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     assert own.name == "step_000003_0of1.pt"
     state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
     own.unlink()
+    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: not there"):
+        distill(parent, found, library, parts, data, training)
     for rank in range(ranks):
         with monkeypatch.context() as there:
             there.setattr(data_parallel, "number", lambda rank=rank: rank)
