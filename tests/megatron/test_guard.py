@@ -209,9 +209,10 @@ def test_cluster_is_what_long_runs_need() -> None:
 def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """`nemo-ext train` in this process, whose ranks have a fault at a step."""
     from nemo_ext import launch
+    from nemo_ext.job import ranks
 
     def run(name: str, fault: str, *words: str) -> Path:
-        monkeypatch.setattr(launch, "training_rank", lambda config: "faulty_rank")
+        monkeypatch.setattr(ranks, "training_rank", lambda config: "faulty_rank")
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         monkeypatch.setenv("PYTHONPATH", path)
         monkeypatch.setenv("FAULT", fault)
