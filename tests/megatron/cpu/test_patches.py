@@ -35,10 +35,11 @@ def test_training_fails_without_it(errors: dict[str, str | None], target: str) -
 
 @pytest.mark.slow
 def test_applying_twice_changes_nothing_restoring_puts_all_back_and_nothing_is_compiled() -> None:
-    """In a process of its own: other tests here run with the table applied."""
+    """In a process of its own: other tests here run with the table applied, and ModelOpt brings the compiler."""
     code = """
 import sys
 import torch
+sys.modules["modelopt"] = None
 from nemo_ext.megatron.cpu import patches, runtime
 original, compiling = torch.cuda.current_device, torch.compile
 runtime.enable()
