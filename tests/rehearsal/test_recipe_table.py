@@ -18,7 +18,7 @@ AGAIN = (
     *("nemotron3_nano/pretrain", "nemotron3_nano/long_context", "nemotron3_nano/quickstart"),
     *("olmo1/1b", "olmo1/7b", "olmo3/32b_pretrain", "olmo3/7b_long_context", "olmo3/proxy"),
 )
-"""One recipe of each model, two of the hybrid one; all of them take a quarter of an hour more."""
+"""One recipe of each model, two of the hybrid one: the other 17 take eleven minutes of processor time."""
 
 
 def made_by() -> ModuleType:
