@@ -24,6 +24,7 @@ from nemo_ext.checkpoint.storage import (
     torch_dtype,
 )
 from nemo_ext.checkpoint.torch_dist import RELEASE, TorchDistReader, TorchDistWriter, write_tracker
+from nemo_ext.job.interrupts import interrupts_between
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.workers import usable_cores
 
@@ -147,20 +148,21 @@ def write_checkpoint(
         with (
             _leavings_told(output),
             progress_of("writing", total, enabled=progress) as advance,
+            interrupts_between() as interruptible,
             contextlib.closing(_made([parts[number] for number in left], sums, finite=finite)) as made,
         ):
             advance(total - sum(work.bytes for number in left for work in parts[number]))
             for number in left:
                 slots = [slot for work in parts[number] for slot in work.slots]
-                result = target.write(number, _counted(islice(made, len(slots)), advance))
+                result = target.write(number, _counted(islice(made, len(slots)), advance, interruptible))
                 file = target.file(number)
                 own = {slot.label: sums.pop(slot.label) for slot in slots}
                 output.finished(number, {"result": result, "checksums": own, "size": file.stat().st_size}, file)
         target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
-            with progress_of("verifying", total, enabled=progress) as advance:
-                _verify(target.reader(), parts, output, advance)
+            with progress_of("verifying", total, enabled=progress) as advance, interrupts_between() as interruptible:
+                _verify(target.reader(), parts, output, advance, interruptible)
         output.publish({**identity, "remarks": list(remarks)})
     return to
 
@@ -219,8 +221,11 @@ def _made(
             yield made
 
 
-def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None]) -> Iterator[tuple[Piece, Tensor]]:
+def _counted(
+    tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None], interruptible: Callable[[], None]
+) -> Iterator[tuple[Piece, Tensor]]:
     for piece, tensor in tensors:
+        interruptible()
         yield piece, tensor
         advance(tensor.nbytes)
 
@@ -248,6 +253,7 @@ def _verify(
     parts: Sequence[Sequence[Work]],
     output: Output,
     advance: Callable[[int], None],
+    interruptible: Callable[[], None],
 ) -> None:
     """Read the folder anew, and compare every tensor's checksum with what was to be written."""
     slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
@@ -258,6 +264,7 @@ def _verify(
     with ThreadPoolExecutor(min(4, usable_cores())) as threads:
         checked = threads.map(is_right, *zip(*slots, strict=True))
         for (_, slot), right in zip(slots, checked, strict=True):
+            interruptible()
             if not right:
                 threads.shutdown(cancel_futures=True)
                 raise CheckpointError(

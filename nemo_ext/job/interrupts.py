@@ -1,11 +1,12 @@
-"""Interrupts that Python would lose."""
+"""Interrupts that Python would lose, or that would break what they land in."""
 
 import _thread
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 SECONDS_UNTIL_AGAIN = 0.05
 
@@ -41,3 +42,35 @@ def kept_interrupts() -> Iterator[None]:
     finally:
         over.set()
         sys.unraisablehook = before
+
+
+@contextmanager
+def interrupts_between() -> Iterator[Callable[[], None]]:
+    """Holds a first SIGINT back until the function that it yields is called, or until the end.
+
+    A KeyboardInterrupt in the middle of a thread pool's locks leaves them taken, and the pool is waited for for ever;
+    where `torch.save` opens or closes its archive it ends the process with SIGABRT. A second SIGINT is not held back.
+    """
+    before, held = signal.getsignal(signal.SIGINT), False
+    if not callable(before) or threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        nonlocal held
+        held = not held
+        if not held:
+            before(number, frame)
+
+    def let_through() -> None:
+        nonlocal held
+        if held:
+            held = False
+            before(signal.SIGINT, None)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield let_through
+    finally:
+        signal.signal(signal.SIGINT, before)
+    let_through()

@@ -7,13 +7,14 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from nemo_ext.job.interrupts import kept_interrupts
+from nemo_ext.job.interrupts import interrupts_between, kept_interrupts
 
 interrupt, terminate = partial(signal.raise_signal, signal.SIGINT), partial(signal.raise_signal, signal.SIGTERM)
 
@@ -125,6 +126,44 @@ def test_other_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch
     assert until_interrupted(partial(in_del, fail)) == 1
     assert seen == [LookupError]
     assert sys.unraisablehook is hook
+
+
+def test_one_waits_for_where_it_may_come() -> None:
+    done = []
+    with suppress(KeyboardInterrupt), interrupts_between() as let_through:
+        let_through()
+        interrupt()
+        done.append("the middle of something")
+        let_through()
+        done.append("the next")
+    assert done == ["the middle of something"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_one_waits_for_the_end_and_a_second_one_does_not() -> None:
+    done = []
+    with suppress(KeyboardInterrupt):
+        with interrupts_between():
+            interrupt()
+            with pytest.raises(KeyboardInterrupt):
+                interrupt()
+            interrupt()
+            done.append("all")
+        done.append("what comes after")
+    assert done == ["all"]
+
+
+def test_none_is_held_where_it_is_ignored_or_in_another_thread() -> None:
+    def handler() -> object:
+        with interrupts_between() as let_through:
+            let_through()
+            return signal.getsignal(signal.SIGINT)
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(handler).result() is signal.default_int_handler
+    assert handler() is not signal.default_int_handler
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    assert handler() is signal.SIG_IGN
 
 
 LOSES = """
