@@ -149,16 +149,16 @@ def write_checkpoint(
             _leavings_told(output),
             progress_of("writing", total, enabled=progress) as advance,
             interrupts_between() as interruptible,
-            contextlib.closing(_made([parts[number] for number in left], sums, finite=finite)) as made,
+            contextlib.closing(_made([parts[number] for number in left], sums, interruptible, finite=finite)) as made,
         ):
             advance(total - sum(work.bytes for number in left for work in parts[number]))
             for number in left:
                 slots = [slot for work in parts[number] for slot in work.slots]
-                result = target.write(number, _counted(islice(made, len(slots)), advance, interruptible))
+                result = target.write(number, _counted(islice(made, len(slots)), advance))
                 file = target.file(number)
                 own = {slot.label: sums.pop(slot.label) for slot in slots}
                 output.finished(number, {"result": result, "checksums": own, "size": file.stat().st_size}, file)
-        target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
+            target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
             with progress_of("verifying", total, enabled=progress) as advance, interrupts_between() as interruptible:
@@ -199,7 +199,7 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 
 
 def _made(
-    parts: Sequence[Sequence[Work]], sums: dict[str, int], *, finite: bool
+    parts: Sequence[Sequence[Work]], sums: dict[str, int], interruptible: Callable[[], None], *, finite: bool
 ) -> Generator[tuple[Piece, Tensor], None, None]:
     """Tensors in order, each made by a thread while the one before it is written; their checksums go into `sums`."""
 
@@ -217,15 +217,13 @@ def _made(
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, making, None)
         while (made := coming.result()) is not None:
+            interruptible()
             coming = thread.submit(next, making, None)
             yield made
 
 
-def _counted(
-    tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None], interruptible: Callable[[], None]
-) -> Iterator[tuple[Piece, Tensor]]:
+def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None]) -> Iterator[tuple[Piece, Tensor]]:
     for piece, tensor in tensors:
-        interruptible()
         yield piece, tensor
         advance(tensor.nbytes)
 
@@ -261,17 +259,19 @@ def _verify(
     def is_right(number: int, slot: Slot) -> bool:
         return checksum(reader.read_piece(slot.piece)) == output.done[number]["checksums"][slot.label]
 
-    with ThreadPoolExecutor(min(4, usable_cores())) as threads:
+    threads = ThreadPoolExecutor(min(4, usable_cores()))
+    try:
         checked = threads.map(is_right, *zip(*slots, strict=True))
         for (_, slot), right in zip(slots, checked, strict=True):
             interruptible()
             if not right:
-                threads.shutdown(cancel_futures=True)
                 raise CheckpointError(
                     f"{slot.label}: the disk does not hold what was written: remove {output.folder} and repeat; if it "
                     "happens again, suspect the disk"
                 )
             advance(slot.bytes)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 class _SafetensorsTarget:

@@ -4,11 +4,14 @@ import _thread
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SECONDS_UNTIL_AGAIN = 0.05
+SECONDS_OF_ONE = 0.5
+"""A signal within this time after another is the same one: a rank has it from the terminal and from its launcher."""
 
 
 @contextmanager
@@ -46,31 +49,37 @@ def kept_interrupts() -> Iterator[None]:
 
 @contextmanager
 def interrupts_between() -> Iterator[Callable[[], None]]:
-    """Holds a first SIGINT back until the function that it yields is called, or until the end.
+    """Holds a first interrupt back until the function that it yields is called, or until the end.
 
     A KeyboardInterrupt in the middle of a thread pool's locks leaves them taken, and the pool is waited for for ever;
-    where `torch.save` opens or closes its archive it ends the process with SIGABRT. A second SIGINT is not held back.
+    where `torch.save` opens or closes its archive it ends the process with SIGABRT. A second one is not held back.
     """
-    before, held = signal.getsignal(signal.SIGINT), False
-    if not callable(before) or threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
+    handlers = {
+        number: handler
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if callable(handler := signal.getsignal(number)) and threading.current_thread() is threading.main_thread()
+    }
+    came: list[tuple[int, float]] = []
+    told = False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        nonlocal held
-        held = not held
-        if not held:
-            before(number, frame)
+        if not came:
+            came.append((number, time.monotonic()))
+        elif time.monotonic() - came[0][1] > SECONDS_OF_ONE:
+            handlers[signal.Signals(number)](number, frame)
 
     def let_through() -> None:
-        nonlocal held
-        if held:
-            held = False
-            before(signal.SIGINT, None)
+        nonlocal told
+        if came and not told:
+            told = True
+            number, _ = came[0]
+            handlers[signal.Signals(number)](number, None)
 
-    signal.signal(signal.SIGINT, hold)
+    for number in handlers:
+        signal.signal(number, hold)
     try:
         yield let_through
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     let_through()

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 import nemo_ext
-from nemo_ext.checkpoint import hf, output, writing
+from nemo_ext.checkpoint import hf, output, storage, writing
 from nemo_ext.checkpoint.convert import run
 from nemo_ext.checkpoint.output import RECORD, only_writer, unfinished
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
@@ -170,6 +170,12 @@ def test_an_interruption_waits_until_it_breaks_nothing(
     """One in the middle of a pool's `submit` would leave its lock taken, or be lost in a bare `except`."""
     plan, settings = hf.plan(small["megatron"], tmp_path / "out", hf.Settings()), hf.Settings(shard_gigabytes=SHARD)
     lost: list[BaseException] = []
+    looked_at: list[int] = []
+
+    def checksum(tensor: torch.Tensor) -> int:
+        looked_at.append(1)
+        time.sleep(0.01)
+        return storage.checksum(tensor)
 
     class Pool(ThreadPoolExecutor):
         def submit(self, *given: Any, **more: Any) -> Any:
@@ -184,10 +190,13 @@ def test_an_interruption_waits_until_it_breaks_nothing(
 
     sent: list[int] = []
     monkeypatch.setattr(writing, "ThreadPoolExecutor", Pool)
+    monkeypatch.setattr(writing, "checksum", checksum)
     with pytest.raises(KeyboardInterrupt):
         hf.convert(plan, settings, progress=False)
     assert sent
     assert not lost
+    count = sum(len(work.slots) for work in plan.work)
+    assert count < len(looked_at) < 1.5 * count if verifying else len(looked_at) <= 2
 
     hf.convert(plan, settings, progress=False)
     assert_same(converted(small["megatron"], tmp_path / "expected"), plan.to)

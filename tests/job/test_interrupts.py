@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from nemo_ext.job import interrupts
 from nemo_ext.job.interrupts import interrupts_between, kept_interrupts
 
 interrupt, terminate = partial(signal.raise_signal, signal.SIGINT), partial(signal.raise_signal, signal.SIGTERM)
@@ -140,17 +141,35 @@ def test_one_waits_for_where_it_may_come() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_one_waits_for_the_end_and_a_second_one_does_not() -> None:
+@pytest.mark.parametrize("do", [interrupt, terminate], ids=["SIGINT", "SIGTERM"])
+def test_one_waits_for_the_end_and_a_second_one_does_not(
+    do: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = []
     with suppress(KeyboardInterrupt):
         with interrupts_between():
-            interrupt()
+            do()
+            do()  # so soon, it is the same one from elsewhere
+            monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", -1)
             with pytest.raises(KeyboardInterrupt):
-                interrupt()
-            interrupt()
+                do()
             done.append("all")
         done.append("what comes after")
     assert done == ["all"]
+
+
+def test_once_one_came_through_the_next_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", -1)
+    done = []
+    with suppress(KeyboardInterrupt), interrupts_between() as let_through:
+        interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            let_through()
+        let_through()
+        done.append("clearing up")
+        interrupt()
+        done.append("more of it")
+    assert done == ["clearing up"]
 
 
 def test_none_is_held_where_it_is_ignored_or_in_another_thread() -> None:
