@@ -145,6 +145,7 @@ def test_one_waits_for_where_it_may_come() -> None:
 def test_one_waits_for_the_end_and_a_second_one_does_not(
     do: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", 60)
     done = []
     with suppress(KeyboardInterrupt):
         with interrupts_between():
