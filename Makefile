@@ -80,7 +80,7 @@ $(READY_DEV): $(READY)
 	@touch $@
 
 $(READY_PTQ): $(READY_DEV)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[ptq]'
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[ptq]'
 	@touch $@
 
 # vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.
