@@ -282,6 +282,24 @@ def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
     return format_pattern(replace(parse(pattern), cuts=cuts), compress=False)
 
 
+def _check_adapter(name: str, wrapped: Any) -> None:
+    """Refuses what Megatron-Bridge would merge into wrong weights; `wrapped` is the linear, None without an adapter.
+
+    Raises:
+        ValueError: so.
+    """
+    if hasattr(wrapped, "output_norm"):
+        raise ValueError(
+            f"{name} has an adapter, which is added after the block's output norm, so that no weight can hold it: "
+            "leave linear_proj and linear_fc2 out of the target modules"
+        )
+    if wrapped is not None and name.endswith("mixer.in_proj") and wrapped.config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"{name} has an adapter, whose rows Megatron-Bridge would put in a wrong order: export with "
+            "tensor_model_parallel_size=1"
+        )
+
+
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
@@ -464,21 +482,11 @@ if MISSING is None:
             """See MegatronPeftBridge.
 
             Raises:
-                ValueError: an adapter that no weight of the checkpoint can hold, or that Megatron-Bridge merges wrongly.
+                ValueError: an adapter that no weight of the checkpoint can hold, or that it would merge wrongly.
             """
             for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
                 for name, module in chunk.named_modules():
-                    wrapped = getattr(module, "to_wrap", None)
-                    if hasattr(wrapped, "output_norm"):
-                        raise ValueError(
-                            f"{name} has an adapter, which is added after the block's output norm, so that it cannot be "
-                            "merged or exported: leave linear_proj and linear_fc2 out of its target modules"
-                        )
-                    if name.endswith("mixer.in_proj") and wrapped is not None and wrapped.config.tensor_model_parallel_size > 1:
-                        raise ValueError(
-                            f"{name} has an adapter, whose rows Megatron-Bridge puts in a wrong order under tensor "
-                            "parallelism: export with tensor_model_parallel_size=1"
-                        )
+                    _check_adapter(name, getattr(module, "to_wrap", None))
             return super().build_adapter_conversion_tasks(megatron_model, *args, **kwargs)
 
         def _merge_lora_adapter_weights(

@@ -1,5 +1,5 @@
-"""Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; `make bridge`
-runs what needs Megatron-Bridge itself, in a process of its own."""
+"""Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; `make
+bridge` runs what needs Megatron-Bridge itself, in a process of its own."""
 
 import json
 import re
