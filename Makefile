@@ -6,9 +6,13 @@ VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_PTQ := $(VENV)/.ready-ptq
+READY_BRIDGE := $(VENV)/.ready-bridge
 READY_DOCS := $(VENV)/.ready-docs
 VENV_VLLM := .venv-vllm
 READY_VLLM := $(VENV_VLLM)/.ready
+VENV_NEMO_RL := .venv-nemo-rl
+NEMO_RL := $(VENV_NEMO_RL)/bin/uv pip install --quiet --python $(VENV_NEMO_RL)/bin/python
+BRIDGE := megatron-bridge==0.6.2
 WORKERS ?= 2
 # A test that shares what is costly to make goes to the worker that has it (tests/conftest.py).
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25
@@ -18,7 +22,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Hundreds of processes that tests start would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test slow deep mutants ptq vllm lint dist docs installs
+.PHONY: train test slow deep mutants bridge ptq vllm nemo_rl gym lint dist docs installs
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -37,6 +41,10 @@ deep: $(READY_DEV)
 mutants: $(READY_DEV)
 	$(VENV)/bin/python tests/mutations/run.py $(FLAGS)
 
+# In a process of its own, in which modules with Transformer Engine's names can be imported, as Megatron-Bridge does always.
+bridge: $(READY_BRIDGE)
+	PYTHONPATH=tests/megatron/engine $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25
+
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
 
@@ -44,6 +52,20 @@ ptq: $(READY_PTQ)
 vllm: $(READY_VLLM)
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm --durations=25
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/quantization  # a process of its own: it moves transformers' cache of modules
+
+# In an environment of its own, with the pins of a checkout: make nemo_rl NEMO_RL_ROOT=DIR (docs/rl/nemo_rl.md).
+nemo_rl:
+	@test -f "$(NEMO_RL_ROOT)/nemo_rl/__init__.py" || { echo "make nemo_rl NEMO_RL_ROOT=DIR: a NeMo-RL checkout" >&2; exit 2; }
+	@test -x $(VENV_NEMO_RL)/bin/uv || \
+	  { $(PYTHON) -m venv $(VENV_NEMO_RL) && $(VENV_NEMO_RL)/bin/python -m pip install $(PIP_FLAGS) uv; }
+	$(VENV_NEMO_RL)/bin/python tests/rl/nemo_rl/requirements.py "$(NEMO_RL_ROOT)" > $(VENV_NEMO_RL)/requirements.txt
+	$(NEMO_RL) --editable '.[data,engine,nemo_rl]' 'pytest>=8.2,<9.2' hypothesis diffusers -r $(VENV_NEMO_RL)/requirements.txt
+	$(NEMO_RL) --no-deps $(BRIDGE)
+	NEMO_RL_ROOT="$(abspath $(NEMO_RL_ROOT))" $(VENV_NEMO_RL)/bin/python -m pytest -m 'not gpu' tests/rl/nemo_rl --durations=25
+
+# Everything of NeMo Gym's, with the version that this Python gets: 0.7 wants Python 3.13.14, 0.4 is the last for 3.12.
+gym: $(READY_DEV)
+	$(VENV)/bin/python -m pytest -m 'not gpu' tests/rl/gym --durations=25
 
 # The table in docs/installs.md: environments with other engines, and what works in them.
 installs: $(READY_DEV)
@@ -81,6 +103,12 @@ $(READY_DEV): $(READY)
 
 $(READY_PTQ): $(READY_DEV)
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[ptq]'
+	@touch $@
+
+# Its requirements replace what is here; of what it imports, this environment lacks diffusers alone.
+$(READY_BRIDGE): $(READY_DEV)
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python diffusers
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps $(BRIDGE)
 	@touch $@
 
 # vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.

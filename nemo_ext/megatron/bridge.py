@@ -8,6 +8,7 @@ tensor-parallel ranks share a parameter (`weights`), and which field of a provid
 Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
 """
 
+import copy
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
@@ -281,6 +282,24 @@ def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
     return format_pattern(replace(parse(pattern), cuts=cuts), compress=False)
 
 
+def _check_adapter(name: str, wrapped: Any) -> None:
+    """Refuses what Megatron-Bridge would merge into wrong weights; `wrapped` is the linear, None without an adapter.
+
+    Raises:
+        ValueError: so.
+    """
+    if hasattr(wrapped, "output_norm"):
+        raise ValueError(
+            f"{name} has an adapter, which is added after the block's output norm, so that no weight can hold it: "
+            "leave linear_proj and linear_fc2 out of the target modules"
+        )
+    if wrapped is not None and name.endswith("mixer.in_proj") and wrapped.config.tensor_model_parallel_size > 1:
+        raise ValueError(
+            f"{name} has an adapter, whose rows Megatron-Bridge would put in a wrong order: export with "
+            "tensor_model_parallel_size=1"
+        )
+
+
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
@@ -458,3 +477,37 @@ if MISSING is None:
                 chunk = chunk.module
             self._described = from_config(chunk.config.sections)
             return super().stream_adapter_weights_megatron_to_hf(megatron_model, *args, **kwargs)
+
+        def build_adapter_conversion_tasks(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+            """See MegatronPeftBridge.
+
+            Raises:
+                ValueError: an adapter that no weight of the checkpoint can hold, or that it would merge wrongly.
+            """
+            for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
+                for name, module in chunk.named_modules():
+                    _check_adapter(name, getattr(module, "to_wrap", None))
+            return super().build_adapter_conversion_tasks(megatron_model, *args, **kwargs)
+
+        def _merge_lora_adapter_weights(
+            self, megatron_model: Any, converted_weights_dict: dict[str, torch.Tensor], adapter_weights: Any
+        ) -> Any:
+            model = self._with_heads(converted_weights_dict, megatron_model)
+            return super()._merge_lora_adapter_weights(model, converted_weights_dict, adapter_weights)
+
+        def _get_fused_adapter_linear_out_slices(
+            self, megatron_model: Any, base_hf_weight_names: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            model = self._with_heads(base_hf_weight_names, megatron_model)
+            return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
+
+        def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
+            """What Megatron-Bridge takes attention's sizes of an adapter from: the block's, not the model's."""
+            if not self._is_fused_qkv(names):
+                return megatron_model
+            entries = self.FORMAT.entries(self.description)
+            (rule,) = (each.rule for each in entries if isinstance(each.rule, QKV) and set(each.names) == set(names))
+            config = copy.copy(megatron_model[0].config)
+            config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups
+            config.kv_channels = rule.head_dim
+            return [SimpleNamespace(config=config)]

@@ -1,7 +1,8 @@
-"""Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; what needs
-Megatron-Bridge itself is skipped where it cannot be imported."""
+"""Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; `make
+bridge` runs what needs Megatron-Bridge itself, in a process of its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,13 @@ MODELS = {
         "+model.yarn_on_windowed=false",
     ),
 }
-needs_bridge = pytest.mark.usefixtures("megatron_bridge")
+
+
+def needs_bridge(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that needs Megatron-Bridge."""
+    return pytest.mark.bridge(pytest.mark.usefixtures("megatron_bridge")(test))
+
+
 every_model = pytest.mark.parametrize("name", MODELS)
 Sections = dict[str, dict[str, Any]]
 BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
@@ -72,8 +79,8 @@ def imported(megatron: None) -> None:
 
 @pytest.fixture(scope="module")
 def megatron_bridge(imported: None) -> None:
-    if bridge.MISSING is not None:
-        pytest.skip(bridge.MISSING)
+    """Fails where Megatron-Bridge cannot be imported: `make bridge` is not to pass without it."""
+    assert bridge.MISSING is None, bridge.MISSING
 
 
 def described(name: str) -> tuple[Format, Description]:
@@ -464,3 +471,105 @@ def test_moe_blocks_of_different_sizes_are_refused(
 
     with pytest.raises(ValueError, match=r"different numbers of experts \(4, 8\)"):
         auto.to_megatron_provider(load_weights=False)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "bridge.md"
+(SNIPPET,) = re.findall(r"```py\n(from megatron\.bridge\.peft\.lora .*?)```", PAGE.read_text(), re.S)
+"""How docs/bridge.md says that LoRA is used."""
+
+
+def pretrained(folder: Path, name: str) -> Any:
+    """AutoBridge of a Hugging Face model with the random weights that transformers draws."""
+    from megatron.bridge import AutoBridge
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    write_config(folder, hf_config(name))
+    torch.manual_seed(5)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    AutoModelForCausalLM.from_config(config, trust_remote_code=True, dtype=torch.float32).save_pretrained(folder)
+    write_config(folder, hf_config(name))
+    return AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
+
+
+@needs_bridge
+@pytest.mark.parametrize("name", ["NemotronHForCausalLM", "NemoExtBlocksForCausalLM", "DeciLMForCausalLM"])
+def test_bridges_own_lora_trains_our_models_and_exports_them_merged(
+    megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path, name: str
+) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    auto = pretrained(tmp_path, name)
+    model = provided(auto)
+    auto.load_hf_weights([model])
+    ids = torch.arange(48).reshape(2, 24) * 7 % 100
+    places = torch.arange(24).expand(2, -1)
+    losses: list[float] = []
+
+    def train(chunks: list[torch.nn.Module]) -> None:
+        (chunk,) = chunks
+        learning = {name: each for name, each in chunk.named_parameters() if each.requires_grad}
+        assert learning and all(".adapter." in name for name in learning)
+        optimizer = torch.optim.Adam(learning.values(), lr=0.02)
+        for _ in range(3):
+            losses.append(float((loss := chunk(ids, places, None, labels=ids.roll(-1, 1)).mean()).detach()))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    given: dict[str, Any] = {"bridge": auto, "model": [model], "train": train}
+    exec(SNIPPET, given)
+
+    assert losses[2] < losses[0]
+    before, merged = load_file(tmp_path / "model.safetensors"), given["merged"]
+    assert set(merged) == set(before)
+    changed = {key for key, tensor in merged.items() if not torch.equal(tensor, before[key])}
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "in_proj", "out_proj")
+    linear = {each for each in before if before[each].dim() > 1 and any(f"{name}" in each for name in targets)}
+    assert changed == linear
+    save_file(merged, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True, dtype=torch.float32).eval()
+    model.eval()
+    with torch.no_grad():
+        ours, exported = model(ids, places, None), theirs(ids).logits
+        given["lora"].disable_adapter_layers([model])
+        bare = model(ids, places, None)
+    assert (ours - bare).abs().max() > 100 * (ours - exported).abs().max()
+    torch.testing.assert_close(ours, exported, rtol=1e-4, atol=1e-5)
+
+
+@needs_bridge
+def test_adapters_are_exported_with_the_heads_of_their_block(
+    megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
+) -> None:
+    from megatron.bridge.peft.lora import LoRA
+
+    found, description = described("DeciLMForCausalLM")
+    auto = pretrained(tmp_path, "DeciLMForCausalLM")
+    (model,) = LoRA(target_modules=["linear_qkv"], dim=4)([provided(auto)], training=True)
+
+    exported = {each.param_name: each.weight for each in auto.export_adapter_weights([model], show_progress=False)}
+
+    rows = {
+        name: shape[0]
+        for entry in found.entries(description)
+        for name, shape in zip(entry.names, entry.shapes, strict=True)
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+    }
+    assert len(set(rows.values())) > 2
+    assert {key: len(tensor) for key, tensor in exported.items() if "lora_B" in key} == {
+        name.replace(".weight", ".lora_B.weight"): size for name, size in rows.items()
+    }
+
+
+@needs_bridge
+def test_an_adapter_behind_an_output_norm_is_refused(
+    megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
+) -> None:
+    from megatron.bridge.peft.lora import LoRA
+
+    auto = pretrained(tmp_path, "Olmo3ForCausalLM")
+    model = LoRA(dim=4)([provided(auto)], training=True)
+
+    with pytest.raises(ValueError, match=r"linear_proj has an adapter, which is added after the block's output norm"):
+        list(auto.export_hf_weights(model, show_progress=False))

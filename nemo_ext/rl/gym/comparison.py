@@ -70,6 +70,10 @@ class ComparisonServer(SimpleResourcesServer):
         self._control = checked(LengthControl, config.length_control, where="length_control")
         self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compared)
 
+    async def get_reverify_mode(self) -> str:
+        """`gym eval reverify` (Gym 0.7) sends each response by itself, and a group's have to be together."""
+        return "unsupported"
+
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
         """Reward of a response within its group, once the group is judged."""
         given = body.model_dump()
@@ -108,7 +112,7 @@ class ComparisonServer(SimpleResourcesServer):
                 "reward/bonus": bonus,
                 "group_size": len(members),
                 "missing_comparisons": group.missing,
-                **failure(not judged),
+                **failure(not judged, "the judge answered no comparison"),
             }
             for reward, base, length, bonus, judged in rows
         ]

@@ -156,6 +156,10 @@ class VerifierServer(SimpleResourcesServer):
         outputs = sum(item.get("type") == "function_call_output" for item in given["response"]["output"])
         return VerifyResponse(**{**given, **_outcome(turn), "tool_outputs": outputs})
 
+    async def get_reverify_mode(self) -> str:
+        """Whether `gym eval reverify` (Gym 0.7) may ask again: not about a conversation, whose state is gone."""
+        return "unsupported" if self._has_turns else "stateless"
+
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """Begin a rollout whose turns are passed to `step`."""
         self._begin(request, body, self._episodes)
@@ -235,11 +239,15 @@ def _outcome(turn: Turn) -> dict[str, Any]:
         **{f"reward/{name}": value for name, value in reward.parts.items()},
         "correct": verdict.outcome == "correct",
         "score": verdict.score,
-        **failure(verdict.outcome == "error"),
+        **failure(verdict.outcome == "error", verdict.reason),
         "verdict": {"outcome": verdict.outcome, "reason": verdict.reason, "answer": verdict.answer},
     }
 
 
-def failure(failed: bool) -> dict[str, Any]:
-    """Fields that mark a failure of the verifier: a number for metrics, and the key that Gym's collection looks for."""
-    return {"verifier_error": failed, **({NG_FAILURE_CLASS_KEY: "verifier_error"} if failed else {})}
+def failure(failed: bool, reason: str) -> dict[str, Any]:
+    """Fields that mark a failure of the verifier: a number for metrics, the key that Gym's collection looks for, and
+    what keeps the sample out of scores and training from Gym 0.7 on."""
+    if not failed:
+        return {"verifier_error": False}
+    marks = {NG_FAILURE_CLASS_KEY: "verifier_error", "mask_sample": True, "failure_kind": "verifier_error"}
+    return {"verifier_error": True, **marks, "failure_reason": reason}

@@ -71,11 +71,12 @@ def serve() -> Serve:
     from nemo_ext.rl.gym.comparison import ComparisonConfig, ComparisonServer
     from nemo_ext.rl.gym.server import VerifierConfig, VerifierServer
 
-    def made(**config: Any) -> TestClient:
+    def client_of(**config: Any) -> TestClient:
         kinds = (ComparisonServer, ComparisonConfig) if "group_size" in config else (VerifierServer, VerifierConfig)
         server, settings = kinds
         client = MagicMock(spec=ServerClient)
-        app = server(config=settings(**{**BASE, **config}), server_client=client).setup_webserver()
+        app = (made := server(config=settings(**{**BASE, **config}), server_client=client)).setup_webserver()
+        app.state.server = made
         return TestClient(app, raise_server_exceptions=False)
 
-    return made
+    return client_of

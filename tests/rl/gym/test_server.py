@@ -1,9 +1,11 @@
 """The servers over HTTP, as Gym's agents ask them."""
 
+import asyncio
+import importlib
 import json
 import time
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,7 +52,7 @@ class TestVerify:
         assert (right["reward"], right["correct"], right["verifier_error"]) == (1.0, True, False)
         assert right["_ng_task_index"] == 3 and right["verifier_metadata"] == row["verifier_metadata"]
         assert (wrong["reward"], wrong["verdict"]["outcome"], wrong["verdict"]["answer"]) == (0.0, "wrong", "3")
-        assert "_ng_failure_class" not in wrong
+        assert "_ng_failure_class" not in wrong and not wrong.get("mask_sample")
 
     def test_domyns_reward_counts_tokens_and_tags(self, serve: Serve, openai: SimpleNamespace) -> None:
         client = serve(environment="math", reward={"name": "domyn_math", "max_tokens": 8192})
@@ -117,6 +119,8 @@ class TestJudge:
         made = verified(client, to_gym(self.TASK), openai.response(openai.said("Ada")))
 
         assert (made["reward"], made["verifier_error"], made["_ng_failure_class"]) == (0, True, "verifier_error")
+        assert (made["mask_sample"], made["failure_kind"]) == (True, "verifier_error")
+        assert made["failure_reason"] == made["verdict"]["reason"]
         assert "no answer within 0.5 s" in made["verdict"]["reason"] and time.monotonic() - began < 60
 
     def test_the_judges_word_counts(self, serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
@@ -268,6 +272,29 @@ class TestSteps:
         assert client.post("/reset", json=row).status_code == 200
 
         assert stepped(client, row, openai.response(openai.said(r"\boxed{2}")))["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ({"environment": "math"}, "stateless"),
+        ({"environment": "bank"}, "unsupported"),
+        ({"group_size": 2, "judge": {"endpoint": "http://x/v1", "model": "m"}}, "unsupported"),
+    ],
+)
+def test_a_server_without_conversations_may_be_asked_again(serve: Serve, config: dict[str, Any], mode: str) -> None:
+    client = serve(**config)
+
+    assert asyncio.run(client.app.state.server.get_reverify_mode()) == mode
+    answered = client.get("/reverify_mode")
+    if hasattr(base_resources_server(), "ReverifyMode"):
+        assert answered.json() == mode
+    else:
+        assert answered.status_code in {404, 405}  # before Gym 0.7
+
+
+def base_resources_server() -> ModuleType:
+    return importlib.import_module("nemo_gym.base_resources_server")
 
 
 @pytest.mark.parametrize(

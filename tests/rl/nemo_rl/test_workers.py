@@ -105,35 +105,6 @@ def test_the_users_own_hook_stays_and_is_told_of_ours(
     assert "workers lack our bridges" in capsys.readouterr().err
 
 
-ENGINE = """
-import importlib, importlib.abc, importlib.machinery, sys, torch
-
-__version__ = "2.9.0"
-
-class Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("transformer_engine."):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-    def create_module(self, spec):
-        return None
-    def exec_module(self, module):
-        module.__getattr__ = lambda attribute: made(module.__name__, attribute)
-
-def made(module, attribute):
-    if attribute.startswith("__"):
-        raise AttributeError(attribute)
-    if attribute.islower():
-        return importlib.import_module(f"{module}.{attribute}")
-    found = type(attribute, (torch.nn.Module,), {"__module__": module})
-    setattr(sys.modules[module], attribute, found)
-    return found
-
-def __getattr__(attribute):
-    return made("transformer_engine", attribute)
-
-sys.meta_path.insert(0, Parts())
-"""
-"""Modules of Transformer Engine's names, whose attributes are empty modules: Megatron-Bridge imports it always."""
 WORKER = """
 import json, sys
 import ray
@@ -206,13 +177,6 @@ def test_a_worker_of_nemo_rl_builds_our_models_with_megatron_bridge(ray_cluster:
     own = tmp_path / "own"
     own.mkdir()
     (own / "bridged.py").write_text(WORKER)
-    if importlib.util.find_spec("transformer_engine") is None:
-        (own / "transformer_engine").mkdir()
-        (own / "transformer_engine" / "__init__.py").write_text(ENGINE)
-        (own / "transformer_engine-2.9.0.dist-info").mkdir()
-        (own / "transformer_engine-2.9.0.dist-info" / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.9.0\n"
-        )
     descriptions, folders = {}, {}
     for name, words in BRIDGED.items():
         config = choose(from_config(compose("train", ["run_dir=unused", "data=mock", *words])))[1]
@@ -224,7 +188,9 @@ def test_a_worker_of_nemo_rl_builds_our_models_with_megatron_bridge(ray_cluster:
         for code in found.code:
             shutil.copyfile(str(files("nemo_ext.checkpoint.remote_code") / code), folder / code)
         folders[name] = str(folder)
-    path = os.pathsep.join(filter(None, (str(own), os.environ.get("PYTHONPATH"))))
+    engine = str(Path(__file__).parents[2] / "megatron" / "engine")
+    needed = () if importlib.util.find_spec("transformer_engine") else (engine,)
+    path = os.pathsep.join(filter(None, (str(own), *needed, os.environ.get("PYTHONPATH"))))
 
     ended = subprocess.run(
         [sys.executable, "-c", STARTED, json.dumps(folders)],
