@@ -13,7 +13,7 @@ from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 
 Sections = dict[str, dict[str, Any]]
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2, 3))]
 LENGTH = 48
 SETTINGS = hf.Settings()
 

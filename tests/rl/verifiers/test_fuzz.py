@@ -157,7 +157,7 @@ def test_random_answers_earn_nothing(environment: tuple[Environment, object], te
     unrewarded(environment, text)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(text=WITHOUT_C)
 def test_many_random_answers_earn_nothing(environment: tuple[Environment, object], text: str) -> None:
