@@ -174,6 +174,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"not begun within --minutes {minutes:g}")
 
 
+@pytest.fixture
+def coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets a module draw its pictures coarsely and without constrained layout, in a third of the time."""
+
+    def of(module: str) -> None:
+        from nemo_ext.job.report import new_figure, save_figure
+
+        monkeypatch.setattr(f"{module}.new_figure", functools.partial(new_figure, layout=None))
+        monkeypatch.setattr(f"{module}.save_figure", functools.partial(save_figure, dpi=40))
+
+    return of
+
+
+MATH_POOLS: dict[tuple[Any, ...], Any] = {}
+
+
+@pytest.fixture
+def kept_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of the math verifier outlive the job that started them, with sympy, which takes a second to import."""
+    from nemo_ext.rl.verifiers import math
+
+    make = math.WorkerPool
+
+    def pool(*given: Any, **more: Any) -> Any:
+        settings = (given, *sorted(more.items()))
+        if settings not in MATH_POOLS:
+            MATH_POOLS[settings] = make(*given, **more)
+        return MATH_POOLS[settings]
+
+    monkeypatch.setattr(math, "WorkerPool", pool)
+
+
 @pytest.fixture(scope="session")
 def megatron() -> Iterator[None]:
     """Megatron on this machine with a process group of one rank."""
