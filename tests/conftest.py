@@ -31,6 +31,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import absl.logging
 import torch
+from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
+from hydra._internal.hydra import Hydra
+from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -69,6 +72,26 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 
 # Before tests, and modules that they import, take the function from there.
 compose = job_config.compose = composed_once(job_config.compose)
+
+
+def read_once(load: Callable[..., ConfigResult]) -> Callable[..., ConfigResult]:
+    """The method, which keeps what it read of packaged files and gives copies."""
+    kept: dict[tuple[str, str], ConfigResult] = {}
+
+    @functools.wraps(load)
+    def load_config(self: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
+        place = (self.path, config_path)
+        if place not in kept:
+            kept[place] = load(self, config_path)
+        return deepcopy(kept[place])
+
+    return load_config
+
+
+# Hundreds of commands run in this process. For each, Hydra composes a second time only to read hydra.mode, which no
+# config of ours sets: None means the same.
+Hydra.get_mode = lambda self, config_name, overrides: None
+ImportlibResourcesConfigSource.load_config = read_once(ImportlibResourcesConfigSource.load_config)
 
 
 # Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
@@ -130,6 +153,38 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def imported_by_collection(request: pytest.FixtureRequest) -> list[str]:
     """Packages that take seconds to import, and were imported before the first test ran."""
     return request.config.stash[IMPORTED]
+
+
+@pytest.fixture
+def coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets a module draw its pictures coarsely and without constrained layout, in a third of the time."""
+
+    def of(module: str) -> None:
+        from nemo_ext.job.report import new_figure, save_figure
+
+        monkeypatch.setattr(f"{module}.new_figure", functools.partial(new_figure, layout=None))
+        monkeypatch.setattr(f"{module}.save_figure", functools.partial(save_figure, dpi=40))
+
+    return of
+
+
+MATH_POOLS: dict[tuple[Any, ...], Any] = {}
+
+
+@pytest.fixture
+def kept_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of the math verifier outlive the job that started them, with sympy, which takes a second to import."""
+    from nemo_ext.rl.verifiers import math
+
+    make = math.WorkerPool
+
+    def pool(*given: Any, **more: Any) -> Any:
+        settings = (given, *sorted(more.items()))
+        if settings not in MATH_POOLS:
+            MATH_POOLS[settings] = make(*given, **more)
+        return MATH_POOLS[settings]
+
+    monkeypatch.setattr(math, "WorkerPool", pool)
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,11 @@ from safetensors.torch import load_file, save_file
 from launchers import convert as launcher
 from nemo_ext.checkpoint import hf, writing
 from nemo_ext.checkpoint.beside import extras_beside
+from nemo_ext.checkpoint.convert import run
 from nemo_ext.checkpoint.safetensors_files import INDEX, SafetensorsReader, shard_name, write_index
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import METADATA, TorchDistReader
-from nemo_ext.job.config import USER_ERROR
+from nemo_ext.job.config import USER_ERROR, compose
 
 Sections = dict[str, dict[str, Any]]
 Command = Callable[..., tuple[int, str]]
@@ -121,16 +122,18 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.fixture
-def refused(command: Command, tmp_path: Path) -> Callable[..., str]:
-    """The one line in which a conversion to `out` is refused; nothing is left behind by one."""
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """What a conversion to `out` is refused with; nothing is left behind by one."""
 
     def call(source: Path, *words: str) -> str:
-        code, told = command(f"from={source}", f"to={tmp_path / 'out'}", *words)
-        assert code == USER_ERROR
-        (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
-        assert "Traceback" not in told
+        with pytest.raises(ValueError, match=r"\w") as told:
+            # Words without the folders, so that the same ones are composed once.
+            run(
+                compose("convert", [*words, "from=source", "to=out"])
+                | {"from": str(source), "to": str(tmp_path / "out")}
+            )
         assert not (tmp_path / "out").exists()
-        return line.removeprefix("error: ")
+        return str(told.value)
 
     return call
 
@@ -460,7 +463,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_a_broken_hugging_face_checkpoint_is_refused_in_one_line(
+def test_a_broken_hugging_face_checkpoint_is_refused(
     what: str, source: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     damage, said = BROKEN[what]
@@ -527,7 +530,7 @@ BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("what", BROKEN_MEGATRON)
-def test_a_broken_megatron_checkpoint_is_refused_in_one_line(
+def test_a_broken_megatron_checkpoint_is_refused(
     what: str, source: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     megatron = converted(source, tmp_path / "megatron")
@@ -578,7 +581,6 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
         (("shard_gigabytes=0",), "shard_gigabytes=0: expected a positive number"),
         (("to_format=safetensors",), "to_format=safetensors: expected huggingface or megatron"),
         (("files_from=nowhere",), "files_from=nowhere: no such folder"),
@@ -592,14 +594,31 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("files_from=3",), "files_from=3: input"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
         (("iteration=7",), "iteration=7 is for a run of Megatron"),
+    ],
+)
+def test_wrong_settings_are_refused(
+    words: tuple[str, ...], said: str, source: Path, refused: Callable[..., str]
+) -> None:
+    assert said in refused(source, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
         (("megatron.rope_theta=1000000",), "megatron.rope_theta: says nothing about a checkpoint's model"),
         (("megatron.rotary_bas=1000000",), "did you mean megatron.rotary_base?"),
     ],
 )
-def test_wrong_settings_are_refused_in_one_line(
-    words: tuple[str, ...], said: str, source: Path, refused: Callable[..., str]
+def test_a_refusal_is_one_line(
+    words: tuple[str, ...], said: str, source: Path, tmp_path: Path, command: Command
 ) -> None:
-    assert said in refused(source, *words)
+    code, told = command(f"from={source}", f"to={tmp_path / 'out'}", *words)
+
+    assert code == USER_ERROR
+    (line,) = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert said in line and "Traceback" not in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_source_that_is_nowhere_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:

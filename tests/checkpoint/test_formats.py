@@ -41,7 +41,7 @@ def through_json(config: dict[str, Any]) -> dict[str, Any]:
 def test_descriptions_survive_config_json_and_our_config(
     family: str, random_sections: Callable[[str, int], Sections]
 ) -> None:
-    for seed in range(40):
+    for seed in range(12):
         description = from_config(random_sections(family, seed))
         found, config = choose(description)
         assert found.architecture == family.split()[0]
@@ -51,7 +51,7 @@ def test_descriptions_survive_config_json_and_our_config(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_is_mapped_exactly_once(family: str, random_sections: Callable[[str, int], Sections]) -> None:
-    for seed in range(20):
+    for seed in range(6):
         description = from_config(random_sections(family, seed))
         entries = list(choose(description)[0].entries(description))
         names = [name for entry in entries for name in entry.names]

@@ -27,15 +27,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        ("nemotron3_nano_tiny", "expert"),
-        ("nemotron3_nano_tiny", "tensor and sequence"),
-        ("nemotron3_nano_tiny", "pipeline"),
-        ("olmo3_tiny", "tensor and sequence"),
-        ("llama_nemotron_tiny", "tensor and sequence"),
+        pytest.param("nemotron3_nano_tiny", "expert", marks=pytest.mark.slow),
+        pytest.param("nemotron3_nano_tiny", "tensor and sequence", marks=pytest.mark.slow),
+        pytest.param("nemotron3_nano_tiny", "pipeline", marks=pytest.mark.deep),
+        pytest.param("olmo3_tiny", "tensor and sequence", marks=pytest.mark.deep),
+        pytest.param("llama_nemotron_tiny", "tensor and sequence", marks=pytest.mark.deep),
     ],
 )
 def test_weights_go_into_a_layout_and_come_back_bit_for_bit(

@@ -383,7 +383,7 @@ def test_averaging_and_converting_commute(three: list[Path], tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "family", ["NemotronHForCausalLM", pytest.param("NemoExtBlocksForCausalLM", marks=pytest.mark.slow)]
+    "family", ["NemotronHForCausalLM", pytest.param("NemoExtBlocksForCausalLM", marks=pytest.mark.deep)]
 )
 def test_megatron_loads_an_average_of_hybrid_models(
     family: str,

@@ -13,7 +13,7 @@ from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
 
 Sections = dict[str, dict[str, Any]]
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.deep) for seed in (1, 2, 3))]
 LENGTH = 48
 SETTINGS = hf.Settings()
 
@@ -123,7 +123,7 @@ def assert_gradients_agree(reference: torch.nn.Module, model: torch.nn.Module, s
 
 
 @pytest.mark.parametrize("family", families())
-def test_greedy_decoding_gives_the_same_64_tokens(
+def test_greedy_decoding_gives_the_same_tokens(
     family: str, random_sections: Callable[..., Sections], pair: Callable[..., Any], tmp_path: Path
 ) -> None:
     """The model that transformers loads from our export, with its cache, against the whole prefix in Megatron."""
@@ -137,12 +137,12 @@ def test_greedy_decoding_gives_the_same_64_tokens(
     prompt = torch.randint(0, exported.config.vocab_size, (1, 8), generator=torch.Generator().manual_seed(1))
 
     generated = exported.eval().generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False
     )
 
     tokens = prompt
     with torch.no_grad():
-        for _ in range(32):
+        for _ in range(16):
             tokens = torch.cat([tokens, megatron_logits(model, tokens)[:, -1:].argmax(-1)], dim=1)
     assert generated.tolist() == tokens.tolist()
     assert len(set(tokens[0, 8:].tolist())) > 1  # not one token over and over

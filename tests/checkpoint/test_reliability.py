@@ -410,8 +410,9 @@ def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
         assert_same(expected, to)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("to_format", BOTH)
+@pytest.mark.parametrize(
+    "to_format", [pytest.param(BOTH[0], marks=pytest.mark.deep), pytest.param(BOTH[1], marks=pytest.mark.slow)]
+)
 def test_a_file_that_may_not_grow_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     """In a process of its own: the limit is on everything that a process writes, its log too."""
     words = [f"from={small[to_format]}", f"to={tmp_path / 'out'}"]
@@ -507,7 +508,10 @@ def wait_for_parts(to: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("signal_number", "to_format"),
-    [(signal.SIGKILL, BOTH[0]), pytest.param(signal.SIGINT, BOTH[1], marks=pytest.mark.slow)],
+    [
+        pytest.param(signal.SIGKILL, BOTH[0], marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, BOTH[1], marks=pytest.mark.deep),
+    ],
 )
 def test_a_process_that_is_stopped_goes_on_where_it_was(
     signal_number: signal.Signals,

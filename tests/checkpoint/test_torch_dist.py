@@ -86,7 +86,7 @@ def test_a_checkpoint_is_read_whole_whatever_it_was_saved_in(tmp_path: Path, par
         assert torch.equal(reader.read_piece(piece), values(piece))
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.sets(st.integers(1, 6), max_size=3), columns=st.sets(st.integers(1, 4), max_size=3), seed=st.randoms())
 def test_any_grid_of_shards_is_read_whole(
     rows: set[int], columns: set[int], seed: Any, tmp_path_factory: pytest.TempPathFactory

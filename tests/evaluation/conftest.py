@@ -74,9 +74,15 @@ def suite(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def evaluate(
-    answering: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answering: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    coarse_pictures: Callable[[str], None],
+    kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext evaluate` in this process; returns its exit code and what it said."""
+    coarse_pictures("nemo_ext.evaluation.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.evaluate import main

@@ -61,7 +61,7 @@ def facts(tmp_path: Path) -> tuple[str, ...]:
     return *data, f"evaluate.suite={tmp_path / 'suite.yaml'}", f"+evaluate.data_root={tmp_path}"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_compare_says_what_is_true_of_a_trained_model_and_of_its_children(
     tmp_path: Path, facts: tuple[str, ...], launched: Callable[..., str]
 ) -> None:

@@ -206,15 +206,16 @@ def test_a_store_of_another_model_is_refused(evaluate: Evaluate, suite: Suite, a
     assert evaluate(words, "evaluate.seed=7")[0] == 2
 
 
-@pytest.mark.slow
-def test_kills_change_nothing(suite: Suite, tmp_path: Path) -> None:
-    """Ten kills -9 at any time; then the table is that of an undisturbed run."""
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.deep)])
+def test_kills_change_nothing(kills: int, suite: Suite, tmp_path: Path) -> None:
+    """After kills -9 at any time, the table is that of an undisturbed run."""
     held = reserve_port()
     port = held.getsockname()[1]
     stand_in = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
     server = subprocess.Popen([sys.executable, str(stand_in), f"--port={port}", "--seconds=0.02"])
     reference = {"answers": "['1', '2', '3']", "whole_words": "false", "all": "true"}
-    place = suite(rows=1500, environment="contains", reference=reference)
+    rows = 150 * kills
+    place = suite(rows=rows, environment="contains", reference=reference)
 
     def command(run_dir: Path) -> list[str]:
         words = [f"endpoint=http://127.0.0.1:{port}/v1", f"suite={place}", f"run_dir={run_dir}"]
@@ -223,14 +224,14 @@ def test_kills_change_nothing(suite: Suite, tmp_path: Path) -> None:
 
     try:
         subprocess.run(command(tmp_path / "calm"), check=True, capture_output=True)
-        for _ in range(10):
+        for _ in range(kills):
             run = subprocess.Popen(command(tmp_path / "killed"), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
             before = _answers(tmp_path / "killed")
             while run.poll() is None and _answers(tmp_path / "killed") < before + 60:
                 time.sleep(0.02)
             run.send_signal(signal.SIGKILL)
             run.wait()
-        assert 600 <= _answers(tmp_path / "killed") < 1500
+        assert 60 * kills <= _answers(tmp_path / "killed") < rows
         subprocess.run(command(tmp_path / "killed"), check=True, capture_output=True)
     finally:
         server.kill()

@@ -325,7 +325,7 @@ def test_hostile_answers_are_text(tmp_path):
 
 
 @in_browser
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_hundred_thousand_samples(tmp_path):
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghijklmnop", k=draw.randint(2, 9))) for _ in range(5000)]

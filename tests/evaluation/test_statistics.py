@@ -6,7 +6,7 @@ from math import comb
 import numpy as np
 import pytest
 import scipy.stats
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.evaluation import statistics
@@ -49,7 +49,6 @@ def test_more_samples_of_a_problem_change_no_other(values: list[float], problem:
 
 
 @given(SCORES, st.randoms(use_true_random=False))
-@settings(max_examples=25)
 def test_the_order_of_problems_never_matters(values: list[float], random: object) -> None:
     order = list(range(len(values)))
     random.shuffle(order)  # type: ignore[attr-defined]
@@ -138,8 +137,9 @@ def test_samples_of_one_problem_are_not_problems_of_their_own() -> None:
     assert bootstrap([1.0], seed=1) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("problems", [1000, 1_000_000])
+@pytest.mark.parametrize(
+    "problems", [pytest.param(1000, marks=pytest.mark.deep), pytest.param(1_000_000, marks=pytest.mark.slow)]
+)
 def test_a_million_samples_are_soon_done(problems: int) -> None:
     values = np.random.default_rng(7).normal(size=1_000_000)
     means = problem_means(values, np.arange(1_000_000) % problems)
@@ -173,7 +173,6 @@ def test_mcnemar_is_the_binomial_test(b: int, c: int) -> None:
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.5, 0.0, 0.25, 0.75]), min_size=2, max_size=9))
-@settings(max_examples=25)
 def test_the_exact_permutation_test_is_scipys(differences: list[float]) -> None:
     reference = scipy.stats.permutation_test(
         (np.array(differences), np.zeros(len(differences))),

@@ -49,9 +49,14 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def generate(
-    answering: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    answering: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    coarse_pictures: Callable[[str], None],
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext generate` in this process; returns its exit code and what it said."""
+    coarse_pictures("nemo_ext.generate.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.generate import main

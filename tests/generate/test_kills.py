@@ -16,8 +16,7 @@ from nemo_ext.job.ranks import reserve_port
 
 Answers = Callable[..., list[dict[str, Any]]]
 STAND_IN = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"
-KILLS, ROWS, SAMPLES = 20, 3000, 2
-pytestmark = pytest.mark.slow
+SAMPLES = 2
 
 
 class Endpoint:
@@ -53,12 +52,13 @@ def endpoint_process() -> Iterator[Callable[..., Endpoint]]:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., list[str]]:
-    """Words of `nemo-ext generate` on some thousand rows, a few of which are refused."""
-    rows = tmp_path / "rows.jsonl"
-    lines = [{"id": n, "question": f"refuse me {n}" if n % 500 == 7 else f"What is {n}?"} for n in range(ROWS)]
-    rows.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    """Words of `nemo-ext generate` on some rows, one of every hundred of which is refused."""
 
-    def words(endpoint: Endpoint, output: Path, *more: str) -> list[str]:
+    def words(endpoint: Endpoint, output: Path, count: int, *more: str) -> list[str]:
+        rows = tmp_path / "rows.jsonl"
+        if not rows.exists():
+            lines = ({"id": n, "question": f"refuse me {n}" if n % 100 == 7 else f"What is {n}?"} for n in range(count))
+            rows.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         own = [f"endpoint=http://127.0.0.1:{endpoint.port}/v1", f"input={rows}", f"output={output}"]
         own += ["generate.template='Q: {{ question }}'", f"samples={SAMPLES}", "generate.part_rows=100"]
         own += ["generate.concurrency=16", "generate.attempt_seconds=2", "generate.attempts=30", "generate.lease=5"]
@@ -77,28 +77,37 @@ def dead(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for file in sorted(folder.glob("dead/*.jsonl")) for line in file.open()]
 
 
-def test_twenty_kills_of_two_workers_and_of_the_endpoint_change_nothing(
-    endpoint_process: Callable[..., Endpoint], command: Callable[..., list[str]], answers: Answers, tmp_path: Path
+@pytest.mark.parametrize(
+    ("kills", "rows"), [pytest.param(3, 600, marks=pytest.mark.slow), pytest.param(20, 3000, marks=pytest.mark.deep)]
+)
+def test_kills_of_two_workers_and_of_the_endpoint_change_nothing(
+    kills: int,
+    rows: int,
+    endpoint_process: Callable[..., Endpoint],
+    command: Callable[..., list[str]],
+    answers: Answers,
+    tmp_path: Path,
 ) -> None:
+    """Of every few kills, one is the endpoint's."""
     calm, out, draw = tmp_path / "calm", tmp_path / "answers", random.Random(2)
-    subprocess.run(command(endpoint_process("--seconds=0"), calm), check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(command(endpoint_process("--seconds=0"), calm, rows), check=True, stderr=subprocess.DEVNULL)
     endpoint = endpoint_process("--seconds=0.02", "--faults=0.2")
     workers: list[subprocess.Popen[bytes]] = []
     in_work = 0
 
     def start() -> subprocess.Popen[bytes]:
         with (tmp_path / "workers.log").open("ab") as log:
-            return subprocess.Popen(command(endpoint, out), stderr=log)
+            return subprocess.Popen(command(endpoint, out, rows), stderr=log)
 
-    for kill in range(KILLS):
+    for kill in range(kills):
         workers = [worker for worker in workers if worker.poll() is None]
         while len(workers) < 2:
             workers.append(start())
-        before, wanted, end = lines_of(out), draw.randrange(400), time.monotonic() + 30
+        before, wanted, end = lines_of(out), draw.randrange(1, 2 * SAMPLES * rows // (3 * kills)), time.monotonic() + 30
         while lines_of(out) - before < wanted and time.monotonic() < end:
             time.sleep(0.02)
         in_work += lines_of(out) > before
-        if kill % 5 == 4:
+        if kill % 5 == 2:
             endpoint.kill()
             endpoint.start()
         else:
@@ -108,23 +117,24 @@ def test_twenty_kills_of_two_workers_and_of_the_endpoint_change_nothing(
 
     assert codes[-1] == 0, (tmp_path / "workers.log").read_text()
     assert set(codes) <= {0, -9}, (tmp_path / "workers.log").read_text()
-    assert in_work > KILLS / 2
+    assert in_work > kills / 2
     assert answers(out) == answers(calm)
-    assert len(answers(out)) == SAMPLES * (ROWS - 6)
+    assert len(answers(out)) == SAMPLES * (rows - rows // 100)
     assert dead(out) == dead(calm)
-    assert len(dead(out)) == SAMPLES * 6
+    assert len(dead(out)) == SAMPLES * rows // 100
     assert not [*(out / ".job" / "journals").iterdir(), *out.glob(".part-*")]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_the_job_goes_on_later(
     endpoint_process: Callable[..., Endpoint], command: Callable[..., list[str]], answers: Answers, tmp_path: Path
 ) -> None:
     endpoint, out = endpoint_process("--seconds=0"), tmp_path / "answers"
 
     def small() -> None:  # journals and parts alike; what Python is told is what a full disk says in other words
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
 
-    words = command(endpoint, out, "hydra.output_subdir=null")
+    words = command(endpoint, out, 600, "hydra.output_subdir=null")
     full = subprocess.run(words, preexec_fn=small, capture_output=True, text=True, check=False)
     again = subprocess.run(words, capture_output=True, text=True, check=False)
 
@@ -132,4 +142,4 @@ def test_a_full_disk_is_an_error_and_the_job_goes_on_later(
     assert [line for line in full.stderr.splitlines() if "error: " in line] == [full.stderr.splitlines()[-1]]
     assert "File too large" in full.stderr
     assert again.returncode == 0, again.stderr
-    assert len(answers(out)) == SAMPLES * (ROWS - 6)
+    assert len(answers(out)) == SAMPLES * (600 - 6)

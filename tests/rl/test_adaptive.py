@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.rl.adaptive import Adapt, AdaptiveShares, signals_of
@@ -27,7 +27,6 @@ def test_a_signal_is_the_mean_absolute_advantage() -> None:
 
 
 @given(SHARES, st.lists(SIGNALS, max_size=5), st.floats(0.01, 1))
-@settings(max_examples=50, deadline=None)
 def test_weights_sum_to_one_and_none_starves(shares: list[float], steps: list, keep: float) -> None:
     made = shares_of(shares, keep=keep, groups=4)
     first = dict(made.weights)
@@ -65,7 +64,6 @@ def test_without_any_signal_the_shares_are_the_given_ones() -> None:
 
 
 @given(SHARES, st.lists(st.integers(1, 9), min_size=1, max_size=30))
-@settings(max_examples=50, deadline=None)
 def test_what_is_drawn_keeps_the_weights(shares: list[float], counts: list[int]) -> None:
     made = shares_of(shares)
 
@@ -79,7 +77,6 @@ def test_what_is_drawn_keeps_the_weights(shares: list[float], counts: list[int])
 
 
 @given(SHARES, st.lists(SIGNALS, min_size=1, max_size=6), st.integers(0, 5))
-@settings(max_examples=50, deadline=None)
 def test_a_run_that_was_stopped_draws_what_the_other_draws(shares: list[float], steps: list, stop: int) -> None:
     whole, parts = shares_of(shares, groups=3), shares_of(shares, groups=3)
 

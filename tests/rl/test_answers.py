@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.rl.answers import bare, boxes, final_answer, last_boxed, named_choices, unreadable
@@ -35,8 +35,8 @@ def test_boxes_in_boxes_are_counted() -> None:
 
 
 @pytest.mark.parametrize("unit", [r"\boxed{", "{", "}", r"\boxed   ", "\\", r"\boxed{}", r"\boxed{\{"])
-def test_a_megabyte_of_braces_takes_one_pass(unit: str) -> None:
-    boxes(unit * (500_000 // len(unit)) + "}" * 500_000)
+def test_a_long_text_of_braces_takes_one_pass(unit: str) -> None:
+    boxes(unit * (100_000 // len(unit)) + "}" * 100_000)
 
 
 @given(st.text(alphabet="{}\\boxed 1", max_size=60))
@@ -71,8 +71,8 @@ def test_what_follows_the_last_phrase(text: str, answer: str | None) -> None:
 
 
 @pytest.mark.parametrize("unit", ["answer ", "answer is ", "answer\n", "answer*", "#", "answer:\n", "is", " "])
-def test_a_megabyte_of_phrases_takes_one_pass(unit: str) -> None:
-    final_answer(unit * (1_000_000 // len(unit)))
+def test_a_long_text_of_phrases_takes_one_pass(unit: str) -> None:
+    final_answer(unit * (200_000 // len(unit)))
 
 
 def test_an_answer_alone_is_one_line() -> None:
@@ -157,7 +157,6 @@ def test_unknown_texts_may_follow_a_letter(text: str, named: str) -> None:
     assert named_choices(text, dict.fromkeys("ABC", "")) == set()
 
 
-@settings(max_examples=300)
 @given(st.text(max_size=40))
 def test_only_choices_are_named(text: str) -> None:
     assert named_choices(text, CHOICES) <= set(CHOICES)

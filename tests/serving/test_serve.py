@@ -16,7 +16,6 @@ import pytest
 from nemo_ext.endpoint.address import Address, read_address
 from nemo_ext.endpoint.client import Answer, Client, Request
 
-pytestmark = pytest.mark.slow
 Serve = Callable[..., subprocess.Popen[bytes]]
 
 
@@ -53,6 +52,7 @@ async def ask(place: Path | Address, count: int, **given: Any) -> list[Answer]:
         return [answer async for answer in client.answers(Request(body=body, path="completions") for _ in range(count))]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_what_is_begun(serve: Serve, tmp_path: Path) -> None:
     process, file = serve(), tmp_path / "serve" / "endpoint.json"
     address = read_address(file)
@@ -75,6 +75,7 @@ def test_ctrl_c_ends_what_is_begun(serve: Serve, tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "serve.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_killed_comes_back_and_no_answer_is_missed(serve: Serve, tmp_path: Path) -> None:
     process, run_dir = serve("serving.replicas=2"), tmp_path / "serve"
     files = [run_dir / "replicas" / f"{number:04}" / "endpoint.json" for number in range(2)]
@@ -100,6 +101,7 @@ def test_a_replica_that_is_killed_comes_back_and_no_answer_is_missed(serve: Serv
     assert not alive
 
 
+@pytest.mark.deep
 def test_nothing_is_left_of_a_group_that_is_killed(serve: Serve, tmp_path: Path) -> None:
     process = serve("serving.replicas=2")
     replicas = psutil.Process(process.pid).children()
@@ -115,6 +117,7 @@ def test_nothing_is_left_of_a_group_that_is_killed(serve: Serve, tmp_path: Path)
     assert again.wait(60) in (0, 130)
 
 
+@pytest.mark.deep
 def test_another_server_in_the_same_directory_is_refused_and_sigterm_ends_as_ctrl_c_does(
     serve: Serve, served_folder: Path, tmp_path: Path
 ) -> None:

@@ -53,9 +53,14 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def synthesize(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    coarse_pictures: Callable[[str], None],
+    kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext synthesize` in this process; returns its exit code and what it said."""
+    coarse_pictures("nemo_ext.synthesis.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.synthesize import main

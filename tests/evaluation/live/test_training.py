@@ -13,7 +13,8 @@ from nemo_ext.evaluation.store import Store
 from nemo_ext.job import run_directory
 from nemo_ext.megatron.report import write_report
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(name="live")]
+pytestmark = pytest.mark.xdist_group(name="live")
+slow, deep = pytest.mark.slow, pytest.mark.deep
 
 Train = Callable[..., list[dict[str, Any]]]
 BENCHMARKS = ("choice", "docstring_bits", "sums")
@@ -85,7 +86,14 @@ def weights(run_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layout", [None, "expert", "data with the distributed optimizer"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(None, marks=slow),
+        pytest.param("expert", marks=deep),
+        pytest.param("data with the distributed optimizer", marks=deep),
+    ],
+)
 def test_a_training_learns_to_the_last_bit_what_it_learns_without(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path, layout: str | None
 ) -> None:
@@ -111,6 +119,7 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in lines]
 
 
+@slow
 def test_it_is_evaluated_at_the_start_at_steps_and_at_the_end(single: Path) -> None:
     found = evaluated(single)
 
@@ -121,6 +130,7 @@ def test_it_is_evaluated_at_the_start_at_steps_and_at_the_end(single: Path) -> N
     assert "| sums | accuracy |" in told
 
 
+@slow
 def test_a_resumed_run_evaluates_no_step_twice(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -137,7 +147,9 @@ def test_a_resumed_run_evaluates_no_step_twice(
     assert {path: path.stat().st_mtime_ns for path in (run_dir / "evaluate").rglob("results.json")} == before
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=slow if layout == "pipeline" else deep) for layout in LAYOUTS]
+)
 def test_two_ranks_say_what_one_rank_says(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path, layout: str
 ) -> None:
@@ -157,6 +169,7 @@ def test_two_ranks_say_what_one_rank_says(
     assert list(evaluated(tmp_path)) == [0, 1]  # the second after one step, its last
 
 
+@slow
 def test_an_evaluation_that_fails_does_not_end_the_training(
     train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path
 ) -> None:

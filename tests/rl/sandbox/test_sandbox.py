@@ -340,7 +340,7 @@ def test_many_at_once_lose_nothing(sandbox: Sandbox) -> None:
     assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(32)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_1024_at_once_lose_nothing(sandbox: Sandbox) -> None:
     async def all_of_them() -> list[Run]:
         return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(1024)))

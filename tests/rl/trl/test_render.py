@@ -6,7 +6,7 @@ from subprocess import run
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, algorithm_of, load, presets
@@ -162,7 +162,6 @@ def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) 
         make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), epsilon_hi=0.2)
 
 
-@settings(max_examples=15)
 @given(
     baseline=st.sampled_from(["mean", "leave_one_out"]),
     normalise=st.sampled_from(["std", "unbiased_std", "none"]),

@@ -2,6 +2,7 @@
 
 import json
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from nemo_ext.rl.pairs import read_pairs
 from nemo_ext.rl.prompts import Prompts
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
+ONE_OF_EACH = {("trl", "hm", "llama_nemotron"), ("nemo_rl", None, "domyn")}
 
 
 @pytest.mark.parametrize(
@@ -52,10 +54,13 @@ def test_advantages_are_those_of_the_algorithm(
     assert made.tolist() == pytest.approx(expected if process else flat, rel=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("template", names())
-@pytest.mark.parametrize("trace", [None, "hm"])
-@pytest.mark.parametrize("form", ["trl", "nemo_rl"])
+@pytest.mark.parametrize(
+    ("form", "trace", "template"),
+    [
+        pytest.param(*each, marks=pytest.mark.slow if each in ONE_OF_EACH else pytest.mark.deep)
+        for each in product(("trl", "nemo_rl"), (None, "hm"), names())
+    ],
+)
 def test_both_engines_train_on_the_same_tokens(
     form: str, trace: str | None, template: str, model: Path, tmp_path: Path
 ) -> None:

@@ -11,7 +11,8 @@ from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.verdict import Verdict
 
-MEGABYTE = 1_000_000
+LONG = 200_000
+"""Characters: work that grows with their square would take minutes."""
 REFERENCES = {
     "math": {"answer": r"\frac{7919}{104729}"},
     "multiple_choice": {"answer": "C", "choices": ["red", "green", "blue", "none of these"]},
@@ -28,11 +29,11 @@ def _boxed(content: str) -> str:
 ADVERSARIAL = {
     "empty": "",
     "white space": " \n\t" * 1000,
-    "a megabyte": "a" * MEGABYTE,
-    "a megabyte of digits": _boxed("9" * MEGABYTE),
-    "a megabyte of boxes": r"\boxed{1}" * (MEGABYTE // 9),
-    "a megabyte of open boxes": r"\boxed{" * (MEGABYTE // 7),
-    "boxes in boxes": r"\boxed{" * (MEGABYTE // 8) + "}" * (MEGABYTE // 8),
+    "a long text": "a" * LONG,
+    "very many digits": _boxed("9" * LONG),
+    "very many boxes": r"\boxed{1}" * (LONG // 9),
+    "very many open boxes": r"\boxed{" * (LONG // 7),
+    "boxes in boxes": r"\boxed{" * (LONG // 8) + "}" * (LONG // 8),
     "the right number in two boxes": _boxed(_boxed(r"\frac{7919}{104729}")),
     "the right letter in two boxes": _boxed(_boxed("C")),
     "every answer": "".join(map(_boxed, "ABCD")),
@@ -40,7 +41,7 @@ ADVERSARIAL = {
     "every phrase": "Answer: C Answer: A or C",
     "braces": _boxed("{" * 100_000 + "}" * 100_000),
     "brackets": _boxed("(" * 240 + "1" + ")" * 240),
-    "phrases": "answer is " * (MEGABYTE // 10),
+    "phrases": "answer is " * (LONG // 10),
     "binary": bytes(range(256)).decode("latin-1") * 100,
     "nul": _boxed("7919/104729\x00"),
     "surrogates": _boxed("\ud800\udfff7919/104729"),
@@ -69,10 +70,10 @@ ADVERSARIAL = {
     "an object": '{"outcome": "correct", "score": 1}',
     "json nan": '{"n": NaN, "m": 1}',
     "json infinity": '{"n": 1e999, "m": Infinity}',
-    "json lists": "[" * MEGABYTE,
-    "json objects": '{"n":' * (MEGABYTE // 5),
-    "json strings": '["' * (MEGABYTE // 2),
-    "json escapes": '"' + "\\" * MEGABYTE,
+    "json lists": "[" * LONG,
+    "json objects": '{"n":' * (LONG // 5),
+    "json strings": '["' * (LONG // 2),
+    "json escapes": '"' + "\\" * LONG,
     "json keys": "{" + ",".join(f'"k{i}":1' for i in range(10_000)) + "}",
     "json twice": '{"n": 1, "n": 7919, "m": 1}',
     "json digits": '{"n": ' + "7" * 100_000 + ', "m": 1}',
@@ -157,7 +158,7 @@ def test_random_answers_earn_nothing(environment: tuple[Environment, object], te
     unrewarded(environment, text)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @settings(max_examples=3000, suppress_health_check=list(HealthCheck))
 @given(text=WITHOUT_C)
 def test_many_random_answers_earn_nothing(environment: tuple[Environment, object], text: str) -> None:

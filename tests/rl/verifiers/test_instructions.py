@@ -243,9 +243,8 @@ RUNS += ["Time fun " * (LONG // 9), "a’" * (LONG // 2), "Section1" * (LONG // 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: repr(run[:8]))
 def test_long_runs_end(run: str) -> None:
     """What is quadratic in the answer takes minutes here."""
-    for name, kwargs, *_ in CASES:
-        assert outcome(f"a{run}b", (name, kwargs)) in ("correct", "wrong")
-        assert outcome(run, (name, kwargs)) in ("correct", "wrong")
+    for number, (name, kwargs, *_) in enumerate(CASES):
+        assert outcome(f"a{run}b" if number % 2 else run, (name, kwargs)) in ("correct", "wrong")
 
 
 @given(

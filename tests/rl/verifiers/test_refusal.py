@@ -94,10 +94,10 @@ def test_phrases_of_the_user_s_own() -> None:
 @pytest.mark.parametrize(
     "unit", ["i ", "I can't ", "i'm really just simply ", "as an ai ", "this request ", "sorry ", "\n"]
 )
-def test_a_megabyte_takes_linear_time(unit: str) -> None:
-    text = unit * (1_000_000 // len(unit))
+def test_a_long_text_takes_linear_time(unit: str) -> None:
+    text = unit * (200_000 // len(unit))
 
-    assert verify(text, refuse=True, opening=1_000_000).outcome in ("wrong", "correct")
+    assert verify(text, refuse=True, opening=200_000).outcome in ("wrong", "correct")
 
 
 @given(st.text())

@@ -17,11 +17,20 @@ from nemo_ext.rl.verifiers.workers import TimeLimitError, WorkerError, WorkerPoo
 
 HANGS = (9, 10**9)
 """For operator:pow: minutes in C code, where no Python signal handler runs."""
+SLEEPS = "__import__('time').sleep(60)"
+"""For builtins:eval: as long, without taking a core."""
 
 
 @pytest.fixture
 def power() -> Iterator[WorkerPool]:
     pool = WorkerPool("operator:pow", time_limit=1, workers=2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def evaluating() -> Iterator[WorkerPool]:
+    pool = WorkerPool("builtins:eval", time_limit=1, workers=2)
     yield pool
     pool.close()
 
@@ -130,21 +139,21 @@ def test_a_ctrl_c_at_the_terminal_is_not_the_workers(power: WorkerPool) -> None:
     assert os.getpgid(worker.pid) != os.getpgid(0)
 
 
-def test_an_interrupted_call_leaves_no_worker_and_no_answer(power: WorkerPool) -> None:
+def test_an_interrupted_call_leaves_no_worker_and_no_answer(evaluating: WorkerPool) -> None:
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
-    power.call(2, 2)
+    evaluating.call("4")
     assert len(workers()) == 1
     before = signal.signal(signal.SIGALRM, interrupt)
     signal.setitimer(signal.ITIMER_REAL, 0.2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            power.call(*HANGS)
+            evaluating.call(SLEEPS)
     finally:
         signal.signal(signal.SIGALRM, before)
     assert not workers()
-    assert power.call(2, 3) == 8
+    assert evaluating.call("8") == 8
 
 
 def test_threads_share_the_workers(power: WorkerPool) -> None:
@@ -153,10 +162,10 @@ def test_threads_share_the_workers(power: WorkerPool) -> None:
     assert len(workers()) <= 2
 
 
-def test_time_outs_in_some_threads_do_not_mix_up_the_others(power: WorkerPool) -> None:
+def test_time_outs_in_some_threads_do_not_mix_up_the_others(evaluating: WorkerPool) -> None:
     def call(number: int) -> int | str:
         try:
-            return power.call(*(HANGS if number % 20 == 0 else (number, 1)))
+            return evaluating.call(SLEEPS if number % 20 == 0 else str(number))
         except TimeLimitError:
             return "late"
 
@@ -164,11 +173,11 @@ def test_time_outs_in_some_threads_do_not_mix_up_the_others(power: WorkerPool) -
         assert list(threads.map(call, range(40))) == [n if n % 20 else "late" for n in range(40)]
 
 
-def test_an_event_loop_runs_on_meanwhile(power: WorkerPool) -> None:
+def test_an_event_loop_runs_on_meanwhile(evaluating: WorkerPool) -> None:
     async def both() -> tuple[int, list[int]]:
-        slow = asyncio.create_task(asyncio.to_thread(power.call, *HANGS))
+        slow = asyncio.create_task(asyncio.to_thread(evaluating.call, SLEEPS))
         ticks = 0
-        quick = [await asyncio.to_thread(power.call, 2, exponent) for exponent in range(3)]
+        quick = [await asyncio.to_thread(evaluating.call, f"2**{exponent}") for exponent in range(3)]
         while not slow.done():
             ticks += 1
             await asyncio.sleep(0.01)
@@ -221,10 +230,10 @@ def test_a_forked_child_has_workers_of_its_own(power: WorkerPool) -> None:
 
 
 def test_a_child_forked_while_all_workers_are_busy_is_not_held_up() -> None:
-    pool = WorkerPool("operator:pow", time_limit=3, workers=1)
-    pool.call(2, 2)
+    pool = WorkerPool("builtins:eval", time_limit=3, workers=1)
+    pool.call("4")
     with ThreadPoolExecutor(1) as threads:
-        busy = threads.submit(pool.call, *HANGS)
+        busy = threads.submit(pool.call, SLEEPS)
         while pool._idle:
             time.sleep(0.01)
         child = os.fork()
@@ -232,7 +241,7 @@ def test_a_child_forked_while_all_workers_are_busy_is_not_held_up() -> None:
             signal.alarm(20)
             status = 1
             try:
-                status = 0 if pool.call(2, 5) == 32 else 2
+                status = 0 if pool.call("32") == 32 else 2
                 pool.close()
             finally:
                 os._exit(status)
@@ -255,8 +264,8 @@ HOST = """
     import psutil
     from nemo_ext.rl.verifiers.workers import WorkerPool
 
-    pool = WorkerPool("operator:pow", time_limit=2, workers=2)
-    pool.call(2, 2)
+    pool = WorkerPool("builtins:eval", time_limit=2, workers=2)
+    pool.call("4")
     def tell():
         print(*[child.pid for child in psutil.Process().children()], flush=True)
     threading.Timer(0.5, tell).start()
@@ -264,7 +273,7 @@ HOST = """
     if how == "ends":
         threading.Event().wait(1)
     else:
-        pool.call(9, 10**9)
+        pool.call("__import__('time').sleep(60)")
 """
 
 
