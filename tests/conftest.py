@@ -317,10 +317,32 @@ def torchrun(path: Path, ranks: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def on_ranks() -> Callable[..., None]:
-    """Runs a script as two ranks, or as many as it is told, under torchrun, with a folder as its argument."""
+def fork_program(rank_server: subprocess.Popen[str]) -> Callable[..., list[int]]:
+    """Runs `python WORDS` as ranks that are forked, which print to a log; their exit codes."""
+    one_at_a_time = threading.Lock()
+
+    def run(words: Sequence[str], log: Path, *, ranks: int = 1, environment: Mapping[str, str] = os.environ) -> Any:
+        job = {"command": [*words], "ranks": ranks, "log": str(log), "folder": os.getcwd()}
+        job["environment"] = {**environment, "OMP_NUM_THREADS": "1"}
+        assert rank_server.stdin is not None and rank_server.stdout is not None
+        with one_at_a_time:
+            print(json.dumps(job), file=rank_server.stdin, flush=True)
+            return json.loads(rank_server.stdout.readline())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs a script as two ranks, or as many as it is told, with a folder as its argument."""
+    # CUDA does not work in forked processes.
+    fork = None if torch.cuda.is_available() else request.getfixturevalue("fork_program")
 
     def run(script: Path, folder: Path, ranks: int = 2) -> None:
+        if fork is not None:
+            codes = fork([str(script), str(folder)], folder / "ranks.log", ranks=ranks)
+            assert set(codes) == {0}, (folder / "ranks.log").read_text(errors="replace")[-4000:]
+            return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(
