@@ -184,6 +184,7 @@ SMALL = (
     "megatron.eval_interval=1000",
     "megatron.eval_iters=1",
     "megatron.num_workers=0",
+    "memory_profile=null",
 )
 """Ten steps of the tiny Nemotron 3 Nano on synthetic data, a checkpoint after five."""
 

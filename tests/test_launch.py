@@ -106,11 +106,24 @@ def test_a_run_leaves_config_versions_metrics_log_and_a_report_with_a_plot(unint
 
     for name in ("config.yaml", "versions.json", "metrics.jsonl", "train.log", "report.md", "report.png"):
         assert (run_dir / name).stat().st_size > 0
-    assert sorted(losses(run_dir)) == list(range(1, 21))
     assert "report.png" in (run_dir / "report.md").read_text()
     assert "step 20/20" in out and "report:" in out
     evaluations = [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "val_loss" in line]
     assert [line["step"] for line in evaluations[:2]] == [10, 20]
+
+
+def test_a_run_learns_and_logs_every_step(uninterrupted: tuple[Path, str]) -> None:
+    run_dir, _ = uninterrupted
+    lines = [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
+
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert [line["tokens"] for line in lines] == [128 * step for step in range(1, 21)]
+    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
+    for line in lines:
+        assert line["lr"] > 0 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 and 0 < line["mfu"] < 2
+    # Constant after the warm-up, then WSD's decay over the last fifth: the last step is at the minimum.
+    rates = [line["lr"] for line in lines]
+    assert rates[1:16] == pytest.approx([2e-3] * 15) and rates[-1] == pytest.approx(2e-5)
 
 
 def test_the_same_command_again_has_nothing_to_do(uninterrupted: tuple[Path, str], here: Here) -> None:

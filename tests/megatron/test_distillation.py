@@ -25,7 +25,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check
 from nemo_ext.megatron.distillation import same_tokens
 from nemo_ext.megatron.divergence import kl_divergence
-from nemo_ext.megatron.session import load_weights, take_tensors
+from nemo_ext.megatron.session import build_model, load_weights, take_tensors
 
 pytestmark = pytest.mark.usefixtures("megatron")
 """In the worker that has imported Megatron: runs that others begin with are made once."""
@@ -65,16 +65,29 @@ def keys(run_dir: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def teacher(single: Path) -> Path:
-    """A hybrid MoE model after ten steps."""
-    return single
+def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a hybrid MoE model that is sure of its tokens, made without training."""
+    from megatron.core import dist_checkpointing
+
+    run_dir = tmp_path_factory.mktemp("teacher")
+    config = compose("train", [f"run_dir={run_dir}", "data=mock"])
+    torch.manual_seed(3)
+    model = build_model(config)[0]
+    with torch.no_grad():
+        model.output_layer.weight.mul_(20)
+    folder = checkpoints(run_dir) / "iter_0000010"
+    folder.mkdir(parents=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    (checkpoints(run_dir) / "latest_checkpointed_iteration.txt").write_text("10")
+    run_directory.write_config(run_dir, config)
+    return run_dir
 
 
 @pytest.fixture(scope="module")
-def online(teacher: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> tuple[Path, list[Any]]:
+def online(single: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> tuple[Path, list[Any]]:
     """A run of a dense student beside the teacher, which is told by its eight most probable tokens."""
     run_dir = tmp_path_factory.mktemp("online")
-    return run_dir, train_ranks(run_dir, *SHORT, DENSE, f"distillation.teacher={teacher}", "distillation.top_k=8")
+    return run_dir, train_ranks(run_dir, *SHORT, DENSE, f"distillation.teacher={single}", "distillation.top_k=8")
 
 
 # The divergence itself
@@ -293,10 +306,10 @@ def test_saved_log_probabilities_teach_what_the_teacher_would(
 
 
 @pytest.mark.slow
-def test_saving_does_not_train_the_teacher(teacher: Path, saved_logits: Path, build: Build) -> None:
+def test_saving_does_not_train_the_teacher(single: Path, saved_logits: Path, build: Build) -> None:
     """Neither its weights nor the bias by which its routers choose experts, which needs no gradient to change."""
     before, after = (build("megatron.seq_length=64") for _ in range(2))
-    load_weights(before, checkpoints(teacher) / "iter_0000010")
+    load_weights(before, checkpoints(single) / "iter_0000010")
     load_weights(after, checkpoints(saved_logits.parent) / "iter_0000003")
 
     expected, got = take_tensors(before), take_tensors(after)
@@ -305,8 +318,8 @@ def test_saving_does_not_train_the_teacher(teacher: Path, saved_logits: Path, bu
 
 
 @pytest.mark.deep
-def test_bf16(teacher: Path, train_ranks: Train, tmp_path: Path) -> None:
-    lines = train_ranks(tmp_path, *SHORT, DENSE, "precision=bf16", f"distillation.teacher={teacher}")
+def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
+    lines = train_ranks(tmp_path, *SHORT, DENSE, "precision=bf16", f"distillation.teacher={single}")
 
     assert lines[-1]["kl_to_teacher"] < lines[0]["kl_to_teacher"]
 

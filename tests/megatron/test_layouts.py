@@ -152,8 +152,9 @@ def test_two_ranks_learn_what_one_rank_learns(
 
 @pytest.mark.slow
 def test_parts_of_sequences_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
-    """Without attention, which needs Transformer Engine for it; ranks that share no weights out draw the same ones."""
-    words = ("model.pattern=ME-", "train.tokens=1536")
+    """Without attention, which needs Transformer Engine for it."""
+    train_ranks(tmp_path / "start", "model.pattern=ME-", *ONE_STEP)
+    words = ("model.pattern=ME-", "train.tokens=1536", checkpoint(tmp_path / "start"))
 
     alone = train_ranks(tmp_path / "one", *words)
     together = train_ranks(tmp_path / "two", *words, "megatron.context_parallel_size=2", ranks=2)
@@ -161,19 +162,6 @@ def test_parts_of_sequences_learn_what_one_rank_learns(train_ranks: Train, tmp_p
     assert len(alone) == 3
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
     assert losses(together, "grad_norm") == pytest.approx(losses(alone, "grad_norm"), rel=1e-4)
-
-
-def test_a_run_learns_and_logs_every_step(single: Path) -> None:
-    lines = [line for line in run_directory.read_metrics(single / run_directory.METRICS) if "loss" in line]
-
-    assert [line["step"] for line in lines] == list(range(1, 11))
-    assert [line["tokens"] for line in lines] == [512 * step for step in range(1, 11)]
-    assert lines[-1]["loss"] < 0.5 * lines[0]["loss"]
-    for line in lines:
-        assert line["lr"] > 0 and line["grad_norm"] > 0 and line["tokens_per_second"] > 0 and 0 < line["mfu"] < 2
-    # Constant after the warm-up, then WSD's decay over the last fifth: the last step is at the minimum.
-    rates = [line["lr"] for line in lines]
-    assert rates[1:8] == pytest.approx([2e-3] * 7) and rates[-1] == pytest.approx(2e-5)
 
 
 @pytest.mark.slow

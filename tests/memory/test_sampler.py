@@ -493,7 +493,7 @@ def test_the_root_of_ranks_is_torchrun_or_slurms_daemon(monkeypatch: pytest.Monk
 def test_a_training_run_leaves_its_memory_in_the_report(
     tmp_path: Path, train_ranks: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    train_ranks(tmp_path, "memory_profile.seconds=0.1", "megatron.eval_interval=5")
+    train_ranks(tmp_path, "memory_profile={seconds: 0.1}", "megatron.eval_interval=5")
 
     text = write_report(tmp_path).read_text()
 
