@@ -36,7 +36,7 @@ def test_memory_and_flops_are_those_of_real_tensors(
     assert (made["peak"], sum(made["flops"].values())) == (real["peak"], real["flops"])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
     (tmp_path / "parent").mkdir()
     parent = compose("train", ["recipe=nemotron3_nano/quickstart", "data=mock", "run_dir=unused"])
