@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -18,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -47,22 +47,54 @@ from nemo_ext.megatron.cpu import mamba_modules
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
 
+RUN_DIR = "/the/run/directory/of/a/test"
+
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
 
 
 def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s."""
+    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s.
+
+    A run directory and a pattern, which differ from test to test, are put into what was composed with others.
+    """
     made: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def kept(*words: str) -> dict[str, Any]:
+        if words not in made:
+            made[words] = whole(words[0], words[1:])
+        return made[words]
+
+    def copied(value: Any, run_dir: str) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(each, run_dir) for key, each in value.items()}
+        if isinstance(value, list):
+            return [copied(each, run_dir) for each in value]
+        return value.replace(RUN_DIR, run_dir) if isinstance(value, str) else value
 
     @functools.wraps(whole)
     def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        words = (config_name, *overrides)
-        if any(word.startswith(("--config-dir", "-cd")) for word in words):
+        if any(word.startswith(("--config-dir", "-cd")) for word in overrides):
             return whole(config_name, overrides)
-        if words not in made:
-            made[words] = whole(config_name, overrides)
-        return deepcopy(made[words])
+        words, run_dir, pattern = [config_name], RUN_DIR, None
+        for word in overrides:
+            if found := re.fullmatch(r"run_dir=(/[\w./-]+)", word):
+                word, run_dir = f"run_dir={RUN_DIR}", found[1]
+            if found := re.fullmatch(r"""model\.pattern=(["']?)([^"'\\]+)\1""", word):
+                pattern = found[2]
+            else:
+                words.append(word)
+        if pattern is not None:
+            with suppress(ValueError):  # a mistake is told of the words that were given
+                without = copied(kept(*words), run_dir)
+                if isinstance(without.get("model"), dict) and "pattern" in without["model"]:
+                    without["model"]["pattern"] = pattern
+                    return without
+            words = [
+                config_name,
+                *(f"run_dir={RUN_DIR}" if word == f"run_dir={run_dir}" else word for word in overrides),
+            ]
+        return copied(kept(*words), run_dir)
 
     return compose
 

@@ -338,7 +338,7 @@ def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.M
     assert memory.peaks(memory.read(tmp_path), [])["run"][0] == 7
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 12])
+@pytest.mark.parametrize("nodes", [1, 12])
 def test_the_report_has_the_picture_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     folder = tmp_path / memory_profile.FOLDER
     for number in range(nodes):

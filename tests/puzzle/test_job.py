@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from nemo_ext import cli
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.job import Job
 
@@ -387,7 +388,15 @@ def test_mistakes_are_told(overrides: tuple[str, ...], message: str, tmp_path: P
         here(tmp_path / "run", *overrides)
 
 
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path / "run", "puzzle.stages=[search]")
-    assert code == 2, err
+def test_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, f"run_dir={tmp_path / 'run'}", "puzzle.stages=[search]"]
+    monkeypatch.setattr(sys, "argv", ["nemo-ext", "puzzle", *words])
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+
+    err = capfd.readouterr().err
+    assert ended.value.code == 2, err
     assert err.startswith("error: puzzle.stages: search takes") and len(err.splitlines()) == 1

@@ -24,8 +24,6 @@ from nemo_ext.puzzle.fusion.dependency import (
 )
 from nemo_ext.puzzle.fusion.fusion import Group
 
-BEGINNINGS = {"png": b"\x89PNG", "svg": b"<?xml"}
-
 
 @pytest.fixture
 def parent(megatron: None) -> Callable[..., Parent]:
@@ -181,15 +179,14 @@ def test_small_distances_keep_their_digits() -> None:
     assert cosine_distance(first * 0, first * 0).eq(0).all()
 
 
-@pytest.mark.parametrize("suffix", BEGINNINGS)
-def test_a_picture_of_any_size(suffix: str, tmp_path: Path) -> None:
+def test_a_picture_of_a_large_model(tmp_path: Path) -> None:
     pattern = parse("*-" * 40 + "-" * 46)
     matrix = [[1 / (j - i) if j > i else nan for j in range(126)] for i in range(126)]
 
-    path = draw_dependency(matrix, tmp_path / f"d.{suffix}", pattern=pattern, groups=[Group(80, 99)], title="126")
+    path = draw_dependency(matrix, tmp_path / "d.png", pattern=pattern, groups=[Group(80, 99)], title="126")
 
-    assert path.read_bytes().startswith(BEGINNINGS[suffix])
-    assert [file.name for file in tmp_path.iterdir()] == [f"d.{suffix}"]
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert [file.name for file in tmp_path.iterdir()] == ["d.png"]
 
 
 def test_a_picture_names_blocks_and_outlines_what_is_fused(tmp_path: Path) -> None:
