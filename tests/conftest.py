@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -169,8 +170,10 @@ def megatron() -> Iterator[None]:
     """Megatron on this machine with a process group of one rank."""
     from nemo_ext.megatron.cpu import patches
     from nemo_ext.megatron.session import data_parallel
+    from nemo_ext.megatron.trainer import write_checkpoints_without_helper
 
     with data_parallel():
+        write_checkpoints_without_helper(Namespace(async_save=False))  # which would import torch for seconds
         yield
     patches.restore()
 

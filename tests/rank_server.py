@@ -11,6 +11,7 @@ import runpy
 import signal
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -53,9 +54,11 @@ def rank(number: int, *, job: dict, port: int) -> NoReturn:
 
 
 def program(words: Sequence[str]) -> NoReturn:
-    """`python WORDS` in this process."""
+    """`python WORDS` in this process, which writes checkpoints without a helper, as the trainer does."""
     from nemo_ext.megatron.rank import leave
+    from nemo_ext.megatron.trainer import write_checkpoints_without_helper
 
+    write_checkpoints_without_helper(Namespace(async_save=False))
     code = 0
     try:
         if words[0] == "-m":
