@@ -3,6 +3,7 @@
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -328,8 +330,16 @@ def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
 
 
 def refusal(*overrides: str) -> str:
+    """What the check says; values of the section are set in a config that is composed once."""
+    own = [word.removeprefix("+").partition("=") for word in overrides if "distillation." in word.split("=")[0]]
+    others = [word for word in overrides if "distillation." not in word.split("=")[0]]
+    config = compose("train", ["run_dir=unused", "data=mock", *others])
+    for key, _, value in own:
+        config["distillation"][key.removeprefix("distillation.")] = (
+            math.inf if value == "inf" else yaml.safe_load(value)
+        )
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (each caller has its own words to find)
-        check(compose("train", ["run_dir=unused", "data=mock", *overrides]))
+        check(config)
     return str(caught.value)
 
 
