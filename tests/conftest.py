@@ -10,15 +10,16 @@ import inspect
 import json
 import os
 import random
+import re
 import select
 import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,22 +51,54 @@ from nemo_ext.megatron.cpu import mamba_modules
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
 
+RUN_DIR = "/the/run/directory/of/a/test"
+
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
 
 
 def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s."""
+    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s.
+
+    A run directory and a pattern, which differ from test to test, are put into what was composed with others.
+    """
     made: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def kept(*words: str) -> dict[str, Any]:
+        if words not in made:
+            made[words] = whole(words[0], words[1:])
+        return made[words]
+
+    def copied(value: Any, run_dir: str) -> Any:
+        if isinstance(value, dict):
+            return {key: copied(each, run_dir) for key, each in value.items()}
+        if isinstance(value, list):
+            return [copied(each, run_dir) for each in value]
+        return value.replace(RUN_DIR, run_dir) if isinstance(value, str) else value
 
     @functools.wraps(whole)
     def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        words = (config_name, *overrides)
-        if any(word.startswith(("--config-dir", "-cd")) for word in words):
+        if any(word.startswith(("--config-dir", "-cd")) for word in overrides):
             return whole(config_name, overrides)
-        if words not in made:
-            made[words] = whole(config_name, overrides)
-        return deepcopy(made[words])
+        words, run_dir, pattern = [config_name], RUN_DIR, None
+        for word in overrides:
+            if found := re.fullmatch(r"run_dir=(/[\w./-]+)", word):
+                word, run_dir = f"run_dir={RUN_DIR}", found[1]
+            if found := re.fullmatch(r"""model\.pattern=(["']?)([^"'\\]+)\1""", word):
+                pattern = found[2]
+            else:
+                words.append(word)
+        if pattern is not None:
+            with suppress(ValueError):  # a mistake is told of the words that were given
+                without = copied(kept(*words), run_dir)
+                if isinstance(without.get("model"), dict) and "pattern" in without["model"]:
+                    without["model"]["pattern"] = pattern
+                    return without
+            words = [
+                config_name,
+                *(f"run_dir={RUN_DIR}" if word == f"run_dir={run_dir}" else word for word in overrides),
+            ]
+        return copied(kept(*words), run_dir)
 
     return compose
 
@@ -192,8 +225,10 @@ def megatron() -> Iterator[None]:
     """Megatron on this machine with a process group of one rank."""
     from nemo_ext.megatron.cpu import patches
     from nemo_ext.megatron.session import data_parallel
+    from nemo_ext.megatron.trainer import write_checkpoints_without_helper
 
     with data_parallel():
+        write_checkpoints_without_helper(Namespace(async_save=False))  # which would import torch for seconds
         yield
     patches.restore()
 
@@ -239,6 +274,7 @@ SMALL = (
     "megatron.eval_interval=1000",
     "megatron.eval_iters=1",
     "megatron.num_workers=0",
+    "memory_profile=null",
 )
 """Ten steps of the tiny Nemotron 3 Nano on synthetic data, a checkpoint after five."""
 
@@ -353,10 +389,32 @@ def torchrun(path: Path, ranks: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def on_ranks() -> Callable[..., None]:
-    """Runs a script as two ranks, or as many as it is told, under torchrun, with a folder as its argument."""
+def fork_program(rank_server: subprocess.Popen[str]) -> Callable[..., list[int]]:
+    """Runs `python WORDS` as ranks that are forked, which print to a log; their exit codes."""
+    one_at_a_time = threading.Lock()
+
+    def run(words: Sequence[str], log: Path, *, ranks: int = 1, environment: Mapping[str, str] = os.environ) -> Any:
+        job = {"command": [*words], "ranks": ranks, "log": str(log), "folder": os.getcwd()}
+        job["environment"] = {**environment, "OMP_NUM_THREADS": "1"}
+        assert rank_server.stdin is not None and rank_server.stdout is not None
+        with one_at_a_time:
+            print(json.dumps(job), file=rank_server.stdin, flush=True)
+            return json.loads(rank_server.stdout.readline())
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Runs a script as two ranks, or as many as it is told, with a folder as its argument."""
+    # CUDA does not work in forked processes.
+    fork = None if torch.cuda.is_available() else request.getfixturevalue("fork_program")
 
     def run(script: Path, folder: Path, ranks: int = 2) -> None:
+        if fork is not None:
+            codes = fork([str(script), str(folder)], folder / "ranks.log", ranks=ranks)
+            assert set(codes) == {0}, (folder / "ranks.log").read_text(errors="replace")[-4000:]
+            return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         ended = subprocess.run(

@@ -1,13 +1,18 @@
 """Ranks as forked children of one process that has imported Megatron: what torchrun starts, without its imports.
 
-Run as a script: reads lines `{"config": FILE, "ranks": 2, "log": FILE, "folder": DIR, "environment": {}}`,
-answers each with the exit codes of the ranks. As under torchrun, ranks are killed once one of them has failed.
+Run as a script: reads lines `{"config": FILE, "ranks": 2, "log": FILE, "folder": DIR, "environment": {}}`, or with
+Python's arguments as `command` (`["-m", MODULE, ...]` or `[SCRIPT, ...]`) in place of `config`, and answers each with
+the exit codes of the ranks. As under torchrun, ranks are killed once one of them has failed.
 """
 
 import json
 import os
+import runpy
 import signal
 import sys
+import traceback
+from argparse import Namespace
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -43,7 +48,31 @@ def rank(number: int, *, job: dict, port: int) -> NoReturn:
     os.environ |= job["environment"]
     os.environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(job["ranks"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": str(job["ranks"])}
+    if "command" in job:
+        program(job["command"])
     import_module(training_rank(read_config(Path(job["config"])))).run(job["config"])
+
+
+def program(words: Sequence[str]) -> NoReturn:
+    """`python WORDS` in this process, which writes checkpoints without a helper, as the trainer does."""
+    from nemo_ext.megatron.rank import leave
+    from nemo_ext.megatron.trainer import write_checkpoints_without_helper
+
+    write_checkpoints_without_helper(Namespace(async_save=False))
+    code = 0
+    try:
+        if words[0] == "-m":
+            sys.argv = [*words[1:]]
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = [*words]
+            runpy.run_path(words[0], run_name="__main__")
+    except SystemExit as exit_:
+        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    leave(code)
 
 
 def ended(job: dict, port: int) -> list[int]:

@@ -170,8 +170,16 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
 
 @functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process."""
+    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process.
+
+    Megatron parses its own sources for the help of its arguments, each time that it makes a parser, of which a rank's
+    start has three: 0.2 s each. Nothing here shows that help, and from here on it is left out.
+    """
+    from megatron.training import argument_utils
     from megatron.training.arguments import add_megatron_arguments
+
+    if hasattr(argument_utils, "ArgumentGroupFactory"):
+        argument_utils.ArgumentGroupFactory._get_field_docstrings = lambda self, config: {}
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
@@ -198,17 +206,17 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
         for option in action.option_strings
         if option.startswith("--")
     }
-    words: list[str] = []
+    pieces: dict[str, list[str]] = {}
     for name, value in values.items():
         if name not in flags:
             raise ValueError(_unknown(name, flags))
         option, action = flags[name]
         if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
-            words.append(option if value else f"--no-{option.removeprefix('--')}")
+            pieces[name] = [option if value else f"--no-{option.removeprefix('--')}"]
         elif action.nargs == 0:
             if not isinstance(value, bool):
                 raise ValueError(f"megatron.{name}={value!r}: {option} is a switch, set it to true or false")
-            words += [option] if value else []
+            pieces[name] = [option] if value else []
         else:
             items = value if isinstance(value, list | tuple) else [value]
             if action.nargs is None and not items:
@@ -216,12 +224,17 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
             if action.nargs is None and len(items) > 1:
                 items = [",".join(map(str, items))]  # such as window_size, one word with commas
             # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.
-            piece = [f"{option}={items[0]}"] if action.nargs is None else [option, *(str(item) for item in items)]
+            one = action.nargs is None
+            pieces[name] = [f"{option}={items[0]}"] if one else [option, *(str(item) for item in items)]
+    words = [word for piece in pieces.values() for word in piece]
+    try:
+        parser.parse_args(words)
+    except ValueError:
+        for name, piece in pieces.items():  # each sets all of Megatron's defaults anew
             try:
                 parser.parse_args(piece)
             except ValueError as error:
-                raise ValueError(f"megatron.{name}={value!r}: {error}") from error
-            words += piece
+                raise ValueError(f"megatron.{name}={values[name]!r}: {error}") from error
     return words
 
 

@@ -1,6 +1,7 @@
 """Batches for the stages: which rank sees which sequence, and the loss over them."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from nemo_ext.job.config import compose
 from nemo_ext.puzzle.stages import evaluate
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def sequences(megatron: None) -> Callable[..., TokenBatches]:
-    def make(split: Any, count: int) -> TokenBatches:
+    @cache
+    def make(split: Any) -> TokenBatches:
         config = compose(
             "train",
             [
@@ -29,7 +31,7 @@ def sequences(megatron: None) -> Callable[..., TokenBatches]:
                 "train.tokens=160",
             ],
         )
-        return TokenBatches(config, split, count, torch.device("cpu"))
+        return TokenBatches(config, split, 10, torch.device("cpu"))
 
     return make
 
@@ -40,7 +42,7 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, number: int, count: int) -> None:
 
 
 def test_ranks_share_out_what_one_has(sequences: Callable[..., TokenBatches], monkeypatch: pytest.MonkeyPatch) -> None:
-    data = sequences("train", 10)
+    data = sequences("train")
     whole, first = data.batches(4), next(data.stream(3, 4))
     assert [tuple(batch.shape) for batch in whole] == [(4, 16), (4, 16), (2, 16)]
     assert len({tuple(row) for batch in whole for row in batch.tolist()}) == 10
@@ -57,16 +59,17 @@ def test_ranks_share_out_what_one_has(sequences: Callable[..., TokenBatches], mo
 
 
 def test_training_and_validation_are_other_sequences(sequences: Callable[..., TokenBatches]) -> None:
-    assert not torch.equal(sequences("train", 4).batch(0, 4), sequences("valid", 4).batch(0, 4))
+    assert not torch.equal(sequences("train").batch(0, 4), sequences("valid").batch(0, 4))
 
 
 def test_what_cannot_be_shared_is_refused(
     sequences: Callable[..., TokenBatches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = sequences("train", 8)
-    as_rank(monkeypatch, 0, 3)
-    with pytest.raises(ValueError, match="8 sequences in batches of 4 are too few for 3 ranks"):
+    data = sequences("train")
+    as_rank(monkeypatch, 0, 4)
+    with pytest.raises(ValueError, match="10 sequences in batches of 4 are too few for 4 ranks"):
         data.batches(4)
+    as_rank(monkeypatch, 0, 3)
     with pytest.raises(ValueError, match="batches of 4 sequences cannot be shared equally by 3 ranks"):
         next(data.stream(0, 4))
 

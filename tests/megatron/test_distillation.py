@@ -3,19 +3,18 @@
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import tarfile
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -28,10 +27,10 @@ from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check
 from nemo_ext.megatron.distillation import same_tokens
 from nemo_ext.megatron.divergence import kl_divergence
-from nemo_ext.megatron.session import load_weights, take_tensors
+from nemo_ext.megatron.session import build_model, load_weights, take_tensors
 
-pytestmark = pytest.mark.xdist_group(name="distillation")
-"""Fixtures that train are made once."""
+pytestmark = pytest.mark.usefixtures("megatron")
+"""In the worker that has imported Megatron: runs that others begin with are made once."""
 
 Train = Callable[..., list[dict[str, Any]]]
 Build = Callable[..., torch.nn.Module]
@@ -68,18 +67,29 @@ def keys(run_dir: Path) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Path:
-    """A hybrid MoE model after four steps."""
+def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a hybrid MoE model that is sure of its tokens, made without training."""
+    from megatron.core import dist_checkpointing
+
     run_dir = tmp_path_factory.mktemp("teacher")
-    train_ranks(run_dir, "train.tokens=2048", "train.warmup_tokens=0")
+    config = compose("train", [f"run_dir={run_dir}", "data=mock"])
+    torch.manual_seed(3)
+    model = build_model(config)[0]
+    with torch.no_grad():
+        model.output_layer.weight.mul_(20)
+    folder = checkpoints(run_dir) / "iter_0000010"
+    folder.mkdir(parents=True)
+    dist_checkpointing.save(model.sharded_state_dict(), str(folder))
+    (checkpoints(run_dir) / "latest_checkpointed_iteration.txt").write_text("10")
+    run_directory.write_config(run_dir, config)
     return run_dir
 
 
 @pytest.fixture(scope="module")
-def online(teacher: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> tuple[Path, list[Any]]:
+def online(single: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> tuple[Path, list[Any]]:
     """A run of a dense student beside the teacher, which is told by its eight most probable tokens."""
     run_dir = tmp_path_factory.mktemp("online")
-    return run_dir, train_ranks(run_dir, *SHORT, DENSE, f"distillation.teacher={teacher}", "distillation.top_k=8")
+    return run_dir, train_ranks(run_dir, *SHORT, DENSE, f"distillation.teacher={single}", "distillation.top_k=8")
 
 
 # The divergence itself
@@ -147,26 +157,10 @@ def test_logits_may_be_overwritten_before_the_backward_pass() -> None:
     torch.testing.assert_close(got, expected)
 
 
-RANKS = """
-import os, sys, torch
-from nemo_ext.megatron.divergence import kl_divergence
-rank = int(sys.argv[2])
-torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}.meeting", rank=rank, world_size=2)
-group = torch.distributed.group.WORLD
-saved = torch.load(sys.argv[1])
-for top_k, temperature, kl, gradient in saved["cases"]:
-    student, teacher = (saved[name].chunk(2, -1)[rank].clone().requires_grad_() for name in ("student", "teacher"))
-    got = kl_divergence(student, teacher, temperature=temperature, top_k=top_k, group=group)
-    torch.testing.assert_close(got, kl)
-    (got * saved["weights"]).sum().backward()
-    torch.testing.assert_close(student.grad, gradient.chunk(2, -1)[rank])
-torch.distributed.barrier()
-os._exit(0)  # gloo's threads may abort a process that takes itself apart
-"""
-
-
 @pytest.mark.slow
-def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(tmp_path: Path) -> None:
+def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(
+    on_ranks: Callable[..., None], tmp_path: Path
+) -> None:
     student, teacher = logits(5, 3, 40)
     with torch.no_grad():
         teacher[0, 0, :] = 0  # ties: whichever tokens are chosen, there are top_k of them
@@ -177,13 +171,8 @@ def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(tmp_path: Path
         cases.append((top_k, temperature, kl.detach(), torch.autograd.grad((kl * weights).sum(), student)[0]))
     tensors = {"student": student.detach(), "teacher": teacher, "weights": weights, "cases": cases}
     torch.save(tensors, tmp_path / "tensors.pt")
-    (tmp_path / "ranks.py").write_text(RANKS)
 
-    command = [sys.executable, "-W", "ignore", str(tmp_path / "ranks.py"), str(tmp_path / "tensors.pt")]
-    ranks = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    ended = [(rank.communicate(timeout=240)[1], rank.returncode) for rank in ranks]
-
-    assert [code for _, code in ended] == [0, 0], ended
+    on_ranks(Path(__file__).with_name("divergence_rank.py"), tmp_path)
 
 
 # A teacher beside its student, in this process
@@ -269,7 +258,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path, build
     from nemo_ext.megatron.distillation import OnlineTeacher
 
     student = build("megatron.seq_length=64", "megatron.moe_aux_loss_coeff=0")
-    load_weights(student, checkpoints(teacher) / "iter_0000004")
+    load_weights(student, checkpoints(teacher) / "iter_0000010")
     distillation = OnlineTeacher(config_of(teacher, "distillation.temperature=2"))
     distillation.attach([student])
 
@@ -291,7 +280,7 @@ def test_a_run_beside_its_teacher(online: tuple[Path, list[Any]], build: Build) 
     assert keys(run_dir) == take_tensors(build(DENSE)).keys(), "the teacher is in the checkpoint"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_run_goes_on_from_its_checkpoint(online: tuple[Path, list[Any]], train_ranks: Train, tmp_path: Path) -> None:
     run_dir, whole = online
     shutil.copytree(checkpoints(run_dir), checkpoints(tmp_path))
@@ -305,21 +294,11 @@ def test_a_run_goes_on_from_its_checkpoint(online: tuple[Path, list[Any]], train
         assert last[name] == whole[-1][name]
 
 
-@pytest.fixture(scope="module")
-def saved(teacher: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Path:
-    """The teacher's eight most probable tokens of every position, and that saving did not train it."""
-    run_dir = tmp_path_factory.mktemp("saving")
-    folder = run_dir / "logits"
-    dims = (f"megatron.logits_save_dir={folder}", "megatron.logits_save_top_k=8")
-    train_ranks(run_dir, *SHORT, *FROZEN, *dims, f"megatron.pretrained_checkpoint={checkpoints(teacher)}")
-    return folder
-
-
 @pytest.mark.slow
 def test_saved_log_probabilities_teach_what_the_teacher_would(
-    online: tuple[Path, list[Any]], saved: Path, train_ranks: Train, tmp_path: Path
+    online: tuple[Path, list[Any]], saved_logits: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
-    cached = train_ranks(tmp_path, *SHORT, DENSE, f"megatron.logits_load_dir={saved}")
+    cached = train_ranks(tmp_path, *SHORT, DENSE, f"megatron.logits_load_dir={saved_logits}")
 
     _, beside = online
     assert len(cached) == 3
@@ -329,101 +308,20 @@ def test_saved_log_probabilities_teach_what_the_teacher_would(
 
 
 @pytest.mark.slow
-def test_saving_does_not_train_the_teacher(teacher: Path, saved: Path, build: Build) -> None:
+def test_saving_does_not_train_the_teacher(single: Path, saved_logits: Path, build: Build) -> None:
     """Neither its weights nor the bias by which its routers choose experts, which needs no gradient to change."""
     before, after = (build("megatron.seq_length=64") for _ in range(2))
-    load_weights(before, checkpoints(teacher) / "iter_0000004")
-    load_weights(after, checkpoints(saved.parent) / "iter_0000003")
+    load_weights(before, checkpoints(single) / "iter_0000010")
+    load_weights(after, checkpoints(saved_logits.parent) / "iter_0000003")
 
     expected, got = take_tensors(before), take_tensors(after)
     assert any("expert_bias" in key for key in expected)
     assert all(torch.equal(value, got[key]) for key, value in expected.items())
 
 
-LAYOUTS = {
-    "tensor": ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
-    "pipeline": ("megatron.pipeline_model_parallel_size=2",),
-    "data": (),
-    "expert": ("megatron.expert_model_parallel_size=2",),
-}
-
-
-@pytest.fixture(scope="module")
-def started(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Callable[..., str]:
-    """Weights of a student for every layout to start from: ranks of different layouts draw different ones."""
-
-    @cache
-    def start(*student: str) -> str:
-        run_dir = tmp_path_factory.mktemp("start")
-        train_ranks(run_dir, *student, "train.tokens=512", "train.warmup_tokens=0")
-        return f"megatron.pretrained_checkpoint={checkpoints(run_dir)}"
-
-    return start
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> Callable[..., list[dict[str, Any]]]:
-    """What one rank logs, once for all layouts."""
-
-    @cache
-    def run(*words: str) -> list[dict[str, Any]]:
-        return train_ranks(tmp_path_factory.mktemp("one"), *words)
-
-    return run
-
-
-FEWER_EXPERTS = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pattern=ME*-")
-"""A smaller hybrid student with other experts than its teacher's eight."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "student"),
-    [
-        *(("tensor", (DENSE,)), ("tensor", FEWER_EXPERTS), ("expert", FEWER_EXPERTS), ("data", (DENSE,))),
-        *(("pipeline", (DENSE,)), ("pipeline", (*FEWER_EXPERTS[:2], "model.pattern=ME*E"))),
-    ],
-)
-@pytest.mark.parametrize("top_k", ["null", "8"])
-def test_two_ranks_learn_from_a_teacher_what_one_rank_learns(
-    teacher: Path,
-    started: Callable[..., str],
-    one_rank: Train,
-    train_ranks: Train,
-    tmp_path: Path,
-    layout: str,
-    student: tuple[str, ...],
-    top_k: str,
-) -> None:
-    told = (f"distillation.teacher={teacher}", f"distillation.top_k={top_k}", "distillation.lm_weight=0.5")
-    run = (*SHORT, *student, started(*student), *told)
-
-    alone = one_rank(*run)
-    together = train_ranks(tmp_path, *run, *LAYOUTS[layout], ranks=2)
-
-    for name in ("loss", "kl_to_teacher"):
-        assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
-    assert losses(together, "grad_norm") == pytest.approx(losses(alone, "grad_norm"), rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "data"])
-def test_two_ranks_learn_from_files_what_one_rank_learns(
-    saved: Path, started: Callable[..., str], one_rank: Train, train_ranks: Train, tmp_path: Path, layout: str
-) -> None:
-    run = (*SHORT, DENSE, started(DENSE), f"megatron.logits_load_dir={saved}")
-
-    alone = one_rank(*run)
-    together = train_ranks(tmp_path, *run, *LAYOUTS[layout], ranks=2)
-
-    for name in ("loss", "kl_to_teacher"):
-        assert losses(together, name) == pytest.approx(losses(alone, name), rel=1e-5)
-    assert losses(together, "grad_norm") == pytest.approx(losses(alone, "grad_norm"), rel=1e-4)
-
-
-@pytest.mark.slow
-def test_bf16(teacher: Path, train_ranks: Train, tmp_path: Path) -> None:
-    lines = train_ranks(tmp_path, *SHORT, DENSE, "precision=bf16", f"distillation.teacher={teacher}")
+@pytest.mark.deep
+def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
+    lines = train_ranks(tmp_path, *SHORT, DENSE, "precision=bf16", f"distillation.teacher={single}")
 
     assert lines[-1]["kl_to_teacher"] < lines[0]["kl_to_teacher"]
 
@@ -432,8 +330,16 @@ def test_bf16(teacher: Path, train_ranks: Train, tmp_path: Path) -> None:
 
 
 def refusal(*overrides: str) -> str:
+    """What the check says; values of the section are set in a config that is composed once."""
+    own = [word.removeprefix("+").partition("=") for word in overrides if "distillation." in word.split("=")[0]]
+    others = [word for word in overrides if "distillation." not in word.split("=")[0]]
+    config = compose("train", ["run_dir=unused", "data=mock", *others])
+    for key, _, value in own:
+        config["distillation"][key.removeprefix("distillation.")] = (
+            math.inf if value == "inf" else yaml.safe_load(value)
+        )
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (each caller has its own words to find)
-        check(compose("train", ["run_dir=unused", "data=mock", *overrides]))
+        check(config)
     return str(caught.value)
 
 
@@ -567,7 +473,7 @@ def test_missing_files_are_refused(tmp_path: Path) -> None:
     assert "cannot be read" in refusal(f"megatron.logits_load_dir={tmp_path}")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_commands_of_the_docs(
     launched: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

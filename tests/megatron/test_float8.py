@@ -177,12 +177,16 @@ def test_the_model_computes_with_rounded_matrices(build: Callable[..., Any]) -> 
 def test_training_in_fp8_loses_next_to_nothing(
     train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    words = ["precision=bf16", "model=olmo1_tiny"]  # whose sizes suit every scaling; its output layer is tied
+    words = [
+        "precision=bf16",
+        "train.tokens=2560",
+        "model=olmo1_tiny",
+    ]  # whose sizes suit every scaling; its output layer is tied
     reference = train_ranks(tmp_path / "bf16", *words)
     for scaling in ("tensorwise", "blockwise"):
         plan = f"precision_plan={{default: fp8, format: hybrid, recipe: {scaling}}}"
         lines = train_ranks(tmp_path / scaling, *words, plan)
 
         assert lines[-1]["loss"] != reference[-1]["loss"]
-        # Ten steps at a high rate, in which roundings alone move the loss by some thousandths.
+        # Five steps at a high rate, in which roundings alone move the loss by some thousandths.
         assert lines[-1]["loss"] == pytest.approx(reference[-1]["loss"], rel=0.02)

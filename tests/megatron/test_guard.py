@@ -11,7 +11,7 @@ import pytest
 
 from nemo_ext.checkpoint import sound
 from nemo_ext.job.config import compose
-from nemo_ext.job.run_directory import read_metrics
+from nemo_ext.job.run_directory import CONFIG, read_metrics
 from nemo_ext.megatron import guard
 from nemo_ext.megatron.guard import Event, Guard, Watch
 
@@ -206,8 +206,8 @@ def test_cluster_is_what_long_runs_need() -> None:
 
 
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
-    """`nemo-ext train` in this process, whose ranks have a fault at a step."""
+def faulty(fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """`nemo-ext train` in this process, whose ranks have a fault at a step; without a fault they are forked."""
     from nemo_ext import launch
     from nemo_ext.job import ranks
 
@@ -216,21 +216,27 @@ def faulty(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Pat
         path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
         monkeypatch.setenv("PYTHONPATH", path)
         monkeypatch.setenv("FAULT", fault)
-        launch.train(compose("train", [*SMALL, f"run_dir={tmp_path / name}", *words]))
+        with monkeypatch.context() as patch:
+            if fault == SOUND:
+                patch.setattr(launch, "_run_ranks", lambda run_dir, ranks, *_: fork_ranks(run_dir / CONFIG, ranks))
+            launch.train(compose("train", [*SMALL, f"run_dir={tmp_path / name}", *words]))
         return tmp_path / name
 
     return run
 
 
+SOUND = "none"
 CLUSTER = ("operation=cluster", "guard.minutes=5")
 TENSOR = ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bad", "steps", "more"),
-    [("nan", 7, 12, (*CLUSTER, *TENSOR)), ("nan", 10, 10, ("guard.nan=true",)), ("spike", 72, 78, CLUSTER)],
-    ids=["nan, tensor-parallel", "the last step", "spike"],
+    [
+        pytest.param("nan", 7, 12, (*CLUSTER, *TENSOR), marks=pytest.mark.slow, id="nan, tensor-parallel"),
+        pytest.param("nan", 10, 10, ("guard.nan=true",), marks=pytest.mark.deep, id="the last step"),
+        pytest.param("spike", 72, 78, CLUSTER, marks=pytest.mark.deep, id="spike"),
+    ],
 )
 def test_training_goes_over_a_bad_batch_as_if_told_to(
     faulty: Callable[..., Path],
@@ -245,7 +251,7 @@ def test_training_goes_over_a_bad_batch_as_if_told_to(
     out = capsys.readouterr().out
 
     plain = (word for word in more if word not in CLUSTER)
-    told = faulty("told", "none:0", *plain, tokens, f"+megatron.iterations_to_skip=[{bad}]")
+    told = faulty("told", SOUND, *plain, tokens, f"+megatron.iterations_to_skip=[{bad}]")
 
     back = re.search(rf"at step {bad}: back to step (\d+), then over the batch of step {bad}\n", out)
     assert back is not None and int(back[1]) in range(0, bad, 5), "the checkpoint before may not be written yet"
@@ -269,5 +275,5 @@ def test_a_rank_that_stands_still_is_named(faulty: Callable[..., Path], capsys: 
     assert ended.value.code == 1
     said = capsys.readouterr().err
     assert "error: no step for 0.1 minutes:" in said and "rank 1 in stand_still (faulty_rank.py:" in said
-    run = faulty("hangs", "none:0", "guard.minutes=5")
+    run = faulty("hangs", SOUND, "guard.minutes=5")
     assert [each["step"] for each in read_metrics(run / "metrics.jsonl") if "loss" in each] == list(range(1, 13))

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, RowSchedule
 from nemo_ext.data.text.indexed_dataset import write_index
-from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 
 Train = Callable[..., list[dict[str, Any]]]
@@ -74,26 +73,6 @@ def test_a_config_without_the_section_has_no_mix() -> None:
     assert MixedLengths.from_config({"data": None, "megatron": {}}) is None
     found = MixedLengths.from_config(config_with(short=16, short_share=0.25))
     assert found == MixedLengths(short=16, short_share=0.25)
-
-
-def stream_at(prefix: Path, seed: int) -> None:
-    """Documents of 1 to 50 tokens, each a sequence that counts up, and its end."""
-    generator = np.random.default_rng(seed)
-    documents = [
-        np.append((np.arange(length) + start) % 200, EOD)
-        for length, start in generator.integers(1, 200, (400, 2)) % np.array([50, 200]) + np.array([1, 0])
-    ]
-    np.concatenate(documents).astype(np.uint16).tofile(f"{prefix}.bin")
-    write_index(Path(f"{prefix}.idx"), np.array([len(document) for document in documents]), np.uint16)
-
-
-@pytest.fixture(scope="module")
-def streams(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two streams to blend."""
-    folder = tmp_path_factory.mktemp("streams")
-    for seed, name in enumerate(("a", "b")):
-        stream_at(folder / name, seed)
-    return [str(folder / name) for name in ("a", "b")]
 
 
 def arguments_of(streams: list[str], mixed: dict[str, Any] | None, seq_length: int = 64) -> Any:
@@ -170,42 +149,3 @@ def test_bounds_of_documents_are_where_documents_end(megatron: None, streams: li
             assert row["position_ids"][start:end].tolist() == list(range(end - start))
         inside += len(bounds)
     assert inside > 40
-
-
-LAYOUTS = {
-    "tensor and sequence": ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
-    "pipeline": ("megatron.pipeline_model_parallel_size=2",),
-    "data": (),
-}
-
-
-@pytest.fixture(scope="module")
-def train_mixed(streams: list[str], train_ranks: Train) -> Train:
-    """Trains on mixed lengths of the two streams."""
-    blend = f"[3,{streams[0]},1,{streams[1]}]"
-    words = ("megatron.mock_data=false", f"megatron.train_data_path={blend}", f"megatron.valid_data_path={blend}")
-    ten_steps = ("megatron.micro_batch_size=1", "megatron.global_batch_size=4", "train.tokens=2560")
-    data = {"mixed_lengths": {"short": 16, "short_share": 0.5, "document_boundaries": True}}
-
-    def run(run_dir: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
-        return train_ranks(run_dir, *words, *ten_steps, *overrides, ranks=ranks, data=data)
-
-    return run
-
-
-@pytest.mark.slow
-def test_every_layout_learns_the_same_from_mixed_lengths(train_mixed: Train, tmp_path: Path) -> None:
-    first = train_mixed(tmp_path / "first")
-    assert len(first) == 10 and first[-1]["loss"] < 0.8 * first[0]["loss"]
-
-    start = (
-        f"megatron.pretrained_checkpoint={tmp_path / 'first' / run_directory.CHECKPOINTS}",
-        "train.tokens=768",
-    )
-    alone = train_mixed(tmp_path / "one", *start)
-    for layout, overrides in LAYOUTS.items():
-        together = train_mixed(tmp_path / layout, *start, *overrides, ranks=2)
-        assert len(alone) == 3
-        for name, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
-            expected = [line[name] for line in alone]
-            assert [line[name] for line in together] == pytest.approx(expected, rel=tolerance), layout

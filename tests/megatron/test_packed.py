@@ -14,15 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nemo_ext.data.packs.packed_files import PackingSettings, with_packed, write_packed
+from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
 from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 
-pytestmark = pytest.mark.xdist_group(name="packed")
-"""Fixtures that train are made once."""
-
 Build = Callable[..., torch.nn.Module]
+PackedConfig = Callable[..., dict[str, Any]]
 
 # Without the load-balancing loss, which is one of a whole micro-batch.
 HYBRID = (
@@ -218,28 +216,6 @@ def test_several_packs_in_a_micro_batch_are_refused(megatron: None) -> None:
         take_packing({"cu_seqlens": torch.tensor([[0, 4], [0, 4]], dtype=torch.int32)})
 
 
-def packs_at(prefix: Path, count: int = 200, seed: int = 0) -> None:
-    """Packs of 64 tokens, of samples that are a short repeated phrase: there is something to learn."""
-    generator = np.random.default_rng(seed)
-
-    def sample() -> tuple[np.ndarray, np.ndarray]:
-        length = int(generator.integers(4, 40))
-        ids = np.resize(np.array([7, 11, 13, 17]), length) + int(generator.integers(0, 4))
-        return ids, (np.arange(length) >= 2).astype(np.uint8)
-
-    file = write_samples(prefix.with_name(f"{prefix.name}.samples"), (sample() for _ in range(count)), vocab_size=257)
-    write_packed(prefix, [file], PackingSettings(capacity=64), vocab_size=257, progress=False)
-
-
-def packed_config(folder: Path, *overrides: str) -> dict[str, Any]:
-    """A training config on packs, as a user's would be."""
-    config = compose("train", ["data=mock", "megatron.seq_length=64", "megatron.num_workers=0", *overrides])
-    for name in ("mock_data", "tokenizer_type", "vocab_size"):
-        config["megatron"].pop(name)
-    config["data"] = {"packed": {"train": str(folder / "train"), "valid": str(folder / "valid")}}
-    return with_packed(config)
-
-
 def dataset_of(config: dict[str, Any], samples: int) -> Any:
     from nemo_ext.megatron.arguments import command_line, parse_arguments
     from nemo_ext.megatron.forward_step import build_datasets
@@ -247,16 +223,9 @@ def dataset_of(config: dict[str, Any], samples: int) -> Any:
     return build_datasets(parse_arguments(command_line(config), world_size=1), [samples, 4, 0])
 
 
-@pytest.fixture(scope="module")
-def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with packs `train` and `valid`."""
-    folder = tmp_path_factory.mktemp("packs")
-    packs_at(folder / "train")
-    packs_at(folder / "valid", count=40, seed=1)
-    return folder
-
-
-def test_every_epoch_has_every_pack_once_in_an_order_of_its_own(megatron: None, packs: Path) -> None:
+def test_every_epoch_has_every_pack_once_in_an_order_of_its_own(
+    megatron: None, packs: Path, packed_config: PackedConfig
+) -> None:
     from nemo_ext.megatron.packed import PackedDataset
 
     config = packed_config(packs, "run_dir=unused", "megatron.micro_batch_size=1")
@@ -272,7 +241,7 @@ def test_every_epoch_has_every_pack_once_in_an_order_of_its_own(megatron: None, 
     assert [tuple(again[number]["tokens"].tolist()) for number in (5, 3)] == [keys[5], keys[3]]
 
 
-def test_packs_blend_by_weight(megatron: None, packs: Path) -> None:
+def test_packs_blend_by_weight(megatron: None, packs: Path, packed_config: PackedConfig) -> None:
     config = packed_config(packs, "run_dir=unused", "megatron.micro_batch_size=1")
     config["megatron"]["train_data_path"] = ["3", str(packs / "train"), "1", str(packs / "valid")]
 
@@ -290,89 +259,23 @@ def test_packs_and_plain_streams_do_not_blend(packs: Path, megatron: None) -> No
         all_packed([str(packs / "train"), str(packs / "none")])
 
 
-LAYOUTS = {
-    "tensor and sequence": ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=true"),
-    "pipeline": ("megatron.pipeline_model_parallel_size=2",),
-    "data": (),
-    "expert": ("megatron.expert_model_parallel_size=2",),
-    "recomputed": (
-        "megatron.recompute_granularity=full",
-        "megatron.recompute_method=uniform",
-        "megatron.recompute_num_layers=1",
-    ),
-}
-
-Train = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def train_packed(packs: Path, train_ranks: Train) -> Train:
-    """Trains on the packs, with what `with_packed` fills in."""
+@pytest.mark.deep
+def test_training_on_packs_resumes_on_the_same_pack(
+    packs: Path, packed_config: PackedConfig, train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
     filled = packed_config(packs, "run_dir=unused", "megatron.micro_batch_size=1")["megatron"]
     names = ("train_data_path", "valid_data_path", "calculate_per_token_loss", "micro_batch_size")
     words = [f"megatron.{name}={str(filled[name]).lower()}" for name in names]
-
-    def run(run_dir: Path, *overrides: str, ranks: int = 1) -> list[dict[str, Any]]:
-        return train_ranks(run_dir, "megatron.mock_data=false", *TEN_STEPS, *words, *overrides, ranks=ranks)
-
-    return run
-
-
-TEN_STEPS = ("megatron.global_batch_size=4", "train.tokens=2560")
-EVALUATED = ("megatron.eval_interval=5", "train.validate_at_start=true")
-
-
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory, train_packed: Train) -> Path:
-    """Ten steps on one rank, with checkpoints of steps 5 and 10."""
-    run_dir = tmp_path_factory.mktemp("single")
-    train_packed(run_dir, *EVALUATED)
-    return run_dir
-
-
-@pytest.fixture(scope="module")
-def alone(single: Path, tmp_path_factory: pytest.TempPathFactory, train_packed: Train) -> list[dict[str, Any]]:
-    """Three steps on one rank from those weights."""
-    return train_packed(tmp_path_factory.mktemp("alone"), *from_weights_of(single))
-
-
-def from_weights_of(run_dir: Path) -> tuple[str, str]:
-    """Three steps from another run's weights: ranks of different layouts draw different weights from one seed."""
-    return f"megatron.pretrained_checkpoint={run_dir / run_directory.CHECKPOINTS}", "train.tokens=768"
-
-
-@pytest.mark.slow
-def test_training_on_packs_learns(single: Path) -> None:
-    lines = run_directory.read_metrics(single / run_directory.METRICS)
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 10 and losses[-1] < 0.5 * losses[0]
-    validated = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    assert list(validated) == [0, 5, 10] and validated[10] < 0.5 * validated[0]
-
-
-@pytest.mark.slow
-def test_training_on_packs_resumes_on_the_same_pack(single: Path, train_packed: Train, tmp_path: Path) -> None:
-    lines = run_directory.read_metrics(single / run_directory.METRICS)
-    losses = [line["loss"] for line in lines if "loss" in line]
-    checkpoints = tmp_path / run_directory.CHECKPOINTS
-    shutil.copytree(single / run_directory.CHECKPOINTS, checkpoints)
+    words += ["megatron.mock_data=false", "megatron.global_batch_size=4", "train.tokens=2560"]
+    whole = train_ranks(tmp_path / "whole", *words)
+    checkpoints = tmp_path / "parts" / run_directory.CHECKPOINTS
+    shutil.copytree(tmp_path / "whole" / run_directory.CHECKPOINTS, checkpoints)
     shutil.rmtree(checkpoints / "iter_0000010")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("5")
-    resumed = train_packed(tmp_path, *EVALUATED)
-    assert [line["loss"] for line in resumed] == pytest.approx(losses[5:], rel=1e-6)
 
+    resumed = train_ranks(tmp_path / "parts", *words)
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_learns_the_same_from_packs(
-    single: Path, alone: list[dict[str, Any]], train_packed: Train, tmp_path: Path, layout: str
-) -> None:
-    ranks = 1 if layout == "recomputed" else 2
-    together = train_packed(tmp_path, *from_weights_of(single), *LAYOUTS[layout], ranks=ranks)
-
-    assert len(alone) == 3
-    assert [line["loss"] for line in together] == pytest.approx([line["loss"] for line in alone], rel=1e-5)
-    assert [line["grad_norm"] for line in together] == pytest.approx([line["grad_norm"] for line in alone], rel=1e-4)
+    assert [line["loss"] for line in resumed] == pytest.approx([line["loss"] for line in whole[5:]], rel=1e-6)
 
 
 def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) -> None:
@@ -389,7 +292,9 @@ def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) ->
         all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packsother")])
 
 
-def test_a_later_phase_goes_on_in_the_packs(megatron: None, tmp_path: Path) -> None:
+def test_a_later_phase_goes_on_in_the_packs(
+    megatron: None, tmp_path: Path, packs_at: Callable[..., None], packed_config: PackedConfig
+) -> None:
     from nemo_ext.data.packs.mixed_lengths import Reading
     from nemo_ext.megatron.arguments import command_line, parse_arguments
     from nemo_ext.megatron.forward_step import build_datasets

@@ -1,10 +1,11 @@
 """Phases in Megatron's trainer: data in their places, the learning rate by tokens, kills in between."""
 
+import io
 import random
 import re
-import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_ext import cli, launch
 from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.data.text.indexed_dataset import write_index
 from nemo_ext.job import run_directory
@@ -208,21 +210,22 @@ SMALL = (
 """Forty steps of 4096 tokens: 20 at 128, 16 at 256, 4 of prose."""
 
 
-def start(run_dir: Path, data: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "nemo_ext.cli", "train", *SMALL, f"run_dir={run_dir}", f"data_root={data}"]
-    return subprocess.Popen([*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
 def steps(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    folder = tmp_path_factory.mktemp("phases")
-    out, err = (process := start(folder / "run", folder / "data")).communicate(timeout=600)
-    assert process.returncode == 0, out + err
-    return folder, out
+def whole(tmp_path_factory: pytest.TempPathFactory, fork_ranks: Callable[..., None]) -> tuple[Path, str]:
+    """A whole run, its ranks forked, and what it printed."""
+    folder, out = tmp_path_factory.mktemp("phases"), io.StringIO()
+    words = ["nemo-ext", "train", *SMALL, f"run_dir={folder / 'run'}", f"data_root={folder / 'data'}"]
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), suppress(SystemExit):
+        patch.setattr(
+            launch, "_run_ranks", lambda run_dir, ranks, *_: fork_ranks(run_dir / run_directory.CONFIG, ranks)
+        )
+        patch.setattr(sys, "argv", words)
+        cli.main()
+    return folder, out.getvalue()
 
 
 @pytest.mark.slow
@@ -239,15 +242,21 @@ def test_one_command_runs_all_phases(whole: tuple[Path, str]) -> None:
     assert lines[-1]["loss"] < 0.8 * lines[0]["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param((26,), marks=pytest.mark.slow, id="in the second segment"),
+        # Ten steps before the last one, so that a run does not end before the kill; in both segments.
+        pytest.param(sorted(random.Random(5).sample(range(3, 31), 3)), marks=pytest.mark.deep, id="three times"),
+    ],
+)
 def test_killed_at_any_step_it_resumes_on_the_same_sample(
-    whole: tuple[Path, str], launched: Callable[..., str], tmp_path: Path
+    whole: tuple[Path, str], launched: Callable[..., str], tmp_path: Path, stops: Sequence[int]
 ) -> None:
     folder, _ = whole
     run_dir = tmp_path / "run"
     words = ("train", *SMALL, f"run_dir={run_dir}", f"data_root={folder / 'data'}")
-    # Ten steps before the last one, so that a run does not end before the kill; in both segments.
-    for stop in sorted(random.Random(5).sample(range(3, 31), 3)):
+    for stop in stops:
         assert "ended at step" in launched(*words, kill_at=stop), stop
     launched(*words)
     for line, expected in zip(steps(run_dir), steps(folder / "run"), strict=True):

@@ -1,6 +1,7 @@
 """The four families as Megatron modules: sizes, structure, forward and backward, on one rank."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -11,6 +12,19 @@ from nemo_ext.job.config import compose
 
 TINY = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
 Build = Callable[..., torch.nn.Module]
+
+
+@pytest.fixture(scope="module")
+def family(megatron: None) -> Callable[[str], torch.nn.Module]:
+    """A family's tiny model, made once."""
+    from nemo_ext.megatron.session import build_model
+
+    @cache
+    def make(model: str) -> torch.nn.Module:
+        made: torch.nn.Module = build_model(compose("train", ["run_dir=unused", "data=mock", f"model={model}"]))[0]
+        return made
+
+    return make
 
 
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
@@ -25,17 +39,21 @@ def some_tokens(batch: int = 2, length: int = 48) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", TINY)
-def test_a_family_has_the_parameters_that_the_cost_model_counts(build: Build, model: str) -> None:
+def test_a_family_has_the_parameters_that_the_cost_model_counts(
+    family: Callable[[str], torch.nn.Module], model: str
+) -> None:
     architecture = Architecture.from_config(compose("train", [f"model={model}"]))
 
-    parameters = sum(p.numel() for p in build(f"model={model}").parameters())
+    parameters = sum(p.numel() for p in family(model).parameters())
 
     assert parameters == total_params(architecture)
 
 
 @pytest.mark.parametrize("model", TINY)
-def test_a_family_computes_a_loss_and_a_gradient_for_every_parameter(build: Build, model: str) -> None:
-    network = build(f"model={model}")
+def test_a_family_computes_a_loss_and_a_gradient_for_every_parameter(
+    family: Callable[[str], torch.nn.Module], model: str
+) -> None:
+    network = family(model).train()
     tokens = some_tokens(batch=4, length=64)
 
     loss = loss_of(network, tokens)
@@ -47,8 +65,8 @@ def test_a_family_computes_a_loss_and_a_gradient_for_every_parameter(build: Buil
 
 
 @pytest.mark.parametrize("model", TINY)
-def test_a_family_is_causal(build: Build, model: str) -> None:
-    network = build(f"model={model}").eval()
+def test_a_family_is_causal(family: Callable[[str], torch.nn.Module], model: str) -> None:
+    network = family(model).eval()
     tokens = some_tokens(batch=1, length=40)
     changed = tokens.clone()
     changed[0, 25] = (changed[0, 25] + 1) % 257

@@ -338,7 +338,7 @@ def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.M
     assert memory.peaks(memory.read(tmp_path), [])["run"][0] == 7
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 12])
+@pytest.mark.parametrize("nodes", [1, 12])
 def test_the_report_has_the_picture_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
     folder = tmp_path / memory_profile.FOLDER
     for number in range(nodes):
@@ -493,7 +493,7 @@ def test_the_root_of_ranks_is_torchrun_or_slurms_daemon(monkeypatch: pytest.Monk
 def test_a_training_run_leaves_its_memory_in_the_report(
     tmp_path: Path, train_ranks: Callable[..., list[dict[str, Any]]]
 ) -> None:
-    train_ranks(tmp_path, "memory_profile.seconds=0.1", "megatron.eval_interval=5")
+    train_ranks(tmp_path, "memory_profile={seconds: 0.1}", "megatron.eval_interval=5")
 
     text = write_report(tmp_path).read_text()
 

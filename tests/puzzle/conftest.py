@@ -1,6 +1,8 @@
 """`nemo-ext puzzle` without a start of Python and Megatron for each stage."""
 
+import io
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -9,10 +11,8 @@ from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 
 
-@pytest.fixture
-def in_process(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+@pytest.fixture(scope="session")
+def in_process(request: pytest.FixtureRequest) -> Callable[..., str]:
     """The command and the rank of its stages in this process, ranks that train forked; what it said on stderr."""
     # By name only: a test that lists `megatron` would leave the worker of its file.
     request.getfixturevalue("megatron")
@@ -31,10 +31,11 @@ def in_process(
         fork_ranks(run_dir / run_directory.CONFIG, ranks)
 
     def run(*words: str) -> str:
-        monkeypatch.setattr("nemo_ext.blockwise.rank.run_ranks", rank)
-        monkeypatch.setattr(launch, "_run_ranks", train)
-        capsys.readouterr()
-        job.Job(compose("puzzle", words)).run()
-        return capsys.readouterr().err
+        said = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+            patch.setattr("nemo_ext.blockwise.rank.run_ranks", rank)
+            patch.setattr(launch, "_run_ranks", train)
+            job.Job(compose("puzzle", words)).run()
+        return said.getvalue()
 
     return run

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from nemo_ext import cli
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.job import Job
 
@@ -78,12 +79,10 @@ def wait_for(moment: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def whole(tmp_path_factory: pytest.TempPathFactory, in_process: Callable[..., str]) -> tuple[Path, str]:
     """An uninterrupted run and what it said."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    code, _, err = run(run_dir)
-    assert code == 0, err
-    return run_dir, err
+    return run_dir, in_process(*SMALL, f"run_dir={run_dir}")
 
 
 def results(run_dir: Path) -> dict[str, str]:
@@ -171,7 +170,7 @@ def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], caps
     assert before == {file: file.stat().st_mtime_ns for file in before}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_another_child_takes_the_same_library(whole: tuple[Path, str], in_process: Callable[..., str]) -> None:
     run_dir, _ = whole
     err = in_process(
@@ -202,21 +201,32 @@ def test_another_child_takes_the_same_library(whole: tuple[Path, str], in_proces
         here(run_dir, "puzzle.search.shares={parameters: 0.5}")
 
 
-@pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_and_ends_the_same(whole: tuple[Path, str], tmp_path: Path) -> None:
+MOMENTS: dict[str, Callable[[Path], object]] = {
+    "variants in training": lambda run_dir: (run_dir / "blocks" / "trained" / "in_training.pt").is_file(),
+    "scores": lambda run_dir: (run_dir / "blocks" / "scores.jsonl").is_file(),
+    "comparing, realising or fusing": lambda run_dir: (
+        (run_dir / "child" / "stages" / "front.json").is_file() and any(run_dir.glob("child/stages/*.begun.json"))
+    ),
+    "healing": lambda run_dir: any((run_dir / "child" / "heal" / "checkpoints").glob("iter_*")),
+}
+
+
+@pytest.mark.parametrize(
+    "moments",
+    [
+        pytest.param([*MOMENTS][:1], marks=pytest.mark.slow, id="once"),
+        pytest.param([*MOMENTS], marks=pytest.mark.deep, id="at every moment"),
+    ],
+)
+def test_killed_at_any_moment_it_goes_on_and_ends_the_same(
+    whole: tuple[Path, str], in_process: Callable[..., str], tmp_path: Path, moments: list[str]
+) -> None:
     run_dir, parent = tmp_path / "run", f"puzzle.parent={whole[0] / 'parent'}"
-    blocks, child, random = run_dir / "blocks", run_dir / "child", Random(3)
-    moments: tuple[Callable[[], object], ...] = (
-        (blocks / "trained" / "in_training.pt").is_file,
-        (blocks / "scores.jsonl").is_file,
-        # Comparing, realising or fusing.
-        lambda: (child / "stages" / "front.json").is_file() and any(child.glob("stages/*.begun.json")),
-        lambda: any((child / "heal" / "checkpoints").glob("iter_*")),
-    )
+    random = Random(3)
     for moment in moments:
         process = start(run_dir, parent)
         try:
-            wait_for(moment, process)
+            wait_for(lambda moment=moment: MOMENTS[moment](run_dir), process)
             time.sleep(random.uniform(0, 0.3))
         finally:
             family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
@@ -224,14 +234,13 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(whole: tuple[Path, st
                 member.kill()
             process.communicate()
             psutil.wait_procs(family, timeout=120)
-        assert not (child / "report.md").exists()
-    code, _, err = run(run_dir, parent)
-    assert code == 0, err
+        assert not (run_dir / "child" / "report.md").exists()
+    in_process(*SMALL, f"run_dir={run_dir}", parent)
     assert results(run_dir) == results(whole[0])
     assert losses(run_dir) == pytest.approx(losses(whole[0]), rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str], tmp_path: Path) -> None:
     given = (f"puzzle.parent={whole[0] / 'parent'}", "puzzle.stages=[parent,library,distill]")
     process = start(tmp_path / "run", *given, "puzzle.distill.steps=2000")
@@ -243,7 +252,7 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str
     assert not (tmp_path / "run" / "blocks" / "stages" / "distill.json").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], tmp_path: Path) -> None:
     process = start(
         tmp_path / "run",
@@ -260,7 +269,7 @@ def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], t
     assert not psutil.wait_procs(ranks, timeout=120)[1]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: Path) -> None:
     scores = tmp_path / "run" / "blocks" / "scores.jsonl"
     scores.parent.mkdir(parents=True)
@@ -278,7 +287,7 @@ def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: P
     assert "Traceback" not in err and len(err.splitlines()) < 12
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -328,7 +337,7 @@ def test_a_cached_teacher_heals_as_one_beside_the_child(
     assert losses["cached"]["healed"] != pytest.approx(losses["cached"]["fused"], rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
     """What the README says of `nemo-ext puzzle`: better than both baselines, and healing brings half back.
 
@@ -379,7 +388,15 @@ def test_mistakes_are_told(overrides: tuple[str, ...], message: str, tmp_path: P
         here(tmp_path / "run", *overrides)
 
 
-def test_a_mistake_is_one_line(tmp_path: Path) -> None:
-    code, _, err = run(tmp_path / "run", "puzzle.stages=[search]")
-    assert code == 2, err
+def test_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [*SMALL, f"run_dir={tmp_path / 'run'}", "puzzle.stages=[search]"]
+    monkeypatch.setattr(sys, "argv", ["nemo-ext", "puzzle", *words])
+
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+
+    err = capfd.readouterr().err
+    assert ended.value.code == 2, err
     assert err.startswith("error: puzzle.stages: search takes") and len(err.splitlines()) == 1

@@ -79,6 +79,7 @@ def test_what_is_wrong_is_named(change: Callable[[dict[str, Any]], object], mess
         read_table(tmp_path / "mine.json", *wanted())
 
 
+@pytest.mark.slow
 def test_costs_have_the_latencies_and_a_changed_file_is_another_cost(
     in_process: Callable[..., str], tmp_path: Path
 ) -> None:

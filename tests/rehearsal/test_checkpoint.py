@@ -1,8 +1,7 @@
 """What a rank would write, against a checkpoint that Megatron wrote."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,15 @@ def test_sums_over_ranks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [SHARED, ()], ids=["distributed", "plain"])
-def test_names_and_shapes_are_those_of_a_checkpoint_that_was_written(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_names_and_shapes_are_those_of_a_checkpoint_that_was_written(
+    words: tuple[str, ...], launched: Callable[..., str], tmp_path: Path
+) -> None:
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     one = ("megatron.train_iters=1", "megatron.lr_warmup_iters=0", "megatron.lr_wsd_decay_iters=1")
     batch = ("megatron.global_batch_size=2", "megatron.eval_iters=0", f"run_dir={tmp_path / 'run'}")
-    train = [sys.executable, "-m", "nemo_ext", "train", *TINY, *words, *one, *batch]
-    subprocess.run(train, check=True, capture_output=True)
+    launched("train", *TINY, *words, *one, *batch)
     reader = FileSystemReader(tmp_path / "run" / "checkpoints" / "iter_0000001")
     stored = reader.read_metadata().state_dict_metadata
     real = {

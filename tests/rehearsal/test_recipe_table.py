@@ -13,12 +13,10 @@ from nemo_ext.rehearsal.ranks import rehearse
 
 CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
-AGAIN = (
-    *("domyn_small/cpt", "llama_nemotron/nano_sft_mixed", "llama_nemotron/super_kd", "llama_nemotron/ultra_sft"),
-    *("nemotron3_nano/pretrain", "nemotron3_nano/long_context", "nemotron3_nano/quickstart"),
-    *("olmo1/1b", "olmo1/7b", "olmo3/32b_pretrain", "olmo3/7b_long_context", "olmo3/proxy"),
-)
-"""One recipe of each model, two of the hybrid one: the other 17 take eleven minutes of processor time."""
+ONE_OF_A_KIND = {
+    *("domyn_small/cpt", "llama_nemotron/ultra_sft", "nemotron3_nano/pretrain", "olmo1/1b", "olmo3/7b_think_sft"),
+}
+"""Dense, made by Puzzle, hybrid, without weights in its norms, windowed."""
 
 
 def made_by() -> ModuleType:
@@ -35,8 +33,10 @@ def test_every_recipe_has_figures() -> None:
     assert FIGURES.keys() == recipes, "python tests/rehearsal/recipes.py --missing; what is gone has to be taken out"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", AGAIN)
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(name, marks=pytest.mark.slow if name in ONE_OF_A_KIND else pytest.mark.deep) for name in FIGURES],
+)
 def test_a_rehearsal_finds_the_figures_of_the_fullest_rank_again(recipe: str, tmp_path: Path) -> None:
     kept = max(FIGURES[recipe]["ranks"], key=lambda rank: rank["peak_bytes"])
 

@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,10 @@ from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")
-REAL = ("nemotron3_nano, TP2 SP", "nemotron3_nano, EP2", "llama_nemotron, PP2", "olmo3, DP2")
+REAL = [
+    *(pytest.param(case, marks=pytest.mark.slow) for case in ("nemotron3_nano, TP2 SP", "llama_nemotron, PP2")),
+    *(pytest.param(case, marks=pytest.mark.deep) for case in ("nemotron3_nano, EP2", "olmo3, DP2")),
+]
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
 
@@ -79,23 +81,18 @@ def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path, monkeyp
     assert not (tmp_path / "unused").exists(), "nothing is written where training would"
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Real ranks of small jobs beside their rehearsals."""
-    folder = tmp_path_factory.mktemp("truth")
-    command = [sys.executable, "-W", "ignore", str(TRUTH), *REAL, "--json", str(folder / "found.json")]
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False)
-    assert not ended.returncode, ended.stderr[-4000:]
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", REAL)
-def test_ranks_hold_and_send_what_was_said(case: str, truth: dict[str, Any]) -> None:
+def test_ranks_hold_and_send_what_was_said(
+    case: str, fork_program: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Parameters, buffers, optimizer states and collectives exactly; the highest memory nearly (see truth.py)."""
-    assert len(truth[case]) == 2
-    for rank in truth[case]:
+    monkeypatch.chdir(tmp_path)
+    codes = fork_program([str(TRUTH), case, "--json", str(tmp_path / "found.json")], tmp_path / "log")
+    assert codes == [0], (tmp_path / "log").read_text()[-4000:]
+    found = json.loads((tmp_path / "found.json").read_text())[case]
+
+    assert len(found) == 2
+    for rank in found:
         assert rank["differences"] == []
         assert sum(calls for *_, calls, _ in rank["real"]["collectives"]) > 10
         assert rank["said"]["micro_batches"] > rank["said"]["rehearsed_micro_batches"], "and scaled"

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -158,17 +159,11 @@ def test_a_search_from_the_command_line_to_the_checks_of_training(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_change_that_cannot_be_is_told_beside_those_that_can(tmp_path: Path) -> None:
+def test_a_change_that_cannot_be_is_told_beside_those_that_can(launched: Callable[..., str], tmp_path: Path) -> None:
     change = "megatron.tensor_model_parallel_size=3"
     words = ["recipe=nemotron3_nano/quickstart", f"run_dir={tmp_path}", "format=json", f'rehearse.try=["{change}"]']
-    made = subprocess.run(
-        [sys.executable, "-m", "nemo_ext", "rehearse", *words],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    found = json.loads(launched("rehearse", *words))
 
-    found = json.loads(made.stdout)
     assert [result["number"] for result in found["results"]] == [0]
     assert list(found["failed"]) == [change]
     assert f"{change}: " in (tmp_path / "report.md").read_text()

@@ -147,7 +147,7 @@ def test_the_job(
 CODE = "data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 400000}}]"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", [3])  # 1 and 2 too, once, where 1 was as good as lost on another processor
 def test_nanos_rule_loses_less_than_fp8_everywhere(
     fork_ranks: Callable[..., None], sensitivity: Callable[..., None], tmp_path: Path, seed: int

@@ -27,7 +27,7 @@ def errors() -> dict[str, str | None]:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("target", TARGETS)
 def test_training_fails_without_it(errors: dict[str, str | None], target: str) -> None:
     assert errors[target], f"{target} is no longer needed: remove it from the table"

@@ -280,7 +280,7 @@ def test_a_problem_of_the_size_of_ultra() -> None:
     assert (again.choice, again.score, again.bound) == (solution.choice, solution.score, solution.bound)
 
 
-@pytest.mark.parametrize("gap", [0.3, pytest.param(0.02, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("gap", [pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.02, marks=pytest.mark.deep)])
 def test_a_loose_gap_gives_a_true_bound_and_nothing_that_one_block_could_better(gap: float) -> None:
     problem = ultra()
     best = solve(problem)

@@ -36,7 +36,7 @@ KINDS = {
     "squared ReLU, biases": ["model=domyn_small_tiny", "megatron.disable_bias_linear=false"],
     "squared ReLU in a hybrid": ["model=nemotron3_nano_tiny"],
 }
-QUICK = ("SwiGLU, RMSNorm", "squared ReLU, biases", "squared ReLU in a hybrid")
+QUICK = ("squared ReLU, biases", "squared ReLU in a hybrid")
 PATTERN = "*-{ffn=96}--{ffn=160}*--*-"
 GROUPS = [Group(5, 6), Group(1, 3)]
 
@@ -73,6 +73,8 @@ ALTERNATE = [kind for number, kind in enumerate(EVERY_KIND) if (number // 2 + nu
 """Every activation with every norm, biases in every second one."""
 LAYOUT_OF = {kind: list(LAYOUTS)[(n % 6 // 2 + n // 6) % 2] for n, kind in enumerate(ALTERNATE)}
 """Each layout with every activation and every norm, with biases and without."""
+FEW = ALTERNATE[::5]
+"""Every activation, and four of the norms."""
 SAVED = Kind("SwiGLU", "RMSNorm", True)
 
 
@@ -356,7 +358,7 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind in ALTERNATE else pytest.param(kind, marks=pytest.mark.slow) for kind in EVERY_KIND], ids=str
+    "kind", [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in EVERY_KIND], ids=str
 )
 def test_every_kind_of_ffn_is_fused_exactly(kind: Kind, megatron: None) -> None:
     config = kind.config("*-{ffn=96}--{ffn=160}-")

@@ -46,7 +46,9 @@ def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent stays as it is
 
 
-@pytest.mark.parametrize("call", range(2, 15, 3))
+@pytest.mark.parametrize(
+    "call", [pytest.param(call, marks=() if call in (5, 11) else pytest.mark.slow) for call in range(2, 15, 3)]
+)
 def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library = Library(tmp_path / "library")
@@ -81,7 +83,7 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 3))])
 def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     ranks: int, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -224,26 +224,20 @@ def test_other_conditions_are_refused(opened: Opened, tmp_path: Path, monkeypatc
     assert file.read_bytes() == before
 
 
-@pytest.mark.parametrize(
-    ("line", "text", "message"),
-    [
-        (1, '{"block": 1}', r"measured\.jsonl:1: not the conditions"),
-        (1, "", r"measured\.jsonl:1: not the conditions"),
-        (2, '{"block": "-"}', r"measured\.jsonl:2: not a measurement"),
-    ],
-)
-def test_files_of_something_else_are_refused(
-    opened: Opened, tmp_path: Path, line: int, text: str, message: str
-) -> None:
+def test_files_of_something_else_are_refused(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("llama_nemotron_tiny", "-{linear}")
     file = tmp_path / "measured.jsonl"
     measure(parent, description, file)
     lines = file.read_text().splitlines()
-    lines[line - 1] = text
-    file.write_text("\n".join(lines) + "\n")
 
-    with pytest.raises(ValueError, match=message):
-        measure(parent, description, file)
+    for line, text, message in (
+        (1, '{"block": 1}', r"measured\.jsonl:1: not the conditions"),
+        (1, "", r"measured\.jsonl:1: not the conditions"),
+        (2, '{"block": "-"}', r"measured\.jsonl:2: not a measurement"),
+    ):
+        file.write_text("\n".join([*lines[: line - 1], text, *lines[line:]]) + "\n")
+        with pytest.raises(ValueError, match=message):
+            measure(parent, description, file)
 
 
 def test_precisions_that_cannot_be_measured_are_refused(
