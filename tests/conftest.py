@@ -6,9 +6,11 @@ import builtins
 import email
 import functools
 import gc
+import importlib.util
 import inspect
 import json
 import os
+import pickle
 import random
 import select
 import signal
@@ -761,3 +763,48 @@ _PRINT = builtins.print
 def own_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's print, which nemo_gym replaces by another when it is imported."""
     monkeypatch.setattr(builtins, "print", _PRINT)
+
+
+@dataclass(frozen=True)
+class Standins:
+    """What stands for ranks of Megatron in tests of what starts, stops and resumes them (tests/standin).
+
+    Attributes:
+        folder: the files.
+        environment: of the processes in which the stand-ins take their place.
+        rank: the module that ranks run, for what it computes.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+    rank: Any
+
+    def vllm(self, place: Path) -> Path:
+        """A folder for PATH with a program in vLLM's place; beside it, a folder `model` that it serves."""
+        (place / "programs").mkdir()
+        program = place / "programs" / "vllm"
+        program.write_text(f"#!{sys.executable}\n" + (self.folder / "vllm.py").read_text())
+        program.chmod(0o755)
+        (place / "model").mkdir()
+        (place / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        for name in ("model.safetensors", "tokenizer.json"):
+            (place / "model" / name).write_text("{}")
+        return program.parent
+
+
+@pytest.fixture(scope="session")
+def standins(tmp_path_factory: pytest.TempPathFactory) -> Standins:
+    """Ranks that start in a moment."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+
+    folder = Path(__file__).with_name("standin")
+    metadata = tmp_path_factory.mktemp("standin") / "metadata"
+    stored = {MetadataIndex("state"): _StorageInfo("__0_0.distcp", 0, 64)}
+    metadata.write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored)))
+    path = os.pathsep.join([str(folder), str(folder.parents[1])])
+    spec = importlib.util.spec_from_file_location("standin_rank", folder / "rank.py")
+    assert spec is not None and spec.loader is not None
+    rank = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rank)
+    return Standins(folder, {"PYTHONPATH": path, "STAND_IN_METADATA": str(metadata)}, rank)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_real_runs_in_an_array_give_a_mixture(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
     for name, line in (("web", "a page with words, number {}"), ("code", "def f{0}(x): return {0} + x")):

@@ -176,7 +176,7 @@ def test_a_site_says_what_rehearse_compares_with() -> None:
 TINY = ("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.bf16=true", "cluster=testbed", "slurm.rehearse=true")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
     slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path

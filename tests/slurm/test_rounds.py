@@ -166,7 +166,7 @@ def reasons(run_dir: Path) -> list[str]:
 CPU = ("cluster=testbed", "serving.device=cpu", 'slurm.options=["--cpus-per-task=1"]')
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 def test_rounds_go_on_after_a_time_limit(
@@ -193,7 +193,7 @@ def test_rounds_go_on_after_a_time_limit(
     assert "1 / 1" in nemo_ext("status", str(run_dir))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_averages_are_evaluated(
     slurm: Any, nemo_ext: Callable[..., str], two: str, suite: Path, tmp_path: Path
