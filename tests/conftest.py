@@ -10,7 +10,6 @@ import importlib.util
 import inspect
 import json
 import os
-import pickle
 import random
 import select
 import signal
@@ -793,18 +792,11 @@ class Standins:
 
 
 @pytest.fixture(scope="session")
-def standins(tmp_path_factory: pytest.TempPathFactory) -> Standins:
+def standins() -> Standins:
     """Ranks that start in a moment."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-
     folder = Path(__file__).with_name("standin")
-    metadata = tmp_path_factory.mktemp("standin") / "metadata"
-    stored = {MetadataIndex("state"): _StorageInfo("__0_0.distcp", 0, 64)}
-    metadata.write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data=stored)))
-    path = os.pathsep.join([str(folder), str(folder.parents[1])])
     spec = importlib.util.spec_from_file_location("standin_rank", folder / "rank.py")
     assert spec is not None and spec.loader is not None
     rank = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(rank)
-    return Standins(folder, {"PYTHONPATH": path, "STAND_IN_METADATA": str(metadata)}, rank)
+    return Standins(folder, {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parents[1])])}, rank)

@@ -115,11 +115,11 @@ class Slurm:
         """After `lose`: the node is back (ReturnToService=2)."""
         self.call("slurmd", "-N", node)
 
-    def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: str = "") -> None:
-        """Until it is true."""
+    def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: Callable[[], str] = str) -> None:
+        """Until it is true; after too long a time, with what is said then."""
         end = time.monotonic() + seconds
         while not until():
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.call('squeue', check=False)}"
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what()}\n{self.call('squeue', check=False)}"
             time.sleep(0.2)
 
     @staticmethod
@@ -194,7 +194,7 @@ def cluster(first: int, control: int, *ports: int) -> Iterator[Slurm]:
         made.call("slurmctld", "-c")
         for name in names:
             made.call("slurmd", "-N", name)
-        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, what="nodes")
+        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, what=lambda: "nodes")
         yield made
     finally:
         made.call("scancel", "--user=root", check=False)
@@ -215,7 +215,7 @@ def nemo_ext(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     yield call
     slurm.call("scancel", "--user=root", check=False)
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="jobs that should end")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "jobs that should end")
     for node in ("n1", "n2"):
         slurm.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
 
@@ -251,11 +251,16 @@ def here(
 
 
 @pytest.fixture
-def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ranks start in a moment in this test's jobs: the module that they run, for what it computes."""
-    for name, value in standins.environment.items():
-        monkeypatch.setitem(slurm.environment, name, value)
-    return standins.rank
+def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Ranks start in a moment in this test's jobs; called, it says where they hold or that they fail."""
+
+    def say(*, holds_at: str = "", fails: bool = False) -> None:
+        asked = {"STAND_IN_HOLDS_AT": holds_at, "STAND_IN_FAILS": "1" if fails else ""}
+        for name, value in {**standins.environment, **asked}.items():
+            monkeypatch.setitem(slurm.environment, name, value)
+
+    say()
+    return say
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ WORDS = (
     *("megatron.global_batch_size=2", f"train.tokens={STEPS * 128}", "train.validate_at_start=false"),
     *("megatron.eval_iters=1", "megatron.eval_interval=1000", "memory_profile=null"),
 )
-HOLDS = "cluster.environment.STAND_IN_HOLDS_AT=7"
-"""Ranks wait after this step until they are told to stop."""
 pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 
@@ -48,12 +46,12 @@ def steps(run_dir: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line}
 
 
-def losses(standin: Any, count: int = STEPS) -> dict[int, float]:
+def losses(rank: Any, count: int = STEPS) -> dict[int, float]:
     """Those of ranks that nothing stopped."""
-    found, state = {}, standin.START
+    found, state = {}, rank.START
     for step in range(1, count + 1):
-        state = standin.following(state)
-        found[step] = standin.loss_of(state)
+        state = rank.following(state)
+        found[step] = rank.loss_of(state)
     return found
 
 
@@ -61,10 +59,13 @@ def output(folder: Path) -> str:
     return "".join(path.read_text() for path in folder.glob("slurm-*.out"))
 
 
-def test_a_time_limit_is_a_pause(slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Any) -> None:
+def test_a_time_limit_is_a_pause(
+    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None], standins: Any
+) -> None:
+    standin(holds_at="7")
     run_dir = tmp_path / "run"
-    job = submit(*WORDS, f"run_dir={run_dir}", HOLDS)
-    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=output(tmp_path))
+    job = submit(*WORDS, f"run_dir={run_dir}")
+    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(tmp_path))
 
     slurm.call("scancel", "--batch", "--signal=USR2", job)
 
@@ -78,11 +79,11 @@ def test_a_time_limit_is_a_pause(slurm: Any, submit: Callable[..., str], tmp_pat
     assert (run_dir / "slurm" / "script.sbatch").read_text() == (REPOSITORY / "slurm" / "train.sbatch").read_text()
     assert "finished: step 40 of 40" in output(tmp_path)
     assert "time limit (SIGUSR2)" in (run_dir / "report.md").read_text()
-    assert steps(run_dir) == losses(standin)
+    assert steps(run_dir) == losses(standins.rank)
 
 
 def test_a_signal_while_it_composes_is_a_pause_too(
-    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
@@ -104,11 +105,12 @@ def ranks(slurm: Any, job: str) -> Iterator[psutil.Process]:
 
 
 def test_what_is_cancelled_while_it_saves_stays_so(
-    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
+    standin(holds_at="7")
     run_dir = tmp_path / "run"
-    job = submit(*WORDS, f"run_dir={run_dir}", HOLDS, nodes=1)
-    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=output(tmp_path))
+    job = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
+    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(tmp_path))
     held = list(ranks(slurm, job))
     assert held
     for process in held:
@@ -117,19 +119,24 @@ def test_what_is_cancelled_while_it_saves_stays_so(
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     slurm.wait(lambda: "SIGUSR2: what runs finishes" in output(tmp_path))
     slurm.call("scancel", job)
-    slurm.wait(lambda: "queued again" in output(tmp_path) or "cancelled: " in output(tmp_path), what=output(tmp_path))
+    slurm.wait(
+        lambda: "queued again" in output(tmp_path) or "cancelled: " in output(tmp_path), what=lambda: output(tmp_path)
+    )
 
     assert "queued again" not in output(tmp_path)
     assert slurm.end_of(job, tmp_path) == "CANCELLED"
 
 
-def test_a_node_that_fails_is_replaced(slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Any) -> None:
+def test_a_node_that_fails_is_replaced(
+    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None], standins: Any
+) -> None:
+    standin(holds_at="7")
     run_dir = tmp_path / "run"
-    job = submit(*WORDS, f"run_dir={run_dir}", HOLDS, "megatron.save_interval=5")
-    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=output(tmp_path))
+    job = submit(*WORDS, f"run_dir={run_dir}", "megatron.save_interval=5")
+    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(tmp_path))
 
     slurm.lose("n2")
-    slurm.wait(lambda: slurm.state(job) == "PENDING", what=output(tmp_path))
+    slurm.wait(lambda: slurm.state(job) == "PENDING", what=lambda: output(tmp_path))
     (run_dir / "go").touch()
     slurm.repair("n2")
 
@@ -137,15 +144,15 @@ def test_a_node_that_fails_is_replaced(slurm: Any, submit: Callable[..., str], t
     first, second = attempts.read(run_dir)
     assert "killed" in first.reason or first.reason == "cancelled"  # it may be told before it is killed
     assert (second.first_step, second.last_step) == (5, STEPS)
-    assert steps(run_dir) == losses(standin)
+    assert steps(run_dir) == losses(standins.rank)
 
 
 def test_a_run_that_gets_nowhere_is_given_up(
-    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
+    standin(fails=True)
     run_dir = tmp_path / "run"
-    words = ("cluster.environment.STAND_IN_FAILS=1", "slurm.max_idle=2")
-    job = submit(*WORDS, f"run_dir={run_dir}", *words, nodes=1)
+    job = submit(*WORDS, f"run_dir={run_dir}", "slurm.max_idle=2", nodes=1)
 
     assert slurm.end_of(job, tmp_path) == "FAILED"
     assert len(attempts.read(run_dir)) == 2
@@ -165,7 +172,10 @@ def test_a_mistake_is_one_line_and_not_tried_again(slurm: Any, submit: Callable[
     )
 
 
-def test_submit_checks_then_runs(slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Any) -> None:
+def test_submit_checks_then_runs(
+    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+) -> None:
+    standin(holds_at="7")
     run_dir = tmp_path / "run"
     words = ("submit", *WORDS, "cluster=testbed", f"run_dir={run_dir}")
 
@@ -174,10 +184,10 @@ def test_submit_checks_then_runs(slurm: Any, here: Callable[..., str], tmp_path:
     crowded = here(*words, "cluster.partition=nowhere", code=2)
     assert "error: sbatch: error: invalid partition specified: nowhere" in crowded
 
-    here(*words, "slurm.options=['--cpus-per-task=1']", HOLDS)
+    here(*words, "slurm.options=['--cpus-per-task=1']")
     job = (run_dir / "slurm" / "job").read_text().strip()
     assert f"error: {run_dir}: job {job} of it is" in here(*words, code=2)
-    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=output(run_dir / "slurm"))
+    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(run_dir / "slurm"))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     assert slurm.end_of(job, tmp_path) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
     assert last_checkpoint(run_dir) == STEPS
@@ -190,7 +200,7 @@ def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
     """Megatron's own trainer on two nodes: what a rank that is no stand-in makes of the signal."""
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}")
-    slurm.wait(lambda: len(steps(run_dir)) >= 5, what=output(tmp_path))
+    slurm.wait(lambda: len(steps(run_dir)) >= 5, what=lambda: output(tmp_path))
 
     slurm.call("scancel", "--batch", "--signal=USR2", job)
 
@@ -216,7 +226,7 @@ def test_ranks_run_in_a_container_in_a_short_job(
     slurm: Any,
     submit: Callable[..., str],
     tmp_path: Path,
-    standin: Any,
+    standin: Callable[..., None],
     random_llama: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -254,11 +264,12 @@ def test_ranks_run_in_a_container_in_a_short_job(
 
 
 def test_status_logs_and_cancel(
-    slurm: Any, submit: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, submit: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
+    standin(holds_at="7")
     run_dir = tmp_path / "run"
-    job = submit(*WORDS, f"run_dir={run_dir}", HOLDS, nodes=1)
-    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=output(tmp_path))
+    job = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
+    slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(tmp_path))
 
     assert here("status", str(tmp_path)).splitlines()[1].split()[:3] == [str(run_dir), job, "running"]
     assert "7 / 40" in here("status", str(run_dir))

@@ -24,7 +24,7 @@ def test_shards_are_arrays_that_make_the_same_bytes(slurm: Any, here: Callable[.
 
     here("submit", *place, f"output={tmp_path / 'shards'}", "slurm.folder=record", *words)
 
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="three arrays")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "three arrays")
     assert here("status", "record").count("finished") == 6
     run(compose("curate", [f"input={tmp_path / 'raw.jsonl'}", f"output={tmp_path / 'one'}", *words]))
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one" / "documents").rglob("*.zst"))

@@ -28,7 +28,7 @@ def test_real_runs_in_an_array_give_a_mixture(slurm: Any, nemo_ext: Callable[...
 
     nemo_ext("submit", *site, f"output={tmp_path}/mix", *words)
 
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), seconds=1200, what="two arrays")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), seconds=1200, what=lambda: "two arrays")
     assert nemo_ext("status", "record").count("finished") == 3
     found = json.loads((tmp_path / "mix" / "mixture.json").read_text())
     losses = [run["bits_per_byte"]["python_bits"] for run in found["runs"].values()]

@@ -201,7 +201,7 @@ def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
-    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(f'{{"text": "{number} {"word " * 200}"}}\n' for number in range(200)))
@@ -229,7 +229,8 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
 
     assert "'--dependency=afterok:<tokenize>'" in submit("--dry-run")
     assert not root.exists()
-    submit("pretrain.cluster.environment.STAND_IN_FAILS=1", "pretrain.slurm.max_idle=1")
+    standin(fails=True)
+    submit("pretrain.slurm.max_idle=1")
     first = [job(stage) for stage in stages]
 
     assert [slurm.end_of(each, root) for each in first] == ["COMPLETED", "FAILED", "CANCELLED"], slurm.outputs(root)
@@ -237,6 +238,7 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
     assert ["finished" in told[0], "(a rank failed (exit" in told[2 if "last" in told[1] else 1]] == [True, True], told
     assert "not started: pretrain is stopped: " in "".join(told)
 
+    standin(fails=False)
     assert "tokenize: finished before" in submit()
     second = [job(stage) for stage in stages]
     assert second[0] == first[0]

@@ -51,7 +51,9 @@ def test_a_batch_job_brings_its_replicas_along(
 
     here("submit", *words, "generate.part_rows=50", f"slurm.folder={record}", *vllm)
     shards = [record / "shards" / number for number in "01"]
-    slurm.wait(lambda: all(attempts.finished(each) is not None for each in shards), what=slurm.outputs(tmp_path))
+    slurm.wait(
+        lambda: all(attempts.finished(each) is not None for each in shards), what=lambda: slurm.outputs(tmp_path)
+    )
 
     assert here("status", str(record)).count("finished") == 2
     assert len(table(out)) == ROWS
@@ -73,7 +75,9 @@ def test_an_evaluation_brings_its_replicas_along(
     here("submit", *words, "evaluate.draws=100", *CPU)
     shards = [out / "shards" / number for number in "01"]
     slurm.wait(
-        lambda: all(attempts.finished(each) is not None for each in shards), what=slurm.outputs(out), seconds=400
+        lambda: all(attempts.finished(each) is not None for each in shards),
+        what=lambda: slurm.outputs(out),
+        seconds=400,
     )
 
     found = json.loads((out / "results.json").read_text())["benchmarks"]["sums"]
@@ -104,12 +108,12 @@ def test_replicas_come_and_go_behind_one_endpoint(
     slurm.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     said = here("submit", *words, *vllm[:2], 'slurm.options=["--exclusive"]')
     assert "--array=0-1" in said
-    slurm.wait(lambda: up(run_dir), what=slurm.outputs(run_dir))
+    slurm.wait(lambda: up(run_dir), what=lambda: slurm.outputs(run_dir))
     assert (run_dir / "endpoint.json").stat().st_mode & 0o777 == 0o600
     assert here("status", str(run_dir)).count("pending") == 1
     slurm.call("scontrol", "update", "nodename=n2", "state=resume")
     both = "running, up at http://"
-    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=slurm.outputs(run_dir))
+    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=lambda: slurm.outputs(run_dir))
     balancing = json.loads((run_dir / ".leases" / "balancer").read_text())["pid"]
     number = int(psutil.Process(balancing).environ()["SLURM_ARRAY_TASK_ID"])
     with_it, without = (run_dir / "shards" / str(each) for each in (number, 1 - number))
@@ -121,9 +125,9 @@ def test_replicas_come_and_go_behind_one_endpoint(
     working = subprocess.Popen(
         [*command, f"output={out}", *asked, "generate.requests_a_minute=1200"], cwd=tmp_path, env=slurm.environment
     )
-    slurm.wait(lambda: any(out.glob("part-*")), what="the first part")
+    slurm.wait(lambda: any(out.glob("part-*")), what=lambda: "the first part")
     slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # as before its time limit
-    slurm.wait(lambda: len(attempts.read(without)) == 2, what=slurm.outputs(run_dir))
+    slurm.wait(lambda: len(attempts.read(without)) == 2, what=lambda: slurm.outputs(run_dir))
     assert working.poll() is None
     slurm.lose(node)
 
@@ -133,10 +137,10 @@ def test_replicas_come_and_go_behind_one_endpoint(
     assert table(out) == table(tmp_path / "calm")
     assert len(table(out)) == ROWS
     assert read_address(run_dir).url != before
-    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=slurm.outputs(run_dir))
+    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=lambda: slurm.outputs(run_dir))
     assert [len(attempts.read(record)) for record in (with_it, without)] == [2, 2]
     here("cancel", str(run_dir))
-    slurm.wait(lambda: here("status", str(run_dir)).count("cancelled") == 2, what=slurm.outputs(run_dir))
+    slurm.wait(lambda: here("status", str(run_dir)).count("cancelled") == 2, what=lambda: slurm.outputs(run_dir))
     key = (run_dir / "key").read_text()
     written = [path for path in run_dir.rglob("*") if path.is_file() and path.name not in ("key", "endpoint.json")]
     assert not [path for path in written if key in path.read_text(errors="replace")]
@@ -159,13 +163,13 @@ def test_a_replica_of_two_nodes(
     said = here("submit", *words, f"slurm.folder={record}", *vllm)
 
     assert "--nodes=2" in said
-    slurm.wait(lambda: attempts.finished(record) is not None, what=slurm.outputs(tmp_path))
+    slurm.wait(lambda: attempts.finished(record) is not None, what=lambda: slurm.outputs(tmp_path))
     assert len(table(out)) == ROWS
     first, second = (file.read_text().split() for file in sorted(notes.glob("?-*")))
     for rank, told in enumerate((first, second)):
         assert " ".join(told[told.index("--nnodes") :][:6]) == f"--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1"
         assert ("--headless" in told) == bool(rank)
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="no job is left")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "no job is left")
 
 
 @pytest.mark.slow

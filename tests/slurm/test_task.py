@@ -71,11 +71,11 @@ def test_puzzle_takes_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_sweep_is_an_array(
-    slurm: Any, nemo_ext: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Any
+    slurm: Any, nemo_ext: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
+    standin(holds_at="5")
     base = tmp_path / "sweep"
     words = ("--multirun", *TINY, f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
-    words += ("cluster.environment.STAND_IN_HOLDS_AT=5",)
     said = here("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
     places = [base / f"megatron.lr={lr}" for lr in ("0.001", "0.002")]
 
@@ -83,10 +83,10 @@ def test_a_sweep_is_an_array(
     first, second = ((place / "slurm" / "job").read_text().strip() for place in places)
     assert (first.partition("_")[0], first[-2:], second[-2:]) == (second.partition("_")[0], "_0", "_1")
     assert "is running" in (again := here("submit", *words, code=2)) or "is pending" in again
-    slurm.wait(lambda: all((place / "metrics.jsonl").is_file() for place in places), what=slurm.outputs(base))
+    slurm.wait(lambda: all((place / "metrics.jsonl").is_file() for place in places), what=lambda: slurm.outputs(base))
     slurm.call("scancel", "--batch", "--signal=USR2", second)
     (places[0] / "go").touch()
-    slurm.wait(lambda: all(attempts.finished(place) is not None for place in places), what=slurm.outputs(base))
+    slurm.wait(lambda: all(attempts.finished(place) is not None for place in places), what=lambda: slurm.outputs(base))
 
     assert here("status", str(base)).count("finished") == 2
     assert [last_checkpoint(place) for place in places] == [10, 10]
@@ -111,9 +111,9 @@ def test_a_task_goes_on_after_a_time_limit(
     words = ("job=generate", f"endpoint={endpoint.url}", f"input={rows}", f"output={out}", "generate.part_rows=10")
     here("submit", *words, "generate.concurrency=4", f"slurm.folder={record}", "cluster=testbed")
     job = (record / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: len(endpoint.requests) >= 24, what=slurm.outputs(tmp_path))
+    slurm.wait(lambda: len(endpoint.requests) >= 24, what=lambda: slurm.outputs(tmp_path))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
-    slurm.wait(lambda: len(attempts.read(record)) == 2, what=slurm.outputs(tmp_path))
+    slurm.wait(lambda: len(attempts.read(record)) == 2, what=lambda: slurm.outputs(tmp_path))
     released.set()
 
     assert slurm.end_of(job, tmp_path) == "COMPLETED", slurm.outputs(tmp_path)
@@ -140,17 +140,20 @@ def test_a_mistake_in_a_task_ends_it(slurm: Any, here: Callable[..., str], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_job_has_ranks_on_all_nodes(slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Any) -> None:
+def test_a_job_has_ranks_on_all_nodes(
+    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+) -> None:
     """What Puzzle asks of the batch process: ranks of a stage, which are interrupted, and those of a training."""
+    standin(holds_at="5")
     run_dir = tmp_path / "run"
     here(
         *("submit", "job=puzzle", "data=mock", f"run_dir={run_dir}", "launcher.nodes=2", "launcher.nproc_per_node=1"),
-        *("cluster=testbed", 'slurm.options=["--cpus-per-task=1"]', "cluster.environment.STAND_IN_HOLDS_AT=5"),
+        *("cluster=testbed", 'slurm.options=["--cpus-per-task=1"]'),
     )
     job = (run_dir / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: len(list(run_dir.glob("begun-*"))) == 2, what=slurm.outputs(tmp_path))
+    slurm.wait(lambda: len(list(run_dir.glob("begun-*"))) == 2, what=lambda: slurm.outputs(tmp_path))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
-    slurm.wait(lambda: (run_dir / "parent" / "metrics.jsonl").is_file(), what=slurm.outputs(tmp_path))
+    slurm.wait(lambda: (run_dir / "parent" / "metrics.jsonl").is_file(), what=lambda: slurm.outputs(tmp_path))
     assert sorted(path.name for path in run_dir.glob("stage-*")) == ["stage-0", "stage-1"]
     slurm.wait(lambda: "iteration        5" in (run_dir / "parent" / "train.log").read_text())
     slurm.call("scancel", "--batch", "--signal=USR2", job)
@@ -183,7 +186,7 @@ def test_rl_goes_on_after_a_time_limit(
     assert "not there" in nemo_ext("submit", *words, "model=nowhere", code=2)
     nemo_ext("submit", *words)
     job = (run_dir / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=slurm.outputs(run_dir))
+    slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=lambda: slurm.outputs(run_dir))
     assert "/ 40" in nemo_ext("status", str(run_dir))
 
     slurm.call("scancel", "--batch", "--signal=USR2", job)
@@ -216,7 +219,7 @@ def test_puzzle_on_two_nodes_is_that_of_two_ranks(
     )
     job = (there / "slurm" / "job").read_text().strip()
     in_training = there / "blocks" / "trained" / "in_training.pt"
-    slurm.wait(in_training.is_file, seconds=600, what=slurm.outputs(there))
+    slurm.wait(in_training.is_file, seconds=600, what=lambda: slurm.outputs(there))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     command = [sys.executable, "-m", "nemo_ext.cli", "puzzle", *words, f"run_dir={here}", "launcher.nproc_per_node=2"]
     subprocess.run(command, env={**slurm.environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)

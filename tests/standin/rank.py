@@ -5,12 +5,11 @@ comes of a state that checkpoints hold, so that a step that is lost or done twic
 
 STAND_IN_HOLDS_AT   steps, 7,14 for example: a start waits after the next of them until it is told to stop, or a file
                     `go` is in its run directory
-STAND_IN_FAILS      any value: a rank fails before its first step
+STAND_IN_FAILS      where it is not empty, a rank fails before its first step
 """
 
 import json
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -21,7 +20,6 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, last_checkpoint, read_config, truncate_metrics
 
-DATA = "__0_0.distcp"
 SECONDS_A_STEP = 0.02
 START = 1
 
@@ -90,8 +88,7 @@ def save(run_dir: Path, step: int, state: int) -> None:
     """A checkpoint; the tracker comes last."""
     folder = run_dir / CHECKPOINTS / f"iter_{step:07d}"
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / DATA).write_bytes(pickle.dumps(state).ljust(64))
-    (folder / ".metadata").write_bytes(Path(os.environ["STAND_IN_METADATA"]).read_bytes())
+    (folder / "state").write_text(str(state))
     write_text(run_dir / CHECKPOINTS / "latest_checkpointed_iteration.txt", str(step))
 
 
@@ -101,11 +98,11 @@ def main(path: Path) -> None:
     run_dir, megatron = Path(config["run_dir"]), config["megatron"]
     rank, count = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     told, ranks = Told(), Ranks(rank, count)
-    if "STAND_IN_FAILS" in os.environ:
+    if os.environ.get("STAND_IN_FAILS"):
         raise RuntimeError("as it was asked to")
     done, state = last_checkpoint(run_dir) or 0, START
     if done:
-        state = pickle.loads((run_dir / CHECKPOINTS / f"iter_{done:07d}" / DATA).read_bytes())
+        state = int((run_dir / CHECKPOINTS / f"iter_{done:07d}" / "state").read_text())
     holds = [int(word) for word in os.environ.get("STAND_IN_HOLDS_AT", "").split(",") if word]
     holds_at = min((each for each in holds if each > done), default=None)
     if rank == 0:

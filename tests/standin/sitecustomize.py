@@ -15,6 +15,7 @@ from types import ModuleType
 STAND_INS = {
     "nemo_ext.megatron.rank": "rank.py",
     "nemo_ext.megatron.check": "check.py",
+    "nemo_ext.checkpoint.sound": "sound.py",
     "nemo_ext.puzzle.job": "job.py",
     "nemo_ext.puzzle.rank": "stage.py",
 }

@@ -21,7 +21,7 @@ def work(config_path: str) -> None:
     begun = folder / f"begun-{rank}"
     first = not begun.exists()
     begun.touch()
-    while "STAND_IN_HOLDS_AT" in os.environ and ranks.any(first):
+    while os.environ.get("STAND_IN_HOLDS_AT") and ranks.any(first):
         time.sleep(0.05)
     (folder / f"stage-{rank}").touch()
 
