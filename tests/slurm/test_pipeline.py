@@ -39,21 +39,45 @@ def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
     return next(each.words for each in found.stages if each.name == stage)
 
 
-LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b")
+LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b", "puzzle")
+STAGES = {
+    "domyn_small": [
+        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo"),
+        *("yarn", "evaluate_yarn", "serve"),
+    ],
+    "reprofile": ["rollouts", "curriculum", "grpo", "rollouts_2", "curriculum_2", "grpo_2"],
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in PIPELINES])
-def test_every_stage_of_every_pipeline_composes(name: str) -> None:
-    pipeline = read([f"pipeline={name}", *needed(name), "cluster=leonardo"])
+def test_every_stage_of_every_pipeline_composes_and_reads_what_one_before_it_writes(name: str) -> None:
+    """Or what the user gives."""
+    pipeline = read([f"pipeline={name}", *needed(name), "run_dir=r", "cluster=leonardo"])
+    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
     for stage in pipeline.stages:
-        submission = planned(stage.words)
+        submission = submissions[stage.name]
         assert submission.command()[0] == "sbatch"
         different = set(split(submission.words)[1]) ^ set(stage.own)
         assert all(word.startswith(("launcher.", "operation=")) for word in different), (
             "as `nemo-ext pipeline` notes what it finished"
         )
         assert f"--config-dir={REPOSITORY}" not in stage.words
+        if name in STAGES:
+            before = [
+                place
+                for each in pipeline.before(stage)
+                for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
+            ]
+            for key, path, _ in inputs(submission.settings.job, submission.config):
+                assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_stages_of_a_pipeline(name: str) -> None:
+    found = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *needed(name)]).stages
+
+    assert [stage.name for stage in found] == STAGES[name]
 
 
 MINE = """\
@@ -111,33 +135,6 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
 
     assert asked == [of("grpo")]
     assert ["when the job starts" in str(found) for found in said] == [False, True]
-
-
-STAGES = {
-    "domyn_small": [
-        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo"),
-        *("yarn", "evaluate_yarn", "serve"),
-    ],
-    "reprofile": ["rollouts", "curriculum", "grpo", "rollouts_2", "curriculum_2", "grpo_2"],
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_each_stage_goes_on_from_the_one_before(name: str) -> None:
-    """What a stage reads is what one before it writes, or the user's."""
-    pipeline = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *needed(name)])
-    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
-
-    assert [stage.name for stage in pipeline.stages] == STAGES[name]
-    for stage in pipeline.stages:
-        submission = submissions[stage.name]
-        before = [
-            place
-            for each in pipeline.before(stage)
-            for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
-        ]
-        for key, path, _ in inputs(submission.settings.job, submission.config):
-            assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
 
 
 def test_words_go_where_they_are_told() -> None:
