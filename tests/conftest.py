@@ -108,7 +108,7 @@ settings.load_profile("quick")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-IN_ONE_WORKER = ("slurm", "ray_cluster", "megatron")
+IN_ONE_WORKER = ("ray_cluster", "megatron")
 """Fixtures of a session that take seconds; a test with several goes where the first is."""
 
 SLOW_IMPORTS = {"datasets", "megatron.core", "nemo_gym", "transformers", "trl"}

@@ -318,7 +318,7 @@ def test_a_driver_has_both_nodes(slurm: Any, submit: Callable[[str], str], tmp_p
     assert left(job) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_driver_that_fails(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, sys\nray.init(address='auto')\nsys.exit(7)")
@@ -329,7 +329,7 @@ def test_a_driver_that_fails(slurm: Any, submit: Callable[[str], str], tmp_path:
     assert left(job) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, time\nray.init(address='auto')\nopen('ready', 'w')\ntime.sleep(600)")
