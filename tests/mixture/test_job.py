@@ -10,6 +10,7 @@ import yaml
 
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.tokenize import tokenize_blend
+from nemo_ext.evaluation.generators import sources
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
 from nemo_ext.mixture import job
 from nemo_ext.mixture.law import Law
@@ -21,7 +22,14 @@ LAWS = {
     "python_bits": Law(np.log(0.5), np.array([0.6, -0.7])),
     "docstring_bits": Law(np.log(0.4), np.array([-0.1, 0.3])),
 }
-EVALUATE = "evaluate=suite=quick evaluate.benchmarks=[python_bits,docstring_bits] serving.device=cpu"
+EVALUATE = "evaluate=suite=quick evaluate.benchmarks=[python_bits,docstring_bits] evaluate.limit=2 serving.device=cpu"
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the standard library, which benchmarks are made of: each check would look through all of it."""
+    names = ("argparse", "difflib", "doctest", "heapq", "pickletools", "statistics", "tarfile", "threading")
+    monkeypatch.setattr(sources, "_modules", lambda folder: (folder / f"{name}.py" for name in names))
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +202,7 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
         (["mixture.weights.pyhton_bits=2"], r"mixture\.weights: no benchmark 'pyhton_bits' .*'python_bits'"),
         (["evaluate=suite=olmo3_base_easy evaluate.data_root=/nowhere"], "/nowhere/ai2_arc"),
         (
-            ["evaluate=suite=quick evaluate.benchmarks=[python_bits] serving.replicas=2"],
+            ["evaluate=suite=quick evaluate.benchmarks=[python_bits] evaluate.limit=2 serving.replicas=2"],
             r"evaluate: serving\.replicas=2",
         ),
         (["output='a=b'"], "output=a=b: choose one without ="),

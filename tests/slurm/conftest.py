@@ -228,7 +228,7 @@ def here(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., str]:
-    """`nemo_ext` in this process, which saves the start of another: for submit, status, logs and cancel."""
+    """`nemo_ext` in this process, which saves the start of another: for submit, status and cancel."""
     from nemo_ext import cli
 
     def call(*words: str, code: int = 0) -> str:

@@ -264,7 +264,12 @@ def test_ranks_run_in_a_container_in_a_short_job(
 
 
 def test_status_logs_and_cancel(
-    slurm: Any, submit: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+    slurm: Any,
+    submit: Callable[..., str],
+    nemo_ext: Callable[..., str],
+    here: Callable[..., str],
+    tmp_path: Path,
+    standin: Callable[..., None],
 ) -> None:
     standin(holds_at="7")
     run_dir = tmp_path / "run"
@@ -273,7 +278,7 @@ def test_status_logs_and_cancel(
 
     assert here("status", str(tmp_path)).splitlines()[1].split()[:3] == [str(run_dir), job, "running"]
     assert "7 / 40" in here("status", str(run_dir))
-    assert "iteration" in here("logs", str(run_dir), "-n", "200")
+    assert "iteration" in nemo_ext("logs", str(run_dir), "-n", "200"), "the process becomes `tail`"
     second = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
     assert slurm.end_of(second, tmp_path) == "FAILED"
     assert f"error: {run_dir}: job {job} is running in it" in output(tmp_path)

@@ -50,12 +50,8 @@ def test_a_batch_job_brings_its_replicas_along(
     words = ("job=generate", f"model={tmp_path}/model", f"input={rows}", f"output={out}", "serving.replicas=2")
 
     here("submit", *words, "generate.part_rows=50", f"slurm.folder={record}", *vllm)
-    shards = [record / "shards" / number for number in "01"]
-    slurm.wait(
-        lambda: all(attempts.finished(each) is not None for each in shards), what=lambda: slurm.outputs(tmp_path)
-    )
+    slurm.wait(lambda: here("status", str(record)).count("finished") == 2, what=lambda: slurm.outputs(tmp_path))
 
-    assert here("status", str(record)).count("finished") == 2
     assert len(table(out)) == ROWS
     assert (out / "report.md").is_file()
     assert not list((out / ".job" / "servers").iterdir())
@@ -73,12 +69,7 @@ def test_an_evaluation_brings_its_replicas_along(
     words = ("job=evaluate", f"model={served_folder}", f"suite={suite}", f"run_dir={out}", "serving.replicas=2")
 
     here("submit", *words, "evaluate.draws=100", *CPU)
-    shards = [out / "shards" / number for number in "01"]
-    slurm.wait(
-        lambda: all(attempts.finished(each) is not None for each in shards),
-        what=lambda: slurm.outputs(out),
-        seconds=400,
-    )
+    slurm.wait(lambda: here("status", str(out)).count("finished") == 2, what=lambda: slurm.outputs(out), seconds=400)
 
     found = json.loads((out / "results.json").read_text())["benchmarks"]["sums"]
     assert (found["samples"], found["wanted"], found["missing"]) == (100, 200, 0)
@@ -163,7 +154,7 @@ def test_a_replica_of_two_nodes(
     said = here("submit", *words, f"slurm.folder={record}", *vllm)
 
     assert "--nodes=2" in said
-    slurm.wait(lambda: attempts.finished(record) is not None, what=lambda: slurm.outputs(tmp_path))
+    slurm.wait(lambda: "finished" in here("status", str(record)), what=lambda: slurm.outputs(tmp_path))
     assert len(table(out)) == ROWS
     first, second = (file.read_text().split() for file in sorted(notes.glob("?-*")))
     for rank, told in enumerate((first, second)):
