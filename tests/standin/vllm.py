@@ -1,13 +1,14 @@
 """In vLLM's place: answers any chat at once, by rule, at the address that it is told, to who has the key.
 
-Started as `vllm serve FOLDER --flag value`; it ends if the folder has a file `broken`. Its words are noted in the
-folder STAND_IN_NOTES, if there is one.
+Started as `vllm serve FOLDER --flag value`; it ends if the folder has a file `broken`, and keeps answers back as
+long as it has a file `hold`. Its words are noted in the folder STAND_IN_NOTES, if there is one.
 """
 
 import json
 import os
 import signal
 import sys
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -20,6 +21,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     name = ""
+    hold = Path()
 
     def do_GET(self) -> None:
         """Health is for everybody."""
@@ -31,6 +33,8 @@ class Handler(BaseHTTPRequestHandler):
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._may():
             return
+        while self.hold.exists() and given.get("max_tokens") != 1:  # which asks whether anybody is there
+            time.sleep(0.1)
         text = f"answer {zlib.crc32(json.dumps(given.get('messages', given.get('prompt'))).encode())}"
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "text": text}
         choice["message"] = {"role": "assistant", "content": text}
@@ -68,7 +72,7 @@ def main() -> None:
         sys.exit("broken")
     if "--headless" in words:
         signal.pause()
-    Handler.name = given["--served-model-name"]
+    Handler.name, Handler.hold = given["--served-model-name"], Path(words[1], "hold")
     server = ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler)
     server.serve_forever()
 
