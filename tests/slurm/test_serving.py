@@ -117,7 +117,7 @@ def test_replicas_come_and_go_behind_one_endpoint(
         [*command, f"output={out}", *asked, "generate.requests_a_minute=1200"], cwd=tmp_path, env=slurm.environment
     )
     slurm.wait(lambda: any(out.glob("part-*")), what=lambda: "the first part")
-    hold = tmp_path / "model" / "hold"
+    hold = tmp_path / "hold"
     hold.touch()
     slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # as before its time limit
     slurm.wait(lambda: len(attempts.read(without)) == 2, what=lambda: slurm.outputs(run_dir))

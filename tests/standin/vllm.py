@@ -1,7 +1,7 @@
 """In vLLM's place: answers any chat at once, by rule, at the address that it is told, to who has the key.
 
 Started as `vllm serve FOLDER --flag value`; it ends if the folder has a file `broken`, and keeps answers back as
-long as it has a file `hold`. Its words are noted in the folder STAND_IN_NOTES, if there is one.
+long as a file `hold` is beside it. Its words are noted in the folder STAND_IN_NOTES, if there is one.
 """
 
 import json
@@ -72,7 +72,7 @@ def main() -> None:
         sys.exit("broken")
     if "--headless" in words:
         signal.pause()
-    Handler.name, Handler.hold = given["--served-model-name"], Path(words[1], "hold")
+    Handler.name, Handler.hold = given["--served-model-name"], Path(words[1]).with_name("hold")
     server = ThreadingHTTPServer((given["--host"], int(given["--port"])), Handler)
     server.serve_forever()
 
