@@ -6,9 +6,12 @@ import builtins
 import email
 import functools
 import gc
+import importlib.util
 import inspect
+import io
 import json
 import os
+import pickle
 import random
 import re
 import select
@@ -37,6 +40,7 @@ from hydra._internal.hydra import Hydra
 from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
@@ -103,6 +107,25 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
     return compose
 
 
+def parsed_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """OmegaConf's loading of a file, which is parsed once: YAML in Python is half of what composing takes."""
+    made: dict[tuple[str, int, int], bytes] = {}
+
+    @functools.wraps(load)
+    def from_memory(file: Any) -> Any:
+        if not isinstance(file, io.TextIOWrapper):
+            return load(file)
+        stat = os.fstat(file.fileno())
+        key = (str(file.name), stat.st_mtime_ns, stat.st_size)
+        if key not in made:
+            made[key] = pickle.dumps(load(file))
+        return pickle.loads(made[key])
+
+    return from_memory
+
+
+OmegaConf.load = staticmethod(parsed_once(OmegaConf.load))
+
 # Before tests, and modules that they import, take the function from there.
 compose = job_config.compose = composed_once(job_config.compose)
 
@@ -141,7 +164,7 @@ settings.load_profile("quick")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-IN_ONE_WORKER = ("slurm", "ray_cluster", "megatron")
+IN_ONE_WORKER = ("ray_cluster", "megatron")
 """Fixtures of a session that take seconds; a test with several goes where the first is."""
 
 SLOW_IMPORTS = {"datasets", "megatron.core", "nemo_gym", "transformers", "trl"}
@@ -855,3 +878,41 @@ _PRINT = builtins.print
 def own_print(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's print, which nemo_gym replaces by another when it is imported."""
     monkeypatch.setattr(builtins, "print", _PRINT)
+
+
+@dataclass(frozen=True)
+class Standins:
+    """What stands for ranks of Megatron in tests of what starts, stops and resumes them (tests/standin).
+
+    Attributes:
+        folder: the files.
+        environment: of the processes in which the stand-ins take their place.
+        rank: the module that ranks run, for what it computes.
+    """
+
+    folder: Path
+    environment: Mapping[str, str]
+    rank: Any
+
+    def vllm(self, place: Path) -> Path:
+        """A folder for PATH with a program in vLLM's place; beside it, a folder `model` that it serves."""
+        (place / "programs").mkdir()
+        program = place / "programs" / "vllm"
+        program.write_text(f"#!{sys.executable}\n" + (self.folder / "vllm.py").read_text())
+        program.chmod(0o755)
+        (place / "model").mkdir()
+        (place / "model" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+        for name in ("model.safetensors", "tokenizer.json"):
+            (place / "model" / name).write_text("{}")
+        return program.parent
+
+
+@pytest.fixture(scope="session")
+def standins() -> Standins:
+    """Ranks that start in a moment."""
+    folder = Path(__file__).with_name("standin")
+    spec = importlib.util.spec_from_file_location("standin_rank", folder / "rank.py")
+    assert spec is not None and spec.loader is not None
+    rank = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(rank)
+    return Standins(folder, {"PYTHONPATH": os.pathsep.join([str(folder), str(folder.parents[1])])}, rank)

@@ -70,16 +70,34 @@ def cells(report: str, begins: str) -> list[str]:
     return [cell.strip() for cell in line.strip("| ").split(" | ")]
 
 
-def test_a_stage_has_its_cost_beside_what_the_paper_reports(pipeline: Pipeline) -> None:
-    report = write_report(pipeline, {}).read_text()
-    row = dict(zip(cells(report, "stage"), cells(report, "sft"), strict=True))
+def test_a_report_of_stages_with_their_costs_and_what_each_changed(pipeline: Pipeline) -> None:
+    """Each beside what the paper reports, and compared with the stage that it started from."""
+    for second in ("evaluate_grpo", "final"):
+        evaluated(pipeline.run_dir / second, 30)
+    (pipeline.run_dir / "sft" / "<b>.png").write_bytes(b"picture")
+    written = write_report(pipeline, {})
+    report, page = written.read_text(), written.with_suffix(".html").read_text()
 
+    row = dict(zip(cells(report, "stage"), cells(report, "sft"), strict=True))
     assert row["GPU-hours"] == "4.00", "16 GPUs for a quarter of an hour"
     assert row["tokens a GPU-hour"] == "2,500"
     assert (row["MFU (exact)"], row["MFU (6N)"]) == ("41.0%", "35.0%")
     assert row["MJ"] == "0.1", "500 J in each of 10 steps on 16 GPUs"
     assert row["paper"] == "section 4.1; GSM8K 77.6"
     assert "evaluate_sft" not in report.split("##")[0], "evaluations have a table of their own"
+
+    changed = report.split("## What each stage changed")[1]
+    columns = cells(changed, "stage | from")
+    sft, grpo = (dict(zip(columns, cells(changed, name), strict=True)) for name in ("sft | pretrain", "grpo | sft"))
+    assert (sft["before"], sft["after"], sft["verdict"]) == ("25.0", "75.0", "better")
+    assert sft["difference"].startswith("+50.0 [")
+    assert grpo["verdict"] == "no difference shown"
+    assert changed.count("| grpo | sft | sums |") == 1 and "| final |" not in changed, "the same model, asked again"
+
+    assert page.count("<table>") == 3
+    assert 'src="data:image/png;base64,cGljdHVyZQ=="' in page
+    assert "<b>" not in page and "<script" not in page
+    assert 'src="compare' not in page
 
 
 def test_columns_that_no_stage_has_anything_in_are_left_out(pipeline: Pipeline) -> None:
@@ -92,21 +110,8 @@ def test_columns_that_no_stage_has_anything_in_are_left_out(pipeline: Pipeline) 
     assert head == ["stage", "job", "after", "state", "seconds", "tokens", "figures", "paper"]
 
 
-def test_each_stage_is_compared_with_the_one_that_it_started_from(pipeline: Pipeline) -> None:
-    evaluated(pipeline.run_dir / "evaluate_grpo", 30)
-    changed = write_report(pipeline, {}).read_text().split("## What each stage changed")[1]
-    columns = cells(changed, "stage | from")
-
-    sft, grpo = (dict(zip(columns, cells(changed, name), strict=True)) for name in ("sft | pretrain", "grpo | sft"))
-    assert (sft["before"], sft["after"], sft["verdict"]) == ("25.0", "75.0", "better")
-    assert sft["difference"].startswith("+50.0 [")
-    assert grpo["verdict"] == "no difference shown"
-
-
-@pytest.mark.parametrize("ran", [("grpo",), ("final",), ("grpo", "final")])
-def test_a_second_evaluation_of_a_model_is_no_stage_that_changed_it(ran: tuple[str, ...], pipeline: Pipeline) -> None:
-    for name in ran:
-        evaluated(pipeline.run_dir / {"grpo": "evaluate_grpo", "final": "final"}[name], 30)
+def test_an_evaluation_of_its_own_is_no_stage_that_changed_a_model(pipeline: Pipeline) -> None:
+    evaluated(pipeline.run_dir / "final", 30)
     changed = write_report(pipeline, {}).read_text().split("## What each stage changed")[1]
 
     assert changed.count("| grpo | sft | sums |") == 1 and "| final |" not in changed
@@ -120,16 +125,6 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_told(pipeline: Pipe
     assert "cannot be read: " in cells(report, "pretrain")[-2] and "metrics.jsonl" in cells(report, "pretrain")[-2]
     assert cells(report, "sft")[-1] == "section 4.1; GSM8K 77.6"
     assert "They cannot be shown: " in report and "evaluate_sft" in report.split("They cannot be shown")[1]
-
-
-def test_the_page_has_its_pictures_in_it(pipeline: Pipeline) -> None:
-    (pipeline.run_dir / "sft" / "<b>.png").write_bytes(b"picture")
-    page = write_report(pipeline, {}).with_suffix(".html").read_text()
-
-    assert page.count("<table>") == 3
-    assert 'src="data:image/png;base64,cGljdHVyZQ=="' in page
-    assert "<b>" not in page and "<script" not in page
-    assert 'src="compare' not in page
 
 
 def test_the_command_reports_what_ran_on_slurm(

@@ -1,13 +1,13 @@
 """A pipeline on this machine: what is run again and what is not, and a chain that is killed and goes on."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -157,11 +157,11 @@ TINY = (
 )
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
+def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen[bytes]:
     """The command in a folder, with its output in output.txt."""
     command = [sys.executable, "-m", "nemo_ext.cli", "pipeline", *words]
     with (folder / "output.txt").open("wb") as file:
-        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+        return subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env={**os.environ, **environment})
 
 
 def end(process: subprocess.Popen[bytes], folder: Path, code: int = 0) -> str:
@@ -178,36 +178,63 @@ def wait(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], boo
         time.sleep(0.1)
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_the_job_and_says_how_to_go_on(plan: Plan, tmp_path: Path) -> None:
-    works = plan()
-    words = (f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", "more.count=10000000")
-    process = start(tmp_path, *words)
-    wait(process, tmp_path, lambda: works["more"].log.exists() and len(attempts.read(works["more"].record)) == 1)
-    time.sleep(1.5)
-    process.send_signal(signal.SIGINT)
+def step_of(run_dir: Path) -> int:
+    """The newest step that a training has logged."""
+    metrics = run_dir / "metrics.jsonl"
+    return max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
 
-    told = end(process, tmp_path, 130)
-    assert "tasks: finished, " in told and "more: interrupted" in told
-    assert f"interrupted in more: the same command goes on (output: {works['more'].log})" in told
+
+@pytest.mark.slow
+def test_a_chain_that_is_interrupted_or_killed_goes_on(tmp_path: Path, standins: Any) -> None:
+    """Ctrl-C while it trains, then kill -9, then to its end and once more."""
+    training = [
+        *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.global_batch_size=2"),
+        *("train.tokens=5120", "memory_profile=null", "train.validate_at_start=false"),
+    ]
+    stages = {
+        "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", "count=5", f"output={tmp_path}/tasks.jsonl"]},
+        "pretrain": {"job": "train", "words": training},
+        "more": {"job": "rl_tasks", "words": ["generator=tables", "count=5", f"output={tmp_path}/more.jsonl"]},
+    }
+    (tmp_path / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "three", "stages": stages}, sort_keys=False)
+    (tmp_path / "pipeline" / "three.yaml").write_text(text)
+    words = (f"--config-dir={tmp_path}", "pipeline=three", f"run_dir={tmp_path}/r")
+    run_dir, environment = tmp_path / "r" / "pretrain", {**standins.environment, "STAND_IN_HOLDS_AT": "7,14"}
+
+    interrupted = start(tmp_path, *words, **environment)
+    wait(interrupted, tmp_path, lambda: step_of(run_dir) == 7)
+    interrupted.send_signal(signal.SIGINT)
+    told = end(interrupted, tmp_path, 130)
+    assert "tasks: finished, " in told and "pretrain: interrupted" in told
+    assert f"interrupted in pretrain: the same command goes on (output: {tmp_path}/r/pretrain.log)" in told
+    killed = start(tmp_path, *words, **environment)
+    wait(killed, tmp_path, lambda: step_of(run_dir) == 14)
+    killed.kill()
+    killed.wait()
     assert not (tmp_path / "more.jsonl").exists()
-    assert "tasks: finished before" in end(start(tmp_path, *words[:-1]), tmp_path)
-    assert (tmp_path / "more.jsonl").exists()
+    told = end(start(tmp_path, *words, **environment), tmp_path)
+
+    assert "tasks: finished before" in told and (tmp_path / "more.jsonl").exists()
+    steps = [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
+    assert steps == list(range(1, 41)), "nothing was lost or done twice"
+    starts = attempts.read(run_dir)
+    assert [(each.reason, each.first_step) for each in starts] == [("interrupted", 0), ("killed", 7), ("finished", 14)]
+    report = (tmp_path / "r" / "report.md").read_text()
+    assert "| [pretrain](pretrain/report.md) | train | tasks | finished |" in report
+    assert "5,120" in report
+    assert end(start(tmp_path, *words), tmp_path).count(": finished before") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
     """The quickstart in small: kill -9 while it trains, then the same command to its end, and once more."""
     tokenize = "tokenize.data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 200000}}]"
     words = ["pipeline=quickstart", "run_dir=r", "data_root=data", tokenize, *(f"pretrain.{word}" for word in TINY)]
     run_dir = tmp_path / "r" / "pretrain"
 
-    def step() -> int:
-        metrics = run_dir / "metrics.jsonl"
-        return max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
-
     killed = start(tmp_path, *words)
-    wait(killed, tmp_path, lambda: step() >= 3)
+    wait(killed, tmp_path, lambda: step_of(run_dir) >= 3)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "r" / "hf").exists()
@@ -225,46 +252,34 @@ def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
     assert end(start(tmp_path, *words), tmp_path).count(": finished before") == 3
 
 
-def asking(folder: Path, model: Path) -> tuple[str, ...]:
-    """Words of a pipeline with a stage that asks a server beside it, and a server that no stage asks."""
-    (folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(20)))
-    ask = [
-        f"input={folder}/rows.jsonl",
-        f"output={folder}/answers",
-        "endpoint=${run_dir}/judge",
-        "generate.max_tokens=4",
-    ]
-    stages = {
-        "judge": {"job": "serve", "words": [f"model={model}", "serving.device=cpu"]},
-        "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
-        "public": {"job": "serve", "words": [f"model={model}", "serving.device=cpu"]},
-    }
-    (folder / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
-    (folder / "pipeline" / "asked.yaml").write_text(text)
-    return f"--config-dir={folder}", "pipeline=asked", f"run_dir={folder}/r"
-
-
 @pytest.mark.slow
-def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, served_folder: Path) -> None:
-    words = asking(tmp_path, served_folder)
+def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, standins: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(20)))
+    ask = [f"input={tmp_path}/rows.jsonl", f"output={tmp_path}/answers", "endpoint=${run_dir}/judge"]
+    path, model = f"{standins.vllm(tmp_path)}{os.pathsep}{os.environ['PATH']}", tmp_path / "model"
+    stages = {
+        "judge": {"job": "serve", "words": [f"model={model}", "serving.engine=vllm"]},
+        "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
+        "public": {"job": "serve", "words": [f"model={model}"]},
+    }
+    (tmp_path / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
+    (tmp_path / "pipeline" / "asked.yaml").write_text(text)
+    words = f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r"
 
-    told = end(start(tmp_path, *words), tmp_path)
+    told = end(start(tmp_path, *words, PATH=path), tmp_path)
     assert [line for line in told.splitlines() if line.startswith(("judge: ", "ask: "))] == [
         *("judge: running", "ask: running"),
         next(line for line in told.splitlines() if line.startswith("ask: finished, ")),
         "judge: stopped",
     ]
-    assert (
-        f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={served_folder}"
-        in told
-    )
+    assert f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={model}" in told
     assert not (tmp_path / "r" / "judge" / "endpoint.json").exists()
     assert (tmp_path / "answers" / "report.md").is_file()
-    again = end(start(tmp_path, *words), tmp_path)
+    again = end(start(tmp_path, *words, PATH=path), tmp_path)
     assert "ask: finished before" in again and "judge: running" not in again, "nobody asks it"
-    broken = tmp_path / "broken"
-    shutil.copytree(served_folder, broken)
-    (broken / "model.safetensors").write_bytes(b"nothing")
-    others = (f"judge.model={broken}", "ask.output=other", f"run_dir={tmp_path}/s")
-    assert "error: judge, beside ask: the server ended with " in end(start(tmp_path, *words, *others), tmp_path, 1)
+    (model / "broken").touch()
+    others = ("ask.output=other", f"run_dir={tmp_path}/s")
+    assert "error: judge, beside ask: the server ended with " in end(
+        start(tmp_path, *words, *others, PATH=path), tmp_path, 1
+    )

@@ -1,5 +1,6 @@
 """A real Slurm on this machine for the session: two nodes that are names for it, without systemd or cgroups."""
 
+import fcntl
 import os
 import shutil
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,13 @@ from typing import Any
 import psutil
 import pytest
 
+from nemo_ext.job.ranks import reserve_port
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "squeue", "scancel")
 REPOSITORY = Path(__file__).parents[2]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+JOBS_A_CLUSTER, CLUSTERS = 1000, 20
+"""Job ids of one cluster: the port at which ranks meet is 10000 + id % 20000."""
 CONFIG = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -83,15 +89,25 @@ class Slurm:
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
 
+    def processes(self) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
+        """Processes of this cluster's jobs, with their environments; another one may be on the machine."""
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                environment = process.environ()
+                if environment.get("SLURM_CONF") == self.environment["SLURM_CONF"] and "SLURM_JOB_ID" in environment:
+                    yield process, environment
+
     def lose(self, node: str) -> None:
         """A node that fails: all that runs on it is gone, and Slurm knows."""
         jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         _end(self.folder / f"{node}.pid", signal.SIGKILL)
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                environment = process.environ()
-                its = environment.get("SLURMD_NODENAME") == node and environment.get("SLURM_JOB_ID") in jobs
-                if its or any(f"slurmstepd: [{job}." in " ".join(process.cmdline()) for job in jobs):
+        for process, environment in self.processes():
+            if environment.get("SLURMD_NODENAME") == node:
+                with suppress(psutil.Error):
+                    process.kill()
+        for process in psutil.process_iter(["cmdline"]):  # job ids are this cluster's own
+            if any(f"slurmstepd: [{job}." in " ".join(process.info["cmdline"] or ()) for job in jobs):
+                with suppress(psutil.Error):
                     process.kill()
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
@@ -99,39 +115,65 @@ class Slurm:
         """After `lose`: the node is back (ReturnToService=2)."""
         self.call("slurmd", "-N", node)
 
-    def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: str = "") -> None:
-        """Until it is true."""
+    def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: Callable[[], str] = str) -> None:
+        """Until it is true; after too long a time, with what is said then."""
         end = time.monotonic() + seconds
         while not until():
-            assert time.monotonic() < end, f"not within {seconds:g} s: {what}\n{self.call('squeue', check=False)}"
-            time.sleep(0.5)
+            assert time.monotonic() < end, f"not within {seconds:g} s: {what()}\n{self.call('squeue', check=False)}"
+            time.sleep(0.2)
+
+    @staticmethod
+    def outputs(folder: Path) -> str:
+        """What jobs and their ranks wrote below a folder."""
+        files = sorted((*folder.rglob("*.out"), *folder.rglob("*.log")))
+        return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-4000:]}" for path in files)
+
+    def end_of(self, job: str, outputs: Path, *, seconds: float = 240.0) -> str:
+        """The state in which a job ends; where it does not, the outputs in a folder are shown."""
+        end = time.monotonic() + seconds
+        while (state := self.state(job)) not in ENDED:
+            assert time.monotonic() < end, f"{state} after {seconds:g} s: {self.outputs(outputs)}"
+            time.sleep(0.2)
+        return state
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+@contextmanager
+def job_ids() -> Iterator[int]:
+    """The first of some job ids that no other cluster of tests on this machine has."""
+    for number in range(CLUSTERS):
+        with Path(tempfile.gettempdir(), f"nemo_ext-slurm-{number}.lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            yield 1 + number * JOBS_A_CLUSTER
+            return
+    raise RuntimeError(f"{CLUSTERS} clusters of tests are on this machine")
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[Slurm]:
+    """The cluster of this worker."""
     missing = [name for name in PROGRAMS if shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)} (Debian's slurmctld slurmd slurm-client munge)")
     if os.geteuid() != 0:
         pytest.skip("Slurm's daemons are started as root here")
+    with job_ids() as first, reserve_port() as control, reserve_port() as n1, reserve_port() as n2:
+        yield from cluster(first, *(each.getsockname()[1] for each in (control, n1, n2)))
+
+
+def cluster(first: int, control: int, *ports: int) -> Iterator[Slurm]:
+    """Slurm's daemons, in a folder of their own: the first job id, and ports of slurmctld and of each node."""
     # Not pytest's folder: the path of a socket has 107 characters at most.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
     host = socket.gethostname().partition(".")[0]
-    control, *ports = free_ports(3)
     names = dict(zip(("n1", "n2"), ports, strict=True))
     nodes = "\n".join(NODE.format(name=name, host=host, port=port) for name, port in names.items())
     facts = {"host": host, "folder": folder, "port": control, "nodes": nodes}
-    # Ports and folders are by job: those of two test sessions on one machine should differ.
-    (folder / "slurm.conf").write_text(CONFIG.format(first=1 + os.getpid() % 10_000 * 100, **facts))
+    # Ports and folders are by job: those of two clusters on one machine should differ.
+    (folder / "slurm.conf").write_text(CONFIG.format(first=first, **facts))
     (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu Count=4 File=/dev/tty[0-3]\n" for n in names))
     (folder / "state").mkdir()
     key = folder / "munge.key"
@@ -152,7 +194,7 @@ def slurm() -> Iterator[Slurm]:
         made.call("slurmctld", "-c")
         for name in names:
             made.call("slurmd", "-N", name)
-        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, what="nodes")
+        made.wait(lambda: made.call("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * 2, what=lambda: "nodes")
         yield made
     finally:
         made.call("scancel", "--user=root", check=False)
@@ -162,7 +204,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 @pytest.fixture
-def nemo_ext(slurm: Any, tmp_path: Path) -> Iterator[Callable[..., str]]:
+def nemo_ext(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., str]]:
     """Runs `nemo-ext` with the cluster; returns its output. What a failed test leaves does not stop the next."""
 
     def call(*words: str, code: int = 0) -> str:
@@ -173,9 +215,60 @@ def nemo_ext(slurm: Any, tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     yield call
     slurm.call("scancel", "--user=root", check=False)
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="jobs that should end")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "jobs that should end")
     for node in ("n1", "n2"):
         slurm.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+
+
+@pytest.fixture
+def here(
+    slurm: Slurm,
+    nemo_ext: Callable[..., str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> Callable[..., str]:
+    """`nemo_ext` in this process, which saves the start of another: for submit, status and cancel."""
+    from nemo_ext import cli
+
+    def call(*words: str, code: int = 0) -> str:
+        with monkeypatch.context() as patched:
+            for name, value in slurm.environment.items():
+                patched.setenv(name, value)
+            patched.chdir(tmp_path)
+            patched.setattr(sys, "argv", ["nemo-ext", *words])
+            capfd.readouterr()
+            ended: object = 0
+            try:
+                cli.main()
+            except SystemExit as exit_:
+                ended = exit_.code or 0
+        out, err = capfd.readouterr()
+        assert ended == code, out + err
+        return out + err
+
+    return call
+
+
+@pytest.fixture
+def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Ranks start in a moment in this test's jobs; called, it says where they hold or that they fail."""
+
+    def say(*, holds_at: str = "", fails: bool = False) -> None:
+        asked = {"STAND_IN_HOLDS_AT": holds_at, "STAND_IN_FAILS": "1" if fails else ""}
+        for name, value in {**standins.environment, **asked}.items():
+            monkeypatch.setitem(slurm.environment, name, value)
+
+    say()
+    return say
+
+
+@pytest.fixture
+def vllm(slurm: Slurm, standins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Words with which this test's jobs serve a model: a program that starts in a moment stands for vLLM."""
+    path = f"{standins.vllm(tmp_path)}{os.pathsep}{slurm.environment['PATH']}"
+    monkeypatch.setitem(slurm.environment, "PATH", path)
+    return ("cluster=testbed", "serving.engine=vllm", 'slurm.options=["--cpus-per-task=1"]')
 
 
 def _end(file: Path, how: signal.Signals = signal.SIGTERM) -> None:

@@ -13,7 +13,7 @@ from nemo_ext.job.config import compose
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_shards_are_arrays_that_make_the_same_bytes(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
+def test_shards_are_arrays_that_make_the_same_bytes(slurm: Any, here: Callable[..., str], tmp_path: Path) -> None:
     texts = [f"a text that is number {number % 70}\nwith one line of its own {number}" for number in range(100)]
     (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     words = [
@@ -22,10 +22,10 @@ def test_shards_are_arrays_that_make_the_same_bytes(slurm: Any, nemo_ext: Callab
     ]
     place = ["job=curate", "slurm.shards=2", "cluster=testbed", f"input={tmp_path / 'raw.jsonl'}"]
 
-    nemo_ext("submit", *place, f"output={tmp_path / 'shards'}", "slurm.folder=record", *words)
+    here("submit", *place, f"output={tmp_path / 'shards'}", "slurm.folder=record", *words)
 
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="three arrays")
-    assert nemo_ext("status", "record").count("finished") == 6
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "three arrays")
+    assert here("status", "record").count("finished") == 6
     run(compose("curate", [f"input={tmp_path / 'raw.jsonl'}", f"output={tmp_path / 'one'}", *words]))
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one" / "documents").rglob("*.zst"))
     assert len(files) > 3

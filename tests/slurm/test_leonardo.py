@@ -55,7 +55,7 @@ def test_the_page_leads_to_a_run(slurm: Any, tmp_path: Path) -> None:
     assert f"job {job}" in said[3]
     assert str(run_dir) in said[4]
     output = run_dir / "slurm" / f"{job}.out"
-    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=output.read_text() if output.is_file() else "")
+    slurm.wait(lambda: slurm.state(job) in ("COMPLETED", "FAILED"), what=lambda: slurm.outputs(run_dir))
     assert slurm.state(job) == "COMPLETED", output.read_text()
     assert attempts.finished(run_dir) is not None
     assert last_checkpoint(run_dir)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_real_runs_in_an_array_give_a_mixture(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
     for name, line in (("web", "a page with words, number {}"), ("code", "def f{0}(x): return {0} + x")):
@@ -28,7 +28,7 @@ def test_real_runs_in_an_array_give_a_mixture(slurm: Any, nemo_ext: Callable[...
 
     nemo_ext("submit", *site, f"output={tmp_path}/mix", *words)
 
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), seconds=1200, what="two arrays")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), seconds=1200, what=lambda: "two arrays")
     assert nemo_ext("status", "record").count("finished") == 3
     found = json.loads((tmp_path / "mix" / "mixture.json").read_text())
     losses = [run["bits_per_byte"]["python_bits"] for run in found["runs"].values()]

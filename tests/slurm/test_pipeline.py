@@ -1,8 +1,7 @@
 """Jobs that follow each other: what a pipeline's file becomes, and a chain on a real Slurm."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +39,45 @@ def words_of(name: str, stage: str, *words: str) -> tuple[str, ...]:
     return next(each.words for each in found.stages if each.name == stage)
 
 
-LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b")
+LARGE = ("nemotron3_nano", "llama_nemotron_super", "llama_nemotron_ultra", "olmo1", "olmo3_7b", "olmo3_32b", "puzzle")
+STAGES = {
+    "domyn_small": [
+        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo"),
+        *("yarn", "evaluate_yarn", "serve"),
+    ],
+    "reprofile": ["rollouts", "curriculum", "grpo", "rollouts_2", "curriculum_2", "grpo_2"],
+}
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in PIPELINES])
-def test_every_stage_of_every_pipeline_composes(name: str) -> None:
-    pipeline = read([f"pipeline={name}", *needed(name), "cluster=leonardo"])
+def test_every_stage_of_every_pipeline_composes_and_reads_what_one_before_it_writes(name: str) -> None:
+    """Or what the user gives."""
+    pipeline = read([f"pipeline={name}", *needed(name), "run_dir=r", "cluster=leonardo"])
+    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
     for stage in pipeline.stages:
-        submission = planned(stage.words)
+        submission = submissions[stage.name]
         assert submission.command()[0] == "sbatch"
         different = set(split(submission.words)[1]) ^ set(stage.own)
         assert all(word.startswith(("launcher.", "operation=")) for word in different), (
             "as `nemo-ext pipeline` notes what it finished"
         )
         assert f"--config-dir={REPOSITORY}" not in stage.words
+        if name in STAGES:
+            before = [
+                place
+                for each in pipeline.before(stage)
+                for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
+            ]
+            for key, path, _ in inputs(submission.settings.job, submission.config):
+                assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_the_stages_of_a_pipeline(name: str) -> None:
+    found = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *needed(name)]).stages
+
+    assert [stage.name for stage in found] == STAGES[name]
 
 
 MINE = """\
@@ -112,33 +135,6 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
 
     assert asked == [of("grpo")]
     assert ["when the job starts" in str(found) for found in said] == [False, True]
-
-
-STAGES = {
-    "domyn_small": [
-        *("tokenize", "sft_data", "annealing_data", "cpt", "sft", "annealing", "export", "math_grpo", "dpo", "grpo"),
-        *("yarn", "evaluate_yarn", "serve"),
-    ],
-    "reprofile": ["rollouts", "curriculum", "grpo", "rollouts_2", "curriculum_2", "grpo_2"],
-}
-
-
-@pytest.mark.parametrize("name", STAGES)
-def test_each_stage_goes_on_from_the_one_before(name: str) -> None:
-    """What a stage reads is what one before it writes, or the user's."""
-    pipeline = read([f"pipeline={name}", "run_dir=r", "cluster=leonardo", "evaluate=null", *needed(name)])
-    submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
-
-    assert [stage.name for stage in pipeline.stages] == STAGES[name]
-    for stage in pipeline.stages:
-        submission = submissions[stage.name]
-        before = [
-            place
-            for each in pipeline.before(stage)
-            for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
-        ]
-        for key, path, _ in inputs(submission.settings.job, submission.config):
-            assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
 
 
 def test_words_go_where_they_are_told() -> None:
@@ -201,7 +197,9 @@ def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_chain_stops_at_a_failure_and_goes_on_from_there(slurm: Any, tmp_path: Path) -> None:
+def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
+    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+) -> None:
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(f'{{"text": "{number} {"word " * 200}"}}\n' for number in range(200)))
     tiny = [
@@ -210,61 +208,50 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(slurm: Any, tmp_path:
         *("megatron.seq_length=64", "megatron.micro_batch_size=1", "megatron.global_batch_size=2"),
         *("train.tokens=1280", "train.validate_at_start=false", "megatron.eval_iters=1", "megatron.eval_interval=1000"),
     ]
-    export = tmp_path / "hf"
+    last = tmp_path / "tasks.jsonl"
     stages = {
         "tokenize": {"job": "tokenize", "words": [f"input={text}", f"output={tmp_path}/data/mine"]},
         "pretrain": {"job": "train", "words": tiny},
-        "export": {"job": "convert", "words": ["from=${run_dir}/pretrain", f"to={export}"]},
+        "last": {"job": "rl_tasks", "words": ["generator=arithmetic", "count=5", f"output={last}"]},
     }
     pipeline_file(tmp_path, "three", stages)
     root = tmp_path / "chain"
 
-    def nemo_ext(*words: str, code: int = 0) -> str:
-        command = [sys.executable, "-m", "nemo_ext.cli", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout + done.stderr
-
     def submit(*words: str, code: int = 0) -> str:
         given = ("pipeline=three", f"--config-dir={tmp_path}", f"run_dir={root}", "cluster=testbed")
-        return nemo_ext("submit", *given, *words, code=code)
-
-    def outputs() -> str:
-        return "".join(f"{path}\n{path.read_text()}" for path in root.rglob("*.out"))
+        return here("submit", *given, *words, code=code)
 
     def job(stage: str) -> str:
         return (root / stage / "slurm" / "job").read_text().strip()
 
-    ended = ("COMPLETED", "FAILED", "CANCELLED")
     assert "'--dependency=afterok:<tokenize>'" in submit("--dry-run")
     assert not root.exists()
-    broken = ("pretrain.cluster.environment.GLOO_SOCKET_IFNAME=none0", "pretrain.slurm.max_idle=1")
-    submit(*broken)
+    standin(fails=True)
+    submit("pretrain.slurm.max_idle=1")
     first = [job(stage) for stage in stages]
-    slurm.wait(lambda: slurm.state(first[2]) in ended, what=outputs())
 
-    assert [slurm.state(each) for each in first] == ["COMPLETED", "FAILED", "CANCELLED"], outputs()
-    told = [line for line in nemo_ext("status", str(root)).splitlines() if str(root) in line]
-    assert ["finished" in told[0], "(a rank failed (exit" in told[1]] == [True, True], told
-    assert "not started: pretrain is stopped: " in told[2]
+    assert [slurm.end_of(each, root) for each in first] == ["COMPLETED", "FAILED", "CANCELLED"], slurm.outputs(root)
+    told = [line for line in here("status", str(root)).splitlines() if str(root) in line]
+    assert ["finished" in told[0], "(a rank failed (exit" in told[2 if "last" in told[1] else 1]] == [True, True], told
+    assert "not started: pretrain is stopped: " in "".join(told)
 
+    standin(fails=False)
     assert "tokenize: finished before" in submit()
     second = [job(stage) for stage in stages]
     assert second[0] == first[0]
     assert f"pretrain: job {second[1]} is " in submit(), "a second command leaves alone what waits or runs"
-    slurm.wait(lambda: slurm.state(second[2]) in ended, what=outputs())
 
-    assert [slurm.state(each) for each in second[1:]] == ["COMPLETED"] * 2, outputs()
+    assert [slurm.end_of(each, root) for each in second[1:]] == ["COMPLETED"] * 2, slurm.outputs(root)
     assert last_checkpoint(root / "pretrain") == 10
-    assert (export / "config.json").is_file()
-    assert attempts.finished(root / "export") is not None
+    assert last.is_file()
+    assert attempts.finished(root / "last") is not None
     assert submit().count("finished before") == 3
     assert "finished with other words (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
-def test_a_block_library_is_distilled_by_an_array(slurm: Any, tmp_path: Path) -> None:
+def test_a_block_library_is_distilled_by_an_array(slurm: Any, here: Callable[..., str], tmp_path: Path) -> None:
     root = tmp_path / "small"
     small = (
         *("data=mock", 'model.pattern="(*-)x2"', "megatron.hidden_size=64", "megatron.ffn_hidden_size=96"),
@@ -274,18 +261,9 @@ def test_a_block_library_is_distilled_by_an_array(slurm: Any, tmp_path: Path) ->
         *("puzzle.search.shares={memory_bytes: 0.8}", "puzzle.search.sweep.resource=null"),
     )
     words = ("pipeline=puzzle", "shards=2", f"run_dir={root}", "cluster=testbed", *(f"puzzle.{word}" for word in small))
-    command = [sys.executable, "-m", "nemo_ext.cli", "submit", *words, 'slurm.options=["--cpus-per-task=1"]']
-    done = subprocess.run(command, cwd=tmp_path, env=slurm.environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "--array=0-1" in done.stdout
+    assert "--array=0-1" in here("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
     last = (root / "child" / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: slurm.state(last) in ("COMPLETED", "FAILED", "CANCELLED"), seconds=480, what=outputs_of(root))
 
-    assert slurm.state(last) == "COMPLETED", outputs_of(root)
+    assert slurm.end_of(last, root, seconds=480) == "COMPLETED", slurm.outputs(root)
     assert all(attempts.finished(root / "distill" / "shards" / number) is not None for number in "01")
-    assert "distill: finished before" in outputs_of(root) or "distill: " in outputs_of(root)
     assert (root / "puzzle" / "child" / "report.md").is_file()
-
-
-def outputs_of(root: Path) -> str:
-    return "".join(f"{path}\n{path.read_text()}" for path in sorted(root.rglob("*.out")))

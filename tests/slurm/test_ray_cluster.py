@@ -306,7 +306,7 @@ def logs(folder: Path) -> str:
 @pytest.mark.slurm
 def test_a_driver_has_both_nodes(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit(TWO_NODES)
-    slurm.wait(lambda: ended(slurm, job), what="job")
+    slurm.wait(lambda: ended(slurm, job), what=lambda: "job")
 
     assert slurm.state(job) == "COMPLETED", logs(tmp_path)
     result = json.loads((tmp_path / "result.json").read_text())
@@ -318,28 +318,28 @@ def test_a_driver_has_both_nodes(slurm: Any, submit: Callable[[str], str], tmp_p
     assert left(job) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_driver_that_fails(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, sys\nray.init(address='auto')\nsys.exit(7)")
-    slurm.wait(lambda: ended(slurm, job), what="job")
+    slurm.wait(lambda: ended(slurm, job), what=lambda: "job")
 
     assert slurm.state(job) == "FAILED"
     assert "ExitCode=7:0" in slurm.call("scontrol", "show", "job", job), logs(tmp_path)
     assert left(job) == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, time\nray.init(address='auto')\nopen('ready', 'w')\ntime.sleep(600)")
-    slurm.wait((tmp_path / "ready").exists, what="driver")
+    slurm.wait((tmp_path / "ready").exists, what=lambda: "driver")
     assert len(left(job)) > 4
     slurm.call("scancel", job)
-    slurm.wait(lambda: slurm.call("squeue", "--noheader") == "", what="job")
+    slurm.wait(lambda: slurm.call("squeue", "--noheader") == "", what=lambda: "job")
 
     assert slurm.state(job) == "CANCELLED"
-    slurm.wait(lambda: left(job) == [], seconds=10, what="Ray")
+    slurm.wait(lambda: left(job) == [], seconds=10, what=lambda: "Ray")
 
 
 @pytest.mark.slow
@@ -347,10 +347,10 @@ def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_p
 def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     driver = "import ray, time\nray.init(address='auto')\nopen('ready', 'w')\ntime.sleep(600)"
     job = submit(driver)
-    slurm.wait((tmp_path / "ready").exists, what="driver")
+    slurm.wait((tmp_path / "ready").exists, what=lambda: "driver")
     (raylet,) = processes(f"/raylet .*/tmp/ray-{job}/0-1")
     raylet.kill()
-    slurm.wait(lambda: ended(slurm, job), what="job")
+    slurm.wait(lambda: ended(slurm, job), what=lambda: "job")
 
     assert slurm.state(job) == "FAILED"
     said = (tmp_path / "out").read_text()

@@ -176,7 +176,7 @@ def test_a_site_says_what_rehearse_compares_with() -> None:
 TINY = ("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.bf16=true", "cluster=testbed", "slurm.rehearse=true")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
     slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path
@@ -205,10 +205,10 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
         return found
 
     with subprocess.Popen(command, cwd=tmp_path, env=slurm.environment, start_new_session=True) as interrupted:
-        slurm.wait(lambda: any("rehearsal.rank" in " ".join(each.cmdline()) for each in ranks()), what="a rank")
+        slurm.wait(lambda: any("rehearsal.rank" in " ".join(each.cmdline()) for each in ranks()), what=lambda: "a rank")
         os.killpg(interrupted.pid, signal.SIGINT)
         assert interrupted.wait(60) == 130
-    slurm.wait(lambda: not ranks(), seconds=20, what="its processes should end")
+    slurm.wait(lambda: not ranks(), seconds=20, what=lambda: "its processes should end")
     assert not slurm.call("squeue", "-h")
 
     said = nemo_ext(*given, "--dry-run")

@@ -166,7 +166,7 @@ def reasons(run_dir: Path) -> list[str]:
 CPU = ("cluster=testbed", "serving.device=cpu", 'slurm.options=["--cpus-per-task=1"]')
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 def test_rounds_go_on_after_a_time_limit(
@@ -182,10 +182,10 @@ def test_rounds_go_on_after_a_time_limit(
 
     nemo_ext("submit", *given)
     job = (run_dir / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: (run_dir / "rounds/1/answers/generations.jsonl").is_file(), what=outputs(run_dir))
+    slurm.wait(lambda: (run_dir / "rounds/1/answers/generations.jsonl").is_file(), what=lambda: outputs(run_dir))
     first = (run_dir / "rounds/1/answers/generations.jsonl").read_bytes()
     slurm.call("scancel", "--batch", "--signal=USR2", job)  # as before its time limit
-    slurm.wait(lambda: over(run_dir), what=outputs(run_dir), seconds=400)
+    slurm.wait(lambda: over(run_dir), what=lambda: outputs(run_dir), seconds=400)
 
     assert reasons(run_dir) == ["time limit (SIGUSR2)", "done"], outputs(run_dir)
     assert (run_dir / "rounds/1/answers/generations.jsonl").read_bytes() == first, "nothing is answered twice"
@@ -193,7 +193,7 @@ def test_rounds_go_on_after_a_time_limit(
     assert "1 / 1" in nemo_ext("status", str(run_dir))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_averages_are_evaluated(
     slurm: Any, nemo_ext: Callable[..., str], two: str, suite: Path, tmp_path: Path
@@ -203,9 +203,9 @@ def test_averages_are_evaluated(
 
     nemo_ext("submit", *given, "evaluate.draws=50")
     job = (run_dir / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: (run_dir / "evaluations/t0/.job/evaluated.json").is_file(), what=outputs(run_dir))
+    slurm.wait(lambda: (run_dir / "evaluations/t0/.job/evaluated.json").is_file(), what=lambda: outputs(run_dir))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
-    slurm.wait(lambda: over(run_dir), what=outputs(run_dir), seconds=400)
+    slurm.wait(lambda: over(run_dir), what=lambda: outputs(run_dir), seconds=400)
 
     assert reasons(run_dir) == ["time limit (SIGUSR2)", "done"], outputs(run_dir)
     assert {one["name"] for one in json.loads((run_dir / "front.json").read_text())} == {"t0", "t0.5"}

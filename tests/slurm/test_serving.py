@@ -18,7 +18,7 @@ from nemo_ext.slurm import attempts
 
 ROWS = 400
 CPU = ("cluster=testbed", "serving.device=cpu", 'slurm.options=["--cpus-per-task=1"]')
-pytestmark = [pytest.mark.slow, pytest.mark.slurm]
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture
@@ -34,11 +34,6 @@ def table(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in row.items() if name != "seconds"} for row in found]
 
 
-def outputs(folder: Path) -> str:
-    files = (*folder.rglob("*.out"), *folder.rglob("*.log"))
-    return "".join(f"{path}\n{path.read_text(errors='replace')[-2000:]}" for path in files)
-
-
 def up(run_dir: Path) -> bool:
     try:
         address = read_address(run_dir)
@@ -47,40 +42,34 @@ def up(run_dir: Path) -> bool:
     return answers(f"{address.url}/models", address.key)
 
 
+@pytest.mark.slow
 def test_a_batch_job_brings_its_replicas_along(
-    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, rows: Path, tmp_path: Path
+    slurm: Any, here: Callable[..., str], vllm: tuple[str, ...], rows: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "answers"
-    words = ("job=generate", f"model={served_folder}", f"input={rows}", f"output={out}", "serving.replicas=2")
-    asked = (
-        "generate.max_tokens=16",
-        "generate.temperature=0",
-        "generate.part_rows=50",
-        f"slurm.folder={tmp_path / 'record'}",
-    )
+    out, record = tmp_path / "answers", tmp_path / "record"
+    words = ("job=generate", f"model={tmp_path}/model", f"input={rows}", f"output={out}", "serving.replicas=2")
 
-    nemo_ext("submit", *words, *asked, *CPU)
-    slurm.wait(
-        lambda: nemo_ext("status", str(tmp_path / "record")).count("finished") == 2, what=outputs(tmp_path), seconds=400
-    )
+    here("submit", *words, "generate.part_rows=50", f"slurm.folder={record}", *vllm)
+    slurm.wait(lambda: here("status", str(record)).count("finished") == 2, what=lambda: slurm.outputs(tmp_path))
 
     assert len(table(out)) == ROWS
     assert (out / "report.md").is_file()
     assert not list((out / ".job" / "servers").iterdir())
 
 
+@pytest.mark.deep
 def test_an_evaluation_brings_its_replicas_along(
-    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, tmp_path: Path
+    slurm: Any, here: Callable[..., str], served_folder: Path, tmp_path: Path
 ) -> None:
-    """Workers of an array share the samples; the last to end writes the whole table."""
+    """With our engine. Workers of an array share the samples; the last to end writes the whole table."""
     benchmark, suite = tmp_path / "sums.yaml", tmp_path / "suite.yaml"
     benchmark.write_text("generator: arithmetic\ncount: 100\nmax_tokens: 16\nmodes: {a: {}, b: {system: Think.}}\n")
     suite.write_text(f"benchmarks: [{benchmark}]\n")
     out = tmp_path / "evaluation"
     words = ("job=evaluate", f"model={served_folder}", f"suite={suite}", f"run_dir={out}", "serving.replicas=2")
 
-    nemo_ext("submit", *words, "evaluate.draws=100", *CPU)
-    slurm.wait(lambda: nemo_ext("status", str(out)).count("finished") == 2, what=outputs(tmp_path), seconds=400)
+    here("submit", *words, "evaluate.draws=100", *CPU)
+    slurm.wait(lambda: here("status", str(out)).count("finished") == 2, what=lambda: slurm.outputs(out), seconds=400)
 
     found = json.loads((out / "results.json").read_text())["benchmarks"]["sums"]
     assert (found["samples"], found["wanted"], found["missing"]) == (100, 200, 0)
@@ -95,22 +84,27 @@ def node_of(slurm: Any, job: str) -> str:
     return str(next(word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")))
 
 
+@pytest.mark.slow
 def test_replicas_come_and_go_behind_one_endpoint(
-    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, rows: Path, tmp_path: Path
+    slurm: Any,
+    nemo_ext: Callable[..., str],
+    here: Callable[..., str],
+    vllm: tuple[str, ...],
+    rows: Path,
+    tmp_path: Path,
 ) -> None:
-    """k of N, a time limit, a node that fails with the balancer on it: together, as each alone costs a minute."""
+    """k of N, a time limit, a node that fails with the balancer on it."""
     run_dir, asked = tmp_path / "serve", ("generate.max_tokens=16", "generate.temperature=0", "generate.part_rows=20")
-    words = ("job=serve", f"model={served_folder}", f"run_dir={run_dir}", "serving.replicas=2", "serving.least=1")
+    words = ("job=serve", f"model={tmp_path}/model", f"run_dir={run_dir}", "serving.replicas=2", "serving.least=1")
     slurm.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
-    said = nemo_ext("submit", *words, *CPU[:2], 'slurm.options=["--exclusive"]')
+    said = here("submit", *words, *vllm[:2], 'slurm.options=["--exclusive"]')
     assert "--array=0-1" in said
-    slurm.wait(lambda: up(run_dir), what=outputs(run_dir))
+    slurm.wait(lambda: up(run_dir), what=lambda: slurm.outputs(run_dir))
     assert (run_dir / "endpoint.json").stat().st_mode & 0o777 == 0o600
-    assert nemo_ext("status", str(run_dir)).count("pending") == 1
+    assert here("status", str(run_dir)).count("pending") == 1
     slurm.call("scontrol", "update", "nodename=n2", "state=resume")
     both = "running, up at http://"
-    slurm.wait(lambda: nemo_ext("status", str(run_dir)).count(both) == 2, what=outputs(run_dir))
-    nemo_ext("generate", f"endpoint={run_dir}", f"input={rows}", f"output={tmp_path / 'calm'}", *asked)
+    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=lambda: slurm.outputs(run_dir))
     balancing = json.loads((run_dir / ".leases" / "balancer").read_text())["pid"]
     number = int(psutil.Process(balancing).environ()["SLURM_ARRAY_TASK_ID"])
     with_it, without = (run_dir / "shards" / str(each) for each in (number, 1 - number))
@@ -120,93 +114,79 @@ def test_replicas_come_and_go_behind_one_endpoint(
     out = tmp_path / "answers"
     command = [sys.executable, "-m", "nemo_ext.cli", "generate", f"endpoint={run_dir}", f"input={rows}"]
     working = subprocess.Popen(
-        [*command, f"output={out}", *asked, "generate.requests_a_minute=300"], cwd=tmp_path, env=slurm.environment
+        [*command, f"output={out}", *asked, "generate.requests_a_minute=1200"], cwd=tmp_path, env=slurm.environment
     )
-    slurm.wait(lambda: any(out.glob("part-*")), what="the first part")
+    slurm.wait(lambda: any(out.glob("part-*")), what=lambda: "the first part")
+    hold = tmp_path / "hold"
+    hold.touch()
     slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # as before its time limit
-    slurm.wait(lambda: len(attempts.read(without)) == 2, what=outputs(run_dir))
+    slurm.wait(lambda: len(attempts.read(without)) == 2, what=lambda: slurm.outputs(run_dir))
     assert working.poll() is None
     slurm.lose(node)
+    hold.unlink()
 
-    assert working.wait(600) == 0, outputs(run_dir)
+    assert working.wait(600) == 0, slurm.outputs(run_dir)
     slurm.repair(node)
+    nemo_ext("generate", f"endpoint={run_dir}", f"input={rows}", f"output={tmp_path / 'calm'}", *asked)
     assert table(out) == table(tmp_path / "calm")
     assert len(table(out)) == ROWS
     assert read_address(run_dir).url != before
-    slurm.wait(lambda: nemo_ext("status", str(run_dir)).count(both) == 2, what=outputs(run_dir))
+    slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=lambda: slurm.outputs(run_dir))
     assert [len(attempts.read(record)) for record in (with_it, without)] == [2, 2]
-    nemo_ext("cancel", str(run_dir))
-    slurm.wait(lambda: nemo_ext("status", str(run_dir)).count("cancelled") == 2, what=outputs(run_dir))
+    here("cancel", str(run_dir))
+    slurm.wait(lambda: here("status", str(run_dir)).count("cancelled") == 2, what=lambda: slurm.outputs(run_dir))
     key = (run_dir / "key").read_text()
     written = [path for path in run_dir.rglob("*") if path.is_file() and path.name not in ("key", "endpoint.json")]
     assert not [path for path in written if key in path.read_text(errors="replace")]
 
 
-VLLM = """\
-#!{python}
-import os, pathlib, subprocess, sys, time
-words = sys.argv[1:]
-rank = words[words.index("--node-rank") + 1]
-pathlib.Path("{record}", rank + "-" + os.environ["SLURM_JOB_ID"]).write_text(" ".join(words))
-if "--headless" in words:
-    time.sleep(600)
-given = dict(zip(words[2::2], words[3::2]))
-words = ["model=" + words[1], "run_dir={record}/server", "port=" + given["--port"], "serving.host=" + given["--host"]]
-words += ["serving.name=" + given["--served-model-name"], "serving.key_variable=VLLM_API_KEY", "serving.device=cpu"]
-os.execv(sys.executable, [sys.executable, "-m", "nemo_ext.cli", "serve", *words])
-"""
-"""In vLLM's place: says what it was told; the first node serves with our engine, others wait to be ended."""
-
-
+@pytest.mark.slow
 def test_a_replica_of_two_nodes(
-    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, rows: Path, tmp_path: Path, monkeypatch: Any
+    slurm: Any,
+    here: Callable[..., str],
+    vllm: tuple[str, ...],
+    rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    record, out = tmp_path / "record", tmp_path / "answers"
-    record.mkdir()
-    (tmp_path / "bin").mkdir()
-    program = tmp_path / "bin" / "vllm"
-    program.write_text(VLLM.format(python=sys.executable, record=record))
-    program.chmod(0o755)
-    monkeypatch.setitem(slurm.environment, "PATH", f"{program.parent}:{slurm.environment['PATH']}")
-    words = ("job=generate", f"model={served_folder}", f"input={rows}", f"output={out}", "serving.engine=vllm")
-    asked = (
-        "serving.nodes=2",
-        "generate.max_tokens=16",
-        "generate.temperature=0",
-        f"slurm.folder={tmp_path / 'slurm'}",
-    )
+    notes, out, record = tmp_path / "notes", tmp_path / "answers", tmp_path / "slurm"
+    notes.mkdir()
+    monkeypatch.setitem(slurm.environment, "STAND_IN_NOTES", str(notes))
+    words = ("job=generate", f"model={tmp_path}/model", f"input={rows}", f"output={out}", "serving.nodes=2")
 
-    said = nemo_ext("submit", *words, *asked, *CPU)
+    said = here("submit", *words, f"slurm.folder={record}", *vllm)
 
     assert "--nodes=2" in said
-    slurm.wait(lambda: "finished" in nemo_ext("status", str(tmp_path / "slurm")), what=outputs(tmp_path))
+    slurm.wait(lambda: "finished" in here("status", str(record)), what=lambda: slurm.outputs(tmp_path))
     assert len(table(out)) == ROWS
-    first, second = (file.read_text().split() for file in sorted(record.glob("?-*")))
+    first, second = (file.read_text().split() for file in sorted(notes.glob("?-*")))
     for rank, told in enumerate((first, second)):
         assert " ".join(told[told.index("--nnodes") :][:6]) == f"--nnodes 2 --node-rank {rank} --master-addr 127.0.0.1"
         assert ("--headless" in told) == bool(rank)
-    slurm.wait(lambda: not slurm.call("squeue", "-h"), what="no job is left")
+    slurm.wait(lambda: not slurm.call("squeue", "-h"), what=lambda: "no job is left")
 
 
+@pytest.mark.slow
 def test_a_stage_asks_the_server_beside_it_and_ends_it(
-    slurm: Any, nemo_ext: Callable[..., str], served_folder: Path, rows: Path, tmp_path: Path
+    slurm: Any, here: Callable[..., str], vllm: tuple[str, ...], rows: Path, tmp_path: Path
 ) -> None:
     ask = [f"input={rows}", f"output={tmp_path}/answers", "endpoint=${run_dir}/judge", "generate.max_tokens=4"]
     stages = {
-        "judge": {"job": "serve", "words": [f"model={served_folder}", "serving.device=cpu"]},
-        "ask": {"job": "generate", "words": [*ask, "serving.device=cpu"], "beside": ["judge"]},
+        "judge": {"job": "serve", "words": [f"model={tmp_path}/model", vllm[1]]},
+        "ask": {"job": "generate", "words": ask, "beside": ["judge"]},
     }
     (tmp_path / "pipeline").mkdir()
     text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "asked", "stages": stages}, sort_keys=False)
     (tmp_path / "pipeline" / "asked.yaml").write_text(text)
-    words = (f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r", CPU[0], CPU[2])
+    words = (f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r", vllm[0], vllm[2])
 
-    assert "--dependency=after:<judge>" in nemo_ext("submit", *words, "--dry-run")
-    nemo_ext("submit", *words)
+    assert "--dependency=after:<judge>" in here("submit", *words, "--dry-run")
+    here("submit", *words)
     judge, asked = ((tmp_path / "r" / name / "slurm" / "job").read_text().strip() for name in stages)
-    slurm.wait(lambda: slurm.state(judge) in ("COMPLETED", "FAILED"), what=outputs(tmp_path), seconds=400)
 
-    assert (slurm.state(asked), slurm.state(judge)) == ("COMPLETED", "COMPLETED"), outputs(tmp_path)
+    assert (slurm.end_of(asked, tmp_path), slurm.end_of(judge, tmp_path)) == ("COMPLETED", "COMPLETED"), slurm.outputs(
+        tmp_path
+    )
     assert len(table(tmp_path / "answers")) == ROWS
-    told = nemo_ext("submit", *words)
+    told = here("submit", *words)
     assert "ask: finished before" in told and "judge: no stage asks it now" in told

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,6 @@ TINY = (
     *("megatron.global_batch_size=2", "train.tokens=1280", "train.validate_at_start=false"),
     *("megatron.eval_iters=1", "megatron.eval_interval=1000"),
 )
-ENDED = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 def test_a_sweep_has_a_run_directory_for_each_point() -> None:
@@ -67,33 +68,102 @@ def test_puzzle_takes_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatc
         Task(settings_of(["job=puzzle"]), ["run_dir=unused"]).prepare()
 
 
-def outputs(folder: Path) -> str:
-    return "".join(f"{path}\n{path.read_text()}" for path in folder.rglob("*.out"))
-
-
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_sweep_is_an_array(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
+def test_a_sweep_is_an_array(
+    slurm: Any, nemo_ext: Callable[..., str], here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+) -> None:
+    standin(holds_at="5")
     base = tmp_path / "sweep"
-    words = ("--multirun", *TINY, "train.tokens=25600", f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
-    said = nemo_ext("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
+    words = ("--multirun", *TINY, f"run_dir={base}", "megatron.lr=1e-3,2e-3", "cluster=testbed")
+    said = here("submit", *words, 'slurm.options=["--cpus-per-task=1"]')
     places = [base / f"megatron.lr={lr}" for lr in ("0.001", "0.002")]
 
     assert "--array=0-1" in said and "2 runs: " in said
     first, second = ((place / "slurm" / "job").read_text().strip() for place in places)
     assert (first.partition("_")[0], first[-2:], second[-2:]) == (second.partition("_")[0], "_0", "_1")
-    assert "is running" in (again := nemo_ext("submit", *words, code=2)) or "is pending" in again
-    slurm.wait(lambda: (places[1] / "metrics.jsonl").is_file(), what=outputs(base))
+    assert "is running" in (again := here("submit", *words, code=2)) or "is pending" in again
+    slurm.wait(lambda: all((place / "metrics.jsonl").is_file() for place in places), what=lambda: slurm.outputs(base))
     slurm.call("scancel", "--batch", "--signal=USR2", second)
-    slurm.wait(lambda: nemo_ext("status", str(base)).count("finished") == 2, what=outputs(base))
+    (places[0] / "go").touch()
+    slurm.wait(lambda: here("status", str(base)).count("finished") == 2, what=lambda: slurm.outputs(base))
 
-    assert [last_checkpoint(place) for place in places] == [200, 200]
+    assert [last_checkpoint(place) for place in places] == [10, 10]
     assert len(attempts.read(places[0])) == 1, "only the other one was stopped"
     assert [each.reason for each in attempts.read(places[1])] == ["time limit (SIGUSR2)", "done"]
     assert [attempts.read(place)[0].job for place in places] == [first, second]
 
 
 @pytest.mark.slow
+@pytest.mark.slurm
+def test_a_task_goes_on_after_a_time_limit(
+    slurm: Any, here: Callable[..., str], endpoint: Any, reply: type[Any], tmp_path: Path
+) -> None:
+    """It is interrupted as by Ctrl-C, and its next start asks for what is not answered yet."""
+    rows, out, record = tmp_path / "rows.jsonl", tmp_path / "answers", tmp_path / "record"
+    rows.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(40)))
+    released = threading.Event()
+    endpoint.models = ["m"]
+    endpoint.reply = lambda payload: reply(
+        text="yes", seconds=0.0 if released.is_set() or len(endpoint.requests) <= 20 else 600.0
+    )
+    words = ("job=generate", f"endpoint={endpoint.url}", f"input={rows}", f"output={out}", "generate.part_rows=10")
+    here("submit", *words, "generate.concurrency=4", f"slurm.folder={record}", "cluster=testbed")
+    job = (record / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: len(endpoint.requests) >= 24, what=lambda: slurm.outputs(tmp_path))
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: len(attempts.read(record)) == 2, what=lambda: slurm.outputs(tmp_path))
+    released.set()
+
+    assert slurm.end_of(job, tmp_path) == "COMPLETED", slurm.outputs(tmp_path)
+    assert [each.reason for each in attempts.read(record)] == ["time limit (SIGUSR2)", "done"]
+    report = json.loads((out / "report.json").read_text())
+    assert report["answers"] == 40
+    asked = Counter(str(payload["messages"]) for payload in endpoint.requests)
+    assert len(asked) == 40 and sum(asked.values()) == 44, "what had been answered is not asked again"
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_mistake_in_a_task_ends_it(slurm: Any, here: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.jsonl").write_text("no JSON\n")
+    here("submit", "job=tokenize", "input=bad.jsonl", "output=data/bad", "cluster=testbed")
+    record = tmp_path / "runs" / "slurm" / "tokenize-data-bad"
+    job = (record / "slurm" / "job").read_text().strip()
+
+    assert slurm.end_of(job, record) == "FAILED"
+    assert "not queued again: it would end so again" in slurm.outputs(record)
+    assert len(attempts.read(record)) == 1
+    assert "stopped: a mistake in the command or its files" in here("status", str(record))
+
+
+@pytest.mark.slow
+@pytest.mark.slurm
+def test_a_job_has_ranks_on_all_nodes(
+    slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
+) -> None:
+    """What Puzzle asks of the batch process: ranks of a stage, which are interrupted, and those of a training."""
+    standin(holds_at="5")
+    run_dir = tmp_path / "run"
+    here(
+        *("submit", "job=puzzle", "data=mock", f"run_dir={run_dir}", "launcher.nodes=2", "launcher.nproc_per_node=1"),
+        *("cluster=testbed", 'slurm.options=["--cpus-per-task=1"]'),
+    )
+    job = (run_dir / "slurm" / "job").read_text().strip()
+    slurm.wait(lambda: len(list(run_dir.glob("begun-*"))) == 2, what=lambda: slurm.outputs(tmp_path))
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+    slurm.wait(lambda: (run_dir / "parent" / "metrics.jsonl").is_file(), what=lambda: slurm.outputs(tmp_path))
+    assert sorted(path.name for path in run_dir.glob("stage-*")) == ["stage-0", "stage-1"]
+    slurm.wait(lambda: "iteration        5" in (run_dir / "parent" / "train.log").read_text())
+    slurm.call("scancel", "--batch", "--signal=USR2", job)
+
+    assert slurm.end_of(job, tmp_path) == "COMPLETED", slurm.outputs(tmp_path)
+    assert [each.reason for each in attempts.read(run_dir)] == ["time limit (SIGUSR2)"] * 2 + ["done"]
+    assert "stage: finished before" in slurm.outputs(run_dir)
+    assert last_checkpoint(run_dir / "parent") == 20
+
+
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_rl_goes_on_after_a_time_limit(
     slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path, random_llama: Path
@@ -115,13 +185,12 @@ def test_rl_goes_on_after_a_time_limit(
     assert "not there" in nemo_ext("submit", *words, "model=nowhere", code=2)
     nemo_ext("submit", *words)
     job = (run_dir / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=outputs(run_dir))
+    slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=lambda: slurm.outputs(run_dir))
     assert "/ 40" in nemo_ext("status", str(run_dir))
 
     slurm.call("scancel", "--batch", "--signal=USR2", job)
-    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(run_dir))
 
-    assert slurm.state(job) == "COMPLETED", outputs(run_dir)
+    assert slurm.end_of(job, run_dir) == "COMPLETED", slurm.outputs(run_dir)
     first, second = attempts.read(run_dir)
     assert first.reason == "time limit (SIGUSR2)"
     assert 0 < second.first_step < 40 == second.last_step
@@ -131,22 +200,7 @@ def test_rl_goes_on_after_a_time_limit(
     assert (run_dir / "slurm" / "config.yaml").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.slurm
-def test_a_mistake_in_a_task_ends_it(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "bad.jsonl").write_text("no JSON\n")
-    nemo_ext("submit", "job=tokenize", "input=bad.jsonl", "output=data/bad", "cluster=testbed")
-    record = tmp_path / "runs" / "slurm" / "tokenize-data-bad"
-    job = (record / "slurm" / "job").read_text().strip()
-    slurm.wait(lambda: slurm.state(job) in ENDED, what=outputs(record))
-
-    assert slurm.state(job) == "FAILED"
-    assert "not queued again: it would end so again" in outputs(record)
-    assert len(attempts.read(record)) == 1
-    assert "stopped: a mistake in the command or its files" in nemo_ext("status", str(record))
-
-
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_puzzle_on_two_nodes_is_that_of_two_ranks(
     slurm: Any, nemo_ext: Callable[..., str], train_ranks: Callable[..., object], tmp_path: Path
@@ -164,15 +218,14 @@ def test_puzzle_on_two_nodes_is_that_of_two_ranks(
     )
     job = (there / "slurm" / "job").read_text().strip()
     in_training = there / "blocks" / "trained" / "in_training.pt"
-    slurm.wait(in_training.is_file, seconds=600, what=outputs(there))
+    slurm.wait(in_training.is_file, seconds=600, what=lambda: slurm.outputs(there))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     command = [sys.executable, "-m", "nemo_ext.cli", "puzzle", *words, f"run_dir={here}", "launcher.nproc_per_node=2"]
     subprocess.run(command, env={**slurm.environment, "OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
-    slurm.wait(lambda: slurm.state(job) in ENDED, seconds=600, what=outputs(there))
 
-    assert slurm.state(job) == "COMPLETED", outputs(there)
+    assert slurm.end_of(job, there, seconds=600) == "COMPLETED", slurm.outputs(there)
     assert [each.reason for each in attempts.read(there)] == ["time limit (SIGUSR2)", "done"]
-    assert "library: finished before" in outputs(there)
+    assert "library: finished before" in slurm.outputs(there)
     assert (there / "blocks" / "scores.jsonl").read_bytes() == (here / "blocks" / "scores.jsonl").read_bytes()
     files = [file.relative_to(here) for file in sorted(here.rglob("*.safetensors"))]
     assert files
