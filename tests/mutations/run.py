@@ -1,0 +1,143 @@
+"""Slips that tests must catch: applies each of mutations.toml alone to a copy of the tree, and runs its tests.
+
+python tests/mutations/run.py [--list] [--only 3,17] [--again]
+
+The tests must pass without them. Results are kept in build/mutations.json: a second call goes on after an interrupted
+one, and runs those again whose source or tests have changed since.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+LIST = Path(__file__).with_name("mutations.toml")
+RESULTS = ROOT / "build" / "mutations.json"
+SECONDS = 240
+"""Time limit of one run of tests."""
+CAUGHT, BY_DEFAULT = 57, 52
+"""Least number that default and slow tests catch together, and that default tests catch alone."""
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+
+Mutation = dict[str, Any]
+
+
+def read() -> list[Mutation]:
+    """The mutations, numbered from 1; ends the program if one does not fit the tree."""
+    found, wrong = tomllib.loads(LIST.read_text())["mutation"], []
+    for number, each in enumerate(found, 1):
+        file = ROOT / "nemo_ext" / each["file"]
+        count = file.read_text().count(each["before"]) if file.is_file() else 0
+        if count != 1:
+            wrong.append(
+                f"{number} ({each['what']}): nemo_ext/{each['file']} has its text {count} times, not once: write "
+                f"`before` and `after` of it anew in {LIST.relative_to(ROOT)}, as the same slip in today's text"
+            )
+        for test in (*each["tests"], *each.get("slow", ())):
+            if not (ROOT / test.partition("::")[0]).exists():
+                wrong.append(f"{number} ({each['what']}): there is no {test}: name the tests that catch it now")
+    if wrong:
+        sys.exit("\n".join(wrong))
+    return list(found)
+
+
+def name_of(mutation: Mutation) -> str:
+    """Digest of a mutation, the file that it changes and its tests."""
+    places = [ROOT / "nemo_ext" / mutation["file"], ROOT / "tests" / "conftest.py"]
+    for test in (*mutation["tests"], *mutation.get("slow", ())):
+        place = ROOT / test.partition("::")[0]
+        places += sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    digest = hashlib.sha256(json.dumps(mutation, sort_keys=True).encode())
+    for place in places:
+        digest.update(place.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def copied(to: Path) -> None:
+    """Copy the files that git knows."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode()
+    for name in filter(None, listed.split("\0")):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, to / name)
+
+
+def failure(copy: Path, tests: list[str], *more: str) -> str:
+    """The first test that fails; "" if all pass.
+
+    Raises:
+        RuntimeError: the tests did not run.
+    """
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--no-header", *more, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_WAIT_POLICY": "PASSIVE"}
+    try:
+        done = subprocess.run(
+            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"(still running after {SECONDS} s)"
+    said = done.stdout.decode(errors="replace")
+    if done.returncode == 1 and (found := _FAILED.search(said)):
+        return found[1]
+    if done.returncode == 0:
+        return ""
+    raise RuntimeError(f"pytest {' '.join([*more, *tests])} ended with {done.returncode}:\n{said[-2000:]}")
+
+
+def outcome(copy: Path, mutation: Mutation) -> dict[str, Any]:
+    """Which run catches a mutation, and its test."""
+    file, began = Path("nemo_ext") / mutation["file"], time.monotonic()
+    source = (ROOT / file).read_text()
+    (copy / file).write_text(source.replace(mutation["before"], mutation["after"]))
+    try:
+        by, test = "default", failure(copy, mutation["tests"])
+        if not test and "slow" in mutation:
+            by, test = "slow", failure(copy, mutation["slow"], "-m", "slow")
+    finally:
+        shutil.copy2(ROOT / file, copy / file)
+    return {"by": by if test else "", "test": test, "seconds": round(time.monotonic() - began, 1)}
+
+
+def main() -> int:
+    """Run, and print the table; 1 if fewer are caught than have to be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="print the mutations, run nothing")
+    parser.add_argument("--only", metavar="N,M", help="numbers of the mutations to run")
+    parser.add_argument("--again", action="store_true", help="run also what has a result")
+    given, mutations = parser.parse_args(), read()
+    if given.list:
+        print("\n".join(f"{number:2}  {each['file']}: {each['what']}" for number, each in enumerate(mutations, 1)))
+        return 0
+    chosen = [int(each) for each in given.only.split(",")] if given.only else range(1, len(mutations) + 1)
+    known: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    RESULTS.parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
+        copied(Path(folder))
+        for number in chosen:
+            mutation = mutations[number - 1]
+            if given.again or name_of(mutation) not in known:
+                known[name_of(mutation)] = outcome(Path(folder), mutation)
+                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+            found = known[name_of(mutation)]
+            told = f"{found['by']}: {found['test']}" if found["by"] else "SURVIVED"
+            print(f"{number:2}  {found['seconds']:6.1f} s  {mutation['file']}: {mutation['what']}: {told}", flush=True)
+    found_all = [known[name] for each in mutations if (name := name_of(each)) in known]
+    by = {run: sum(each["by"] == run for each in found_all) for run in ("default", "slow", "")}
+    print(f"of {len(found_all)}: {by['default']} caught by default, {by['slow']} by slow tests, {by['']} survived")
+    if len(found_all) < len(mutations):
+        return 0
+    return int(by["default"] + by["slow"] < CAUGHT or by["default"] < BY_DEFAULT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
