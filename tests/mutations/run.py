@@ -41,7 +41,7 @@ def read() -> list[Mutation]:
         if count != 1:
             wrong.append(
                 f"{number} ({each['what']}): nemo_ext/{each['file']} has its text {count} times, not once: write "
-                f"`before` and `after` of it anew in {LIST.relative_to(ROOT)}, as the same slip in today's text"
+                f"`before` and `after` of it anew in {LIST.name}, as the same slip in today's text"
             )
         for test in (*each["tests"], *each.get("slow", ())):
             if not (ROOT / test.partition("::")[0]).exists():
