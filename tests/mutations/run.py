@@ -18,7 +18,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIST = Path(__file__).with_name("mutations.toml")
 RESULTS = ROOT / "build" / "mutations.json"
-SECONDS = 240
-"""Time limit of one run of tests."""
-CAUGHT, BY_DEFAULT = 57, 52
-"""Least number that default and slow tests catch together, and that default tests catch alone."""
+SECONDS = 240  # for one run of tests
+CAUGHT, BY_DEFAULT = 57, 52  # by default and slow tests together, and by default tests alone, at least
+# What tests import and no mutation changes; not Megatron, which nemo_ext has to come before.
 IMPORTED = ("absl.logging", "hydra", "hypothesis", "psutil", "pydantic", "tokenizers", "torch")
-"""What tests import and no mutation changes; not Megatron, which nemo_ext has to come before."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
 
 Mutation = dict[str, Any]
@@ -41,36 +38,35 @@ Mutation = dict[str, Any]
 
 def read() -> list[Mutation]:
     """The mutations, numbered from 1; ends the program if one does not fit the tree."""
-    found, wrong = tomllib.loads(LIST.read_text())["mutation"], []
-    for number, each in enumerate(found, 1):
+    mutations, wrong = list(tomllib.loads(LIST.read_text())["mutation"]), []
+    for number, each in enumerate(mutations, 1):
         file = ROOT / "nemo_ext" / each["file"]
         count = file.read_text().count(each["before"]) if file.is_file() else 0
         if count != 1:
-            wrong.append(
-                f"{number} ({each['what']}): nemo_ext/{each['file']} has its text {count} times, not once: write "
-                f"`before` and `after` of it anew in {LIST.name}, as the same slip in today's text"
-            )
-        for test in (*each["tests"], *each.get("slow", ())):
-            if not (ROOT / test.partition("::")[0]).exists():
-                wrong.append(f"{number} ({each['what']}): there is no {test}: name the tests that catch it now")
+            told = f"nemo_ext/{each['file']} has its text {count} times, not once"
+            wrong.append(f"{number} ({each['what']}): {told}: write the same slip in today's text into {LIST.name}")
+        gone = [test for test in files_of(each) if not test.exists()]
+        wrong += [f"{number} ({each['what']}): there is no {test}: name the tests that catch it now" for test in gone]
     if wrong:
         sys.exit("\n".join(wrong))
-    return list(found)
+    return mutations
 
 
-def name_of(mutation: Mutation) -> str:
+def files_of(mutation: Mutation) -> list[Path]:
+    """Files or folders of a mutation's tests."""
+    return [ROOT / test.partition("::")[0] for test in (*mutation["tests"], *mutation.get("slow", ()))]
+
+
+def digest_of(mutation: Mutation) -> str:
     """Digest of a mutation, the file that it changes and its tests."""
-    places = [ROOT / "nemo_ext" / mutation["file"], ROOT / "tests" / "conftest.py"]
-    for test in (*mutation["tests"], *mutation.get("slow", ())):
-        place = ROOT / test.partition("::")[0]
-        places += sorted(place.rglob("*.py")) if place.is_dir() else [place]
     digest = hashlib.sha256(json.dumps(mutation, sort_keys=True).encode())
-    for place in places:
-        digest.update(place.read_bytes())
+    for place in (ROOT / "nemo_ext" / mutation["file"], ROOT / "tests" / "conftest.py", *files_of(mutation)):
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def copied(to: Path) -> None:
+def copy_tree(to: Path) -> None:
     """Copy the files that git knows."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -86,8 +82,7 @@ def failure(copy: Path, tests: list[str], *more: str) -> str:
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, words, log))
     process.start()
     process.join(SECONDS)
-    if process.exitcode is None:
-        assert process.pid is not None
+    if process.exitcode is None and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
     said = log.read_text(errors="replace")
@@ -99,7 +94,7 @@ def failure(copy: Path, tests: list[str], *more: str) -> str:
 
 
 def run_tests(copy: Path, words: list[str], log: Path) -> None:
-    """Run pytest in this process, forked from one that has imported what all tests do: that takes most of the time."""
+    """Run pytest in this process, forked from one that has imported what takes most of the time."""
     os.setsid()
     os.chdir(copy)
     os.environ["PYTHONPATH"] = sys.path[0] = str(copy)
@@ -111,18 +106,17 @@ def run_tests(copy: Path, words: list[str], log: Path) -> None:
     os._exit(code)
 
 
-def outcome(copy: Path, mutation: Mutation) -> dict[str, Any]:
+def outcome(copy: Path, mutation: Mutation) -> dict[str, str]:
     """Which run catches a mutation, and its test."""
-    file, began = Path("nemo_ext") / mutation["file"], time.monotonic()
-    source = (ROOT / file).read_text()
-    (copy / file).write_text(source.replace(mutation["before"], mutation["after"]))
+    file = Path("nemo_ext") / mutation["file"]
+    (copy / file).write_text((ROOT / file).read_text().replace(mutation["before"], mutation["after"]))
     try:
         by, test = "default", failure(copy, mutation["tests"])
         if not test and "slow" in mutation:
             by, test = "slow", failure(copy, mutation["slow"], "-m", "slow")
     finally:
         shutil.copy2(ROOT / file, copy / file)
-    return {"by": by if test else "", "test": test, "seconds": round(time.monotonic() - began, 1)}
+    return {"by": by if test else "survived", "test": test}
 
 
 def main() -> int:
@@ -135,28 +129,24 @@ def main() -> int:
         print("\n".join(f"{number:2}  {each['file']}: {each['what']}" for number, each in enumerate(mutations, 1)))
         return 0
     chosen = [int(each) for each in given.only.split(",")] if given.only else range(1, len(mutations) + 1)
-    known: dict[str, dict[str, Any]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
+    known: dict[str, dict[str, str]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.parent.mkdir(exist_ok=True)
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # as in tests/conftest.py, before torch
     for name in IMPORTED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy = Path(folder) / "tree"
-        copied(copy)
+        copy_tree(copy := Path(folder) / "tree")
         for number in chosen:
-            mutation = mutations[number - 1]
-            if (name := name_of(mutation)) not in known:
-                known[name] = outcome(copy, mutation)
+            digest = digest_of(mutation := mutations[number - 1])
+            if digest not in known:
+                known[digest] = outcome(copy, mutation)
                 RESULTS.write_text(json.dumps(known, indent=1) + "\n")
-            found = known[name]
-            told = f"{found['by']}: {found['test']}" if found["by"] else "SURVIVED"
-            print(f"{number:2}  {found['seconds']:6.1f} s  {mutation['file']}: {mutation['what']}: {told}", flush=True)
-    found_all = [known[name] for each in mutations if (name := name_of(each)) in known]
-    by = {run: sum(each["by"] == run for each in found_all) for run in ("default", "slow", "")}
-    print(f"of {len(found_all)}: {by['default']} caught by default, {by['slow']} by slow tests, {by['']} survived")
-    if len(found_all) < len(mutations):
-        return 0
-    return int(by["default"] + by["slow"] < CAUGHT or by["default"] < BY_DEFAULT)
+            found = known[digest]
+            print(f"{number:2}  {found['by']:8}  {mutation['file']}: {mutation['what']}  {found['test']}", flush=True)
+    found_all = [known[digest]["by"] for each in mutations if (digest := digest_of(each)) in known]
+    default, slow = (found_all.count(run) for run in ("default", "slow"))
+    print(f"{len(found_all)} of {len(mutations)} were run: {default} caught by default, {slow} by slow tests alone")
+    return int(len(found_all) == len(mutations) and (default < BY_DEFAULT or default + slow < CAUGHT))
 
 
 if __name__ == "__main__":

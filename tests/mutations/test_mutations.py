@@ -34,4 +34,4 @@ def test_a_slip_whose_text_or_tests_have_gone_is_refused(run: dict[str, Any], tm
     with pytest.raises(SystemExit, match=r"1 \(a slip\): nemo_ext/job/seeds.py has its text 0 times") as refused:
         run["read"]()
 
-    assert "there is no tests/job/test_none.py::test_it" in str(refused.value)
+    assert "tests/job/test_none.py: name the tests that catch it now" in str(refused.value)
