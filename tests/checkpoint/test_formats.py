@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
-from math import prod
+from math import log, prod
 from typing import Any
 
 import pytest
@@ -181,6 +181,17 @@ def test_what_megatron_cannot_compute_is_refused_by_its_key(
         read(through_json(config) | changes)
 
     assert message in str(caught.value)
+
+
+def test_yarns_attention_factor_is_mscale_over_mscale_all_dim(random_sections: Callable[[str, int], Sections]) -> None:
+    """As in transformers' modeling_rope_utils.py; each is 0.1 x scale x ln(factor) + 1."""
+    _, config = choose(from_config(random_sections("LlamaForCausalLM", 3)))
+    yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+
+    _, found = read(through_json(config) | {"rope_scaling": yarn})
+
+    assert found.rope is not None
+    assert found.rope.attention_factor == pytest.approx((0.1 * log(40) + 1) / (0.05 * log(40) + 1))
 
 
 def test_blocks_without_an_activation_have_silu(random_sections: Callable[[str, int], Sections]) -> None:

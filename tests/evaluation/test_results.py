@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+from nemo_ext.evaluation import score as scoring
 from nemo_ext.evaluation.ask import Question, questions
 from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.problems import Problem
 from nemo_ext.evaluation.results import Plan, results
-from nemo_ext.evaluation.store import Sample, Score, Store, digest_of
+from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
 
 Record = tuple[Sample, Score]
 BENCHMARK = Benchmark(name="b", data=["x"], prompt="{{ x }}", environment="math", samples=4)
@@ -234,3 +235,13 @@ def test_a_grand_mean_of_equal_problems_has_no_interval(stored: Stored) -> None:
 
     assert found["mean"] == {"accuracy": 1.0, "interval": None, "benchmarks": 1}
     assert found["benchmarks"]["b"]["interval"][0] < 0.7
+
+
+def test_acc_norm_is_by_characters_without_the_space_before_a_choice() -> None:
+    """As in lm-evaluation-harness: -2.7 over three characters is more than -1 over one, but not over four and two."""
+    problem = Problem(id="1", prompts={"default": "q"}, reference={}, choices=(" a", " bcd"), gold=1)
+    sample = Sample(key=Key("b", "1", "default", "", 0), asked="q", logprobs=[-1.0, -2.7], sizes=[2, 4])
+
+    measured = scoring._choice(problem, sample)
+
+    assert (measured["acc"], measured["acc_norm"]) == (0.0, 1.0)

@@ -13,7 +13,7 @@ from nemo_ext.data.text.documents import Part
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.endpoint.client import Answer
 from nemo_ext.generate.columns import ANSWER
-from nemo_ext.generate.output import Output
+from nemo_ext.generate.output import OpenRange, Output
 from nemo_ext.generate.rows import Range
 from nemo_ext.job.leases import Leases
 
@@ -233,20 +233,36 @@ def test_a_part_without_the_one_before_it_is_set_aside(
     assert (code, len(answers()), len({row["key"] for row in answers()})) == (0, 25, 25), said
 
 
-def test_two_that_hold_a_lease_do_no_harm(tmp_path: Path) -> None:
+def two_workers(folder: Path) -> tuple[list[Output], Range, list[OpenRange]]:
+    """Outputs of two workers that both have a range of two rows open."""
     rows = [{"question": "a"}, {"question": "b"}]
     range_ = Range(number=0, part=Part(name="f", path="f", size=1), skip=0, rows=2)
     schema = pyarrow_module().schema([("question", "string")])
     outputs = [
-        Output(tmp_path, "parquet", schema, {"question": "question"}, Leases(tmp_path / ".job" / "leases", 60))
+        Output(folder, "parquet", schema, {"question": "question"}, Leases(folder / ".job" / "leases", 60))
         for _ in range(2)
     ]
-    opened = [output.open(range_, rows, ["a", "b"], 1) for output in outputs]
+    return outputs, range_, [output.open(range_, rows, ["a", "b"], 1) for output in outputs]
+
+
+def test_two_that_hold_a_lease_do_no_harm(tmp_path: Path) -> None:
+    outputs, range_, opened = two_workers(tmp_path)
     for output, one in zip(outputs, opened, strict=True):
         for pair in one.pairs:
             output.add(one, pair, Answer(answer=output.worker))
 
     assert [output.commit(one) for output, one in zip(outputs, opened, strict=True)] == [True, True]
+    assert outputs[0].answered(range_) == {("a", 0), ("b", 0)}
+    assert not outputs[0].failures(range_)
+
+
+def test_an_answer_in_one_journal_counts_more_than_a_failure_in_another(tmp_path: Path) -> None:
+    outputs, range_, opened = two_workers(tmp_path)
+    for output, one, answered in zip(outputs, opened, (0, 1), strict=True):
+        for number, pair in enumerate(one.pairs):
+            output.add(one, pair, Answer(answer="yes") if number == answered else Answer(problem="HTTP 500"))
+
+    assert outputs[0].commit(opened[0])
     assert outputs[0].answered(range_) == {("a", 0), ("b", 0)}
     assert not outputs[0].failures(range_)
 

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +78,19 @@ def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
         "mfu_6n": 0.125,
     }
     assert second["step"] == 2 and second["tokens"] == 200
+
+
+def test_where_megatron_gives_no_time_it_is_shared_by_the_steps_since_the_last_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([100.0, 110.0])  # the metrics begin, step 5 is logged
+    monkeypatch.setattr("nemo_ext.megatron.metrics.time", SimpleNamespace(perf_counter=lambda: next(times)))
+    metrics = writer(tmp_path / "m.jsonl")
+    metrics.add_scalar("lm loss", 4.0, 5)
+    metrics.close()
+
+    (line,) = lines(tmp_path / "m.jsonl")
+    assert (line["seconds_per_step"], line["tokens_per_second"]) == (2.0, 50.0)
 
 
 def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None:

@@ -65,6 +65,18 @@ def test_more_tokens_read_more_experts() -> None:
     assert 5 < many / one < 64
 
 
+def test_a_new_token_attends_to_all_of_the_context() -> None:
+    whole = architecture("domyn_small_10b")
+    block = next(block for block in whole.sizes if block.kind == "*")
+    query, key = (block.size(name) * block.size("head_dim") for name in ("heads", "kv"))
+    serving = Serving(batch=2, prompt=512, context=4096, flops=1e15, bandwidth=1e30)
+
+    seconds = block_costs(whole, block, serving)["decode_seconds"]
+
+    products = 2 * whole.hidden_size * (2 * query + 2 * key) + 4 * query * 4096
+    assert seconds == pytest.approx(2 * products / 1e15, rel=1e-3)
+
+
 def test_narrower_blocks_cost_less_of_everything() -> None:
     whole = architecture("domyn_small_10b")
     wide, narrow = (block_costs(whole, Block.of("-", ffn=width), Serving()) for width in (16384, 8192))

@@ -83,6 +83,16 @@ def test_a_conversation_goes_on_without_a_template(around: Make) -> None:
     assert last.verdict == Verdict.correct("a/.") and last.following is None
 
 
+def test_a_conversation_has_no_more_turns_than_its_environment_allows(around: Make) -> None:
+    made, at = around(echoing()), episode()
+    for text in "ab":
+        at = asyncio.run(made.turn(at, said(text))).following or episode()
+
+    last = asyncio.run(made.turn(at, said("c")))
+
+    assert last.verdict == Verdict.correct("a/b/c") and last.following is None and not last.answers
+
+
 def test_text_beside_a_broken_call_is_not_heard(around: Make) -> None:
     made, begun = around(echoing()), around(echoing()).begun(episode())
     call = ToolCall(name="f", arguments={})

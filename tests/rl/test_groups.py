@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.chat.response import parse_response
-from nemo_ext.chat.sample import Message
+from nemo_ext.chat.response import Response, parse_response
+from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.groups import Member, check_judges, group_reward
+from nemo_ext.rl.groups import Member, check_judges, group_reward, lengths
 
 PROMPT = (Message(role="user", content="Say something."),)
 
@@ -55,6 +55,14 @@ def test_lengths_are_in_tokens(endpoint: Any, reply: Any) -> None:
     ((first, second, empty),) = reward([[few, many, none]])
 
     assert first > max(second, empty), "fewer tokens earn more, if they say something"
+
+
+def test_a_response_of_calls_alone_is_not_an_empty_one() -> None:
+    call = Response(text="", tool_calls=(ToolCall(name="f", arguments={}),))
+    said: dict[str, Any] = {"reward": 0.0, "thinking_tokens": 2, "answer_tokens": 9, "prompt": PROMPT}
+
+    assert lengths(Member(response=call, **said)) == (0, 9)
+    assert lengths(Member(response=Response(text=""), **said)) == (0, 0)
 
 
 def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,10 +131,13 @@ def test_near_duplicates_are_those_of_high_jaccard_similarity(write: Write, cura
             texts.append([f"x{chance.randrange(9999)}" if chance.random() < share else word for word in base])
     grams = [{tuple(words[n : n + 5]) for n in range(296)} for words in texts]
     records = [{"id": str(n), "text": " ".join(words)} for n, words in enumerate(texts)]
+    wordless = {len(texts), len(texts) + 1}
+    records += [{"id": str(n), "text": "?" * n} for n in wordless]
     block = "{kind: near_duplicates, bands: 26, rows: 11, threshold: 0.8}"
     kept = {
         int(line["id"]) for line in lines(curate(write(records), {"near": block}, "curate.memory=5000") / "documents")
     }
+    assert wordless <= kept
     for first in range(0, len(texts), 4):
         assert first in kept
         for other in range(first + 1, first + 4):

@@ -93,6 +93,13 @@ def check_account(problem: Problem, error: Infeasible) -> None:
         assert conflict.limit == getattr(problem.limits[conflict.resource], conflict.side)
 
 
+@pytest.mark.parametrize(("outside", "chosen"), [(0.0, ("v1",)), (5.0, ("v0",))])
+def test_what_lies_outside_the_blocks_takes_its_part_of_a_limit(outside: float, chosen: tuple[str]) -> None:
+    problem = Problem([candidates((1.0, 4), (0.0, 6))], {"memory_bytes": Limit(upper=10)}, {"memory_bytes": outside})
+
+    assert problem.names(solve(problem).choice) == chosen
+
+
 @given(problem=problems())
 def test_it_finds_what_trying_everything_finds(problem: Problem) -> None:
     feasible = {choice: problem.score(choice) for choice in choices(problem)}

@@ -34,6 +34,13 @@ def test_where_the_prompt_opens_the_trace_the_response_must_not() -> None:
     assert think_tags(parse_response("because", thinking_opened=True), thinking=True, opened=True) == 0
 
 
+@pytest.mark.parametrize(("text", "opened"), [("<think>it is 5", False), ("it is 5", True)])
+def test_a_trace_that_is_cut_off_leaves_no_answer(text: str, opened: bool) -> None:
+    response = parse_response(text, thinking_opened=opened, finished=False)
+
+    assert (response.thinking, response.answer) == ("it is 5", "")
+
+
 @pytest.mark.parametrize(
     ("text", "thinking", "score"),
     [

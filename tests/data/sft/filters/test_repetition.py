@@ -2,7 +2,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.sample import Sample
@@ -79,6 +79,7 @@ def occurs(words: list[int], length: int, times: int, window: int) -> set[int]:
     st.integers(2, 4),
     st.one_of(st.none(), st.integers(3, 30)),
 )
+@example([0, 0, 0, 0, 1, 0, 0], 2, 3, 6)  # three in a window that overlap, and a third that does not is beyond it
 def test_repetition_agrees_with_trying_all(words: list[int], length: int, times: int, window: int | None) -> None:
     grams = ngram_hashes(np.array(words, dtype=np.uint64), length)
 
