@@ -35,9 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import absl.logging
 import torch
-from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.hydra import Hydra
-from hydra.plugins.config_source import ConfigResult
 from hypothesis import settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -130,24 +128,9 @@ OmegaConf.load = staticmethod(parsed_once(OmegaConf.load))
 compose = job_config.compose = composed_once(job_config.compose)
 
 
-def read_once(load: Callable[..., ConfigResult]) -> Callable[..., ConfigResult]:
-    """The method, which keeps what it read of packaged files and gives copies."""
-    kept: dict[tuple[str, str], ConfigResult] = {}
-
-    @functools.wraps(load)
-    def load_config(self: ImportlibResourcesConfigSource, config_path: str) -> ConfigResult:
-        place = (self.path, config_path)
-        if place not in kept:
-            kept[place] = load(self, config_path)
-        return deepcopy(kept[place])
-
-    return load_config
-
-
 # Hundreds of commands run in this process. For each, Hydra composes a second time only to read hydra.mode, which no
 # config of ours sets: None means the same.
 Hydra.get_mode = lambda self, config_name, overrides: None
-ImportlibResourcesConfigSource.load_config = read_once(ImportlibResourcesConfigSource.load_config)
 
 
 # Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
