@@ -162,7 +162,9 @@ def build_mamba(config: NemoExtBlocksConfig, layer_idx: int, block: dict[str, An
         chunk_size=128,
         # The mixer takes its lower limit of dt from here. Megatron sets none.
         time_step_min=0.0,
-        time_step_limit=(0.0, float("inf")),  # where transformers 5.12 and earlier look
+        # transformers 5.12 and earlier read these, too.
+        time_step_max=0.1,
+        time_step_limit=(0.0, float("inf")),
         use_mamba_kernels=True,
     )
     return NemotronHMamba2Mixer(own, layer_idx)
@@ -256,7 +258,8 @@ class NemoExtBlocksPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, NemotronHMamba2Mixer):
-            module.init_nemotron_h_weights()
+            if hasattr(module, "init_nemotron_h_weights"):  # before transformers 5.13 it is drawn where it is built
+                module.init_nemotron_h_weights()
         elif isinstance(module, NemotronHTopkRouter):
             initialization.normal_(module.weight, std=self.config.initializer_range)
             initialization.zeros_(module.e_score_correction_bias)
