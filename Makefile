@@ -6,13 +6,13 @@ VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_PTQ := $(VENV)/.ready-ptq
-READY_BRIDGE := $(VENV)/.ready-bridge
+OVERLAY_BRIDGE := $(VENV)/bridge
+READY_BRIDGE := $(OVERLAY_BRIDGE)/.ready
 READY_DOCS := $(VENV)/.ready-docs
 VENV_VLLM := .venv-vllm
 READY_VLLM := $(VENV_VLLM)/.ready
 VENV_NEMO_RL := .venv-nemo-rl
 NEMO_RL := $(VENV_NEMO_RL)/bin/uv pip install --quiet --python $(VENV_NEMO_RL)/bin/python
-BRIDGE := megatron-bridge==0.6.2
 WORKERS ?= 2
 # A test that shares what is costly to make goes to the worker that has it (tests/conftest.py).
 PYTEST := $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadgroup --durations=25
@@ -41,9 +41,10 @@ deep: $(READY_DEV)
 mutants: $(READY_DEV)
 	$(VENV)/bin/python tests/mutations/run.py $(FLAGS)
 
-# In a process of its own, in which modules with Transformer Engine's names can be imported, as Megatron-Bridge does always.
+# Before the environment's packages: those that Megatron-Bridge pins and others need newer, and modules with Transformer
+# Engine's names, as it imports that always.
 bridge: $(READY_BRIDGE)
-	PYTHONPATH=tests/megatron/engine $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25
+	PYTHONPATH=$(OVERLAY_BRIDGE):tests/megatron/engine $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
@@ -60,7 +61,7 @@ nemo_rl:
 	  { $(PYTHON) -m venv $(VENV_NEMO_RL) && $(VENV_NEMO_RL)/bin/python -m pip install $(PIP_FLAGS) uv; }
 	$(VENV_NEMO_RL)/bin/python tests/rl/nemo_rl/requirements.py "$(NEMO_RL_ROOT)" > $(VENV_NEMO_RL)/requirements.txt
 	$(NEMO_RL) --editable '.[data,engine,nemo_rl]' 'pytest>=8.2,<9.2' hypothesis diffusers -r $(VENV_NEMO_RL)/requirements.txt
-	$(NEMO_RL) --no-deps $(BRIDGE)
+	$(NEMO_RL) --no-deps $$(grep megatron-bridge tests/megatron/engine/requirements.txt)
 	NEMO_RL_ROOT="$(abspath $(NEMO_RL_ROOT))" $(VENV_NEMO_RL)/bin/python -m pytest -m 'not gpu' tests/rl/nemo_rl --durations=25
 
 # Everything of NeMo Gym's, with the version that this Python gets: 0.7 wants Python 3.13.14, 0.4 is the last for 3.12.
@@ -105,10 +106,10 @@ $(READY_PTQ): $(READY_DEV)
 	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[ptq]'
 	@touch $@
 
-# Its requirements replace what is here; of what it imports, this environment lacks diffusers alone.
-$(READY_BRIDGE): $(READY_DEV)
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python diffusers
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps $(BRIDGE)
+$(READY_BRIDGE): $(READY_DEV) tests/megatron/engine/requirements.txt
+	rm -rf $(OVERLAY_BRIDGE)
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps --target $(OVERLAY_BRIDGE) \
+	  -r tests/megatron/engine/requirements.txt
 	@touch $@
 
 # vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.

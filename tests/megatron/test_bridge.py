@@ -479,15 +479,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "bridge.md"
 
 
 def pretrained(folder: Path, name: str) -> Any:
-    """AutoBridge of a Hugging Face model with the random weights that transformers draws."""
+    """AutoBridge of a Hugging Face model with random weights that keep numbers of one size from block to block."""
     from megatron.bridge import AutoBridge
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from safetensors.torch import save_file
 
     write_config(folder, hf_config(name))
-    torch.manual_seed(5)
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-    AutoModelForCausalLM.from_config(config, trust_remote_code=True, dtype=torch.float32).save_pretrained(folder)
-    write_config(folder, hf_config(name))
+    tensors = write_weights(folder, *described(name))
+    scaled = {key: 1 + 0.1 * each if each.dim() == 1 else 0.1 * each for key, each in tensors.items()}
+    save_file(scaled, folder / "model.safetensors", metadata={"format": "pt"})
     return AutoBridge.from_hf_pretrained(folder, trust_remote_code=True)
 
 

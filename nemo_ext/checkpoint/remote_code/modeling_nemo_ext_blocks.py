@@ -12,11 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.masking_utils import (
-    create_causal_mask,
-    create_recurrent_attention_mask,
-    create_sliding_window_causal_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -47,6 +43,20 @@ from .configuration_nemo_ext_blocks import NemoExtBlocksConfig
 
 # What transformers calls the cache in calls: "cache" from 5.24 on.
 CACHE = "cache" if "cache" in inspect.signature(create_causal_mask).parameters else "past_key_values"
+
+
+try:
+    from transformers.masking_utils import create_recurrent_attention_mask
+except ImportError:  # transformers 5.12 and earlier
+
+    def create_recurrent_attention_mask(
+        config: NemoExtBlocksConfig, inputs_embeds: Tensor, attention_mask: Tensor | None, **others: Any
+    ) -> Tensor | None:
+        """Mask of padding `[batch, seq]` for Mamba, None where there is none."""
+        length = inputs_embeds.shape[1]
+        if attention_mask is None or attention_mask.ndim != 2 or length == 1 or torch.all(attention_mask == 1):
+            return None
+        return attention_mask[:, -length:].contiguous()
 
 
 def _copy(config: NemoExtBlocksConfig, **values: Any) -> NemoExtBlocksConfig:
@@ -152,6 +162,9 @@ def build_mamba(config: NemoExtBlocksConfig, layer_idx: int, block: dict[str, An
         chunk_size=128,
         # The mixer takes its lower limit of dt from here. Megatron sets none.
         time_step_min=0.0,
+        # transformers 5.12 and earlier read these, too.
+        time_step_max=0.1,
+        time_step_limit=(0.0, float("inf")),
         use_mamba_kernels=True,
     )
     return NemotronHMamba2Mixer(own, layer_idx)
@@ -245,7 +258,8 @@ class NemoExtBlocksPreTrainedModel(LlamaPreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
         if isinstance(module, NemotronHMamba2Mixer):
-            module.init_nemotron_h_weights()
+            if hasattr(module, "init_nemotron_h_weights"):  # before transformers 5.13 it is drawn where it is built
+                module.init_nemotron_h_weights()
         elif isinstance(module, NemotronHTopkRouter):
             initialization.normal_(module.weight, std=self.config.initializer_range)
             initialization.zeros_(module.e_score_correction_bias)

@@ -1,6 +1,6 @@
 """Every preset with its model and cluster on NeMo-RL: the table of docs/rl/presets.md.
 
-NEMO_RL_ROOT=CHECKOUT python tests/rl/nemo_rl/layouts.py      # writes the column of this version
+NEMO_RL_ROOT=CHECKOUT PYTHONPATH=CHECKOUT python tests/rl/nemo_rl/layouts.py      # writes the column of this version
 """
 
 import json

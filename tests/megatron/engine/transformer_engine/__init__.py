@@ -15,15 +15,21 @@ import torch
 __version__ = "2.9.0"
 
 
+FUNCTIONS = {"_SplitAlongDim", "general_gemm"}
+"""What Megatron-Core calls where it finds it, and does without elsewhere."""
+
+
+def is_module(name: str) -> bool:
+    """Whether a name is that of a module rather than a class or a function."""
+    return name.islower() and name not in FUNCTIONS
+
+
 class Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module below this one."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return (
-            importlib.machinery.ModuleSpec(name, self, is_package=True)
-            if name.startswith("transformer_engine.")
-            else None
-        )
+        found = name.startswith("transformer_engine.") and is_module(name.rpartition(".")[2])
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
         return None
@@ -34,9 +40,9 @@ class Parts(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def made(module: str, attribute: str) -> Any:
     """A module for a name in lower case, a class for any other."""
-    if attribute.startswith("__"):
+    if attribute.startswith("_") or attribute in FUNCTIONS:
         raise AttributeError(attribute)
-    if attribute.islower():
+    if is_module(attribute):
         return importlib.import_module(f"{module}.{attribute}")
     found = type(attribute, (torch.nn.Module,), {"__module__": module})
     setattr(sys.modules[module], attribute, found)
