@@ -161,7 +161,7 @@ def test_what_failed_is_asked_again_however_long_that_takes(
 
 def test_rows_that_arrow_has_no_type_for(generate: Generate, written: Written, answers: Answers) -> None:
     rows = [{"question": "a", "tools": [{"function": {"properties": {}}}], "n": 2**60 + 1, "nested": {"n": 2**60 + 1}}]
-    rows += [{"question": f"b{n}", "tools": None, "n": 0.5, "nested": {"n": 0.5}} for n in range(1500)]
+    rows += [{"question": f"b{n}", "tools": None, "n": 0.5, "nested": {"n": 0.5}} for n in range(1020)]
 
     code, said = generate(f"input={written(rows)}", TEMPLATE)
 
