@@ -307,7 +307,7 @@ def test_a_segment_that_ends_early_is_not_followed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = fake_ranks(monkeypatch, 6, 15, 30)
-    words = [*SMALL, f"run_dir={tmp_path}", *(f"+{word}" for word in PHASES)]
+    words = [*SMALL, "train.tokens=3840", f"run_dir={tmp_path}", *(f"+{word}" for word in PHASES)]
 
     launch.train(compose("train", words))
 
