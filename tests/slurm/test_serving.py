@@ -127,6 +127,7 @@ def test_replicas_come_and_go_behind_one_endpoint(
 
     assert working.wait(600) == 0, slurm.outputs(run_dir)
     slurm.repair(node)
+    slurm.wait(lambda: up(run_dir), what=lambda: slurm.outputs(run_dir))
     nemo_ext("generate", f"endpoint={run_dir}", f"input={rows}", f"output={tmp_path / 'calm'}", *asked)
     assert table(out) == table(tmp_path / "calm")
     assert len(table(out)) == ROWS

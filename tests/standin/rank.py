@@ -51,7 +51,9 @@ class Ranks:
     def __init__(self, rank: int, count: int) -> None:
         self.rank = rank
         address = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "0"))
-        if rank:
+        if count == 1:
+            self.others: list[socket.socket] = []  # torchrun itself listens there
+        elif rank:
             self.others = [self._reach(address)]
         else:
             with socket.create_server(address) as server:
