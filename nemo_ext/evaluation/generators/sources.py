@@ -8,6 +8,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +38,7 @@ def python_sources(
     checked_whole("settings.characters", characters, least=100)
     folder = Path(sysconfig.get_paths()["stdlib"])
     found = 0
-    for path in sorted(
-        _modules(folder), key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder)))
-    ):
+    for path in _in_random_order(folder, seed):
         if found == count:
             return
         module = path.relative_to(folder).with_suffix("").as_posix()
@@ -57,6 +56,13 @@ def python_sources(
         raise ValueError(f"count={count}: {folder} has {found} modules with {characters} characters of {part}")
 
 
+@cache
+def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
+    return tuple(
+        sorted(_modules(folder), key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder))))
+    )
+
+
 def _modules(folder: Path) -> Iterator[Path]:
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).parts
@@ -64,6 +70,7 @@ def _modules(folder: Path) -> Iterator[Path]:
             yield path
 
 
+@cache
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
     """Lines from a random one on; None where the module has too few."""
     try:
