@@ -39,6 +39,17 @@ def test_it_is_kept_by_touches_alone(elsewhere: Leases, tmp_path: Path, monkeypa
     assert elsewhere.take("a")
 
 
+def test_a_holder_elsewhere_is_not_dead_because_no_process_here_has_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Leases(tmp_path, 60).take("a")
+    text = (tmp_path / "a").read_text().replace(f'"pid": {psutil.Process().pid}', '"pid": 4194999')
+    (tmp_path / "a").write_text(text)
+    monkeypatch.setattr(leases, "_place", lambda: "another machine")
+
+    assert not Leases(tmp_path, 60).take("a")
+
+
 def test_who_lost_it_neither_keeps_nor_ends_it_for_the_other(tmp_path: Path) -> None:
     one, two = Leases(tmp_path, 60), Leases(tmp_path, 60)
     one.take("a")

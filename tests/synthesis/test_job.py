@@ -5,9 +5,11 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
+
+from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
 RECIPE = """\
@@ -446,6 +448,17 @@ def test_an_answer_may_be_anything(
     assert report()["outputs"]["documents"]["made"] == 6
     verified = (tmp_path / "out" / "steps" / "second" / "rows.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["why"] for line in verified if b"ok" in line] == [""]
+
+
+def test_a_verdict_that_a_kill_cut_short_is_alone_in_being_lost(tmp_path: Path) -> None:
+    journal = tmp_path / "verdicts.jsonl"
+    whole = b"".join(json.dumps({"id": name, "error": False}).encode() + b"\n" for name in ("a", "b"))
+    journal.write_bytes(whole + b'{"id": "c", "er')
+
+    known = Verifying._known(cast(Any, None), journal)
+
+    assert list(known) == ["a", "b"]
+    assert journal.read_bytes() == whole
 
 
 def test_verdicts_that_did_not_come_are_asked_again(
