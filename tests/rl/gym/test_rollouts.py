@@ -125,7 +125,7 @@ class TestInThisProcess:
             monkeypatch.setattr(
                 rollout_collection.RolloutCollectionHelper, "setup_server_client", lambda self, head=None: client
             )
-            monkeypatch.setattr(rollout_collection, "get_wandb_run", lambda: None)
+            monkeypatch.setattr(rollout_collection, "get_wandb_run", lambda: None, raising=False)  # before 0.7
             server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
             running = []
             for one, (kind, settings) in inner.items():
