@@ -30,8 +30,12 @@ def preload() -> None:
     for name in ("_dynamo", "_dynamo.variables.builder", "_functorch.deprecated", "onnx", "utils.tensorboard"):
         import_module(f"torch.{name}")  # the optimizer imports the compiler, whatever is compiled
     import_module("einops._torch_specific")
+    # The help of Megatron's flags comes from its own sources, which every parser of every rank would parse: 0.2 s.
+    utils = import_module("megatron.training.argument_utils")
+    if factory := getattr(utils, "ArgumentGroupFactory", None):  # Megatron-Core 0.19
+        factory._get_field_docstrings = lambda self, config: {}
     megatron_parser = import_module("nemo_ext.megatron.arguments").megatron_parser
-    megatron_parser()  # which reads Megatron's sources for its help
+    megatron_parser()
 
 
 def rank(number: int, *, job: dict, port: int) -> NoReturn:

@@ -170,16 +170,8 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
 
 @functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process.
-
-    Megatron parses its own sources for the help of its arguments, each time that it makes a parser, of which a rank's
-    start has three: 0.2 s each. Nothing here shows that help, and from here on it is left out.
-    """
-    from megatron.training import argument_utils
+    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process."""
     from megatron.training.arguments import add_megatron_arguments
-
-    if hasattr(argument_utils, "ArgumentGroupFactory"):
-        argument_utils.ArgumentGroupFactory._get_field_docstrings = lambda self, config: {}
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
