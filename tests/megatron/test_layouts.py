@@ -135,7 +135,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(name, layout, marks=mark, id=f"{name}, {layout}")
 
 
-@pytest.mark.parametrize(("name", "layout"), pairs())
+@pytest.mark.parametrize(("name", "layout"), [*pairs()])
 def test_two_ranks_learn_what_one_rank_learns(
     job: Callable[[str], Job], alone: Callable[[str], Any], train_ranks: Train, tmp_path: Path, name: str, layout: str
 ) -> None:
