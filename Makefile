@@ -47,7 +47,7 @@ bridge: $(READY_BRIDGE)
 	PYTHONPATH=$(OVERLAY_BRIDGE):tests/megatron/engine $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25
 
 ptq: $(READY_PTQ)
-	$(VENV)/bin/python -m pytest -m ptq tests/quantization --durations=25
+	$(VENV)/bin/python -m pytest -m 'ptq and not deep' tests/quantization --durations=25 $(FLAGS)
 
 # In an environment of its own: vLLM pins what others need otherwise.
 vllm: $(READY_VLLM)

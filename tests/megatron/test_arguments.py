@@ -1,6 +1,5 @@
 """From the composed config to the pattern and words that Megatron gets."""
 
-from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.config import compose
-from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arguments, pattern_with_cuts, world_size
+from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts, world_size
 
 
 @pytest.mark.parametrize(("virtual", "stages"), [(None, 2), (2, 4)])
@@ -65,17 +64,3 @@ def test_gradients_are_fused_where_the_output_layer_finds_its_kernel(
     words = command_line(compose("train", ["run_dir=unused", "data=mock"]))
 
     assert ("--no-gradient-accumulation-fusion" in words) == (not apex)
-
-
-def test_megatrons_sources_are_not_read_for_a_help_that_nobody_sees(megatron: None) -> None:
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.training import argument_utils
-    from megatron.training.arguments import add_megatron_arguments
-
-    megatron_parser()
-
-    assert argument_utils.ArgumentGroupFactory(OptimizerConfig).field_docstrings == {}
-    options = {
-        option for action in add_megatron_arguments(ArgumentParser())._actions for option in action.option_strings
-    }
-    assert {"--lr", "--tensor-model-parallel-size"} <= options
