@@ -147,7 +147,7 @@ def run(config: Mapping[str, Any]) -> str:
 
 
 def server_config(name: str) -> dict[str, Any]:
-    """Gym config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
+    """Gym config of nemo_ext_NAME, its agent nemo_ext_NAME_agent, and what Gym 0.7 reaches agents by."""
     served, instance = SERVERS[name], f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
@@ -168,6 +168,14 @@ def server_config(name: str) -> dict[str, Any]:
     return {
         instance: {"resources_servers": {SERVER: server}},
         f"{instance}_agent": {"responses_api_agents": {served.agent: agent}},
+        f"{instance}_environment": {
+            "environment_servers": {
+                "legacy_agent": {
+                    "entrypoint": "app.py",
+                    "agent_server": {"type": "responses_api_agents", "name": f"{instance}_agent"},
+                }
+            }
+        },
     }
 
 

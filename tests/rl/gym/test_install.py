@@ -113,6 +113,8 @@ def test_gym_takes_the_configs(name: str) -> None:
     given = OmegaConf.create(
         server_config(name) | {"nemo_ext_judge_endpoint": "http://x/v1", "nemo_ext_judge_model": "m"}
     )
+    agents = given[f"nemo_ext_{name}_environment"].environment_servers.legacy_agent.agent_server
+    assert agents.name == f"nemo_ext_{name}_agent"
     for instance in (f"nemo_ext_{name}", f"nemo_ext_{name}_agent"):
         made, error = maybe_get_server_instance_config(instance, given[instance])
 

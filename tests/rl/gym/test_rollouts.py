@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,19 @@ class TestInThisProcess:
             "vllm_model": (VLLMModel, VLLMModelConfig),
         }
 
+        if find_spec("environment_servers") is not None:
+            from environment_servers.legacy_agent.app import (
+                LegacyAgentEnvironmentServer,
+                LegacyAgentEnvironmentServerConfig,
+            )
+
+            kinds["legacy_agent"] = (LegacyAgentEnvironmentServer, LegacyAgentEnvironmentServerConfig)
+
         async def collected(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             config = json.loads(json.dumps({**server_config(name), **MODEL}))
             config["policy_model"]["responses_api_models"]["vllm_model"]["base_url"] = endpoint.url
+            if find_spec("environment_servers") is None:  # before 0.7
+                del config[f"nemo_ext_{name}_environment"]
             inner = {one: next(iter(next(iter(kind.values())).items())) for one, kind in config.items()}
             sockets = {one: socket.create_server(("127.0.0.1", 0)) for one in inner}
             for one, (_, settings) in inner.items():
@@ -126,6 +137,9 @@ class TestInThisProcess:
                 rollout_collection.RolloutCollectionHelper, "setup_server_client", lambda self, head=None: client
             )
             monkeypatch.setattr(rollout_collection, "get_wandb_run", lambda: None, raising=False)  # before 0.7
+            monkeypatch.setattr(
+                rollout_collection, "get_global_config_dict", lambda: client.global_config_dict, raising=False
+            )
             server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
             running = []
             for one, (kind, settings) in inner.items():
@@ -196,6 +210,7 @@ class TestCommands:
             "resources_servers/nemo_ext",
             "responses_api_agents/gymnasium_agent",
             "responses_api_models/vllm_model",
+            "environment_servers/legacy_agent",
         ):
             (venv := tmp_path / "venvs" / server).mkdir(parents=True)
             (venv / ".venv").symlink_to(sys.prefix, target_is_directory=True)
