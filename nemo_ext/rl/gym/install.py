@@ -147,7 +147,7 @@ def run(config: Mapping[str, Any]) -> str:
 
 
 def server_config(name: str) -> dict[str, Any]:
-    """Gym config of nemo_ext_NAME, its agent nemo_ext_NAME_agent, and what Gym 0.7 reaches agents by."""
+    """Gym config of a server and its agent: nemo_ext_NAME and nemo_ext_NAME_agent."""
     served, instance = SERVERS[name], f"{SERVER}_{name}"
     agent: dict[str, Any] = {
         "entrypoint": "app.py",
@@ -168,15 +168,14 @@ def server_config(name: str) -> dict[str, Any]:
     return {
         instance: {"resources_servers": {SERVER: server}},
         f"{instance}_agent": {"responses_api_agents": {served.agent: agent}},
-        f"{instance}_environment": {
-            "environment_servers": {
-                "legacy_agent": {
-                    "entrypoint": "app.py",
-                    "agent_server": {"type": "responses_api_agents", "name": f"{instance}_agent"},
-                }
-            }
-        },
     }
+
+
+def environment_config(name: str) -> dict[str, Any]:
+    """Gym config of the environment server by which Gym 0.7 reaches a server's agent; earlier versions have none."""
+    agent = {"type": "responses_api_agents", "name": f"{SERVER}_{name}_agent"}
+    server = {"legacy_agent": {"entrypoint": "app.py", "agent_server": agent}}
+    return {f"{SERVER}_{name}_environment": {"environment_servers": server}}
 
 
 def examples(name: str, seed: int) -> list[dict[str, Any]]:
@@ -207,6 +206,7 @@ def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
     }
     for name in names:
         files[f"configs/{name}.yaml"] = yaml.safe_dump(server_config(name), sort_keys=False)
+        files[f"environments/{name}.yaml"] = yaml.safe_dump(environment_config(name), sort_keys=False)
         files[_example(name)] = _lines(examples(name, seed))
     by_environment: dict[str, list[dict[str, Any]]] = {}
     for path in tasks:

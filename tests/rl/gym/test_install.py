@@ -31,6 +31,8 @@ def test_all_that_gym_looks_for_is_there(tmp_path: Path) -> None:
     assert requirement.startswith("nemo_ext[gym]") and "../.." not in requirement  # Gym leaves out lines with that
     for name in SERVERS:
         made = yaml.safe_load((folder / "configs" / f"{name}.yaml").read_text())
+        reached = yaml.safe_load((folder / "environments" / f"{name}.yaml").read_text())[f"nemo_ext_{name}_environment"]
+        assert reached["environment_servers"]["legacy_agent"]["agent_server"]["name"] in made
         agent = next(iter(made[f"nemo_ext_{name}_agent"]["responses_api_agents"].values()))
         (data,) = agent["datasets"]
         assert len((tmp_path / data["jsonl_fpath"]).read_text().splitlines()) == 5
@@ -113,8 +115,6 @@ def test_gym_takes_the_configs(name: str) -> None:
     given = OmegaConf.create(
         server_config(name) | {"nemo_ext_judge_endpoint": "http://x/v1", "nemo_ext_judge_model": "m"}
     )
-    agents = given[f"nemo_ext_{name}_environment"].environment_servers.legacy_agent.agent_server
-    assert agents.name == f"nemo_ext_{name}_agent"
     for instance in (f"nemo_ext_{name}", f"nemo_ext_{name}_agent"):
         made, error = maybe_get_server_instance_config(instance, given[instance])
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.rl.gym.install import run, server_config
+from nemo_ext.rl.gym.install import environment_config, run, server_config
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.tasks import generate
 
@@ -124,8 +124,8 @@ class TestInThisProcess:
         async def collected(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             config = json.loads(json.dumps({**server_config(name), **MODEL}))
             config["policy_model"]["responses_api_models"]["vllm_model"]["base_url"] = endpoint.url
-            if find_spec("environment_servers") is None:  # before 0.7
-                del config[f"nemo_ext_{name}_environment"]
+            if "legacy_agent" in kinds:
+                config |= environment_config(name)
             inner = {one: next(iter(next(iter(kind.values())).items())) for one, kind in config.items()}
             sockets = {one: socket.create_server(("127.0.0.1", 0)) for one in inner}
             for one, (_, settings) in inner.items():
@@ -222,8 +222,12 @@ class TestCommands:
         command = [sys.executable, "-c", "import sys; from nemo_gym.cli.main import main; sys.exit(main())"]
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]
+        folders = (
+            ["configs"] if find_spec("environment_servers") is None else ["configs", "environments"]
+        )  # from 0.7 on
+        configs = [word for each in folders for word in ("--config", f"resources_servers/nemo_ext/{each}/bank.yaml")]
         started = [
-            *("env", "start", "--config", "resources_servers/nemo_ext/configs/bank.yaml", "--model-type", "vllm_model"),
+            *("env", "start", *configs, "--model-type", "vllm_model"),
             *("--model-url", endpoint.url, "--model-api-key", "none", "--model", "stand-in", *head),
             *("+skip_venv_if_present=true", f"+uv_venv_dir={folder / 'venvs'}"),
         ]
