@@ -171,6 +171,13 @@ def server_config(name: str) -> dict[str, Any]:
     }
 
 
+def environment_config(name: str) -> dict[str, Any]:
+    """Gym config of the environment server by which Gym 0.7 reaches a server's agent; earlier versions have none."""
+    agent = {"type": "responses_api_agents", "name": f"{SERVER}_{name}_agent"}
+    server = {"legacy_agent": {"entrypoint": "app.py", "agent_server": agent}}
+    return {f"{SERVER}_{name}_environment": {"environment_servers": server}}
+
+
 def examples(name: str, seed: int) -> list[dict[str, Any]]:
     """Example rows to try a server with."""
     return [to_gym(_asked(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
@@ -199,6 +206,7 @@ def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
     }
     for name in names:
         files[f"configs/{name}.yaml"] = yaml.safe_dump(server_config(name), sort_keys=False)
+        files[f"environments/{name}.yaml"] = yaml.safe_dump(environment_config(name), sort_keys=False)
         files[_example(name)] = _lines(examples(name, seed))
     by_environment: dict[str, list[dict[str, Any]]] = {}
     for path in tasks:

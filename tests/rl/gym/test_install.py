@@ -31,6 +31,8 @@ def test_all_that_gym_looks_for_is_there(tmp_path: Path) -> None:
     assert requirement.startswith("nemo_ext[gym]") and "../.." not in requirement  # Gym leaves out lines with that
     for name in SERVERS:
         made = yaml.safe_load((folder / "configs" / f"{name}.yaml").read_text())
+        reached = yaml.safe_load((folder / "environments" / f"{name}.yaml").read_text())[f"nemo_ext_{name}_environment"]
+        assert reached["environment_servers"]["legacy_agent"]["agent_server"]["name"] in made
         agent = next(iter(made[f"nemo_ext_{name}_agent"]["responses_api_agents"].values()))
         (data,) = agent["datasets"]
         assert len((tmp_path / data["jsonl_fpath"]).read_text().splitlines()) == 5

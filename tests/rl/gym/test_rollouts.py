@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_ext.rl.gym.install import run, server_config
+from nemo_ext.rl.gym.install import environment_config, run, server_config
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.tasks import generate
 
@@ -112,9 +113,19 @@ class TestInThisProcess:
             "vllm_model": (VLLMModel, VLLMModelConfig),
         }
 
+        if find_spec("environment_servers") is not None:
+            from environment_servers.legacy_agent.app import (
+                LegacyAgentEnvironmentServer,
+                LegacyAgentEnvironmentServerConfig,
+            )
+
+            kinds["legacy_agent"] = (LegacyAgentEnvironmentServer, LegacyAgentEnvironmentServerConfig)
+
         async def collected(name: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             config = json.loads(json.dumps({**server_config(name), **MODEL}))
             config["policy_model"]["responses_api_models"]["vllm_model"]["base_url"] = endpoint.url
+            if "legacy_agent" in kinds:
+                config |= environment_config(name)
             inner = {one: next(iter(next(iter(kind.values())).items())) for one, kind in config.items()}
             sockets = {one: socket.create_server(("127.0.0.1", 0)) for one in inner}
             for one, (_, settings) in inner.items():
@@ -126,6 +137,9 @@ class TestInThisProcess:
                 rollout_collection.RolloutCollectionHelper, "setup_server_client", lambda self, head=None: client
             )
             monkeypatch.setattr(rollout_collection, "get_wandb_run", lambda: None, raising=False)  # before 0.7
+            monkeypatch.setattr(
+                rollout_collection, "get_global_config_dict", lambda: client.global_config_dict, raising=False
+            )
             server_utils.set_global_aiohttp_client(server_utils.GlobalAIOHTTPAsyncClientConfig())
             running = []
             for one, (kind, settings) in inner.items():
@@ -196,6 +210,7 @@ class TestCommands:
             "resources_servers/nemo_ext",
             "responses_api_agents/gymnasium_agent",
             "responses_api_models/vllm_model",
+            "environment_servers/legacy_agent",
         ):
             (venv := tmp_path / "venvs" / server).mkdir(parents=True)
             (venv / ".venv").symlink_to(sys.prefix, target_is_directory=True)
@@ -207,8 +222,12 @@ class TestCommands:
         command = [sys.executable, "-c", "import sys; from nemo_gym.cli.main import main; sys.exit(main())"]
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]
+        folders = (
+            ["configs"] if find_spec("environment_servers") is None else ["configs", "environments"]
+        )  # from 0.7 on
+        configs = [word for each in folders for word in ("--config", f"resources_servers/nemo_ext/{each}/bank.yaml")]
         started = [
-            *("env", "start", "--config", "resources_servers/nemo_ext/configs/bank.yaml", "--model-type", "vllm_model"),
+            *("env", "start", *configs, "--model-type", "vllm_model"),
             *("--model-url", endpoint.url, "--model-api-key", "none", "--model", "stand-in", *head),
             *("+skip_venv_if_present=true", f"+uv_venv_dir={folder / 'venvs'}"),
         ]
