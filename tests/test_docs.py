@@ -107,7 +107,7 @@ def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
     assert run_directory.read_metrics(tmp_path / "runs" / "mine_text" / "metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.xdist_group(name="local_text")
 @pytest.mark.parametrize("line", [line for line in TRAINING if line not in OWN_TEXT])
 def test_training_commands(
@@ -122,7 +122,7 @@ def test_training_commands(
     assert run_directory.read_metrics(run_dir / "metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_make_train_in_a_fresh_checkout_and_again(tmp_path: Path) -> None:
     """As written, but for sequences of a quarter of the length."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import venv
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -62,7 +63,7 @@ class Place:
     def __init__(self, folder: Path, *, pip: bool = True) -> None:
         self.folder, self.links = folder, folder / "links"
         self.links.mkdir()
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "env"], check=True)
+        venv.create(folder / "env", symlinks=True)
         (self.site,) = (folder / "env").glob("lib/*/site-packages")
         self.environment = {
             "PATH": f"{folder / 'env' / 'bin'}:/usr/bin:/bin",
