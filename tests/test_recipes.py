@@ -84,7 +84,7 @@ def teacher_of(recipe: str) -> str | None:
 
 
 def taught(config: dict[str, Any], recipe: str, model: str | None, folder: Path) -> dict[str, Any]:
-    """A copy of the config with what its recipe learns from: a model, put into the folder, or saved log-probabilities."""
+    """A copy of the config with what its recipe learns from: a model, put into the folder, or saved logits."""
     made = deepcopy(config)
     if composed(f"recipe={recipe}")["megatron"].get("logits_load_dir"):
         made["megatron"]["logits_load_dir"] = "s3://saved"  # whose files only the ranks open
