@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -327,6 +328,8 @@ def test_torchs_own_reason_is_told(install: Install) -> None:
 
 def test_vllm_says_where_our_plug_in_is_left_out(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     install(torch=torch_with((9, 0)), vllm="LLM = 1")
+    probed = cache(probe)  # what is here stays
+    monkeypatch.setattr("nemo_ext.doctor.probe", lambda engine, **_: probed(engine))
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     assert (find("vllm").usable, find("vllm").note) == (True, "")
 

@@ -1,8 +1,8 @@
 """nemo_ext beside engines that are there already: other versions, a container's own builds, none.
 
 Environments are built by uv, which takes wheels from its cache. `make installs` runs every cell of the table in
-docs/installs.md and writes it; the tests run those of the oldest version. Packages are downloaded: tests with a torch of
-their own are deep, those of a login node without any engine are slow.
+docs/installs.md and writes it; the tests run those of the oldest version. Packages are downloaded: tests with a torch
+of their own are deep, those of a login node without any engine are slow.
 """
 
 import json
