@@ -61,6 +61,8 @@ def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) 
             cli.main()
         except SystemExit as exit_:
             code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+            if isinstance(exit_.code, str):  # as Python itself does
+                print(exit_.code, file=sys.stderr)
         return Ended(code, *capfd.readouterr())
 
     return run
