@@ -40,11 +40,18 @@ def rows(output: str) -> dict[str, list[str]]:
     return {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
 
 
-def test_help_explains_every_key_without_torch(tmp_path: Path) -> None:
+def test_it_needs_no_torch(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    words = [sys.executable, "-c", SCRIPT, "--help"]
+    words = [sys.executable, "-c", SCRIPT, "data.directory=d", "data.blend={a: 1}"]
 
-    helped = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert rows(shown.stdout)["a"][:2] == ["100", "%"]
+
+
+def test_help_explains_every_key(tmp_path: Path, blend: Command) -> None:
+    helped = blend("--help", cwd=tmp_path)
 
     assert (helped.returncode, helped.stderr) == (0, "")
     for key in ("data", "recipe", "tokens", "output", "max_epochs", "refuse_epochs", "require_files"):
