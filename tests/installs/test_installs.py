@@ -243,7 +243,9 @@ COMPOSED = [job for job in JOBS if job not in NO_HYDRA]
 FORKS = """
 import json, os, shlex, sys, traceback
 import nemo_ext.job.config
+from hydra._internal.hydra import Hydra
 from nemo_ext.cli import main
+Hydra.format_config_groups = lambda *_: ""  # a list for help, which takes seconds
 codes = []
 for number, words in enumerate(json.loads(sys.argv[1])):
     child = os.fork()
