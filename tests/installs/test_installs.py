@@ -251,7 +251,7 @@ for number, words in enumerate(json.loads(sys.argv[1])):
     child = os.fork()
     if not child:
         for name, stream in (("out", 1), ("err", 2)):
-            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_WRONLY), stream)
+            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
         sys.argv, code = ["nemo-ext", *shlex.split(words)], 1
         try:
             main()
