@@ -98,23 +98,24 @@ def test_shards_do_not_change_a_byte(corpus: tuple[Path, Any], curated: Path) ->
 def killed(command: list[str], when: Callable[[], bool]) -> bool:
     """Whether a run was killed with its workers, as soon as something is so; False if it had ended before."""
     process = subprocess.Popen(command, start_new_session=True)
-    while process.poll() is None and not when():
-        time.sleep(0.005)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    try:
+        while process.poll() is None and not when():
+            time.sleep(0.005)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     return process.wait() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
     "passes", [pytest.param((0, 3), marks=pytest.mark.slow), pytest.param(range(6), marks=pytest.mark.deep)]
 )
-def test_kills_in_any_pass_do_not_change_a_byte(
-    corpus: tuple[Path, Any], curated: Path, passes: Sequence[int], tmp_path: Path
-) -> None:
-    words = [*FAULTS.words(corpus[0], "killed", 2), f"output={tmp_path}/killed", "curate.unit=1e5"]
+def test_kills_in_any_pass_do_not_change_a_byte(corpus: tuple[Path, Any], curated: Path, passes: Sequence[int]) -> None:
+    folder, name = corpus[0], f"killed{len(passes)}"
+    words = [*FAULTS.words(folder, name, 2), "curate.unit=1e5"]
     command = [sys.executable, "-m", "nemo_ext", "curate", *words]
     for number in passes:
-        done = tmp_path / "killed" / ".job" / str(number)
+        done = folder / name / ".job" / str(number)
         assert killed(command, lambda: any(done.glob("*.json")))  # noqa: B023
     subprocess.run(command, check=True)
-    assert made(tmp_path / "killed") == made(curated)
+    assert made(folder / name) == made(curated)
