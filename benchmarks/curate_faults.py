@@ -99,9 +99,12 @@ class Planted:
     passages: dict[str, str] = field(default_factory=dict)
 
 
-def sentences() -> list[str]:
+PACKAGES = ("numpy", "scipy", "matplotlib", "rich", "pydantic", "hydra")
+
+
+def sentences(packages: tuple[str, ...] = PACKAGES) -> list[str]:
     """Different sentences of six words and more, of the docstrings of packages that are there."""
-    source = DocstringsSource(packages=("numpy", "scipy", "matplotlib", "rich", "pydantic", "hydra"))
+    source = DocstringsSource(packages=packages)
     found: dict[str, None] = {}
     report = ReadReport()
     for part in source.parts(max_documents=1 << 30, max_size=1 << 30):
@@ -123,7 +126,7 @@ def jaccard(one: str, other: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def make(folder: Path, *, each: int, line: float, seed: int = 0) -> Planted:
+def make(folder: Path, *, each: int, line: float, seed: int = 0, packages: tuple[str, ...] = PACKAGES) -> Planted:
     """Write the corpus and the lists that stages need.
 
     Args:
@@ -131,8 +134,9 @@ def make(folder: Path, *, each: int, line: float, seed: int = 0) -> Planted:
         each: documents of a fault, and a tenth of the clean ones.
         line: MB of the long line.
         seed: seed of everything.
+        packages: packages whose docstrings the sentences are of.
     """
-    chance, known, planted = random.Random(seed), sentences(), Planted()
+    chance, known, planted = random.Random(seed), sentences(packages), Planted()
     made: list[dict[str, str]] = []
 
     def clean() -> str:

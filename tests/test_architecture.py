@@ -173,7 +173,7 @@ def modules() -> dict[str, Path]:
 def imported(module: str, *, everywhere: bool) -> frozenset[str]:
     """Dotted names that a module imports: anywhere, or while it is imported itself."""
     found = set()
-    for node in _statements(ast.parse(modules()[module].read_text()), everywhere=everywhere):
+    for node in _statements(tree(module), everywhere=everywhere):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -181,13 +181,25 @@ def imported(module: str, *, everywhere: bool) -> frozenset[str]:
     return frozenset(found)
 
 
-def _statements(tree: ast.AST, *, everywhere: bool) -> Iterator[ast.AST]:
-    for node in ast.iter_child_nodes(tree):
-        yield node
-        function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if not typing_only and (everywhere or not function):
-            yield from _statements(node, everywhere=everywhere)
+@cache
+def tree(module: str) -> ast.Module:
+    """What a module says."""
+    return ast.parse(modules()[module].read_text())
+
+
+def _statements(whole: ast.AST, *, everywhere: bool) -> Iterator[ast.stmt]:
+    """Statements, without what is in expressions, where nothing is imported."""
+    waiting = [whole]
+    while waiting:
+        node = waiting.pop()
+        for part in ("body", "orelse", "finalbody", "handlers", "cases"):
+            for inner in getattr(node, part, ()):
+                if isinstance(inner, ast.stmt):
+                    yield inner
+                function = isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
+                typing_only = isinstance(inner, ast.If) and "TYPE_CHECKING" in ast.dump(inner.test)
+                if not typing_only and (everywhere or not function):
+                    waiting.append(inner)
 
 
 @cache

@@ -18,6 +18,9 @@ from nemo_ext.megatron.arguments import pattern_with_cuts
 RECIPE_FOLDER = Path(hydra_conf.__file__).parent / "recipe"
 RECIPES = sorted(str(path.relative_to(RECIPE_FOLDER).with_suffix("")) for path in RECIPE_FOLDER.glob("*/*.yaml"))
 
+ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
+"""A recipe of each family."""
+
 
 def figures(*overrides: str) -> dict:
     return model_figures(compose("describe", overrides))
@@ -102,7 +105,9 @@ def test_a_parallel_size_asks_for_a_layout_in_bf16() -> None:
 # Recipes
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in RECIPES]
+)
 def test_a_recipe_is_described_as_it_is_trained(recipe: str) -> None:
     training = compose("train", [f"recipe={recipe}"])
 

@@ -14,6 +14,7 @@ import pytest
 
 from nemo_ext.cli import main
 from nemo_ext.job import run_directory
+from nemo_ext.job.config import compose
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -47,6 +48,9 @@ QUICK = [
     for line in commands()
     if (shlex.split(line)[1] not in LONG or "--" in line) and shlex.split(line)[1] not in ELSEWHERE
 ]
+CORPORA = ("curate", "train_tokenizer")
+"""Jobs that read a whole corpus."""
+
 TRAINING = [line for line in commands() if line not in QUICK and shlex.split(line)[1] == "train"]
 OWN_TEXT = [line for line in commands() if "output=data/mine" in line or "streams='{mine: 1}'" in line]
 """README's tokenising of one's own text, and the run on it."""
@@ -80,13 +84,21 @@ def test_python_examples(page: str, code: str, tmp_path: Path, monkeypatch: pyte
     exec(compile(code, page, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("line", QUICK)
+def takes_seconds(line: str) -> bool:
+    """A job on a corpus, or a help, for which Hydra reads all groups; that of `train` stands for all."""
+    job, *words = shlex.split(line)[1:]
+    return job in CORPORA or ("--help" in words and job != "train")
+
+
+@pytest.mark.parametrize(
+    "line", [pytest.param(line, marks=pytest.mark.slow if takes_seconds(line) else ()) for line in QUICK]
+)
 def test_quick_commands(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process: tests/test_wheel.py starts the command."""
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
-    shutil.copy(ROOT / "README.md", tmp_path)
+    if "docs/" in line:
+        shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["nemo-ext", *shlex.split(line)[1:]])
 
@@ -94,6 +106,13 @@ def test_quick_commands(
         main()
 
     assert capsys.readouterr().out or "tokenize" in line
+
+
+@pytest.mark.parametrize("line", [line for line in QUICK if shlex.split(line)[1] in CORPORA])
+def test_commands_on_a_corpus_compose(line: str) -> None:
+    job, *words = shlex.split(line)[1:]
+
+    assert compose(job, words)["output"].startswith("data/")
 
 
 @pytest.mark.slow
@@ -107,7 +126,7 @@ def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
     assert run_directory.read_metrics(tmp_path / "runs" / "mine_text" / "metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.xdist_group(name="local_text")
 @pytest.mark.parametrize("line", [line for line in TRAINING if line not in OWN_TEXT])
 def test_training_commands(
@@ -122,7 +141,7 @@ def test_training_commands(
     assert run_directory.read_metrics(run_dir / "metrics.jsonl")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_make_train_in_a_fresh_checkout_and_again(tmp_path: Path) -> None:
     """As written, but for sequences of a quarter of the length."""
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
@@ -176,7 +195,6 @@ def test_the_checkpoint_page_runs_from_top_to_bottom(
 
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.checkpoint.formats import choose
-    from nemo_ext.job.config import compose
 
     description = from_config(compose("describe", ["model=olmo3_tiny"]))
     found, config = choose(description)

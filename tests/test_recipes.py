@@ -83,21 +83,22 @@ def teacher_of(recipe: str) -> str | None:
     return None if teacher is None else Path(teacher).name
 
 
-def taught(recipe: str, model: str | None, folder: Path) -> tuple[str, ...]:
-    """Words that give a recipe the teacher it asks for: this model in the folder, or saved log-probabilities."""
+def taught(config: dict[str, Any], recipe: str, model: str | None, folder: Path) -> dict[str, Any]:
+    """A copy of the config with what its recipe learns from: a model, put into the folder, or saved logits."""
+    made = deepcopy(config)
     if composed(f"recipe={recipe}")["megatron"].get("logits_load_dir"):
-        return ("megatron.logits_load_dir=s3://saved",)  # whose files only the ranks open
-    if teacher_of(recipe) is None:
-        return ()
-    (folder / "model").mkdir()
-    (folder / METADATA).touch()
-    shutil.copyfile(CONFIGS / "model" / f"{model}.yaml", folder / "model" / f"{model}.yaml")
-    return (f"distillation.teacher={folder}",)
+        made["megatron"]["logits_load_dir"] = "s3://saved"  # whose files only the ranks open
+    elif teacher_of(recipe) is not None:
+        (folder / "model").mkdir()
+        (folder / METADATA).touch()
+        shutil.copyfile(CONFIGS / "model" / f"{model}.yaml", folder / "model" / f"{model}.yaml")
+        made["distillation"]["teacher"] = str(folder)
+    return made
 
 
-def shrunk(recipe: str, *words: str) -> dict[str, Any]:
+def shrunk(recipe: str) -> dict[str, Any]:
     """A recipe as a laptop runs it."""
-    return composed(f"recipe={recipe}", f"model={twin(recipe)}", "data=local_text", "scale=laptop", *words)
+    return composed(f"recipe={recipe}", f"model={twin(recipe)}", "data=local_text", "scale=laptop")
 
 
 def accepted(config: dict[str, Any]) -> argparse.Namespace:
@@ -299,12 +300,12 @@ def test_a_recipe_composes_under_its_own_name(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_megatron_accepts_a_recipe_at_full_size(recipe: str, tmp_path: Path) -> None:
-    backend = "local" if recipe.endswith("/quickstart") else "transformer_engine"
-    overrides = [f"recipe={recipe}", f"model.backend={backend}", *taught(recipe, teacher_of(recipe), tmp_path)]
+    config = taught(composed(f"recipe={recipe}"), recipe, teacher_of(recipe), tmp_path)
+    config["model"]["backend"] = "local" if recipe.endswith("/quickstart") else "transformer_engine"
     if importlib.util.find_spec("transformer_engine") is None:
-        overrides.append("megatron.no_rope_fusion=true")  # the one kernel that Megatron looks for in its model config
+        config["megatron"]["no_rope_fusion"] = True  # the one kernel that Megatron looks for in its model config
 
-    arguments = accepted(composed(*overrides))
+    arguments = accepted(config)
 
     assert arguments.train_iters > arguments.lr_warmup_iters
     assert arguments.lr >= arguments.min_lr
@@ -495,7 +496,7 @@ def test_olmo_3_32b_stops_before_its_cosine_ends() -> None:
     "recipe", [pytest.param(name, marks=() if name in ONE_EACH else pytest.mark.slow) for name in RECIPES]
 )
 def test_a_recipe_shrinks_to_a_laptop(recipe: str, tmp_path: Path) -> None:
-    arguments = accepted(shrunk(recipe, *taught(recipe, twin(recipe), tmp_path)))
+    arguments = accepted(taught(shrunk(recipe), recipe, twin(recipe), tmp_path))
 
     assert (arguments.world_size, arguments.train_iters, arguments.lr_warmup_iters) == (1, 256, 13)
     assert arguments.transformer_impl == "local"

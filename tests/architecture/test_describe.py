@@ -114,9 +114,13 @@ def test_ranges_keep_every_number(numbers: set[int]) -> None:
     assert found == sorted(numbers)
 
 
-@pytest.mark.parametrize("module", ["pattern", "block_configs", "model", "cost", "pipeline", "describe", "draw"])
-def test_importing_is_light(module: str) -> None:
-    heavy = "{'torch', 'numpy', 'matplotlib', 'rich', 'hydra', 'omegaconf', 'megatron'}"
-    code = f"import sys, nemo_ext.architecture.{module}; print({heavy} & set(sys.modules))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "set()"
+def test_importing_is_light() -> None:
+    code = """
+import importlib, sys
+heavy = {"torch", "numpy", "matplotlib", "rich", "hydra", "omegaconf", "megatron"}
+for module in ("pattern", "block_configs", "model", "cost", "pipeline", "describe", "draw"):
+    importlib.import_module(f"nemo_ext.architecture.{module}")
+    assert not heavy & sys.modules.keys(), module
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr

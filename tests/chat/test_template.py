@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.sample import Message, Sample, openai_messages
@@ -148,7 +148,6 @@ def test_a_server_may_give_the_toggle_in_the_system_message_alone(template: str)
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=15)
 def test_text_and_marks_are_those_of_transformers(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:
@@ -241,7 +240,6 @@ def test_a_template_that_keeps_reasoning_is_not_split(tool_chat: Sample) -> None
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=15)
 def test_without_marks_the_prompts_say_what_is_trained_on(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:
@@ -280,7 +278,6 @@ NASTY = st.lists(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=15)
 def test_quoting_changes_no_text_and_finds_all_that_data_spell(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,25 +17,28 @@ ROOT = Path(nemo_ext.__file__).parents[1]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_ext.cli import main; main()"
 
 Write = Callable[..., Source]
+Command = Callable[..., Any]
 
 
-def tokenize(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs `nemo-ext tokenize` in a process where torch cannot be imported."""
-    command = [sys.executable, "-c", WITHOUT_TORCH, "tokenize", *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
-
-
-def refused(*words: str, cwd: Path) -> str:
+@pytest.fixture
+def refused(command: Command) -> Callable[..., str]:
     """The one line with which a user's mistake ends."""
-    ended = tokenize(*words, cwd=cwd)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    return line
+
+    def run(*words: str, cwd: Path) -> str:
+        ended = command("tokenize", *words, cwd=cwd)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        (line,) = ended.stderr.splitlines()
+        return line
+
+    return run
 
 
-def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path) -> None:
-    helped, composed = tokenize("--help", cwd=tmp_path), tokenize("data=local_text", "--cfg", "job", cwd=tmp_path)
+def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path, command: Command) -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH, "tokenize", "data=local_text", "--cfg", "job"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+
+    composed = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    helped = command("tokenize", "--help", cwd=tmp_path)
 
     assert (helped.returncode, helped.stderr) == (composed.returncode, composed.stderr) == (0, "")
     for key in ("input", "output", "kind", "text_key", "tokenizer", "validation_share", "workers", "data"):
@@ -43,13 +47,15 @@ def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path) ->
     assert "kind: python_stdlib" in composed.stdout
 
 
-def test_ones_own_file_is_tokenised_once(tmp_path: Path, jsonl: Write, texts_of: Callable[[int], list[str]]) -> None:
+def test_ones_own_file_is_tokenised_once(
+    tmp_path: Path, jsonl: Write, texts_of: Callable[[int], list[str]], command: Command
+) -> None:
     jsonl(tmp_path / "texts.jsonl", [*texts_of(60), "twice", "twice"])
-    words = ("input=texts.jsonl", "output=made/mine", "validation_share=0.2", "workers=2")
+    words = ("tokenize", "input=texts.jsonl", "output=made/mine", "validation_share=0.2", "workers=1")
 
-    first = tokenize(*words, cwd=tmp_path)
+    first = command(*words, cwd=tmp_path)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()}
-    second = tokenize(*words, cwd=tmp_path)
+    second = command(*words, cwd=tmp_path)
 
     manifest = read_manifest(tmp_path / "made/mine")
     assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, "")
@@ -74,7 +80,7 @@ def test_the_launcher_runs_as_a_script_with_workers(tmp_path: Path, bpe_file: Pa
     assert read_manifest(tmp_path / "own").tokenizer["path"] == str(bpe_file)
 
 
-def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path) -> None:
+def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert refused("data=olmo1_dolma", cwd=tmp_path).startswith("error: no stream of this blend has a source")
 
 
@@ -90,7 +96,9 @@ def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path) ->
         (["input=a.jsonl", "output=a.jsonl/x"], "error: a.jsonl/x: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, words: list[str], message: str) -> None:
+def test_a_users_mistake_is_one_line_and_exit_code_2(
+    tmp_path: Path, words: list[str], message: str, refused: Callable[..., str]
+) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
 
     assert refused(*words, cwd=tmp_path).startswith(message)
@@ -100,29 +108,24 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path: Path, words: list
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
-        ("KeyboardInterrupt", 130, "interrupted: the same command goes on\n"),
-        ("RuntimeError('a worker died')", 1, "error: a worker died\n"),
+        (KeyboardInterrupt(), 130, "interrupted: the same command goes on\n"),
+        (RuntimeError("a worker died"), 1, "error: a worker died\n"),
     ],
 )
-def test_an_end_under_way_is_one_line(tmp_path: Path, raised: str, code: int, message: str) -> None:
+def test_an_end_under_way_is_one_line(
+    tmp_path: Path, raised: BaseException, code: int, message: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
-    script = (
-        "import sys; sys.argv = ['tokenize', 'input=a.jsonl', 'output=x']\n"
-        "from nemo_ext.data import tokenize\n"
-        f"def tokenize_blend(blend): raise {raised}\n"
-        "tokenize.tokenize_blend = tokenize_blend\n"
-        "from launchers.tokenize import main; main()"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", script]
 
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    def ends(blend: object) -> None:
+        raise raised
+
+    monkeypatch.setattr("nemo_ext.data.tokenize.tokenize_blend", ends)
+
+    ended = command("tokenize", "input=a.jsonl", "output=x", cwd=tmp_path)
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", message)
 
 
-def test_an_unknown_option_is_named_with_exit_code_2(tmp_path: Path) -> None:
-    ended = tokenize("inptu=a.jsonl", cwd=tmp_path)
-
-    assert ended.returncode == 2
-    assert "Could not override 'inptu'" in ended.stderr
+def test_an_unknown_option_is_named_with_exit_code_2(tmp_path: Path, refused: Callable[..., str]) -> None:
+    assert "Could not override 'inptu'" in refused("inptu=a.jsonl", cwd=tmp_path)

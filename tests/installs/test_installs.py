@@ -1,7 +1,8 @@
 """nemo_ext beside engines that are there already: other versions, a container's own builds, none.
 
 Environments are built by uv, which takes wheels from its cache. `make installs` runs every cell of the table in
-docs/installs.md and writes it; the tests run those of the oldest version.
+docs/installs.md and writes it; the tests run those of the oldest version. Packages are downloaded: tests with a torch
+of their own are deep, those of a login node without any engine are slow.
 """
 
 import json
@@ -13,7 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from nemo_ext.engines import OLDEST_MEGATRON
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "installs.md"
-pytestmark = pytest.mark.slow  # packages are downloaded
 
 BEGIN, END = "<!-- made by `make installs` -->\n", "<!-- end -->\n"
 SOURCE = "MEGATRON_LM_ROOT"
@@ -204,6 +204,7 @@ def without(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment(tmp_path_factory.mktemp("without") / "environment", str(wheel))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("row", CELLS)
 def test_the_oldest_megatron_core_can_do_it(oldest: Path, row: str, tmp_path: Path) -> None:
     one = outcome(oldest, row, tmp_path / "tests")
@@ -213,6 +214,7 @@ def test_the_oldest_megatron_core_can_do_it(oldest: Path, row: str, tmp_path: Pa
     assert one.lacks == LACKS.get(row, ())
 
 
+@pytest.mark.deep
 def test_a_megatron_core_without_hybrid_models_is_refused(oldest: Path, tmp_path: Path) -> None:
     """Found before the other place where Python looks for packages, as a source tree on PYTHONPATH is."""
     uv("pip", "install", "--quiet", "--no-deps", "--target", str(tmp_path / "old"), WITHOUT_HYBRID)
@@ -230,51 +232,82 @@ def test_a_megatron_core_without_hybrid_models_is_refused(oldest: Path, tmp_path
     assert f"needs megatron-core {OLDEST_MEGATRON} or later" in ended.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_the_engines_comes_with_the_base(without: Path) -> None:
     assert not engines_in(versions(without))
-
-
-@pytest.mark.parametrize("job", JOBS)
-def test_a_login_node_needs_no_engine_to_ask_for_help(without: Path, job: str, tmp_path: Path) -> None:
-    ended = command(without, f"{job} --help", tmp_path)
-
-    assert ended.returncode == 0, ended.stderr
-    assert len(ended.stdout) > 200
 
 
 NO_HYDRA = ("pipeline", "submit", "status", "logs", "cancel", "doctor")
 COMPOSED = [job for job in JOBS if job not in NO_HYDRA]
 
+FORKS = """
+import json, os, shlex, sys, traceback
+import nemo_ext.job.config
+from hydra._internal.hydra import Hydra
+from nemo_ext.cli import main
+Hydra.format_config_groups = lambda *_: ""  # a list for help, which takes seconds
+codes = []
+for number, words in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        for name, stream in (("out", 1), ("err", 2)):
+            os.dup2(os.open(f"{number}.{name}", os.O_CREAT | os.O_TRUNC | os.O_WRONLY), stream)
+        sys.argv, code = ["nemo-ext", *shlex.split(words)], 1
+        try:
+            main()
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+print(codes)
+"""
+"""Commands in forks of one process: to import our base takes longer than most of them."""
 
-@pytest.mark.parametrize("job", COMPOSED)
-def test_a_login_node_needs_no_engine_to_compose(without: Path, job: str, tmp_path: Path) -> None:
-    ended = command(without, f"{job} --cfg job", tmp_path)
 
-    assert ended.returncode == 0, ended.stderr
-    assert len(yaml.safe_load(ended.stdout)) > 1
-
-
-@pytest.mark.parametrize(
-    ("words", "lacking"),
-    [
-        ("train data=mock", "torch and megatron-core"),
-        ("puzzle data=mock", "torch and megatron-core"),
-        ("sensitivity sensitivity.model=m", "torch and megatron-core"),
-        ("convert from=a to=b", "torch"),
-        ("merge 'from=[a, b]' to=c", "torch"),
-        ("quantize from=a to=b calibration.data=c precision=fp8_current", "torch"),
-    ],
-)
-def test_a_job_that_needs_an_engine_says_the_one_command(
-    without: Path, words: str, lacking: str, tmp_path: Path
-) -> None:
-    ended = command(without, words, tmp_path)
-
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert f"this job needs {lacking}: pip install 'nemo_ext[engine]'" in ended.stderr
-    assert not list(tmp_path.iterdir())
+def forked(python: Path, lines: Sequence[str], folder: Path) -> dict[str, tuple[int, str, str]]:
+    """Exit code, output and errors of `nemo-ext LINE` in an environment, in a folder without our sources."""
+    words = [str(python), "-c", FORKS, json.dumps(lines)]
+    ended = subprocess.run(words, cwd=folder, env=outside(), capture_output=True, text=True, check=True)
+    codes = json.loads(ended.stdout)
+    texts = [[(folder / f"{number}.{name}").read_text() for name in ("out", "err")] for number in range(len(lines))]
+    return {line: (code, *text) for line, code, text in zip(lines, codes, texts, strict=True)}
 
 
+@pytest.mark.slow
+def test_a_login_node_needs_no_engine_to_ask_for_help_and_to_compose(without: Path, tmp_path: Path) -> None:
+    helped = forked(without, [f"{job} --help" for job in JOBS], tmp_path)
+    composed = forked(without, [f"{job} --cfg job" for job in COMPOSED], tmp_path)
+
+    for line, (code, said, errors) in (helped | composed).items():
+        assert code == 0, (line, errors)
+        assert len(said) > 200 or line in composed, line
+    assert all(len(yaml.safe_load(said)) > 1 for _, said, _ in composed.values())
+
+
+NEEDS = {
+    "train data=mock": "torch and megatron-core",
+    "puzzle data=mock": "torch and megatron-core",
+    "sensitivity sensitivity.model=m": "torch and megatron-core",
+    "convert from=a to=b": "torch",
+    "merge 'from=[a, b]' to=c": "torch",
+    "quantize from=a to=b calibration.data=c precision=fp8_current": "torch",
+}
+
+
+@pytest.mark.slow
+def test_a_job_that_needs_an_engine_says_the_one_command(without: Path, tmp_path: Path) -> None:
+    for line, (code, _, errors) in forked(without, list(NEEDS), tmp_path).items():
+        assert (code, errors.count("\n")) == (2, 1), (line, errors)
+        assert f"this job needs {NEEDS[line]}: pip install 'nemo_ext[engine]'" in errors
+    assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}, "nothing but what was said"
+
+
+@pytest.mark.slow
 def test_a_login_node_describes_prepares_and_submits(without: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one document\n")
     (tmp_path / "b.txt").write_text("another document\n")
@@ -295,6 +328,7 @@ def test_a_login_node_describes_prepares_and_submits(without: Path, tmp_path: Pa
         assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_the_offline_corpus_of_engines_names_the_extra(without: Path, tmp_path: Path) -> None:
     ended = command(without, "tokenize data=local_text data_root=d", tmp_path)
 
@@ -341,6 +375,7 @@ def megatron_of_a_commit(folder: Path) -> Path:
     return megatron_wheel(tree, folder)
 
 
+@pytest.mark.deep
 def test_a_container_keeps_its_own_builds(wheel: Path, tmp_path: Path) -> None:
     """Stand-in for NVIDIA's images: their own torch and Megatron-Core, and a constraints file."""
     megatron = megatron_of_a_commit(tmp_path)

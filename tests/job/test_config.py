@@ -1,6 +1,5 @@
 """Composition: resolvers, overrides, missing values."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nemo_ext.job.config import check_choice, compose, hydra_value, hydra_words, iterations, multiply
+from nemo_ext.job.config import check_choice, compose, hydra_value, hydra_words, iterations, multiply, run_job
 
 
 @pytest.mark.parametrize(
@@ -68,31 +67,33 @@ def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[st
     assert after == before | found
 
 
-ENDS = """
-import sys
-from nemo_ext.job.config import run_job
-def job(config):
-    {body}
-sys.argv = ["x", "output=o"]
-run_job("curriculum", job, resumable={resumable})
-"""
-
-
 @pytest.mark.parametrize(
-    ("body", "resumable", "code", "line"),
+    ("error", "resumable", "code", "line"),
     [
-        ("raise OSError(28, 'no space', 'made/train.bin')", True, 1, "error: No space left on device: made/train.bin"),
-        ("raise OSError(27, 'no name')", False, 1, "error: File too large"),
-        ("raise KeyboardInterrupt", False, 130, "interrupted"),
-        ("raise KeyboardInterrupt", True, 130, "interrupted: the same command goes on"),
+        (OSError(28, "no space", "made/train.bin"), True, 1, "error: No space left on device: made/train.bin"),
+        (OSError(27, "no name"), False, 1, "error: File too large"),
+        (KeyboardInterrupt(), False, 130, "interrupted"),
+        (KeyboardInterrupt(), True, 130, "interrupted: the same command goes on"),
     ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_a_job_that_cannot_go_on_ends_with_one_line(body: str, resumable: bool, code: int, line: str) -> None:
-    program = ENDS.format(body=body, resumable=resumable)
+def test_a_job_that_cannot_go_on_ends_with_one_line(
+    error: BaseException,
+    resumable: bool,
+    code: int,
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    def job(config: dict[str, object]) -> None:
+        raise error
 
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    monkeypatch.setattr(sys, "argv", ["x", "output=o"])
 
-    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", f"{line}\n")
+    with pytest.raises(SystemExit) as ended:
+        run_job("curriculum", job, resumable=resumable)
+
+    assert (ended.value.code, *capfd.readouterr()) == (code, "", f"{line}\n")
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1))

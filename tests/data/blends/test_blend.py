@@ -261,6 +261,7 @@ def test_tokenising_sees_a_tree_as_a_list() -> None:
 # Files
 
 
+@pytest.mark.usefixtures("pictures")
 def test_the_files_are_read_by_megatron_as_the_blend(section: Section, tmp_path: Path) -> None:
     get_blend_from_list = pytest.importorskip("megatron.core.datasets.utils").get_blend_from_list
     plan = plan_blend(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=1000)

@@ -1,7 +1,10 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,11 +26,13 @@ main()
 """
 
 
-def blend(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the job in a process where torch cannot be imported."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
-    command = [sys.executable, "-c", SCRIPT, *words]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
+Command = Callable[..., Any]
+
+
+@pytest.fixture
+def blend(command: Command) -> Command:
+    """Runs the job in this process."""
+    return partial(command, "blend")
 
 
 def rows(output: str) -> dict[str, list[str]]:
@@ -35,7 +40,17 @@ def rows(output: str) -> dict[str, list[str]]:
     return {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
 
 
-def test_help_explains_every_key(tmp_path: Path) -> None:
+def test_it_needs_no_torch(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", SCRIPT, "data.directory=d", "data.blend={a: 1}"]
+
+    shown = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert rows(shown.stdout)["a"][:2] == ["100", "%"]
+
+
+def test_help_explains_every_key(tmp_path: Path, blend: Command) -> None:
     helped = blend("--help", cwd=tmp_path)
 
     assert (helped.returncode, helped.stderr) == (0, "")
@@ -43,7 +58,7 @@ def test_help_explains_every_key(tmp_path: Path) -> None:
         assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
 
 
-def test_a_blend_of_the_package_by_its_name(tmp_path: Path) -> None:
+def test_a_blend_of_the_package_by_its_name(tmp_path: Path, blend: Command) -> None:
     shown = blend("data=domyn_foundation", "tokens=9e12", "output=out", cwd=tmp_path)
 
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -59,7 +74,7 @@ def test_a_blend_of_the_package_by_its_name(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing of Hydra's"
 
 
-def test_a_recipe_brings_its_blend_and_length(tmp_path: Path) -> None:
+def test_a_recipe_brings_its_blend_and_length(tmp_path: Path, blend: Command) -> None:
     own = blend("recipe=domyn_small/cpt", cwd=tmp_path)
     other = blend("recipe=domyn_small/cpt", "data=domyn_foundation", "tokens=1e12", cwd=tmp_path)
 
@@ -67,7 +82,7 @@ def test_a_recipe_brings_its_blend_and_length(tmp_path: Path) -> None:
     assert other.stdout.startswith("Blend of domyn_small/cpt, domyn_foundation (1,000,000,000,000 tokens)")
 
 
-def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path) -> None:
+def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path, blend: Command) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/late.yaml").write_text(
         "# @package _global_\ndata: {directory: d, tokenizer: {kind: byte}, blend: {a: {share: 1, tokens: 10}, b: 1}}\n"
@@ -96,7 +111,7 @@ def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path) -
     assert "Blend of mine, third (300 tokens)\n" in longer.stdout
 
 
-def test_a_blend_on_the_command_line(tmp_path: Path) -> None:
+def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
     (tmp_path / "d").mkdir()
     words = ("data.directory=d", "data.blend={a: {share: 3, tokens: 100}, b: {share: 1, tokens: 5}}", "tokens=80")
 
@@ -130,7 +145,7 @@ def test_a_blend_on_the_command_line(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path, blend: Command) -> None:
     ended = blend(*words, cwd=tmp_path)
 
     (line,) = ended.stderr.splitlines()

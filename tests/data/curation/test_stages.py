@@ -2,8 +2,6 @@
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -286,8 +284,7 @@ def test_broken_encodings_are_mended_before_they_are_counted(write: Write, curat
     assert document["id"] == "mended" and "café" in document["text"]
 
 
-def test_every_kind_is_named_in_the_help() -> None:
-    command = [sys.executable, "-m", "nemo_ext", "curate", "--help"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_every_kind_is_named_in_the_help(command: Callable[..., Any], tmp_path: Path) -> None:
+    told = command("curate", "--help", cwd=tmp_path).stdout
     assert all(kind in words_of(told) for kind in KINDS)
     assert TreeSource.kind  # the sources of `tokenize`

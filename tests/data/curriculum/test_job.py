@@ -53,6 +53,7 @@ def test_without_pyarrow_it_says_how_to_get_it_before_it_reads(tmp_path: Path, m
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("pictures")
 def test_rollouts_and_prompts_become_a_curriculum(problems: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = curriculum(problems)
 

@@ -23,7 +23,7 @@ def read(prefix: Path) -> Any:
     return IndexedDataset(str(prefix))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     capacity=st.integers(1, 80),
@@ -61,7 +61,7 @@ def by_definition(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60))
 def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
     packs = pack(lengths, 50, seed=3)
@@ -69,7 +69,7 @@ def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
     assert sorted(50 - sum(lengths[sample] for sample in samples) for samples in packs) == by_definition(lengths, 50)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data(), largest=st.integers(1, 300))
 def test_the_least_number_from_a_bound(data: st.DataObject, largest: int) -> None:
     numbers, expected = _SortedNumbers(largest), set[int]()

@@ -26,6 +26,7 @@ main()
 """
 Lines = Callable[[Path], list[dict[str, Any]]]
 Write = Callable[..., Path]
+Command = Callable[..., Any]
 
 
 def preference_data(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -82,6 +83,7 @@ def test_differences_in_length_are_chosen_minus_rejected(
     assert plotted[0]["qwen"].after == Counter(chosen - rejected for chosen, rejected in lengths)
 
 
+@pytest.mark.usefixtures("pictures")
 def test_pairs_of_two_files_and_three_groups(data: Path, lines_of: Lines) -> None:
     job.run(config(data, filters={"max_length_difference": 100}, validation_share=0.2))
 
@@ -347,15 +349,15 @@ def test_every_preset_composes(preset: str) -> None:
         assert {source.filters.max_prompt_tokens for source in given.sources} == {640}
 
 
-def test_help_explains_every_key(tmp_path: Path) -> None:
-    helped = preference_data("--help", cwd=tmp_path)
+def test_help_explains_every_key(tmp_path: Path, command: Command) -> None:
+    helped = command("preference_data", "--help", cwd=tmp_path)
 
     assert (helped.returncode, helped.stderr) == (0, "")
     for key in compose("preference_data", ["output=o"]):
         assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
 
 
-def test_the_command(data: Path) -> None:
+def test_the_command_without_torch(data: Path) -> None:
     made = preference_data(
         "preset=olmo3_think",
         "output=pairs",
@@ -389,8 +391,8 @@ def test_the_command(data: Path) -> None:
         ((), "sources: name one at least"),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, data: Path) -> None:
-    ended = preference_data(*words, "output=out", cwd=data)
+def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, data: Path, command: Command) -> None:
+    ended = command("preference_data", *words, "output=out", cwd=data)
 
     (line,) = ended.stderr.splitlines()
     assert ended.returncode == 2

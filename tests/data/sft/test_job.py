@@ -4,8 +4,6 @@ import gzip
 import json
 import resource
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +14,6 @@ import pytest
 
 from nemo_ext.chat.template import FOLDER
 from nemo_ext.data.packs.packed_files import read_packed_manifest
-from nemo_ext.data.sft import report
 from nemo_ext.data.sft.job import run
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import only_run_in
@@ -82,6 +79,7 @@ def left_out(report: Path) -> dict[str, int]:
     return {cells[1].strip(): int(cells[2]) for cells in rows if cells[2].strip().isdigit()}
 
 
+@pytest.mark.usefixtures("pictures")
 def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     made = run(prepared())
 
@@ -142,7 +140,6 @@ def test_whatever_decides_shards_makes_them_anew(
     tests.write_text("a sentence that is in none of the data at all, so that nothing goes")
     filters = {"narrative": {"files": str(listed), "patterns": []}, "repetition": None}
     filters["decontamination"] = {"test_sets": [{"name": "t", "path": str(tests)}], "ngram": 5}
-    monkeypatch.setattr(report, "_plot", lambda *_: None)
     config = prepared(template=str(template), tokenizer=str(tokenizer), filters=filters, reasoning=None)
     config |= {"sources": config["sources"][:1], "near_duplicates": None}
     run(config)
@@ -237,7 +234,7 @@ def test_an_interrupted_run_ends_the_same(
     monkeypatch.setattr(job, "make_shard", dies)
     with pytest.raises(KeyboardInterrupt):
         run(prepared())
-    monkeypatch.undo()
+    monkeypatch.setattr(job, "make_shard", make)
     run(prepared())
     for name in ("train.bin", "train_loss.bin", "train.idx", "valid.bin"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
@@ -324,17 +321,16 @@ def test_a_corrupt_file_is_refused(prepared: Callable[..., dict[str, Any]], tmp_
         run(prepared())
 
 
-def test_the_command_says_what_it_made(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_the_command_says_what_it_made(
+    prepared: Callable[..., dict[str, Any]], tmp_path: Path, command: Callable[..., Any]
+) -> None:
     prepared()
-    command = [sys.executable, "-m", "nemo_ext.cli", "sft_data", f"output={tmp_path / 'out'}", "template=domyn"]
-    command += [
-        f"sources=[{{name: a, path: {tmp_path / 'a.jsonl'}}}]",
-        "packing.capacity=2048",
-        "workers=1",
-        "max_bad_share=0.05",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    words = [f"output={tmp_path / 'out'}", "template=domyn", "packing.capacity=2048", "workers=1", "max_bad_share=0.05"]
+    words += [f"sources=[{{name: a, path: {tmp_path / 'a.jsonl'}}}]"]
+
+    done = command("sft_data", *words, cwd=tmp_path)
+    wrong = command("sft_data", *words, "turns=al", cwd=tmp_path)
+
     assert done.returncode == 0, done.stderr
     assert "train: " in done.stderr and "report: " in done.stderr
-    wrong = subprocess.run([*command, "turns=al"], capture_output=True, text=True, timeout=120, check=False)
     assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and len(wrong.stderr.splitlines()) == 1

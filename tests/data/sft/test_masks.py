@@ -63,7 +63,7 @@ def runs(encoded: Encoded) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_every_token_is_the_tokenizers_own_and_is_trained_on_as_its_text_is(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
@@ -90,7 +90,7 @@ def test_every_token_is_the_tokenizers_own_and_is_trained_on_as_its_text_is(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_the_prompt_has_the_ids_that_it_has_when_the_model_answers(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
@@ -112,7 +112,7 @@ def test_the_prompt_has_the_ids_that_it_has_when_the_model_answers(
 @pytest.mark.parametrize("kind", ["byte_level", "split", "prefix_space"])
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_ids_and_mask_are_those_of_transformers(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
@@ -142,7 +142,7 @@ def test_ids_and_mask_are_those_of_transformers(
 @pytest.mark.parametrize("kind", [*KINDS, "prefix_space"])
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=10)
+@settings(max_examples=5)
 def test_data_never_become_control_tokens(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
@@ -219,7 +219,7 @@ def test_where_no_cut_is_possible_a_token_of_both_is_not_trained_on(source: str,
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_bytes(template: str, samples_of: SamplesOf, draw: st.DataObject) -> None:
     sample = draw.draw(samples_of(EDGES))
     rendered = load(template).render(sample)
@@ -233,7 +233,7 @@ def test_bytes(template: str, samples_of: SamplesOf, draw: st.DataObject) -> Non
 
 @pytest.mark.parametrize("kind", [*KINDS, "prefix_space", "byte"])
 @given(text=st.text(st.sampled_from("ab é大\n"), min_size=1, max_size=40), budget=st.integers(1, 30))
-@settings(max_examples=20)
+@settings(max_examples=10)
 def test_truncation_to_a_budget_of_tokens(kind: str, tokenizer_of: TokenizerOf, text: str, budget: int) -> None:
     tokenizer = ByteTokenizer() if kind == "byte" else tokenizer_of(kind)
     encoder = encoder_of(load("domyn"), tokenizer)

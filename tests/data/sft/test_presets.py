@@ -42,8 +42,9 @@ def test_the_command_line_wins_over_a_preset() -> None:
     assert config["thinking_shares"] == {"math": 0.9}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("preset", TRAINED)
+@pytest.mark.parametrize(
+    "preset", [pytest.param(TRAINED[0], marks=pytest.mark.slow), pytest.param(TRAINED[1], marks=pytest.mark.deep)]
+)
 def test_a_recipe_trains_on_its_presets_packs(launched: Callable[..., str], tmp_path: Path, preset: str) -> None:
     recipe = FAMILIES[preset]
     family = recipe.split("/")[0]

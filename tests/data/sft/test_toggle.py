@@ -40,7 +40,7 @@ def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
     return said
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_model_learns_to_think_when_it_is_told_to(launched: Callable[..., str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
