@@ -55,10 +55,10 @@ def test_workflows_may_read_alone_and_end(path: Path) -> None:
     assert all(re.fullmatch(r"[\w/.-]+@(v\d+|release/v1)", step["uses"]) for step in steps(path) if "uses" in step)
 
 
-def test_the_slow_tests_are_split_into_as_many_groups_as_there_are_jobs() -> None:
-    slow = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["slow"]
-    groups = slow["strategy"]["matrix"]["group"]
-    (run,) = (step["run"] for step in slow["steps"] if step.get("run", "").startswith("make slow"))
+def test_the_deep_tests_are_split_into_as_many_groups_as_there_are_jobs() -> None:
+    deep = read(GITHUB / "workflows" / "nightly.yml")["jobs"]["deep"]
+    groups = deep["strategy"]["matrix"]["group"]
+    (run,) = (step["run"] for step in deep["steps"] if step.get("run", "").startswith("make deep"))
 
     assert groups == [str(number + 1) for number in range(len(groups))]
     assert f"--splits {len(groups)} " in run
