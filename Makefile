@@ -9,6 +9,9 @@ READY_PTQ := $(VENV)/.ready-ptq
 OVERLAY_BRIDGE := $(VENV)/bridge
 READY_BRIDGE := $(OVERLAY_BRIDGE)/.ready
 READY_DOCS := $(VENV)/.ready-docs
+# pip takes minutes to choose versions for so many packages, uv seconds. uv does not read pip's configuration.
+INDEX = $(or $(UV_DEFAULT_INDEX),$(PIP_INDEX_URL),$(shell $(VENV)/bin/python -m pip config get global.index-url 2>/dev/null),https://pypi.org/simple)
+UV = $(VENV)/bin/uv pip install --quiet --default-index "$(INDEX)" --python $(VENV)/bin/python
 VENV_VLLM := .venv-vllm
 READY_VLLM := $(VENV_VLLM)/.ready
 VENV_NEMO_RL := .venv-nemo-rl
@@ -33,9 +36,9 @@ test: $(READY_DEV)
 slow: $(READY_DEV)
 	$(PYTEST) -m slow $(FLAGS)
 
-# For a night: what CI has no time for, and property tests with 100 examples.
+# Nightly: tests too slow for CI, and property tests with 100 examples.
 deep: $(READY_DEV)
-	$(PYTEST) -m 'deep or hypothesis' --hypothesis-profile thorough $(FLAGS)
+	$(PYTEST) -m '(deep or hypothesis) and not bridge' --hypothesis-profile thorough $(FLAGS)
 
 # Faults put into the package one at a time, each of which a test has to catch.
 mutants: $(READY_DEV)
@@ -44,7 +47,8 @@ mutants: $(READY_DEV)
 # Before the environment's packages: those that Megatron-Bridge pins and others need newer, and modules with Transformer
 # Engine's names, as it imports that always.
 bridge: $(READY_BRIDGE)
-	PYTHONPATH=$(OVERLAY_BRIDGE):tests/megatron/engine $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25
+	PYTHONPATH=$(CURDIR)/$(OVERLAY_BRIDGE):$(CURDIR)/tests/megatron/engine \
+	  $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25 $(FLAGS)
 
 ptq: $(READY_PTQ)
 	$(VENV)/bin/python -m pytest -m 'ptq and not deep' tests/quantization --durations=25 $(FLAGS)
@@ -61,7 +65,7 @@ nemo_rl:
 	  { $(PYTHON) -m venv $(VENV_NEMO_RL) && $(VENV_NEMO_RL)/bin/python -m pip install $(PIP_FLAGS) uv; }
 	$(VENV_NEMO_RL)/bin/python tests/rl/nemo_rl/requirements.py "$(NEMO_RL_ROOT)" > $(VENV_NEMO_RL)/requirements.txt
 	$(NEMO_RL) --editable '.[data,engine,nemo_rl]' 'pytest>=8.2,<9.2' hypothesis diffusers -r $(VENV_NEMO_RL)/requirements.txt
-	$(NEMO_RL) --no-deps $$(grep megatron-bridge tests/megatron/engine/requirements.txt)
+	$(NEMO_RL) --no-deps $$(grep ^megatron-bridge tests/megatron/engine/requirements.txt)
 	NEMO_RL_ROOT="$(abspath $(NEMO_RL_ROOT))" $(VENV_NEMO_RL)/bin/python -m pytest -m 'not gpu' tests/rl/nemo_rl --durations=25
 
 # Everything of NeMo Gym's, with the version that this Python gets: 0.7 wants Python 3.13.14, 0.4 is the last for 3.12.
@@ -96,19 +100,18 @@ $(READY): pyproject.toml
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) --editable '.[engine]'
 	@touch $@
 
-# pip takes minutes to choose versions for so many packages, uv seconds.
 $(READY_DEV): $(READY)
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) 'uv>=0.9'
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[dev]'
+	$(UV) --editable '.[dev]'
 	@touch $@
 
 $(READY_PTQ): $(READY_DEV)
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --editable '.[ptq]'
+	$(UV) --editable '.[ptq]'
 	@touch $@
 
 $(READY_BRIDGE): $(READY_DEV) tests/megatron/engine/requirements.txt
 	rm -rf $(OVERLAY_BRIDGE)
-	$(VENV)/bin/uv pip install --quiet --python $(VENV)/bin/python --no-deps --target $(OVERLAY_BRIDGE) \
+	$(UV) --no-deps --target $(OVERLAY_BRIDGE) \
 	  -r tests/megatron/engine/requirements.txt
 	@touch $@
 

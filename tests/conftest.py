@@ -91,7 +91,7 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
             else:
                 words.append(word)
         if pattern is not None:
-            with suppress(ValueError):  # a mistake is told of the words that were given
+            with suppress(ValueError):  # errors must quote the words as given
                 without = copied(kept(*words), run_dir)
                 if isinstance(without.get("model"), dict) and "pattern" in without["model"]:
                     without["model"]["pattern"] = pattern

@@ -286,7 +286,7 @@ def _check_adapter(name: str, wrapped: Any) -> None:
     """Refuses what Megatron-Bridge would merge into wrong weights; `wrapped` is the linear, None without an adapter.
 
     Raises:
-        ValueError: so.
+        ValueError: if it would.
     """
     if hasattr(wrapped, "output_norm"):
         raise ValueError(
@@ -502,7 +502,7 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """What Megatron-Bridge takes attention's sizes of an adapter from: the block's, not the model's."""
+            """The model as Megatron-Bridge reads attention sizes from it, with this block's instead."""
             if not self._is_fused_qkv(names):
                 return megatron_model
             entries = self.FORMAT.entries(self.description)

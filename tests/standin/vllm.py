@@ -1,4 +1,4 @@
-"""In vLLM's place: answers any chat at once, by rule, at the address that it is told, to who has the key.
+"""Stands in for vLLM: answers any chat deterministically on the given address, to clients with the key.
 
 Started as `vllm serve FOLDER --flag value`; it ends if the folder has a file `broken`, and keeps answers back as
 long as a file `hold` is beside it. Its words are noted in the folder STAND_IN_NOTES, if there is one.
@@ -33,7 +33,7 @@ class Handler(BaseHTTPRequestHandler):
         given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if not self._may():
             return
-        while self.hold.exists() and given.get("max_tokens") != 1:  # which asks whether anybody is there
+        while self.hold.exists() and given.get("max_tokens") != 1:  # a health probe
             time.sleep(0.1)
         text = f"answer {zlib.crc32(json.dumps(given.get('messages', given.get('prompt'))).encode())}"
         choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "text": text}

@@ -450,7 +450,7 @@ def test_an_answer_may_be_anything(
     assert [json.loads(line)["why"] for line in verified if b"ok" in line] == [""]
 
 
-def test_a_verdict_that_a_kill_cut_short_is_alone_in_being_lost(tmp_path: Path) -> None:
+def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     journal = tmp_path / "verdicts.jsonl"
     whole = b"".join(json.dumps({"id": name, "error": False}).encode() + b"\n" for name in ("a", "b"))
     journal.write_bytes(whole + b'{"id": "c", "er')

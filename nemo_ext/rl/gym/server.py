@@ -157,7 +157,7 @@ class VerifierServer(SimpleResourcesServer):
         return VerifyResponse(**{**given, **_outcome(turn), "tool_outputs": outputs})
 
     async def get_reverify_mode(self) -> str:
-        """Whether `gym eval reverify` (Gym 0.7) may ask again: not about a conversation, whose state is gone."""
+        """Whether `gym eval reverify` (Gym 0.7) may repeat the request; the state of a conversation is gone."""
         return "unsupported" if self._has_turns else "stateless"
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def check_account(problem: Problem, error: Infeasible) -> None:
 
 
 @pytest.mark.parametrize(("outside", "chosen"), [(0.0, ("v1",)), (5.0, ("v0",))])
-def test_what_lies_outside_the_blocks_takes_its_part_of_a_limit(outside: float, chosen: tuple[str]) -> None:
+def test_costs_outside_the_blocks_count_towards_a_limit(outside: float, chosen: tuple[str]) -> None:
     problem = Problem([candidates((1.0, 4), (0.0, 6))], {"memory_bytes": Limit(upper=10)}, {"memory_bytes": outside})
 
     assert problem.names(solve(problem).choice) == chosen
