@@ -133,6 +133,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
                 | {"from": str(source), "to": str(tmp_path / "out")}
             )
         assert not (tmp_path / "out").exists()
+        assert "\n" not in str(told.value)
         return str(told.value)
 
     return call
