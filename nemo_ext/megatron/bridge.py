@@ -502,11 +502,20 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """The model as Megatron-Bridge reads attention sizes from it, with this block's instead."""
+            """What Megatron-Bridge takes attention's sizes of an adapter from: the block's, not the model's.
+
+            Raises:
+                ValueError: no block's attention has these names.
+            """
             if not self._is_fused_qkv(names):
                 return megatron_model
             entries = self.FORMAT.entries(self.description)
-            (rule,) = (each.rule for each in entries if isinstance(each.rule, QKV) and set(each.names) == set(names))
+            rules = (each.rule for each in entries if isinstance(each.rule, QKV) and set(each.names) == set(names))
+            rule = next(rules, None)
+            if rule is None:
+                raise ValueError(
+                    f"no attention of {self.FORMAT.architecture} has the tensors {', '.join(sorted(names))}"
+                )
             config = copy.copy(megatron_model[0].config)
             config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups
             config.kv_channels = rule.head_dim

@@ -29,7 +29,7 @@ EVALUATE = "evaluate=suite=quick evaluate.benchmarks=[python_bits,docstring_bits
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the standard library, which benchmarks are made of: each check would look through all of it."""
     names = ("argparse", "difflib", "doctest", "heapq", "pickletools", "statistics", "tarfile", "threading")
-    monkeypatch.setattr(sources, "_modules", lambda folder: (folder / f"{name}.py" for name in names))
+    monkeypatch.setattr(sources, "_in_random_order", lambda folder, seed: tuple(folder / f"{n}.py" for n in names))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +118,19 @@ def test_the_optimum_is_found_trained_and_written(
     assert [Path(each["prefix"]).name for each in trained["data"]["streams"]] == ["web", "code"]
     assert "measured" in capsys.readouterr().out
     assert (tmp_path / "mix" / "report.html").exists()
+
+
+def test_a_run_trains_with_its_mixture(
+    words: Callable[..., list[str]], ran: list[str], data: Path, tmp_path: Path
+) -> None:
+    job.run(compose("mixture", words("mixture.runs=1", "shard=0/2")))
+
+    file = yaml.safe_load((tmp_path / "mix" / "conf" / "pipeline" / f"{ran[0]}.yaml").read_text())
+    streams = compose("train", file["stages"]["train"]["words"])["data"]["streams"]
+    (record,) = (tmp_path / "mix").rglob("mixtures.json")
+    shares = json.loads(record.read_text())[ran[0]]
+    assert [(each["name"], each["weight"]) for each in streams] == [("web", shares[0]), ("code", shares[1])]
+    assert [Path(each["prefix"]) for each in streams] == [data / "web", data / "code"]
 
 
 def test_shards_share_the_runs_and_the_first_ends_the_work(

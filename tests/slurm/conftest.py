@@ -139,14 +139,20 @@ class Slurm:
 
 @contextmanager
 def job_ids() -> Iterator[int]:
-    """The first of some job ids that no other cluster of tests on this machine has."""
+    """The first of some job ids that no other cluster of tests on this machine has.
+
+    Sessions have the same ids one after another, and Ray's files are by job: those of a session that was killed go.
+    """
     for number in range(CLUSTERS):
-        with Path(tempfile.gettempdir(), f"nemo_ext-slurm-{number}.lock").open("a") as file:
+        with Path("/tmp", f"nemo_ext-slurm-{number}.lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 continue
-            yield 1 + number * JOBS_A_CLUSTER
+            first = 1001 + number * JOBS_A_CLUSTER
+            for job in range(first, first + JOBS_A_CLUSTER):
+                shutil.rmtree(f"/tmp/ray-{job}", ignore_errors=True)
+            yield first
             return
     raise RuntimeError(f"{CLUSTERS} clusters of tests are on this machine")
 

@@ -200,11 +200,11 @@ def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
     """Megatron's own trainer on two nodes: what a rank that is no stand-in makes of the signal."""
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}")
-    slurm.wait(lambda: len(steps(run_dir)) >= 5, what=lambda: output(tmp_path))
+    slurm.wait(lambda: len(steps(run_dir)) >= 5, seconds=600, what=lambda: output(tmp_path))
 
     slurm.call("scancel", "--batch", "--signal=USR2", job)
 
-    assert slurm.end_of(job, tmp_path) == "COMPLETED", output(tmp_path)
+    assert slurm.end_of(job, tmp_path, seconds=600) == "COMPLETED", output(tmp_path)
     first, second = attempts.read(run_dir)
     assert first.reason == "time limit (SIGUSR2)"
     assert 5 <= (first.last_step or 0) == second.first_step < STEPS

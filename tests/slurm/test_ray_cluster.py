@@ -64,6 +64,9 @@ with open("forgotten", "w") as file:
 os._exit(0)
 """
 
+one_at_a_time = pytest.mark.xdist_group(name="ray_cluster")
+"""With other tests' clusters (IN_ONE_WORKER in tests/conftest.py): two at once take too long to start on two cores."""
+
 
 def test_jobs_have_ports_of_their_own() -> None:
     blocks = [set(range(Ports.of(str(job)).first, Ports.of(str(job)).first + 64)) for job in range(700, 764)]
@@ -258,10 +261,12 @@ def left(job: str) -> list[str]:
     """Processes and files of a job's Ray."""
     found = processes(f"/tmp/ray-{job}/|nemo_ext.slurm.ray_cluster hold {job} ")
     ours = [str(process.info) for process in found if process.status() != psutil.STATUS_ZOMBIE]
-    return [*ours, *map(str, Path("/tmp").glob(f"ray-{job}*"))]
+    files = (file for name in (f"ray-{job}", f"ray-{job}[-.]*") for file in Path("/tmp").glob(name))
+    return [*ours, *map(str, files)]
 
 
 @pytest.mark.slow
+@one_at_a_time
 def test_what_a_worker_forgets_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By itself: here no Slurm kills what is left of a step."""
     pytest.importorskip("ray", minversion="2.49", reason="Ray is in the extra nemo_rl")
@@ -304,6 +309,7 @@ def logs(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.slurm
+@one_at_a_time
 def test_a_driver_has_both_nodes(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit(TWO_NODES)
     slurm.wait(lambda: ended(slurm, job), what=lambda: "job")
@@ -320,6 +326,7 @@ def test_a_driver_has_both_nodes(slurm: Any, submit: Callable[[str], str], tmp_p
 
 @pytest.mark.deep
 @pytest.mark.slurm
+@one_at_a_time
 def test_a_driver_that_fails(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, sys\nray.init(address='auto')\nsys.exit(7)")
     slurm.wait(lambda: ended(slurm, job), what=lambda: "job")
@@ -331,6 +338,7 @@ def test_a_driver_that_fails(slurm: Any, submit: Callable[[str], str], tmp_path:
 
 @pytest.mark.deep
 @pytest.mark.slurm
+@one_at_a_time
 def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     job = submit("import ray, time\nray.init(address='auto')\nopen('ready', 'w')\ntime.sleep(600)")
     slurm.wait((tmp_path / "ready").exists, what=lambda: "driver")
@@ -344,6 +352,7 @@ def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_p
 
 @pytest.mark.slow
 @pytest.mark.slurm
+@one_at_a_time
 def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:
     driver = "import ray, time\nray.init(address='auto')\nopen('ready', 'w')\ntime.sleep(600)"
     job = submit(driver)

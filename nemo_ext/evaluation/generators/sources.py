@@ -8,7 +8,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ def _modules(folder: Path) -> Iterator[Path]:
             yield path
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
     """Lines from a random one on; None where the module has too few."""
     try:
