@@ -34,6 +34,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import absl.logging
+import hydra
 import torch
 from hydra._internal.hydra import Hydra
 from hypothesis import settings
@@ -42,6 +43,7 @@ from omegaconf import OmegaConf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
+import hydra_conf
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job import config as job_config
@@ -86,7 +88,8 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
         for word in overrides:
             if found := re.fullmatch(r"run_dir=(/[\w./-]+)", word):
                 word, run_dir = f"run_dir={RUN_DIR}", found[1]
-            if found := re.fullmatch(r"""model\.pattern=(["']?)([^"'\\]+)\1""", word):
+            # A pattern in our notation: no null, no interpolation.
+            if found := re.fullmatch(r"""model\.pattern=(["']?)([^"'\\$]*[*ME-][^"'\\$]*)\1""", word):
                 pattern = found[2]
             else:
                 words.append(word)
@@ -106,18 +109,17 @@ def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[st
 
 
 def parsed_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """OmegaConf's loading of a file, which is parsed once: YAML in Python is half of what composing takes."""
-    made: dict[tuple[str, int, int], bytes] = {}
+    """OmegaConf's loading, which parses a packaged file once: YAML in Python is half of what composing takes."""
+    made: dict[str, bytes] = {}
+    packaged = {Path(str(package.__file__)).parent for package in (hydra, hydra_conf)}
 
     @functools.wraps(load)
     def from_memory(file: Any) -> Any:
-        if not isinstance(file, io.TextIOWrapper):
+        if not isinstance(file, io.TextIOWrapper) or packaged.isdisjoint(Path(name := str(file.name)).parents):
             return load(file)
-        stat = os.fstat(file.fileno())
-        key = (str(file.name), stat.st_mtime_ns, stat.st_size)
-        if key not in made:
-            made[key] = pickle.dumps(load(file))
-        return pickle.loads(made[key])
+        if name not in made:
+            made[name] = pickle.dumps(load(file))
+        return pickle.loads(made[name])
 
     return from_memory
 
@@ -285,9 +287,39 @@ SMALL = (
 """Ten steps of the tiny Nemotron 3 Nano on synthetic data, a checkpoint after five."""
 
 
+@dataclass(frozen=True)
+class RankServer:
+    """The process whose forked children are ranks, of one job at a time."""
+
+    process: subprocess.Popen[str]
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def ask(self, job: Mapping[str, Any], *, seconds: float = 900, poll: Callable[[], None] | None = None) -> list[int]:
+        """Exit codes of a job's ranks; `poll` is called again and again while they run."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        log = Path(job["log"])
+        with self.lock:
+            assert self.process.poll() is None, "the process that forks ranks has ended, in an earlier test"
+            print(json.dumps(job), file=self.process.stdin, flush=True)
+            deadline = time.monotonic() + seconds
+            while not select.select([self.process.stdout], [], [], 0.02 if poll else seconds)[0]:
+                if time.monotonic() > deadline:
+                    self.process.kill()  # and with it the ranks that hang
+                elif poll:
+                    poll()
+            answer = self.process.stdout.readline()
+        assert answer, f"ranks took more than {seconds} s, or the process that forks them has ended: {last_words(log)}"
+        return json.loads(answer)
+
+
+def last_words(log: Path) -> str:
+    """The end of what ranks printed."""
+    return log.read_text(errors="replace")[-4000:] if log.exists() else ""
+
+
 @pytest.fixture(scope="session")
-def rank_server() -> Iterator[subprocess.Popen[str]]:
-    """The process whose forked children are ranks."""
+def rank_server() -> Iterator[RankServer]:
+    """Forks ranks."""
     script = Path(__file__).with_name("rank_server.py")
     server = subprocess.Popen(
         [sys.executable, "-W", "ignore", str(script)],
@@ -297,33 +329,30 @@ def rank_server() -> Iterator[subprocess.Popen[str]]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-    yield server
+    yield RankServer(server)
     server.kill()
     server.wait()
 
 
 @pytest.fixture(scope="session")
-def fork_ranks(rank_server: subprocess.Popen[str]) -> Callable[..., None]:
+def fork_ranks(rank_server: RankServer) -> Callable[..., None]:
     """Runs the ranks of a config to their end, or kills them once a step is logged."""
 
     def run(path: Path, ranks: int, kill_at: int | None = None) -> None:
         run_dir = path.resolve().parent
-        job: dict[str, Any] = {"config": str(path.resolve()), "ranks": ranks, "log": str(run_dir / run_directory.LOG)}
+        log, fine = run_dir / run_directory.LOG, {0}
+        job: dict[str, Any] = {"config": str(path.resolve()), "ranks": ranks, "log": str(log)}
         job |= {"folder": os.getcwd(), "environment": {**os.environ, "OMP_NUM_THREADS": "1"}}
-        assert rank_server.stdin is not None and rank_server.stdout is not None
-        print(json.dumps(job), file=rank_server.stdin, flush=True)
-        deadline, killed = time.monotonic() + 900, False
-        while not select.select([rank_server.stdout], [], [], 0.02 if kill_at else 900)[0]:
-            if kill_at and not killed and max(steps(run_dir), default=0) >= kill_at:
-                killed = True
-                for child in psutil.Process(rank_server.pid).children():
-                    child.kill()
-            if time.monotonic() > deadline:
-                rank_server.kill()  # and with it the ranks that hang
-        answer = rank_server.stdout.readline()
-        said = (run_dir / run_directory.LOG).read_text(errors="replace")[-4000:]
-        fine = {0, -signal.SIGKILL} if killed else {0}  # they may end before the signal comes
-        assert answer and set(json.loads(answer)) <= fine, f"{answer}{said}"
+
+        def kill_at_step() -> None:
+            if kill_at and -signal.SIGKILL not in fine and max(steps(run_dir), default=0) >= kill_at:
+                fine.add(-signal.SIGKILL)  # they may end before the signal comes
+                for child in psutil.Process(rank_server.process.pid).children():
+                    with suppress(psutil.NoSuchProcess):
+                        child.kill()
+
+        codes = rank_server.ask(job, poll=kill_at_step if kill_at else None)
+        assert set(codes) <= fine, f"{codes}{last_words(log)}"
 
     return run
 
@@ -395,17 +424,15 @@ def torchrun(path: Path, ranks: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def fork_program(rank_server: subprocess.Popen[str]) -> Callable[..., list[int]]:
+def fork_program(rank_server: RankServer) -> Callable[..., list[int]]:
     """Runs `python WORDS` as ranks that are forked, which print to a log; their exit codes."""
-    one_at_a_time = threading.Lock()
 
-    def run(words: Sequence[str], log: Path, *, ranks: int = 1, environment: Mapping[str, str] = os.environ) -> Any:
+    def run(
+        words: Sequence[str], log: Path, *, ranks: int = 1, environment: Mapping[str, str] = os.environ
+    ) -> list[int]:
         job = {"command": [*words], "ranks": ranks, "log": str(log), "folder": os.getcwd()}
         job["environment"] = {**environment, "OMP_NUM_THREADS": "1"}
-        assert rank_server.stdin is not None and rank_server.stdout is not None
-        with one_at_a_time:
-            print(json.dumps(job), file=rank_server.stdin, flush=True)
-            return json.loads(rank_server.stdout.readline())
+        return rank_server.ask(job)
 
     return run
 
@@ -419,7 +446,7 @@ def on_ranks(request: pytest.FixtureRequest) -> Callable[..., None]:
     def run(script: Path, folder: Path, ranks: int = 2) -> None:
         if fork is not None:
             codes = fork([str(script), str(folder)], folder / "ranks.log", ranks=ranks)
-            assert set(codes) == {0}, (folder / "ranks.log").read_text(errors="replace")[-4000:]
+            assert set(codes) == {0}, last_words(folder / "ranks.log")
             return
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -72,7 +72,11 @@ def program(words: Sequence[str]) -> NoReturn:
             sys.argv = [*words]
             runpy.run_path(words[0], run_name="__main__")
     except SystemExit as exit_:
-        code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, int):
+            code = exit_.code
+        elif exit_.code is not None:
+            print(exit_.code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
         code = 1

@@ -331,13 +331,13 @@ def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
 
 def refusal(*overrides: str) -> str:
     """What the check says; values of the section are set in a config that is composed once."""
-    own = [word.removeprefix("+").partition("=") for word in overrides if "distillation." in word.split("=")[0]]
+    own = [word for word in overrides if "distillation." in word.split("=")[0]]
     others = [word for word in overrides if "distillation." not in word.split("=")[0]]
     config = compose("train", ["run_dir=unused", "data=mock", *others])
-    for key, _, value in own:
-        config["distillation"][key.removeprefix("distillation.")] = (
-            math.inf if value == "inf" else yaml.safe_load(value)
-        )
+    for word in own:
+        key, _, value = word.removeprefix("+").removeprefix("distillation.").partition("=")
+        assert word.startswith("+") or key in config["distillation"], f"{word}: Hydra knows no such key"
+        config["distillation"][key] = math.inf if value == "inf" else yaml.safe_load(value)
     with pytest.raises(ValueError) as caught:  # noqa: PT011  (each caller has its own words to find)
         check(config)
     return str(caught.value)

@@ -165,16 +165,19 @@ def test_parts_of_sequences_learn_what_one_rank_learns(train_ranks: Train, tmp_p
 
 
 @pytest.mark.slow
-def test_training_on_packs_learns(job: Callable[[str], Job], train_ranks: Train, tmp_path: Path) -> None:
-    words = [word for word in job("packs").words if "pretrained_checkpoint" not in word]
+@pytest.mark.parametrize(("name", "share"), [("packs", 0.5), ("mixed lengths", 0.8)])
+def test_training_from_random_weights_learns(
+    job: Callable[[str], Job], train_ranks: Train, tmp_path: Path, name: str, share: float
+) -> None:
+    words = [word for word in job(name).words if "pretrained_checkpoint" not in word]
     evaluated = ("train.tokens=2560", "megatron.eval_interval=5", "train.validate_at_start=true")
 
-    found = losses(train_ranks(tmp_path, *words, *evaluated))
+    found = losses(train_ranks(tmp_path, *words, *evaluated, data=job(name).data))
 
-    assert len(found) == 10 and found[-1] < 0.5 * found[0]
+    assert len(found) == 10 and found[-1] < share * found[0]
     lines = run_directory.read_metrics(tmp_path / run_directory.METRICS)
     validated = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
-    assert list(validated) == [0, 5, 10] and validated[10] < 0.5 * validated[0]
+    assert list(validated) == [0, 5, 10] and validated[10] < share * validated[0]
 
 
 @pytest.mark.slow

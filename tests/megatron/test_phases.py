@@ -5,7 +5,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -219,12 +219,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory, fork_ranks: Callable[..., No
     """A whole run, its ranks forked, and what it printed."""
     folder, out = tmp_path_factory.mktemp("phases"), io.StringIO()
     words = ["nemo-ext", "train", *SMALL, f"run_dir={folder / 'run'}", f"data_root={folder / 'data'}"]
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), suppress(SystemExit):
+    code: object = None
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out):
         patch.setattr(
             launch, "_run_ranks", lambda run_dir, ranks, *_: fork_ranks(run_dir / run_directory.CONFIG, ranks)
         )
         patch.setattr(sys, "argv", words)
-        cli.main()
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+    assert not code, out.getvalue()
     return folder, out.getvalue()
 
 

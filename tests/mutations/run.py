@@ -2,8 +2,8 @@
 
 python tests/mutations/run.py [--list] [--only 3,17]
 
-The tests must pass without them. Results are kept in build/mutations.json: a second call goes on after an interrupted
-one, and runs those again whose source or tests have changed since.
+The tests must pass without them, which is tried first. Results are kept in build/mutations.json: a second call goes on
+after an interrupted one, and runs those again whose source or tests have changed since.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,17 +67,20 @@ def digest_of(mutation: Mutation) -> str:
     return digest.hexdigest()[:16]
 
 
-def copy_tree(to: Path) -> None:
-    """Copy the files that git knows."""
+def copy_tree(to: Path) -> str:
+    """Copy the files that git knows; their digest."""
+    digest = hashlib.sha256()
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
+            digest.update(name.encode() + (to / name).read_bytes())
+    return digest.hexdigest()[:16]
 
 
-def failure(copy: Path, tests: list[str], *more: str) -> str:
-    """The first test that fails in the copy; "" if all pass, do not run, or do not end, as on a busy machine."""
+def ended(copy: Path, tests: list[str], *more: str) -> tuple[int | None, str]:
+    """pytest's exit code in the copy up to the first test that fails, and its output; -9 if it does not end in time."""
     words = ["-x", "-q", "--no-header", "-p", "no:cacheprovider", f"--basetemp={copy.parent / 'made'}", *more, *tests]
     log = copy.parent / "log"
     process = multiprocessing.get_context("fork").Process(target=run_tests, args=(copy, words, log))
@@ -85,11 +89,16 @@ def failure(copy: Path, tests: list[str], *more: str) -> str:
     if process.exitcode is None and process.pid is not None:
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
-    said = log.read_text(errors="replace")
-    if process.exitcode == 1 and (found := _FAILED.search(said)):
+    return process.exitcode, log.read_text(errors="replace")
+
+
+def failure(copy: Path, tests: list[str], *more: str) -> str:
+    """The first test that fails in the copy; "" if all pass, do not run, or do not end, as on a busy machine."""
+    code, said = ended(copy, tests, *more)
+    if code == 1 and (found := _FAILED.search(said)):
         return found[1]
-    if process.exitcode:
-        print(f"pytest {' '.join(words)} ended with {process.exitcode} (-9: after {SECONDS} s):\n{said[-2000:]}")
+    if code:
+        print(f"pytest {' '.join([*more, *tests])} ended with {code} (-9: after {SECONDS} s):\n{said[-2000:]}")
     return ""
 
 
@@ -106,17 +115,21 @@ def run_tests(copy: Path, words: list[str], log: Path) -> None:
     os._exit(code)
 
 
-def outcome(copy: Path, mutation: Mutation) -> dict[str, str]:
-    """Which run catches a mutation, and its test."""
+def outcome(copy: Path, mutation: Mutation, refuse_failing: Callable[..., None]) -> dict[str, str]:
+    """Which run catches a mutation, and its test; tests are first given to a function that refuses those that fail."""
     file = Path("nemo_ext") / mutation["file"]
-    (copy / file).write_text((ROOT / file).read_text().replace(mutation["before"], mutation["after"]))
-    try:
-        by, test = "default", failure(copy, mutation["tests"])
-        if not test and "slow" in mutation:
-            by, test = "slow", failure(copy, mutation["slow"], "-m", "slow")
-    finally:
-        shutil.copy2(ROOT / file, copy / file)
-    return {"by": by if test else "survived", "test": test}
+    for by, tests, more in (("default", mutation["tests"], ()), ("slow", mutation.get("slow"), ("-m", "slow"))):
+        if not tests:
+            continue
+        refuse_failing(tests, *more)
+        (copy / file).write_text((ROOT / file).read_text().replace(mutation["before"], mutation["after"]))
+        try:
+            test = failure(copy, tests, *more)
+        finally:
+            shutil.copy2(ROOT / file, copy / file)
+        if test:
+            return {"by": by, "test": test}
+    return {"by": "survived", "test": ""}
 
 
 def main() -> int:
@@ -131,16 +144,32 @@ def main() -> int:
     chosen = [int(each) for each in given.only.split(",")] if given.only else range(1, len(mutations) + 1)
     known: dict[str, dict[str, str]] = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     RESULTS.parent.mkdir(exist_ok=True)
+
+    def keep(name: str, result: dict[str, str]) -> None:
+        known[name] = result
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # as in tests/conftest.py, before torch
     for name in IMPORTED:
         importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        copy_tree(copy := Path(folder) / "tree")
+        tree = copy_tree(copy := Path(folder) / "tree")
+
+        def refuse_failing(tests: list[str], *more: str) -> None:
+            name = " ".join([*more, *tests])
+            if known.get(name) == {"passed in": tree}:
+                return
+            code, said = ended(copy, tests, *more)
+            if code:
+                sys.exit(
+                    f"{name}: without a mutation pytest ended with {code} (-9: after {SECONDS} s):\n{said[-2000:]}"
+                )
+            keep(name, {"passed in": tree})
+
         for number in chosen:
             digest = digest_of(mutation := mutations[number - 1])
             if digest not in known:
-                known[digest] = outcome(copy, mutation)
-                RESULTS.write_text(json.dumps(known, indent=1) + "\n")
+                keep(digest, outcome(copy, mutation, refuse_failing))
             found = known[digest]
             print(f"{number:2}  {found['by']:8}  {mutation['file']}: {mutation['what']}  {found['test']}", flush=True)
     found_all = [known[digest]["by"] for each in mutations if (digest := digest_of(each)) in known]

@@ -214,7 +214,7 @@ MOMENTS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     "moments",
     [
-        pytest.param([*MOMENTS][:1], marks=pytest.mark.slow, id="once"),
+        pytest.param(["variants in training", "comparing, realising or fusing"], marks=pytest.mark.slow, id="twice"),
         pytest.param([*MOMENTS], marks=pytest.mark.deep, id="at every moment"),
     ],
 )
@@ -240,7 +240,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(
     assert losses(run_dir) == pytest.approx(losses(whole[0]), rel=1e-6)
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str], tmp_path: Path) -> None:
     given = (f"puzzle.parent={whole[0] / 'parent'}", "puzzle.stages=[parent,library,distill]")
     process = start(tmp_path / "run", *given, "puzzle.distill.steps=2000")
@@ -269,7 +269,7 @@ def test_ranks_end_with_the_command_that_started_them(whole: tuple[Path, str], t
     assert not psutil.wait_procs(ranks, timeout=120)[1]
 
 
-@pytest.mark.deep
+@pytest.mark.slow
 def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: Path) -> None:
     scores = tmp_path / "run" / "blocks" / "scores.jsonl"
     scores.parent.mkdir(parents=True)
