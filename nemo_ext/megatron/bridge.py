@@ -502,7 +502,7 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """What Megatron-Bridge takes attention's sizes of an adapter from: the block's, not the model's.
+            """The model as Megatron-Bridge reads attention sizes from it, with this block's instead.
 
             Raises:
                 ValueError: no block's attention has these names.
