@@ -279,6 +279,7 @@ def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: P
         tmp_path / "run",
         f"puzzle.parent={whole[0] / 'parent'}",
         "puzzle.stages=[parent,library,distill,score]",
+        "puzzle.distill.steps=0",
         "launcher.nproc_per_node=2",
     )
     assert code == 2
