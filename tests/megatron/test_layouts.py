@@ -249,7 +249,7 @@ def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, 
 
     assert losses(together) == pytest.approx(losses(alone), rel=1e-5)
     first = run_directory.read_metrics(tmp_path / "two" / run_directory.METRICS)[0]
-    assert first["step"] == 0 and first["val_loss"] == pytest.approx(losses(alone)[0], rel=0.05)
+    assert first["step"] == 0 and 5 < first["val_loss"] < 7  # of the model before its checkpoint is loaded
 
 
 @pytest.mark.slow
