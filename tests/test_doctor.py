@@ -379,7 +379,7 @@ def test_a_part_of_this_environment_is_reported_as_it_is() -> None:
 
 @pytest.mark.slow
 def test_this_environment_is_reported_as_it_is() -> None:
-    result = command("--json")
+    result = command("--json", "--time-limit", "300")
 
     report = json.loads(result.stdout)
     base = {finding["name"]: finding for finding in report["base"]}

@@ -101,12 +101,13 @@ class Slurm:
         """A node that fails: all that runs on it is gone, and Slurm knows."""
         jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         _end(self.folder / f"{node}.pid", signal.SIGKILL)
-        for process, environment in self.processes():
-            if environment.get("SLURMD_NODENAME") == node:
+        # First slurmstepd, which would report the end of its processes; job ids are this cluster's own.
+        for process in psutil.process_iter(["cmdline"]):
+            if any(f"slurmstepd: [{job}." in " ".join(process.info["cmdline"] or ()) for job in jobs):
                 with suppress(psutil.Error):
                     process.kill()
-        for process in psutil.process_iter(["cmdline"]):  # job ids are this cluster's own
-            if any(f"slurmstepd: [{job}." in " ".join(process.info["cmdline"] or ()) for job in jobs):
+        for process, environment in self.processes():
+            if environment.get("SLURMD_NODENAME") == node:
                 with suppress(psutil.Error):
                     process.kill()
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
