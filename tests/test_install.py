@@ -276,7 +276,8 @@ def test_a_pip_that_hangs_is_ended(place: Place, how: str) -> None:
         index.settimeout(60)
         more = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple", "PIP_NO_INDEX": "0"}
         words = [place.folder / "env" / "bin" / "python", "-m", "nemo_ext", "doctor", "--install"]
-        words += ["--time-limit", "8"] if how == "limit" else []  # longer than pip takes to start, less than its retries
+        # Longer than pip takes to start, shorter than it tries.
+        words += ["--time-limit", "8"] if how == "limit" else []
         environment = {**place.environment, **more, "PYTHONPATH": "nemo_ext-9.9-py3-none-any.whl"}
         with subprocess.Popen(
             words, cwd=place.folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
