@@ -222,7 +222,7 @@ def _spell(values: Mapping[str, Any]) -> list[str]:
     try:
         parser.parse_args(words)
     except ValueError:
-        for name, piece in pieces.items():  # each sets all of Megatron's defaults anew
+        for name, piece in pieces.items():  # slow: every parse sets all of Megatron's defaults
             try:
                 parser.parse_args(piece)
             except ValueError as error:

@@ -71,7 +71,7 @@ class ComparisonServer(SimpleResourcesServer):
         self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compared)
 
     async def get_reverify_mode(self) -> str:
-        """`gym eval reverify` (Gym 0.7) sends each response by itself, and a group's have to be together."""
+        """`gym eval reverify` (Gym 0.7) sends responses one at a time, and a group must be judged together."""
         return "unsupported"
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
