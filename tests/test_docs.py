@@ -115,7 +115,7 @@ def test_commands_on_a_corpus_compose(line: str) -> None:
     assert compose(job, words)["output"].startswith("data/")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_one_s_own_text_is_tokenised_and_trained_on(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("images"))
     tokenize, train = OWN_TEXT

@@ -137,7 +137,7 @@ def test_the_same_command_again_has_nothing_to_do(uninterrupted: tuple[Path, str
     assert losses(run_dir) == before
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_finished_run_can_be_made_longer(
     uninterrupted: tuple[Path, str], launched: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -170,7 +170,9 @@ def test_another_model_is_not_trained_into_the_same_directory(uninterrupted: tup
 
 
 @pytest.mark.slow
-def test_stopped_by_ctrl_c_then_killed_it_goes_on_exactly(uninterrupted: tuple[Path, str], tmp_path: Path) -> None:
+def test_stopped_by_ctrl_c_then_killed_it_goes_on_exactly(
+    uninterrupted: tuple[Path, str], launched: Callable[..., str], tmp_path: Path
+) -> None:
     run_dir, whole = tmp_path / "run", losses(uninterrupted[0])
     seed = random.randrange(10_000)
 
@@ -195,8 +197,7 @@ def test_stopped_by_ctrl_c_then_killed_it_goes_on_exactly(uninterrupted: tuple[P
     assert f"resuming {run_dir} from step {saved}" in out, f"seed {seed}"
 
     saved = run_directory.last_checkpoint(run_dir)
-    code, out, err = run(run_dir)
-    assert code == 0, err
+    out = launched("train", *SMALL, f"run_dir={run_dir}")
     assert f"from step {saved}" in out, f"seed {seed}"
     assert losses(run_dir) == pytest.approx(whole, rel=1e-6), f"seed {seed}"
 

@@ -18,7 +18,7 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_parts")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_part_runs_at_toy_sizes(tmp_path: Path) -> None:
     output = tmp_path / "gpu.md"
     command = [sys.executable, "-W", "ignore", str(FOLDER / "gpu.py"), "--device", "cpu", "--small"]

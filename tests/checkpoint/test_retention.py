@@ -2,15 +2,16 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from nemo_ext import launch
 from nemo_ext.checkpoint import retention
 from nemo_ext.checkpoint.retention import KEEP, REMOVED, Retention, keep, set_aside, surplus
 from nemo_ext.job.config import compose
-from nemo_ext.job.run_directory import read_metrics
-from nemo_ext.launch import train
+from nemo_ext.job.run_directory import CONFIG, read_metrics
 
 TWO = Retention(last=2)
 
@@ -101,7 +102,10 @@ def test_a_wrong_setting_is_told(words: list[str], said: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_last_two_and_every_fourth(tmp_path: Path) -> None:
+def test_a_run_keeps_the_last_two_and_every_fourth(
+    fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launch, "_run_ranks", lambda run_dir, ranks, *_: fork_ranks(run_dir / CONFIG, ranks))
     words = (
         *("data=mock", "megatron.seq_length=64", "megatron.micro_batch_size=4", "megatron.global_batch_size=4"),
         *("train.tokens=2816", "train.validate_at_start=false", "megatron.save_interval=1", "megatron.eval_iters=1"),
@@ -112,14 +116,14 @@ def test_a_run_keeps_the_last_two_and_every_fourth(tmp_path: Path) -> None:
     half.mkdir(parents=True)
     (half / "common.pt").touch()
 
-    train(compose("train", [*words, "operation=cluster", "megatron.exit_interval=8"]))
+    launch.train(compose("train", [*words, "operation=cluster", "megatron.exit_interval=8"]))
 
     # Step 8 is left out, and Megatron does not ask then whether to end: this start ends before it.
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line] == list(range(1, 8))
     assert steps(sorted((tmp_path / "checkpoints").glob("iter_*"))) == [4, 6, 7]
     assert os.listdir(tmp_path / "checkpoints" / REMOVED) == []
 
-    train(compose("train", list(words)))
+    launch.train(compose("train", list(words)))
 
     assert (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "11"
     # The end of the first start, the first after step 8, and the last two.

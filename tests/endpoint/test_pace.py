@@ -75,7 +75,7 @@ def test_no_more_than_an_endpoint_can_work_on(clock: Clock) -> None:
     assert min(limits) >= 32
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_refusals_take_the_number_down_and_it_comes_back(clock: Clock) -> None:
     pace = Pace()
     rounds(pace, clock, 30, lambda now: (0.5, 0.0))

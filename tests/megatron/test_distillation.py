@@ -157,7 +157,7 @@ def test_logits_may_be_overwritten_before_the_backward_pass() -> None:
     torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(
     on_ranks: Callable[..., None], tmp_path: Path
 ) -> None:

@@ -37,8 +37,13 @@ def test_sums_over_ranks() -> None:
     assert not any("names" in rank for rank in ranks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [SHARED, ()], ids=["distributed", "plain"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(SHARED, marks=pytest.mark.slow, id="distributed"),
+        pytest.param((), marks=pytest.mark.deep, id="plain"),
+    ],
+)
 def test_names_and_shapes_are_those_of_a_checkpoint_that_was_written(
     words: tuple[str, ...], launched: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -20,8 +20,9 @@ TRUTH = Path(__file__).with_name("puzzle_truth.py")
 WORDS = ("recipe=puzzle/hybrid", "data=mock", "precision=bf16", "run_dir=unused")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [pytest.param(stage, marks=pytest.mark.deep if stage == "score" else pytest.mark.slow) for stage in STAGES]
+)
 def test_memory_and_flops_are_those_of_real_tensors(
     stage: str, fork_program: Callable[..., list[int]], tmp_path: Path
 ) -> None:

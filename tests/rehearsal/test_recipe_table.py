@@ -13,10 +13,8 @@ from nemo_ext.rehearsal.ranks import rehearse
 
 CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
-ONE_OF_A_KIND = {
-    *("domyn_small/cpt", "llama_nemotron/ultra_sft", "nemotron3_nano/pretrain", "olmo1/1b", "olmo3/7b_think_sft"),
-}
-"""Dense, made by Puzzle, hybrid, without weights in its norms, windowed."""
+QUICK = {"llama_nemotron/ultra_sft", "olmo1/1b"}
+"""Made by Puzzle; without weights in its norms."""
 
 
 def made_by() -> ModuleType:
@@ -35,7 +33,7 @@ def test_every_recipe_has_figures() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [pytest.param(name, marks=pytest.mark.slow if name in ONE_OF_A_KIND else pytest.mark.deep) for name in FIGURES],
+    [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.deep) for name in FIGURES],
 )
 def test_a_rehearsal_finds_the_figures_of_the_fullest_rank_again(recipe: str, tmp_path: Path) -> None:
     kept = max(FIGURES[recipe]["ranks"], key=lambda rank: rank["peak_bytes"])

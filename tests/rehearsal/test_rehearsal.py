@@ -14,8 +14,11 @@ from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")
 REAL = [
-    *(pytest.param(case, marks=pytest.mark.slow) for case in ("nemotron3_nano, TP2 SP", "llama_nemotron, PP2")),
-    *(pytest.param(case, marks=pytest.mark.deep) for case in ("nemotron3_nano, EP2", "olmo3, DP2")),
+    pytest.param("nemotron3_nano, TP2 SP", marks=pytest.mark.slow),
+    *(
+        pytest.param(case, marks=pytest.mark.deep)
+        for case in ("llama_nemotron, PP2", "nemotron3_nano, EP2", "olmo3, DP2")
+    ),
 ]
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
@@ -42,32 +45,48 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
         of("launcher.nproc_per_node=3", "megatron.tensor_model_parallel_size=3", folder=tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ("launcher.nproc_per_node=2", "megatron.use_distributed_optimizer=true"),
-        (
-            "launcher.nproc_per_node=4",
-            "megatron.tensor_model_parallel_size=2",
-            "megatron.sequence_parallel=true",
-            "megatron.pipeline_model_parallel_size=2",
+        pytest.param(
+            ("launcher.nproc_per_node=2", "megatron.use_distributed_optimizer=true"), marks=pytest.mark.deep, id="data"
         ),
-        (
-            "launcher.nproc_per_node=8",
-            "megatron.micro_batch_size=2",
-            "megatron.expert_model_parallel_size=4",
-            "megatron.moe_token_dispatcher_type=alltoall",
+        pytest.param(
+            (
+                "launcher.nproc_per_node=4",
+                "megatron.tensor_model_parallel_size=2",
+                "megatron.sequence_parallel=true",
+                "megatron.pipeline_model_parallel_size=2",
+            ),
+            marks=pytest.mark.slow,
+            id="tensor_pipeline",
         ),
-        ("model=llama_nemotron_tiny", "launcher.nproc_per_node=2", "megatron.context_parallel_size=2"),
-        (
-            "model=olmo3_tiny",
-            "launcher.nproc_per_node=2",
-            "megatron.pipeline_model_parallel_size=2",
-            "model.pattern=*-|*-|*-|*-",
+        pytest.param(
+            (
+                "launcher.nproc_per_node=8",
+                "megatron.micro_batch_size=2",
+                "megatron.expert_model_parallel_size=4",
+                "megatron.moe_token_dispatcher_type=alltoall",
+            ),
+            marks=pytest.mark.slow,
+            id="expert",
+        ),
+        pytest.param(
+            ("model=llama_nemotron_tiny", "launcher.nproc_per_node=2", "megatron.context_parallel_size=2"),
+            marks=pytest.mark.slow,
+            id="context",
+        ),
+        pytest.param(
+            (
+                "model=olmo3_tiny",
+                "launcher.nproc_per_node=2",
+                "megatron.pipeline_model_parallel_size=2",
+                "model.pattern=*-|*-|*-|*-",
+            ),
+            marks=pytest.mark.deep,
+            id="interleaved",
         ),
     ],
-    ids=["data", "tensor_pipeline", "expert", "context", "interleaved"],
 )
 def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -182,15 +182,16 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return ranks(tmp_path_factory.mktemp("bf16"), *DENSE)[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "scales", "lost"),
     [
-        ("fp8_current", 4 * 4, 0),
+        pytest.param("fp8_current", 4 * 4, 0, marks=pytest.mark.deep),
         # Attention saves the projection's input in BF16 as well.
-        ("fp8_delayed", 4 * 4 + 4 * 4 * 5 * 2, ROWS * LAYERS * 384),
-        ("fp8_blockwise", 4 * (20 + 8 + 4 + 12 + 16 + 4 + 4 + 16), 4 * ROWS // 128 * SAVED),
-        ("mxfp8", 2 * 262144 // 32, ROWS // 32 * SAVED),
+        pytest.param("fp8_delayed", 4 * 4 + 4 * 4 * 5 * 2, ROWS * LAYERS * 384, marks=pytest.mark.slow),
+        pytest.param(
+            *("fp8_blockwise", 4 * (20 + 8 + 4 + 12 + 16 + 4 + 4 + 16), 4 * ROWS // 128 * SAVED), marks=pytest.mark.deep
+        ),
+        pytest.param("mxfp8", 2 * 262144 // 32, ROWS // 32 * SAVED, marks=pytest.mark.slow),
     ],
 )
 def test_copies_of_a_model(precision: str, scales: int, lost: int, bf16: dict[str, Any], tmp_path: Path) -> None:

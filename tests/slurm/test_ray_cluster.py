@@ -350,7 +350,7 @@ def test_a_job_that_is_cancelled(slurm: Any, submit: Callable[[str], str], tmp_p
     slurm.wait(lambda: left(job) == [], seconds=10, what=lambda: "Ray")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 @one_at_a_time
 def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path: Path) -> None:

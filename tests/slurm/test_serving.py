@@ -84,7 +84,7 @@ def node_of(slurm: Any, job: str) -> str:
     return str(next(word.removeprefix("NodeList=") for word in words if word.startswith("NodeList=")))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_replicas_come_and_go_behind_one_endpoint(
     slurm: Any,
     nemo_ext: Callable[..., str],
@@ -141,7 +141,7 @@ def test_replicas_come_and_go_behind_one_endpoint(
     assert not [path for path in written if key in path.read_text(errors="replace")]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_replica_of_two_nodes(
     slurm: Any,
     here: Callable[..., str],

@@ -275,7 +275,7 @@ def row(recipe: str) -> str:
     return f"| {recipe} | {' | '.join(cells)} |"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_page_says_what_fits_where() -> None:
     page = (REPOSITORY / "docs" / "clusters.md").read_text()
 

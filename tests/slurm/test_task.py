@@ -93,7 +93,7 @@ def test_a_sweep_is_an_array(
     assert [attempts.read(place)[0].job for place in places] == [first, second]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.slurm
 def test_a_task_goes_on_after_a_time_limit(
     slurm: Any, here: Callable[..., str], endpoint: Any, reply: type[Any], tmp_path: Path

@@ -108,7 +108,7 @@ def test_grpo_trains_on_two_environments_and_a_killed_run_goes_on(
     assert [step for step, _ in rewards(whole)] == list(range(1, 15))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_tasks(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,8 +163,9 @@ def test_groups_of_equal_rewards_are_replaced_and_a_stopped_run_draws_the_same_t
     assert 1 <= max(log["zero_variance/refill_rounds"] for log in logs) <= 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("refill", [False, True])
+@pytest.mark.parametrize(
+    "refill", [pytest.param(False, marks=pytest.mark.deep), pytest.param(True, marks=pytest.mark.slow)]
+)
 def test_a_dataset_that_teaches_nothing_loses_its_weight_and_a_stopped_run_draws_the_same(
     refill: bool, model: Path, tmp_path: Path
 ) -> None:
@@ -247,7 +248,7 @@ def test_what_is_rewarded_is_learned(model: Path, tmp_path: Path) -> None:
     assert sum(earned[-5:]) / 5 > 0.8
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_conversation_with_a_bank_is_trained_on(model: Path, tmp_path: Path) -> None:
     path = tasks(tmp_path, "bank")
 
