@@ -1,7 +1,8 @@
 # make train: set up .venv if needed, then the main job.   make test: set up, then the tests.
 # Needs Python 3.12 and make. Another interpreter: make train PYTHON=/path/to/python3.12
 PYTHON ?= $(shell command -v python3.12 || command -v python3 || echo python3)
-PIP_FLAGS ?= --quiet --disable-pip-version-check
+# Python compiles the modules that are imported; pip would compile all of them.
+PIP_FLAGS ?= --quiet --disable-pip-version-check --no-compile
 VENV := .venv
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev

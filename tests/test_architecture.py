@@ -7,7 +7,12 @@ from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
+import pytest
+
 import nemo_ext
+
+pytestmark = pytest.mark.xdist_group(name="architecture")
+"""Every file is parsed once."""
 
 PACKAGE = Path(nemo_ext.__file__).parent
 PAGE = PACKAGE.parent / "docs" / "architecture.md"
