@@ -35,11 +35,11 @@ test: $(READY_DEV)
 	$(PYTEST)
 
 slow: $(READY_DEV)
-	$(PYTEST) -m slow $(FLAGS)
+	$(PYTEST) -m 'slow and not ptq and not vllm' $(FLAGS)
 
 # Nightly: tests too slow for CI, and property tests with 100 examples.
 deep: $(READY_DEV)
-	$(PYTEST) -m '(deep or hypothesis) and not bridge' --hypothesis-profile thorough $(FLAGS)
+	$(PYTEST) -m '(deep or hypothesis) and not bridge and not ptq and not vllm' --hypothesis-profile thorough $(FLAGS)
 
 # Faults put into the package one at a time, each of which a test has to catch.
 mutants: $(READY_DEV)
@@ -52,11 +52,11 @@ bridge: $(READY_BRIDGE)
 	  $(VENV)/bin/python -m pytest -m bridge tests/megatron/test_bridge.py --durations=25 $(FLAGS)
 
 ptq: $(READY_PTQ)
-	$(VENV)/bin/python -m pytest -m 'ptq and not deep' tests/quantization --durations=25 $(FLAGS)
+	$(VENV)/bin/python -m pytest -m 'ptq and not deep and not vllm' tests/quantization --durations=25 $(FLAGS)
 
 # In an environment of its own: vLLM pins what others need otherwise.
 vllm: $(READY_VLLM)
-	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm --durations=25
+	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/vllm tests/serving/test_vllm.py --durations=25
 	$(VENV_VLLM)/bin/python -m pytest -m vllm tests/quantization  # a process of its own: it moves transformers' cache of modules
 
 # In an environment of its own, with the pins of a checkout: make nemo_rl NEMO_RL_ROOT=DIR (docs/rl/nemo_rl.md).

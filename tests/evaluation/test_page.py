@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from contextlib import asynccontextmanager, closing
 
 import aiohttp
@@ -15,7 +16,6 @@ from nemo_ext.evaluation import page
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium")
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 FACTS = {
     "kind": "generate",
@@ -29,6 +29,11 @@ FACTS = {
     "sensitivity": None,
     **{name: {} for name in ("reasons", "metrics", "prompts", "domains")},
 }
+
+
+def in_browser(test: Callable[..., None]) -> Callable[..., None]:
+    """In the nightly jobs: GitHub's runners have a browser."""
+    return pytest.mark.deep(pytest.mark.skipif(BROWSER is None, reason="needs Chromium")(test))
 
 
 def results(*names, **more):

@@ -1,6 +1,7 @@
 """Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; `make
 bridge` runs what needs Megatron-Bridge itself, in a process of its own."""
 
+import copy
 import json
 import re
 import shutil
@@ -571,4 +572,21 @@ def test_an_adapter_behind_an_output_norm_is_refused(
     model = LoRA(dim=4)([provided(auto)], training=True)
 
     with pytest.raises(ValueError, match=r"linear_proj has an adapter, which is added after the block's output norm"):
+        list(auto.export_hf_weights(model, show_progress=False))
+
+
+@needs_bridge
+def test_an_adapter_of_mamba_that_tensor_ranks_divide_is_refused(
+    megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
+) -> None:
+    """As a model under tensor parallelism says it is; its parts lie apart there."""
+    from megatron.bridge.peft.lora import LoRA
+
+    auto = pretrained(tmp_path, "NemoExtBlocksForCausalLM")
+    model = LoRA(target_modules=["in_proj"], dim=4)([provided(auto)], training=True)
+    wrapped = next(each.to_wrap for name, each in model[0].named_modules() if name.endswith("mixer.in_proj"))
+    wrapped.config = copy.copy(wrapped.config)
+    wrapped.config.tensor_model_parallel_size = 2
+
+    with pytest.raises(ValueError, match=r"in_proj has an adapter, .*: export with tensor_model_parallel_size=1"):
         list(auto.export_hf_weights(model, show_progress=False))

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from nemo_ext.architecture.precision_plan import Plan, Rule
 from nemo_ext.quantization.generation import online_arguments
 from nemo_ext.quantization.modelopt import Matrix, excluded, matrices
 
-pytest.importorskip("vllm", reason="vLLM is not installed")
-pytestmark = pytest.mark.vllm
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tests/vllm/requirements.txt)"),
+]
 
 VLLM = "vllm.model_executor.models."
 CASES = {

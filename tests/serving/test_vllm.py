@@ -110,6 +110,7 @@ def test_code_of_others_needs_consent(folder: Callable[..., Path]) -> None:
     assert "--trust-remote-code" in words(place, {"trust_remote_code": True})
 
 
+@pytest.mark.vllm
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed")
 def test_vllm_knows_the_words_and_the_parsers(folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.entrypoints.common.cli_args import make_arg_parser

@@ -3,13 +3,16 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed (tests/vllm/requirements.txt)")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tests/vllm/requirements.txt)"),
+]
 
 DENSE = [
     *("model=llama_nemotron_tiny", "megatron.kv_channels=32", "megatron.num_attention_heads=4"),

@@ -1,12 +1,15 @@
 """What vLLM answers with our model classes, and with its own for what we export, is what transformers answers."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
-pytest.importorskip("vllm", reason="vLLM is not installed (tests/vllm/requirements.txt)")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed (tests/vllm/requirements.txt)"),
+]
 
 LLAMA = [
     "model=llama_nemotron_tiny",

@@ -403,10 +403,8 @@ def test_a_dead_nursery_is_replaced(sandbox: Sandbox) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_host_that_dies_takes_its_programs_along(sandbox: Sandbox, kind: str) -> None:
-    if sandbox.describe().namespaces != (kind == "namespaces"):
-        pytest.skip("the other isolation's turn")
+def test_a_host_that_dies_takes_its_programs_along(sandbox: Sandbox) -> None:
+    kind = KINDS[not sandbox.describe().namespaces]
     source = f"""
 import psutil, threading, time
 from nemo_ext.rl.sandbox.sandbox import Sandbox
