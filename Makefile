@@ -65,7 +65,7 @@ nemo_rl:
 	@test -x $(VENV_NEMO_RL)/bin/uv || \
 	  { $(PYTHON) -m venv $(VENV_NEMO_RL) && $(VENV_NEMO_RL)/bin/python -m pip install $(PIP_FLAGS) uv; }
 	$(VENV_NEMO_RL)/bin/python tests/rl/nemo_rl/requirements.py "$(NEMO_RL_ROOT)" > $(VENV_NEMO_RL)/requirements.txt
-	$(NEMO_RL) --editable '.[data,engine,nemo_rl]' 'pytest>=8.2,<9.2' hypothesis diffusers -r $(VENV_NEMO_RL)/requirements.txt
+	$(NEMO_RL) --editable '.[data,engine,nemo_rl,trl]' 'pytest>=8.2,<9.2' hypothesis diffusers -r $(VENV_NEMO_RL)/requirements.txt
 	$(NEMO_RL) --no-deps $$(grep ^megatron-bridge tests/megatron/engine/requirements.txt)
 	NEMO_RL_ROOT="$(abspath $(NEMO_RL_ROOT))" $(VENV_NEMO_RL)/bin/python -m pytest -m 'not gpu' tests/rl/nemo_rl --durations=25
 

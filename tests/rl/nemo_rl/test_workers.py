@@ -38,10 +38,12 @@ def driven(folder: Path, *path: Path) -> str:
     """What a worker says whose `megatron.bridge` is an empty package."""
     (folder / "megatron" / "bridge").mkdir(parents=True)
     (folder / "megatron" / "bridge" / "__init__.py").touch()
+    # In a cluster of its own, whichever this process is connected to.
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, os.pathsep.join(map(str, (folder, *path)))],
         cwd=folder,
-        env={**os.environ, VARIABLE: "nemo_ext.rl.nemo_rl.workers.with_bridges", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
+        env={**environment, VARIABLE: "nemo_ext.rl.nemo_rl.workers.with_bridges", "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"},
         capture_output=True,
         text=True,
         check=False,
