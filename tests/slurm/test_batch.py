@@ -142,8 +142,9 @@ def test_a_node_that_fails_is_replaced(
 
     assert slurm.end_of(job, tmp_path) == "COMPLETED", output(tmp_path)
     first, second = attempts.read(run_dir)
-    assert "killed" in first.reason or first.reason == "cancelled"  # it may be told before it is killed
-    assert (second.first_step, second.last_step) == (5, STEPS)
+    assert "killed" in first.reason or first.reason == "cancelled"
+    assert second.first_step in (5, 7)  # it may be told, and save, before it is killed
+    assert second.last_step == STEPS
     assert steps(run_dir) == losses(standins.rank)
 
 
