@@ -299,17 +299,12 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """Right answers against refusals, in NeMo-RL's form, with true rewards; `trl.jsonl` beside it has TRL's."""
+    """Right answers against refusals, with true rewards."""
     made = tasks(PAIR_STEPS * PAIRS // 2, seed=3)
     rows = [(message_of(task), solved(task), "I do not know.") for task in made]
     said = [(user, *([{"role": "assistant", "content": text}] for text in texts)) for user, *texts in rows]
-    # As text: from messages, TRL would write a prompt that asks for reasoning, and an empty trace before the answer.
-    prompts = Prompts.load(TEMPLATE, eos=SPECIAL[-1])
-    before = (prompts.prompt(prompts.in_mode(task))[0] for task in made)
-    texts = ((text, *sides) for text, (_, *sides) in zip(before, rows, strict=True))
-    written(tmp_path / "trl.jsonl", (dict(zip(("prompt", "chosen", "rejected"), row, strict=True)) for row in texts))
     return written(
-        tmp_path / "nemo_rl.jsonl",
+        tmp_path / "pairs.jsonl",
         (
             {
                 "context": user,
@@ -335,14 +330,9 @@ def preference(preset: str, path: Path) -> tuple[str, ...]:
 
 @pytest.mark.slow
 def test_dpo_ends_where_trl_does(runs: Runs, small_model: Path, pairs: Path) -> None:
-    trl = [
-        runs.trl(
-            *(f"trl{seed}", small_model, "loss", *preference("dpo_delta", pairs.with_name("trl.jsonl"))),
-            **{"seed": seed, "steps": PAIR_STEPS},
-        )
-        for seed in range(1, 4)
-    ]
-    logged = runs.nemo_rl("run", small_model, *preference("dpo_delta", pairs), steps=PAIR_STEPS)
+    words = preference("dpo_delta", pairs)
+    trl = [runs.trl(f"trl{seed}", small_model, "loss", *words, seed=seed, steps=PAIR_STEPS) for seed in range(1, 4)]
+    logged = runs.nemo_rl("run", small_model, *words, steps=PAIR_STEPS)
 
     loss = of(logged, "loss")
     assert loss[0] == pytest.approx(np.log(2), abs=1e-4) == trl[0][0]
