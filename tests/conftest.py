@@ -8,12 +8,9 @@ import functools
 import gc
 import importlib.util
 import inspect
-import io
 import json
 import os
-import pickle
 import random
-import re
 import select
 import signal
 import subprocess
@@ -34,106 +31,43 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import absl.logging
-import hydra
 import torch
-from hydra._internal.hydra import Hydra
 from hypothesis import settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as RustTokenizer
 
-import hydra_conf
 from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.job import config as job_config
-from nemo_ext.job import run_directory
+from nemo_ext.job import report, run_directory
 from nemo_ext.job.ranks import reserve_port, training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
+from tests import composing
 
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
 
-RUN_DIR = "/the/run/directory/of/a/test"
-
 # Megatron binds mamba_ssm's names when its mixer is first imported, by whichever test.
 mamba_modules.install()
 
-
-def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.1 s.
-
-    A run directory and a pattern, which differ from test to test, are put into what was composed with others.
-    """
-    made: dict[tuple[str, ...], dict[str, Any]] = {}
-
-    def kept(*words: str) -> dict[str, Any]:
-        if words not in made:
-            made[words] = whole(words[0], words[1:])
-        return made[words]
-
-    def copied(value: Any, run_dir: str) -> Any:
-        if isinstance(value, dict):
-            return {key: copied(each, run_dir) for key, each in value.items()}
-        if isinstance(value, list):
-            return [copied(each, run_dir) for each in value]
-        return value.replace(RUN_DIR, run_dir) if isinstance(value, str) else value
-
-    @functools.wraps(whole)
-    def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-        if any(word.startswith(("--config-dir", "-cd")) for word in overrides):
-            return whole(config_name, overrides)
-        words, run_dir, pattern = [config_name], RUN_DIR, None
-        for word in overrides:
-            if found := re.fullmatch(r"run_dir=(/[\w./-]+)", word):
-                word, run_dir = f"run_dir={RUN_DIR}", found[1]
-            # A pattern in our notation: no null, no interpolation.
-            if found := re.fullmatch(r"""model\.pattern=(["']?)([^"'\\$]*[*ME-][^"'\\$]*)\1""", word):
-                pattern = found[2]
-            else:
-                words.append(word)
-        if pattern is not None:
-            with suppress(ValueError):  # errors must quote the words as given
-                without = copied(kept(*words), run_dir)
-                if isinstance(without.get("model"), dict) and "pattern" in without["model"]:
-                    without["model"]["pattern"] = pattern
-                    return without
-            words = [
-                config_name,
-                *(f"run_dir={RUN_DIR}" if word == f"run_dir={run_dir}" else word for word in overrides),
-            ]
-        return copied(kept(*words), run_dir)
-
-    return compose
-
-
-def parsed_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """OmegaConf's loading, which parses a packaged file once: YAML in Python is half of what composing takes."""
-    made: dict[str, bytes] = {}
-    packaged = {Path(str(package.__file__)).parent for package in (hydra, hydra_conf)}
-
-    @functools.wraps(load)
-    def from_memory(file: Any) -> Any:
-        if not isinstance(file, io.TextIOWrapper) or packaged.isdisjoint(Path(name := str(file.name)).parents):
-            return load(file)
-        if name not in made:
-            made[name] = pickle.dumps(load(file))
-        return pickle.loads(made[name])
-
-    return from_memory
-
-
-OmegaConf.load = staticmethod(parsed_once(OmegaConf.load))
-
+composing.install()
 # Before tests, and modules that they import, take the function from there.
-compose = job_config.compose = composed_once(job_config.compose)
+compose = job_config.compose = composing.composed_once(job_config.compose)
 
 
-# Hundreds of commands run in this process. For each, Hydra composes a second time only to read hydra.mode, which no
-# config of ours sets: None means the same.
-Hydra.get_mode = lambda self, config_name, overrides: None
+def coarsely(save: Callable[..., None]) -> Callable[..., None]:
+    """The function that writes a picture, at a third of the resolution."""
+    return lambda figure, path, **settings: save(figure, path, **{**settings, "dpi": 40})
 
+
+# A picture takes a third of the time so. Tests read the numbers that are drawn; people look at pictures.
+report.new_figure = functools.partial(report.new_figure, layout=None)
+report.save_figure = coarsely(report.save_figure)
+
+# Waits for the disk, hundreds of times; no test takes away the power.
+os.fsync = lambda file: None
 
 # Its handler closes the stream that it found when it was imported, unless that is the process's own: a test's capture.
 absl.logging.get_absl_handler().python_handler.stream = sys.__stderr__
@@ -152,7 +86,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 IN_ONE_WORKER = ("ray_cluster", "megatron")
 """Fixtures of a session that take seconds; a test with several goes where the first is."""
 
-SLOW_IMPORTS = {"datasets", "megatron.core", "nemo_gym", "transformers", "trl"}
+SLOW_IMPORTS = {"datasets", "inspect_ai", "megatron.core", "nemo_gym", "transformers", "trl"}
 IMPORTED = pytest.StashKey[list[str]]()
 
 
@@ -194,19 +128,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def imported_by_collection(request: pytest.FixtureRequest) -> list[str]:
     """Packages that take seconds to import, and were imported before the first test ran."""
     return request.config.stash[IMPORTED]
-
-
-@pytest.fixture
-def coarse_pictures(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lets a module draw its pictures coarsely and without constrained layout, in a third of the time."""
-
-    def of(module: str) -> None:
-        from nemo_ext.job.report import new_figure, save_figure
-
-        monkeypatch.setattr(f"{module}.new_figure", functools.partial(new_figure, layout=None))
-        monkeypatch.setattr(f"{module}.save_figure", functools.partial(save_figure, dpi=40))
-
-    return of
 
 
 MATH_POOLS: dict[tuple[Any, ...], Any] = {}

@@ -78,11 +78,9 @@ def evaluate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    coarse_pictures: Callable[[str], None],
     kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext evaluate` in this process; returns its exit code and what it said."""
-    coarse_pictures("nemo_ext.evaluation.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.evaluate import main

@@ -8,8 +8,6 @@ import pytest
 
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
 
-pytest.importorskip("inspect_ai")
-
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": "x"}'}}
 
 

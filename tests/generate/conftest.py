@@ -53,10 +53,8 @@ def generate(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    coarse_pictures: Callable[[str], None],
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext generate` in this process; returns its exit code and what it said."""
-    coarse_pictures("nemo_ext.generate.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.generate import main

@@ -56,11 +56,9 @@ def synthesize(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    coarse_pictures: Callable[[str], None],
     kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext synthesize` in this process; returns its exit code and what it said."""
-    coarse_pictures("nemo_ext.synthesis.report")
 
     def run(*words: str) -> tuple[int, str]:
         from launchers.synthesize import main
