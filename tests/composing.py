@@ -84,13 +84,17 @@ def parsed_once(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return from_memory
 
 
+PLAIN = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+"""Hydra's own functions."""
+
+
 def install() -> None:
     """Let Hydra merge what a job and its choices of groups name once, and apply the other overrides to a copy.
 
     Nothing is kept of a job with files of the user, which may change.
     """
     OmegaConf.load = staticmethod(parsed_once(OmegaConf.load))
-    create, compose = config_loader_impl.create_defaults_list, ConfigLoaderImpl._compose_config_from_defaults_list
+    create, compose = PLAIN
     lists: dict[tuple[Any, ...], DefaultsList] = {}
     merged: dict[int, bytes] = {}  # by the identity of a kept list
 
