@@ -132,8 +132,9 @@ def test_replicas_come_and_go_behind_one_endpoint(
     assert table(out) == table(tmp_path / "calm")
     assert len(table(out)) == ROWS
     assert read_address(run_dir).url != before
+    for record in (with_it, without):
+        slurm.wait(lambda record=record: len(attempts.read(record)) == 2, what=lambda: slurm.outputs(run_dir))
     slurm.wait(lambda: here("status", str(run_dir)).count(both) == 2, what=lambda: slurm.outputs(run_dir))
-    assert [len(attempts.read(record)) for record in (with_it, without)] == [2, 2]
     here("cancel", str(run_dir))
     slurm.wait(lambda: here("status", str(run_dir)).count("cancelled") == 2, what=lambda: slurm.outputs(run_dir))
     key = (run_dir / "key").read_text()
