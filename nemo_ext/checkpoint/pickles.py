@@ -11,7 +11,6 @@ import io
 import os
 import pickle
 import re
-import sys
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -163,7 +162,6 @@ def check_objects(folder: Path, metadata: Metadata) -> None:
 
     if os.environ.get(FORCED) == "0":
         return
-    _register_megatron()
     if (folder / COMMON).is_file():
         _check_data(folder / COMMON, (folder / COMMON).read_bytes(), "")
     for index, info in metadata.storage_data.items():
@@ -172,14 +170,6 @@ def check_objects(folder: Path, metadata: Metadata) -> None:
             with file.open("rb") as opened:
                 opened.seek(info.offset)
                 _check_data(file, opened.read(info.length), f" ({index.fqn})")
-
-
-def _register_megatron() -> None:
-    """Register Megatron's data classes again: transformers' Trainer unregisters NumPy's when it has resumed."""
-    if "megatron.core" in sys.modules:
-        from megatron.core.safe_globals import register_safe_globals
-
-        register_safe_globals()
 
 
 def _check_data(file: Path, data: bytes, what: str) -> None:
@@ -207,7 +197,6 @@ def only_data() -> None:
 
     if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:  # torch takes one of the two
         os.environ.setdefault(FORCED, "1")
-    _register_megatron()
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:

@@ -292,10 +292,14 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
 def check_objects(config: Mapping[str, Any]) -> None:
     """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
 
-    Call it after Megatron has been imported, which then has told torch the classes of its own data.
+    Megatron is imported for it, as it tells torch the classes of its own data.
     """
+    from megatron.core.safe_globals import register_safe_globals
+
     from nemo_ext.checkpoint.pickles import check_objects
     from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
+
+    register_safe_globals()  # again: transformers' Trainer unregisters NumPy's classes when it has resumed
 
     own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
     given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))

@@ -30,8 +30,10 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     runtime.enable()
     only_data()
     from megatron.core import parallel_state
+    from megatron.core.safe_globals import register_safe_globals
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    register_safe_globals()  # again: transformers' Trainer unregisters NumPy's classes when it has resumed
     own = not torch.distributed.is_initialized()
     if own:
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -258,15 +258,15 @@ def test_objects_of_a_whole_checkpoint_pass(checkpoints: Path) -> None:
         check_objects(newest, whole_files(newest))
 
 
-def test_arrays_pass_after_another_library_has_unregistered_them(megatron: None, tmp_path: Path) -> None:
-    save({"state": np.arange(3, dtype=np.uint32)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+def test_arrays_pass_after_another_library_has_unregistered_them(megatron: None, checkpoints: Path) -> None:
+    with_object(checkpoints, np.arange(3, dtype=np.uint32))
     with torch.serialization.safe_globals([np.ndarray]):  # as transformers' Trainer does when it resumes
         pass
 
-    check_objects(tmp_path, read_metadata(tmp_path))
+    check_of_run({"run_dir": str(checkpoints.parent), "megatron": {}})
 
 
-def test_objects_among_the_shards_run_nothing(marker: Path, checkpoints: Path) -> None:
+def test_objects_among_the_shards_run_nothing(megatron: None, marker: Path, checkpoints: Path) -> None:
     newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
 
     with pytest.raises(Unsafe, match=r"\.distcp \(state\): names \w+\.system"):

@@ -355,7 +355,7 @@ def test_the_report_has_the_picture_and_the_table(tmp_path: Path, monkeypatch: p
     assert f"| {most}.0 MiB{where} |" in next(line for line in text.splitlines() if line.startswith("| training |"))
     assert "| there is on a node |  |  | 512.0 MiB | 256.0 MiB | 80.0 MiB |" in text
     picture = (tmp_path / memory.PLOT).read_bytes()
-    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    assert picture.startswith(b"\x89PNG") and len(picture) > 2_000
     folder.rename(tmp_path / "elsewhere")
     assert memory.section(tmp_path) == ""
 

@@ -69,7 +69,7 @@ def test_rollouts_and_prompts_become_a_curriculum(problems: Path, capsys: pytest
     assert stats["by_step"]["target"][0] == 0.8 and stats["by_step"]["target"][-1] == 0.2
     assert stats["left_out"]["always solved"] == solved
     assert sum(stats["left_out"].values()) + len(ids) == 300, "every prompt is drawn or has a reason"
-    assert (made / "plot.png").stat().st_size > 10_000
+    assert (made / "plot.png").stat().st_size > 2_000
     report = (made / "report.md").read_text()
     assert "| always solved |" in report and "| math |" in report
     assert f"{solved} always solved" in capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str,
     assert "a.jsonl:61" in written and "did you mean 'user'" in written
     assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 is {tmp_path}/a.jsonl:5 |" in written
     assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 is {tmp_path}/a.jsonl:4 |" in written
-    assert (tmp_path / "out" / "report.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "report.png").stat().st_size > 2_000
     assert "samples stripped" in written
 
 

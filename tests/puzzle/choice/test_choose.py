@@ -73,7 +73,7 @@ def test_the_choice_keeps_shares_of_the_whole_parent(costs: Costs, scores: list[
     with (tmp_path / "pareto.csv").open() as file:
         front = [float(row["score"]) for row in csv.DictReader(file) if row["score"]]
     assert front == sorted(front, reverse=True) and front[-1] == pytest.approx(0.2)  # of two attention blocks at most
-    assert (tmp_path / "pareto.png").stat().st_size > 10_000
+    assert (tmp_path / "pareto.png").stat().st_size > 2_000
 
 
 def test_a_throughput_limits_the_time_of_a_request(costs: Costs, scores: list[Score], tmp_path: Path) -> None:
