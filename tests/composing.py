@@ -24,7 +24,7 @@ PACKAGES = {Path(str(package.__file__)).parent for package in (hydra, hydra_conf
 
 
 def composed_once(whole: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """The function, which keeps what it made of packaged files alone and gives copies: composing takes 0.03 s.
+    """Cache the configs of a compose function that read packaged files alone, and return copies: composing takes 30 ms.
 
     A run directory and a pattern, which differ from test to test, are put into what was composed with others.
     """

@@ -292,7 +292,7 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
 def check_objects(config: Mapping[str, Any]) -> None:
     """Refuses checkpoints whose pickles hold objects other than data, before Megatron loads them.
 
-    Megatron is imported for it, as it tells torch the classes of its own data.
+    Imports Megatron, which registers its data classes with torch.
     """
     from megatron.core.safe_globals import register_safe_globals
 
