@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import pytest
@@ -303,28 +303,52 @@ def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, 
     return run
 
 
+class Ended(NamedTuple):
+    """What a shell sees of a command."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs `nemo-ext WORDS` in this process, in the folder `cwd` if one is given."""
+    from nemo_ext import cli
+
+    def run(*words: object, cwd: Path | None = None) -> Ended:
+        capfd.readouterr()
+        code: object = 0
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["nemo-ext", *map(str, words)])
+            if cwd is not None:
+                patch.chdir(cwd)
+            try:
+                cli.main()
+            except SystemExit as ended:
+                code = ended.code or 0
+        if isinstance(code, str):  # as Python itself does
+            print(code, file=sys.stderr)
+        return Ended(code if isinstance(code, int) else 1, *capfd.readouterr())
+
+    return run
+
+
 @pytest.fixture
 def launched(
-    fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    command: Callable[..., Ended], fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., str]:
     """`nemo-ext WORDS` in this process with forked ranks, killed at a step where one is given; what it printed."""
-    from nemo_ext import cli, launch
+    from nemo_ext import launch
 
     def run(*words: str, kill_at: int | None = None) -> str:
         def run_ranks(run_dir: Path, ranks: int, target: int, console: object) -> None:
             fork_ranks(run_dir / run_directory.CONFIG, ranks, None if kill_at is None or kill_at > target else kill_at)
 
         monkeypatch.setattr(launch, "_run_ranks", run_ranks)
-        monkeypatch.setattr(sys, "argv", ["nemo-ext", *words])
-        capfd.readouterr()
-        code: object = None
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code
-        out, err = capfd.readouterr()
-        assert not code, err
-        return out
+        ended = command(*words)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
     return run
 

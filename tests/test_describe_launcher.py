@@ -1,5 +1,6 @@
 """`nemo-ext describe`: models, recipes in their layout, pictures, and what it says when something does not fit."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -10,7 +11,6 @@ from xml.etree import ElementTree
 import pytest
 
 import hydra_conf
-from nemo_ext import cli
 from nemo_ext.describe import describe, model_figures
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import pattern_with_cuts
@@ -30,21 +30,10 @@ Command = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Command:
-    """`nemo-ext describe` in this process, in the folder `tmp_path`: its exit code, what it printed, and on stderr."""
-    monkeypatch.chdir(tmp_path)
+def command(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """`nemo-ext describe` in this process, in the folder `tmp_path`: its exit code, stdout and stderr."""
     monkeypatch.delenv("COLUMNS", raising=False)
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nemo-ext", "describe", *words])
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-        return code, *capfd.readouterr()
-
-    return run
+    return functools.partial(command, "describe", cwd=tmp_path)
 
 
 def svg_height(path: Path) -> float:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from launchers.doctor import main
 from nemo_ext.doctor import BASE, Finding, examine, works
 from nemo_ext.engines import ENGINES, probe
 
@@ -450,16 +450,10 @@ def test_a_terminal_gets_a_table(install: Install) -> None:
         (["--yaml"], "unrecognized arguments: --yaml"),
     ],
 )
-def test_a_mistake_ends_with_code_2(
-    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["nemo-ext doctor", *words])
+def test_a_mistake_ends_with_code_2(words: list[str], said: str, command: Callable[..., Any]) -> None:
+    code, out, err = command("doctor", *words)
 
-    with pytest.raises(SystemExit) as ended:
-        main()
-
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, "")
+    assert (code, out) == (2, "")
     assert said in err
 
 

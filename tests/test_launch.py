@@ -59,22 +59,15 @@ Here = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Here:
-    """The command in this process, where it starts no rank: its exit code, what it printed, and on stderr."""
+def here(command: Here, monkeypatch: pytest.MonkeyPatch) -> Here:
+    """The command in this process, where it starts no rank: its exit code, stdout and stderr."""
 
     def start_rank(*_: object) -> None:
         raise AssertionError("a rank was started")
 
     def run_here(run_dir: Path, *overrides: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["nemo-ext", "train", *SMALL, f"run_dir={run_dir}", *overrides])
         monkeypatch.setattr(launch, "_run_ranks", start_rank)
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else 1
-        return code, *capfd.readouterr()
+        return command("train", *SMALL, f"run_dir={run_dir}", *overrides)
 
     return run_here
 
@@ -372,15 +365,9 @@ def test_help_and_cfg_do_not_import_torch() -> None:
     assert all("megatron" in printed for printed in ended.stdout.split("END\n")[:2])
 
 
-def test_the_script_is_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = [sys.executable, str(Path(__file__).parents[1] / "launchers" / "train.py"), "--cfg", "job"]
-    script = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
-    monkeypatch.setattr(sys, "argv", ["nemo-ext", "train", "--cfg", "job"])
-    monkeypatch.chdir(tmp_path)
+def test_the_script_is_the_command(command: Callable[..., Any], tmp_path: Path) -> None:
+    words = [sys.executable, str(Path(__file__).parents[1] / "launchers" / "train.py"), "--cfg", "job"]
+    script = subprocess.run(words, capture_output=True, text=True, check=True, cwd=tmp_path)
 
-    cli.main()
-
-    assert script.stdout == capfd.readouterr().out
+    assert script.stdout == command("train", "--cfg", "job", cwd=tmp_path).stdout
     assert os.listdir(tmp_path) == []

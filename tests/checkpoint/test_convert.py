@@ -1,7 +1,6 @@
 """`nemo-ext convert` as a user meets it: what it makes, what it refuses and how, what travels along."""
 
 import json
-import logging
 import os
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from launchers import convert as launcher
 from nemo_ext.checkpoint import hf, writing
 from nemo_ext.checkpoint.beside import extras_beside
 from nemo_ext.checkpoint.convert import run
@@ -103,20 +101,12 @@ def assert_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Te
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command line in this process: its exit code and what it says."""
-
-    # Hydra sets up logging anew, which closes absl's handler, and with it pytest's stderr, once Megatron is imported.
-    monkeypatch.setattr(logging, "shutdown", lambda *handlers: None)
+def command(command: Callable[..., Any]) -> Command:
+    """`nemo-ext convert` in this process: its exit code and stderr."""
 
     def call(*words: str) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["nemo-ext convert", *words])
-        capsys.readouterr()
-        try:
-            launcher.main()
-        except SystemExit as end:
-            return int(end.code or 0), capsys.readouterr().err
-        return 0, capsys.readouterr().err
+        code, _, err = command("convert", *words)
+        return code, err
 
     return call
 

@@ -1,5 +1,6 @@
 """Averages of checkpoints: their numbers, both formats, what is refused, resuming, and the command."""
 
+import functools
 import json
 import os
 import shutil
@@ -17,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from launchers import merge as launcher
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint import merge as merging
 from nemo_ext.checkpoint.merge import Settings, average, merge, plan, table
@@ -649,23 +649,9 @@ def test_a_folder_with_something_else_is_left_alone(three: list[Path], tmp_path:
 
 
 @pytest.fixture
-def job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """The command in this process: its exit code, and what it said on stdout and stderr."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["merge", *words])
-        capsys.readouterr()
-        code = 0
-        try:
-            launcher.main()
-        except SystemExit as ended:
-            code = int(ended.code or 0)
-        return code, *capsys.readouterr()
-
-    return run
+def job(command: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[int, str, str]]:
+    """`nemo-ext merge` in this process, in the folder `tmp_path`: its exit code, stdout and stderr."""
+    return functools.partial(command, "merge", cwd=tmp_path)
 
 
 def test_the_job_averages_and_says_so(

@@ -1,17 +1,15 @@
 """Small inputs, and readers of what was made from them."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from nemo_ext import cli
 from nemo_ext.data.text.documents import Document, ReadReport, Source, readable
 from nemo_ext.data.text.manifest import Manifest
 from nemo_ext.data.text.sources import load_source
@@ -39,35 +37,13 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: Path(path).write_bytes(b"\x89PNG"))
 
 
-class Ended(NamedTuple):
-    """What a shell sees of a command."""
-
-    returncode: int
-    stdout: str
-    stderr: str
-
-
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
-    """`nemo-ext WORDS` in this process, in the folder `cwd`."""
-
-    def run(*words: str, cwd: Path) -> Ended:
-        monkeypatch.chdir(cwd)
-        monkeypatch.setenv("COLUMNS", "80")
-        monkeypatch.setattr(sys, "argv", ["nemo-ext", *words])
-        # Hydra lists all config groups for a help, which takes seconds; those of these jobs do not show them.
-        monkeypatch.setattr("hydra._internal.hydra.Hydra.format_config_groups", lambda *_: "")
-        capfd.readouterr()
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as exit_:
-            code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
-            if isinstance(exit_.code, str):  # as Python itself does
-                print(exit_.code, file=sys.stderr)
-        return Ended(code, *capfd.readouterr())
-
-    return run
+def command(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """`nemo-ext WORDS` in this process, 80 columns wide."""
+    monkeypatch.setenv("COLUMNS", "80")
+    # Hydra lists all config groups for a help, which takes seconds; the help of these jobs does not show them.
+    monkeypatch.setattr("hydra._internal.hydra.Hydra.format_config_groups", lambda *_: "")
+    return command
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,22 +75,15 @@ def suite(tmp_path: Path) -> Callable[..., Path]:
 def evaluate(
     answering: Any,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., Any],
     kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
-    """`nemo-ext evaluate` in this process; returns its exit code and what it said."""
+    """`nemo-ext evaluate` in this process; returns its exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
-        from launchers.evaluate import main
-
-        given = [f"endpoint={answering.url}", f"run_dir={tmp_path / 'run'}", f"evaluate.data_root={tmp_path / 'data'}"]
-        monkeypatch.setattr(sys, "argv", ["nemo-ext evaluate", *given, *QUICK, *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), "".join(capsys.readouterr())
-        return 0, "".join(capsys.readouterr())
+        places = [f"endpoint={answering.url}", f"run_dir={tmp_path / 'run'}", f"evaluate.data_root={tmp_path / 'data'}"]
+        code, out, err = command("evaluate", *places, *QUICK, *words)
+        return code, out + err
 
     return run
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,7 @@ def rollouts(
     reply: type[Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., Any],
 ) -> Callable[..., tuple[int, str]]:
     """The command on an endpoint that solves the first twelve tasks always, and half of the answers to the others."""
     right = {task.prompt[0].content: (solution(task), place) for place, task in enumerate(TASKS)}
@@ -42,15 +41,10 @@ def rollouts(
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in TASKS))
 
     def run(*words: str, job: str = "rollouts") -> tuple[int, str]:
-        main = __import__(f"launchers.{job}", fromlist=["main"]).main
         own = [f"endpoint={endpoint.url}", f"rollouts.tasks={tmp_path / 'tasks.jsonl'}", f"run_dir={tmp_path / 'run'}"]
         own += ["evaluate.patience=1", "evaluate.draws=100"]
-        monkeypatch.setattr(sys, "argv", [f"nemo-ext {job}", *(own if job == "rollouts" else ()), *words])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), "".join(capsys.readouterr())
-        return 0, "".join(capsys.readouterr())
+        code, out, err = command(job, *(own if job == "rollouts" else ()), *words)
+        return code, out + err
 
     return run
 
@@ -79,9 +73,7 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tup
     assert set(drawn) <= {task.id for task in TASKS[12:]}
 
 
-def test_a_task_is_asked_in_its_mode(
-    rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_is_asked_in_its_mode(rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path) -> None:
     modes = (True, False, None)
     tasks = [replace(task, thinking=mode) for task, mode in zip(TASKS, modes, strict=False)]
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in tasks))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,24 +47,13 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def generate(
-    answering: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> Callable[..., tuple[int, str]]:
-    """`nemo-ext generate` in this process; returns its exit code and what it said."""
+def generate(answering: Any, tmp_path: Path, command: Callable[..., Any]) -> Callable[..., tuple[int, str]]:
+    """`nemo-ext generate` in this process; returns its exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
-        from launchers.generate import main
-
-        given = [f"endpoint={answering.url}", f"output={tmp_path / 'answers'}", *QUICK, *words]
-        monkeypatch.setattr(sys, "argv", ["nemo-ext generate", *given])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), "".join(capsys.readouterr())
-        return 0, "".join(capsys.readouterr())
+        places = [f"endpoint={answering.url}", f"output={tmp_path / 'answers'}"]
+        code, out, err = command("generate", *places, *QUICK, *words)
+        return code, out + err
 
     return run
 

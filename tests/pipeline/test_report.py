@@ -1,13 +1,13 @@
 """The report of a pipeline whose stages' files are made here."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from launchers.pipeline import main
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
 from nemo_ext.pipeline.report import write_report
 from nemo_ext.pipeline.stages import Pipeline, read
@@ -127,15 +127,9 @@ def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_told(pipeline: Pipe
     assert "They cannot be shown: " in report and "evaluate_sft" in report.split("They cannot be shown")[1]
 
 
-def test_the_command_reports_what_ran_on_slurm(
-    pipeline: Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reports_what_ran_on_slurm(pipeline: Pipeline, tmp_path: Path, command: Callable[..., Any]) -> None:
     words = [f"--config-dir={tmp_path}", "pipeline=mine", "cluster=leonardo", "--report"]
-    monkeypatch.setattr("sys.argv", ["pipeline", *words, f"run_dir={tmp_path}/r"])
-    with pytest.raises(SystemExit, match=r"^0$"):
-        main()
+    assert command("pipeline", *words, f"run_dir={tmp_path}/r").returncode == 0
     assert "| finished |" in (tmp_path / "r" / "report.md").read_text()
-    monkeypatch.setattr("sys.argv", ["pipeline", *words, f"run_dir={tmp_path}/nothing"])
-    with pytest.raises(SystemExit, match=r"^2$"):
-        main()
-    assert "no stage of this pipeline has begun there" in capsys.readouterr().err
+    code, _, err = command("pipeline", *words, f"run_dir={tmp_path}/nothing")
+    assert code == 2 and "no stage of this pipeline has begun there" in err

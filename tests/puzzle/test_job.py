@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 import pytest
 import torch
 from safetensors import safe_open
 
-from nemo_ext import cli
 from nemo_ext.job.config import compose
 from nemo_ext.puzzle.job import Job
 
@@ -389,15 +389,8 @@ def test_mistakes_are_told(overrides: tuple[str, ...], message: str, tmp_path: P
         here(tmp_path / "run", *overrides)
 
 
-def test_a_mistake_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = [*SMALL, f"run_dir={tmp_path / 'run'}", "puzzle.stages=[search]"]
-    monkeypatch.setattr(sys, "argv", ["nemo-ext", "puzzle", *words])
+def test_a_mistake_is_one_line(tmp_path: Path, command: Callable[..., Any]) -> None:
+    code, _, err = command("puzzle", *SMALL, f"run_dir={tmp_path / 'run'}", "puzzle.stages=[search]")
 
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-
-    err = capfd.readouterr().err
-    assert ended.value.code == 2, err
+    assert code == 2, err
     assert err.startswith("error: puzzle.stages: search takes") and len(err.splitlines()) == 1

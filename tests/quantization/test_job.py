@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launchers import quantize as launcher
 from nemo_ext.checkpoint import hf
 from nemo_ext.checkpoint.safetensors_files import SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError
@@ -51,18 +50,12 @@ CASES = {
 
 
 @pytest.fixture
-def quantize(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """Runs the command in this process; returns its exit code and stderr."""
+def quantize(command: Callable[..., Any]) -> Callable[..., tuple[int, str]]:
+    """`nemo-ext quantize` in this process; returns its exit code and stderr."""
 
     def run(*words: object) -> tuple[int, str]:
-        capfd.readouterr()
-        monkeypatch.setattr("sys.argv", ["nemo-ext quantize", *map(str, words)])
-        code = 0
-        try:
-            launcher.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        return code, capfd.readouterr().err
+        code, _, err = command("quantize", *words)
+        return code, err
 
     return run
 

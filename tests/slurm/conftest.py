@@ -231,26 +231,17 @@ def nemo_ext(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., str]]:
 def here(
     slurm: Slurm,
     nemo_ext: Callable[..., str],
+    command: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> Callable[..., str]:
     """`nemo_ext` in this process, which saves the start of another: for submit, status and cancel."""
-    from nemo_ext import cli
 
     def call(*words: str, code: int = 0) -> str:
         with monkeypatch.context() as patched:
             for name, value in slurm.environment.items():
                 patched.setenv(name, value)
-            patched.chdir(tmp_path)
-            patched.setattr(sys, "argv", ["nemo-ext", *words])
-            capfd.readouterr()
-            ended: object = 0
-            try:
-                cli.main()
-            except SystemExit as exit_:
-                ended = exit_.code or 0
-        out, err = capfd.readouterr()
+            ended, out, err = command(*words, cwd=tmp_path)
         assert ended == code, out + err
         return out + err
 

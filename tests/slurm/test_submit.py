@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import pytest
 import yaml
 
 import hydra_conf
-from launchers.submit import main
 from nemo_ext.job.config import compose
 from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
@@ -251,12 +251,8 @@ def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[s
     assert any(said in text for text in errors("cluster=leonardo", *words))
 
 
-def test_help_names_every_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "argv", ["nemo-ext submit", "--help"])
-
-    main()
-
-    said = " ".join(capsys.readouterr().out.split())
+def test_help_names_every_job(command: Callable[..., Any]) -> None:
+    said = " ".join(command("submit", "--help").stdout.split())
     assert f"job train (default), {', '.join(JOBS[1:])} pipeline" in said
 
 

@@ -1,7 +1,6 @@
 """Recipes against stand-in endpoints that answer by rule."""
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,22 +53,15 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 @pytest.fixture
 def synthesize(
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Callable[..., Any],
     kept_workers: None,
 ) -> Callable[..., tuple[int, str]]:
-    """`nemo-ext synthesize` in this process; returns its exit code and what it said."""
+    """`nemo-ext synthesize` in this process; returns its exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
-        from launchers.synthesize import main
-
-        given = sorted([f"output={tmp_path / 'out'}", *QUICK, *words], key=lambda word: word.startswith("--"))
-        monkeypatch.setattr(sys, "argv", ["nemo-ext synthesize", *given])
-        try:
-            main()
-        except SystemExit as ended:
-            return int(ended.code or 0), "".join(capsys.readouterr())
-        return 0, "".join(capsys.readouterr())
+        options_last = sorted([f"output={tmp_path / 'out'}", *QUICK, *words], key=lambda word: word.startswith("--"))
+        code, out, err = command("synthesize", *options_last)
+        return code, out + err
 
     return run
 

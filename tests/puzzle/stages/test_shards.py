@@ -328,7 +328,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
     tmp_path: Path, in_process: Callable[..., str]
 ) -> None:
