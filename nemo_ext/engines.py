@@ -70,6 +70,8 @@ _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && e
 
 OLDEST_MEGATRON = "0.18.2"
 """Oldest Megatron-Core that the tests of docs/installs.md pass with."""
+UNTESTED_MEGATRON = (0, 21)
+"""First version that no test has run with; pyproject.toml has the same bound."""
 
 ENGINES = (
     Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
@@ -171,6 +173,14 @@ def require(*names: str) -> None:
             f"this job needs megatron-core {OLDEST_MEGATRON} or later: the one here has no core.models.hybrid, "
             "which our models are made of (docs/installs.md)"
         )
+    if "megatron-core" in names and not os.environ.get("NEMO_EXT_UNTESTED"):
+        from nemo_ext.megatron.versions import installed, spelled
+
+        if installed() >= UNTESTED_MEGATRON:
+            raise ValueError(
+                f"megatron-core {spelled(installed())} is newer than any that this nemo_ext was tested with: install a "
+                f"newer nemo_ext, or 'megatron-core<{spelled(UNTESTED_MEGATRON)}'; NEMO_EXT_UNTESTED=1 tries this one"
+            )
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.doctor import BASE, Finding, examine, works
-from nemo_ext.engines import ENGINES, probe
+from nemo_ext.engines import ENGINES, UNTESTED_MEGATRON, probe, require
 
 Install = Callable[..., Path]
 TORCH = next(engine for engine in ENGINES if engine.name == "torch")
@@ -468,6 +469,20 @@ def test_the_launchers_import_no_torch() -> None:
     script = "import sys, launchers.describe, launchers.doctor; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+
+
+def test_a_megatron_newer_than_any_tested_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nemo_ext.megatron import versions
+
+    asked = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
+    assert f"<{versions.spelled(UNTESTED_MEGATRON)}" in asked["project"]["optional-dependencies"]["engine"][0]
+    monkeypatch.setattr(versions, "installed", lambda: (*UNTESTED_MEGATRON, 0))
+
+    with pytest.raises(ValueError, match=r"megatron-core 0.21.0 is newer than any .* or 'megatron-core<0.21'"):
+        require("torch", "megatron-core")
+    require("torch")
+    monkeypatch.setenv("NEMO_EXT_UNTESTED", "1")
+    require("torch", "megatron-core")
 
 
 REQUIRE = "from nemo_ext.engines import require\nrequire('torch')"

@@ -6,8 +6,9 @@
 """
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import BackendSpecProvider, InferenceSpecProvider, LocalSpecProvider
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid import hybrid_layer_allocation
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
@@ -27,6 +29,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import LayerNormBuilder
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
+from nemo_ext.architecture.blocks import LINEAR
 from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.megatron.attention import BlockSelfAttention, Rotary, SDPACoreAttention
@@ -37,6 +40,7 @@ from nemo_ext.megatron.layers import (
     MLPBlock,
     MoEBlock,
     Overrides,
+    block_config,
     with_output_norm,
 )
 from nemo_ext.megatron.norms import HeadsRMSNorm, LocalNorm
@@ -210,6 +214,10 @@ class BlockStack(HybridStack):
 
     Upstream hard-codes Transformer Engine for the final norm. Here the spec carries only `options`; the sub-layers are
     resolved from the config that Megatron passes in, so one `--spec` object serves every model and back end.
+
+    Up to 0.19 Megatron-Core passes the kinds of the blocks (`layer_type_list`), and each block copies the model's
+    config. Later it passes a config for each block (`layer_config_list`), in which the block's values are set here:
+    upstream builds the block, and enters its FP8 context, by that config.
     """
 
     def __init__(
@@ -217,16 +225,31 @@ class BlockStack(HybridStack):
         config: TransformerConfig,
         *,
         options: StackOptions,
-        layer_type_list: list[str],
+        layer_type_list: list[str] | None = None,
+        layer_config_list: Sequence[TransformerConfig] | None = None,
         pp_layer_offset: int = 0,
         post_layer_norm: bool = True,
         **kwargs: Any,
     ) -> None:
-        check_pattern(options, layer_type_list, pp_layer_offset, last=kwargs.get("post_process", True))
+        symbols, configs = layer_type_list, layer_config_list
+        if (symbols is None) == (configs is None):
+            raise ValueError("a stack takes either layer_type_list or layer_config_list")
+        if symbols is None:
+            symbols = hybrid_layer_allocation.get_layer_type_list_from_layer_config_list(configs)
+        elif "layer_config_list" in inspect.signature(super().__init__).parameters:
+            configs = hybrid_layer_allocation.validate_segment_layers("".join(symbols), config)
+        check_pattern(options, symbols, pp_layer_offset, last=kwargs.get("post_process", True))
+        layers: dict[str, Any] = {"layer_type_list": symbols}
+        if configs is not None:
+            values = options.overrides
+            numbered = enumerate(configs, start=pp_layer_offset + 1)
+            layers = {"layer_config_list": [block_config(each, values.get(number, {})) for number, each in numbered]}
+            linear = {number: {LINEAR: True} for number, of_block in values.items() if of_block.get(LINEAR)}
+            options = replace(options, overrides=linear)
         super().__init__(
             config,
             stack_submodules(config, options),
-            layer_type_list=layer_type_list,
+            **layers,
             pp_layer_offset=pp_layer_offset,
             post_layer_norm=False,
             **kwargs,

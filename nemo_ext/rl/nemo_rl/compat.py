@@ -31,6 +31,8 @@ _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer sa
 
 _PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
 """What only some versions return, and pass to the asynchronous loop."""
+FITS = "0.5 to 0.7, and main of 2026-08-22 (7ea279a)"
+"""Versions of NeMo-RL that this package works with."""
 PREFIX = "nemo_ext_"
 """Beginning of our environments' names in NeMo-RL."""
 ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
@@ -62,7 +64,23 @@ def asynchronous() -> ModuleType:
 
 def refills() -> bool:
     """True if the asynchronous loop's collector generates what its replay buffer says that a step lacks (0.7)."""
-    return hasattr(plain_class(asynchronous().ReplayBuffer), "get_trajectories_needed")
+    return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
+
+
+def part(module: ModuleType, name: str) -> Any:
+    """A class or function of a module of NeMo-RL.
+
+    Raises:
+        ValueError: a version of NeMo-RL that has it no longer, with those that fit.
+    """
+    found = getattr(module, name, None)
+    if found is None:
+        raise ValueError(_gone(f"{module.__name__}.{name}"))
+    return found
+
+
+def _gone(name: str) -> str:
+    return f"this NeMo-RL has no {name}, which nemo_ext needs: use {FITS} (docs/rl/nemo_rl.md)"
 
 
 def plain_class(actor: Any) -> Any:
@@ -130,7 +148,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
     then = (dict(environments), val_environments, ready.logger, ready.checkpointer, ready.save_state, ready.config)
     if is_async(ready.config):
         age = setting(ready.config, "grpo", "async_grpo", "max_trajectory_age_steps")
-        train = module.async_grpo_train
+        train = part(module, "async_grpo_train")
         more = {key: vars(ready)[key] for key in _PASSED_ON if key in vars(ready)}
         train(*first, *then, max_trajectory_age_steps=age, **_known(train, more))
     else:
@@ -286,6 +304,9 @@ def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (ImportError, AssertionError) as error:
+        # PyPI's `nemo_rl` is empty: it lacks `nemo_rl.algorithms`, not a module of it.
+        if isinstance(error, ModuleNotFoundError) and error.name == name and name.count(".") > 1:
+            raise ValueError(_gone(name)) from error
         raise ValueError(
             f"NeMo-RL cannot be imported ({error}): put its checkout on PYTHONPATH, with its packages installed "
             "(docs/rl/nemo_rl.md)"

@@ -51,8 +51,8 @@ class Tally:
         return {**numbers, "batches": self.generated / prompts, "reward": self.reward / max(self.generated, 1)}
 
 
-_Collector: Any = compat.plain_class(compat.asynchronous().AsyncTrajectoryCollector)
-_Buffer: Any = compat.plain_class(compat.asynchronous().ReplayBuffer)
+_Collector: Any = compat.plain_class(compat.part(compat.asynchronous(), "AsyncTrajectoryCollector"))
+_Buffer: Any = compat.plain_class(compat.part(compat.asynchronous(), "ReplayBuffer"))
 
 
 class Buffer(_Buffer):

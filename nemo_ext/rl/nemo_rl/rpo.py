@@ -19,7 +19,7 @@ REWARDS = "preference_rewards"
 """Key of the true rewards in a batch, `[2 x pairs]`: chosen, rejected, chosen, ..."""
 
 
-_DPOLoss: Any = compat.dpo().DPOLossFn
+_DPOLoss: Any = compat.part(compat.dpo(), "DPOLossFn")
 
 
 class RPOLoss(_DPOLoss):

@@ -1,0 +1,34 @@
+"""A NeMo-RL that lacks what nemo_ext uses; its other differences are in the tests of what needs them."""
+
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from nemo_ext.rl.nemo_rl import compat
+
+
+def test_what_a_newer_nemo_rl_lacks_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nemo_rl" / "algorithms").mkdir(parents=True)
+    for name in ("__init__.py", "algorithms/__init__.py", "algorithms/grpo.py"):
+        (tmp_path / "nemo_rl" / name).touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "nemo_rl"]:
+            del sys.modules[name]
+        with pytest.raises(
+            ValueError, match=r"has no nemo_rl.algorithms.async_utils, which nemo_ext needs: use 0.5 to"
+        ):
+            compat.asynchronous()
+        with pytest.raises(ValueError, match=r"has no nemo_rl.algorithms.grpo.ClippedPGLossFn, which nemo_ext needs"):
+            compat.part(compat.grpo(), "ClippedPGLossFn")
+
+
+def test_no_nemo_rl_is_another_line() -> None:
+    with (
+        patch.dict(sys.modules, {"nemo_rl": None}),
+        pytest.raises(ValueError, match=r"cannot be imported .*PYTHONPATH"),
+    ):
+        compat.dpo()
