@@ -69,6 +69,8 @@ def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any,
     from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts
     from nemo_ext.megatron.model import BlockModelBuilder, model_config
 
+    # Megatron's DDP makes the `main_grad` that fused kernels add gradients to; this model is not wrapped in it.
+    config = {**config, "megatron": {**config["megatron"], "no_gradient_accumulation_fusion": True}}
     arguments = parse_arguments(command_line(config), world_size=torch.distributed.get_world_size())
     made = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     made.finalize()

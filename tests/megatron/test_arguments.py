@@ -1,12 +1,14 @@
 """From the composed config to the pattern and words that Megatron gets."""
 
+import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from nemo_ext.architecture.pattern import parse
+from nemo_ext.checkpoint.description import from_config
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts, world_size
 
@@ -52,15 +54,48 @@ def test_ranks_are_whole_and_positive(size: object) -> None:
         world_size({"launcher": {"nodes": 1, "nproc_per_node": size}})
 
 
-@pytest.mark.parametrize("apex", [True, False])
-def test_gradients_are_fused_where_the_output_layer_finds_its_kernel(
-    monkeypatch: pytest.MonkeyPatch, apex: bool
-) -> None:
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Lets Transformer Engine be found, with or without apex."""
     from nemo_ext.megatron import arguments
 
-    monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
-    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: object() if apex else None)
+    find = importlib.util.find_spec
+
+    def found(apex: bool) -> None:
+        def spec(name: str, package: str | None = None) -> object:
+            return (object() if apex else None) if name == "fused_weight_gradient_mlp_cuda" else find(name, package)
+
+        monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
+        monkeypatch.setattr(importlib.util, "find_spec", spec)
+
+    return found
+
+
+@pytest.mark.parametrize("apex", [True, False])
+def test_gradients_are_fused_where_the_output_layer_finds_its_kernel(
+    engines: Callable[[bool], None], apex: bool
+) -> None:
+    engines(apex)
 
     words = command_line(compose("train", ["run_dir=unused", "data=mock"]))
 
     assert ("--no-gradient-accumulation-fusion" in words) == (not apex)
+
+
+def test_a_model_without_ddp_has_no_fused_gradients(
+    engines: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, megatron: None
+) -> None:
+    """Puzzle's stages and the sweep of precisions differentiate it: nothing has made its `main_grad`."""
+    from nemo_ext.megatron import arguments, session
+    from nemo_ext.puzzle.configs import stage_config
+
+    def parse(words: list[str], *, world_size: int) -> NoReturn:
+        raise ValueError(" ".join(words))
+
+    engines(True)
+    monkeypatch.setattr(arguments, "parse_arguments", parse)
+    config = compose("puzzle", ["run_dir=unused", "data=mock"])
+
+    for built in (config, stage_config(config, from_config(config), 1)):
+        with pytest.raises(ValueError, match=r"transformer_engine .* --no-gradient-accumulation-fusion"):
+            session.build_model(built)
