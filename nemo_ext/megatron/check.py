@@ -15,7 +15,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.job import run_directory
 from nemo_ext.job.settings import nearest
-from nemo_ext.megatron import versions
+from nemo_ext.megatron import packed_attention, versions
 from nemo_ext.megatron.arguments import (
     backend_of,
     command_line,
@@ -327,6 +327,8 @@ def check_machine(config: Mapping[str, Any]) -> None:
     check_backend(config, chosen)
     if chosen == "local" and int(megatron.get("context_parallel_size") or 1) > 1:
         raise ValueError("megatron.context_parallel_size above 1 needs model.backend=transformer_engine")
+    if chosen == "transformer_engine":
+        check_packs(config)
     for name in ("train_iters", "lr"):
         if not megatron.get(name):
             raise ValueError(f"megatron.{name}={megatron.get(name)}: there is nothing to train; set it above zero")
@@ -343,6 +345,22 @@ def check_machine(config: Mapping[str, Any]) -> None:
         )
     if start is not None and run_directory.last_checkpoint(Path(start)) is not None:
         raise ValueError(f"megatron.pretrained_checkpoint={start} is a run directory: give {start}/checkpoints")
+
+
+def check_packs(config: Mapping[str, Any]) -> None:
+    """Refuse packs over which Transformer Engine cannot attend on this machine.
+
+    Raises:
+        ValueError: see `nemo_ext.megatron.packed_attention.lack`.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    fused, flash = torch.cuda.get_device_capability() >= (9, 0), packed_attention.flash_attention()
+    name = torch.cuda.get_device_name()
+    if why := packed_attention.lack(config, name, fused=fused, flash=flash, version=packed_attention.engine()):
+        raise ValueError(why)
 
 
 def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:

@@ -25,6 +25,7 @@ from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
+from nemo_ext.megatron import packed_attention
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import (
@@ -110,6 +111,8 @@ def findings(
         found += [*_settings(settings.job, config, coming)]
     if paths:
         found += [*_inputs(config, settings, coming), *_container(cluster)]
+        if settings.job == "train" and not here:
+            found += _packs(config, cluster)
     if paths and settings.job in ON_TRAINING_CONFIG:
         found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
     if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
@@ -285,6 +288,22 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
         yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
     elif recipe not in node.fp8:
         yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
+
+
+def _packs(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
+    """Packs that the site's GPUs cannot attend over with what is installed; of a container's packages a warning."""
+    if cluster.node is None or config["model"].get("backend") == "local":
+        return
+    inside = cluster.container.used
+    why = packed_attention.lack(
+        config,
+        cluster.node.gpu,
+        fused=not cluster.node.gpu.startswith("A100"),
+        flash=not inside and packed_attention.flash_attention(),
+        version=None if inside else packed_attention.engine(),
+    )
+    if why:
+        yield Finding("warning", f"unless the image has flash-attn: {why}") if inside else Finding("error", why)
 
 
 def _reinforcement(

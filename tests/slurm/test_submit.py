@@ -13,6 +13,7 @@ import yaml
 
 import hydra_conf
 from nemo_ext.job.config import compose
+from nemo_ext.megatron import packed_attention
 from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
@@ -249,6 +250,21 @@ def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[s
     monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
 
     assert any(said in text for text in errors("cluster=leonardo", *words))
+
+
+def test_packs_on_a_gpu_that_needs_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("recipe=domyn_small/sft", "cluster=leonardo", "account=X")
+    monkeypatch.setattr(packed_attention, "flash_attention", lambda: False)
+
+    def said(*more: str) -> list[str]:
+        submission = planned([*words, *more])
+        found = findings(submission.config, submission.settings, paths=True)
+        return [one.kind for one in found if "pip install --no-build-isolation flash-attn" in one.text]
+
+    assert said() == ["error"] and said("cluster=dgx_h100") == []
+    assert said("cluster.container.image=nemo.sif") == ["warning"]
+    monkeypatch.setattr(packed_attention, "flash_attention", lambda: True)
+    assert said() == []
 
 
 def test_help_names_every_job(command: Callable[..., Any]) -> None:
