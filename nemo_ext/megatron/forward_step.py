@@ -125,7 +125,10 @@ def loss_function(
     divergence: Tensor | None = None,
     z_loss: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Sum of the token losses and number of tokens; Megatron divides after summing over ranks.
+    """Sum of the token losses and number of tokens, by which Megatron divides.
+
+    With `megatron.calculate_per_token_loss` it sums both over the batch first. Otherwise each rank divides each of its
+    micro-batches by that micro-batch's own tokens (core/pipeline_parallel/schedules.py).
 
     Args:
         loss_mask: `[batch, seq]`, 0 for tokens that do not count.

@@ -147,6 +147,17 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
+    experts = [
+        each.weight
+        for each in assigned(plan, precision.architecture)
+        if each.precision == "fp8" and each.weight.part in ("fc1", "fc2") and each.weight.block is not None
+        if precision.architecture.sizes[each.weight.block].kind == "E"
+    ]
+    if experts and plan.default != "fp8" and backend_of(config) != "local":
+        raise ValueError(
+            f"precision_plan: {experts[0]} in fp8 under default: {plan.default}: Megatron pads the tokens of experts, "
+            "as FP8 needs, only where it is the model's precision: set default: fp8 and rules for what stays out of it"
+        )
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:

@@ -45,7 +45,7 @@ def lack(config: Mapping[str, Any], gpu: str, *, fused: bool, flash: bool, versi
     if not fused and not flash:
         return (
             f"packs with megatron.context_parallel_size={parts} on {gpu}: Transformer Engine's own attention takes "
-            "them from Hopper (compute capability 9.0) on, and flash-attn, which takes them here too, is not installed: "
+            "them from Hopper (compute capability 9.0) on, and flash-attn, which takes them here, is not installed: "
             "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
         )
     given = megatron.get("cp_comm_type") or "p2p"

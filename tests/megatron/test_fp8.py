@@ -109,6 +109,9 @@ def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, dat
     assert found == [range(first, last) for first, last in pairwise(edges)]
 
 
+ENGINE = "model.backend=transformer_engine"
+
+
 def test_names_are_those_within_the_stage() -> None:
     sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
     plan = Plan.from_config({"default": "fp8", "rules": ["* bf16"]})
@@ -139,6 +142,10 @@ def test_names_are_those_within_the_stage() -> None:
             ["precision=fp8_current", "precision_plan.rules=[M bf16, first 2.router fp32]"],
             "some routers and others not",
         ),
+        (
+            ["precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]", ENGINE],
+            "fc1 in fp8 under default: bf16: Megatron pads the tokens of experts",
+        ),
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
 )
@@ -147,6 +154,15 @@ def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=r"\w") as raised:
         with_plan(config)
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rule", "more"), [("E.fc1 fp8", ["model.backend=local"]), ("E.shared_fc1 fp8", [ENGINE]), ("* fp8", [ENGINE])]
+)
+def test_fp8_that_needs_no_padded_experts_may_be_chosen_by_rules(rule: str, more: list[str]) -> None:
+    words = ["precision=fp8_current", "precision_plan.default=bf16", f"precision_plan.rules=[{rule}]", *more]
+
+    assert "fp8_format" not in with_plan(compose("train", ["run_dir=unused", "data=mock", *words]))["megatron"]
 
 
 @pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
