@@ -27,6 +27,7 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
 
     Each rank holds a whole model. An existing process group is used as it is.
     """
+    runtime.check_gpu()
     runtime.enable()
     only_data()
     from megatron.core import parallel_state

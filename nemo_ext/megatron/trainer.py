@@ -45,6 +45,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     config = run_directory.read_config(Path(config_path))
     memory_phases = profile_memory(config)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
+    runtime.check_gpu()
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     only_data()
     share_cores(int(config["launcher"]["nproc_per_node"]))

@@ -11,6 +11,7 @@ from typing import Literal
 from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.job.ranks import GPUS
 from nemo_ext.job.settings import STRICT, nearest
 
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
@@ -113,8 +114,10 @@ class Cluster:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank; values that the user set take precedence."""
-        offline = {} if self.internet else dict.fromkeys(OFFLINE, "1")
-        return {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
+        own = {} if self.internet else dict.fromkeys(OFFLINE, "1")
+        if self.node is not None:
+            own[GPUS] = "0" if self.node.gpu_memory_gib is None else self.node.gpu
+        return {name: os.environ.get(name, value) for name, value in {**own, **self.environment}.items()}
 
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """The command as srun starts it on a node, in the container if there is one.

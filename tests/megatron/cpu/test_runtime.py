@@ -1,0 +1,61 @@
+"""A rank in a job with GPUs that has none."""
+
+import pytest
+import torch
+
+from nemo_ext.job.ranks import GPUS
+from nemo_ext.megatron.cpu import runtime
+from nemo_ext.slurm.settings import settings_of
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in (GPUS, "SLURM_GPUS_ON_NODE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("environment", "asked"),
+    [
+        ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
+        ({GPUS: "A100-64GB"}, "A100-64GB"),
+        ({"SLURM_GPUS_ON_NODE": "4", GPUS: "0"}, None),
+        ({"SLURM_GPUS_ON_NODE": "0"}, None),
+        ({}, None),
+    ],
+)
+def test_a_job_with_gpus_does_not_train_on_cpus(
+    rank: pytest.MonkeyPatch, environment: dict[str, str], asked: str | None
+) -> None:
+    def too_old() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    rank.setattr(torch.cuda, "init", too_old)
+    for name, value in environment.items():
+        rank.setenv(name, value)
+
+    if asked is None:
+        runtime.check_gpu()
+        return
+    with pytest.raises(
+        ValueError, match=rf"has GPUs \({asked}\), but torch .*: The NVIDIA driver .*\(found version 11040\)\.;"
+    ):
+        runtime.check_gpu()
+
+
+def test_a_rank_that_sees_one_gpu_of_several_says_so(rank: pytest.MonkeyPatch) -> None:
+    rank.setattr(torch.cuda, "is_available", lambda: True)
+    rank.setattr(torch.cuda, "device_count", lambda: 1)
+    runtime.check_gpu()
+    rank.setenv("LOCAL_RANK", "3")
+    rank.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    with pytest.raises(ValueError, match=r"number 3 of its node and sees 1 GPUs \(CUDA_VISIBLE_DEVICES=0\)"):
+        runtime.check_gpu()
+
+
+@pytest.mark.parametrize(("site", "told"), [("leonardo", "A100-64GB"), ("testbed", "0"), ("generic", None)])
+def test_a_site_says_what_its_ranks_have(site: str, told: str | None) -> None:
+    assert settings_of([f"cluster={site}"]).cluster.variables().get(GPUS) == told
