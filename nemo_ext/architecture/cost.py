@@ -30,6 +30,8 @@ from nemo_ext.architecture.widths import (
 SCAN_CHUNK = 128
 """Tokens in one chunk of Mamba-2's SSD algorithm (`chunk_size` of Megatron's MambaMixer)."""
 
+A100_UNITS_AND_HZ = 108 * 1.41e9
+"""Multiprocessors times clock of the data sheet's A100."""
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
 """Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
 
@@ -252,9 +254,18 @@ def train_flops_per_token(architecture: Architecture, *, seq_length: int | None 
     return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward_flops_per_token(architecture, seq_length=seq_length)
 
 
-def peak_of(device: str) -> float | None:
-    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for one that is not known."""
-    return next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
+def peak_of(device: str, units: int | None = None, clock: float | None = None) -> float | None:
+    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for one that is not known.
+
+    Args:
+        device: its name.
+        units: multiprocessors that the driver states: an A100 of Leonardo's has 124, that of the data sheet 108.
+        clock: their highest clock in Hz.
+    """
+    flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
+    if flops is None or units is None or clock is None or "A100" not in device:
+        return flops
+    return flops * units * clock / A100_UNITS_AND_HZ
 
 
 def six_n(architecture: Architecture, *, frozen: bool = False) -> int:

@@ -244,6 +244,8 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
     if arguments.rank != arguments.world_size - 1:
         return
     architecture, peak = Architecture.from_config(config), peak_flops()
+    if peak is not None:
+        print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s a rank", flush=True)
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
     begins = () if plan is None else tuple(phase.first_step for phase in plan.phases)
@@ -308,7 +310,8 @@ def validate_at_start(
 def peak_flops() -> float | None:
     """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
-        return peak_of(torch.cuda.get_device_name())
+        device = torch.cuda.get_device_properties()
+        return peak_of(device.name, device.multi_processor_count, device.clock_rate * 1e3)
     size = 1024
     a = torch.rand(size, size)
     best = 0.0

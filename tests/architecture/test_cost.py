@@ -241,3 +241,14 @@ def test_kinds_without_cost_model_say_so() -> None:
 def test_layers_are_numbered_from_one() -> None:
     with pytest.raises(ValueError, match=r"layer 0 is outside 1\.\.1"):
         cost.block_parameters(small("-"), 0)
+
+
+def test_a_part_with_other_multiprocessors_has_its_own_peak() -> None:
+    assert (
+        cost.peak_of("NVIDIA A100-SXM4-80GB", 108, 1.41e9)
+        == pytest.approx(312e12)
+        == cost.peak_of("NVIDIA A100-SXM4-80GB")
+    )
+    assert cost.peak_of("NVIDIA A100-SXM-64GB", 124, 1.395e9) == pytest.approx(354.4e12, rel=1e-3)
+    assert cost.peak_of("NVIDIA H200", 132, 1.98e9) == 989e12, "its data sheet's clock is below the driver's highest"
+    assert cost.peak_of("NVIDIA RTX", 80, 2e9) is None
