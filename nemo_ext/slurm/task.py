@@ -25,7 +25,7 @@ from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm import attempts, beside
 from nemo_ext.slurm.jobs import SERVING, nodes_and_gpus, record_of, saved_step
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
-from nemo_ext.slurm.start import Batch, Prepared, say
+from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 _SECONDS_TO_START = 120.0
 """Time after which ranks of a training are there to be signalled, so that none missed it."""
@@ -108,7 +108,7 @@ class Task(Batch):
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             options.append(f"--cpus-per-task={max(1, int(cores) // per_node)}")
-        command = self.srun(words, "--overlap", *options, "--kill-on-bad-exit=1")
+        command = self.srun(words, "--overlap", *options, *RANKS)
         self.training, began, told = log is not None, time.monotonic(), math.inf
         with ExitStack() as stack:
             output = None if log is None else stack.enter_context(open(log, "ab"))

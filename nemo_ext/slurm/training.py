@@ -13,7 +13,7 @@ from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.run_directory import LOG, last_checkpoint, read_config
 from nemo_ext.megatron.guard import forget_stacks, pending, stood
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.start import Batch, Prepared, say
+from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Training(Batch):
     def work(self) -> int:
         """Run all ranks to their end, with their output in the run's log; returns srun's exit code."""
         forget_stacks(Path(self.made["run_dir"]))
-        command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], "--kill-on-bad-exit=1", "--label")
+        command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], *RANKS, "--label")
         with (Path(self.made["run_dir"]) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 

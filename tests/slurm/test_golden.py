@@ -12,6 +12,7 @@ import pytest
 
 from nemo_ext.pipeline.stages import read
 from nemo_ext.slurm.settings import settings_of, split
+from nemo_ext.slurm.start import RANKS
 from nemo_ext.slurm.submit import SCRIPTS, planned
 from nemo_ext.slurm.task import Task
 from nemo_ext.slurm.training import Training
@@ -102,9 +103,12 @@ def rendered(folder: Path) -> Iterator[str]:
             yield shlex.join(replace(planned(stage.words), after=tuple(f"<{name}>" for name in stage.after)).command())
     for name, words in CONTAINERS.items():
         settings = settings_of(split(["cluster=leonardo", *words])[0])
-        for kind, of, module in ((Training, "ranks", "nemo_ext.slurm.rank"), (Task, "another job", "nemo_ext.cli")):
+        for kind, of, module, options in (
+            (Training, "ranks", "nemo_ext.slurm.rank", (*RANKS, "--label")),
+            (Task, "another job", "nemo_ext.cli", ()),
+        ):
             yield f"# {of} on leonardo, {name}"
-            yield shlex.join(kind(settings, []).srun(["-m", module, "..."], "--label"))
+            yield shlex.join(kind(settings, []).srun(["-m", module, "..."], *options))
 
 
 @pytest.mark.slow
@@ -115,6 +119,7 @@ def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("USER", "me")
     monkeypatch.setattr("nemo_ext.slurm.start.Batch.seconds_left", lambda self: None)
 
     text = "\n".join(rendered(tmp_path)) + "\n"
