@@ -25,8 +25,8 @@ from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
 
 RANKS = ("--kill-on-bad-exit=1", "--distribution=block:block", "--cpu-bind=cores")
-"""Options of srun for ranks. By default Slurm deals tasks out over a node's sockets in turn and binds them to nothing: of
-two sockets, half of the ranks would be on the one far from their GPU, as GPUs are numbered socket by socket."""
+"""Options of srun for ranks. By default Slurm deals tasks out over a node's sockets in turn, bound to nothing: of two
+sockets, half of the ranks would be on the one far from their GPU, as GPUs are numbered socket by socket."""
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
 """Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
