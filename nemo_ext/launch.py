@@ -29,7 +29,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import ON_NODES, rank_environment, training_command
-from nemo_ext.megatron.fp8 import remark
+from nemo_ext.megatron import fp8, packed_attention
 from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_back
 from nemo_ext.megatron.run import Run, target_of
 
@@ -99,7 +99,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
 
     check_machine(run.config)
     check_launcher(run.config)
-    if told := remark(run.config):
+    for told in filter(None, (fp8.remark(run.config), packed_attention.remark(run.config))):
         console.print(told)
     for line in not_reproduced(run.config):
         console.print(line)

@@ -11,6 +11,8 @@ from typing import Any
 
 from packaging.version import Version
 
+from nemo_ext.megatron import versions
+
 SINCE = {"a2a": Version("2.10"), "all_gather": Version("2.18")}
 """First Transformer Engine that takes packs with a `cp_comm_type`; p2p has always done."""
 
@@ -58,3 +60,15 @@ def lack(config: Mapping[str, Any], gpu: str, *, fused: bool, flash: bool, versi
                 f"{SINCE[kind]} does: {advice} a newer one"
             )
     return None
+
+
+def remark(config: Mapping[str, Any]) -> str | None:
+    """Remark for the user about packs that are slow to rotate, before a run starts; None if there is none."""
+    if (config.get("data") or {}).get("packed") is None or versions.installed() >= (0, 20):
+        return None
+    if config["megatron"].get("position_embedding_type") != "yarn":
+        return None
+    return (
+        "YaRN over packs: Megatron-Core before 0.20 rotates the sequences of a pack one after the other, in every "
+        "layer, and waits for the GPU each time (rope_utils.py): a newer one is faster"
+    )

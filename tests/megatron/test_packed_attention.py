@@ -4,7 +4,7 @@ import pytest
 from packaging.version import Version
 
 from nemo_ext.job.config import compose
-from nemo_ext.megatron import packed_attention
+from nemo_ext.megatron import packed_attention, versions
 
 OLMO, DOMYN = "olmo3/32b_think_sft", "domyn_small/sft"
 
@@ -40,3 +40,12 @@ def test_packs_that_cannot_be_attended_over(
 @pytest.mark.parametrize("recipe", ["olmo3/7b_think_sft", OLMO])
 def test_recipes_on_packs_choose_what_older_engines_have(recipe: str) -> None:
     assert lack(recipe, version="2.10") is None
+
+
+def test_yarn_over_packs_is_slow_before_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(recipe: str, *version: int) -> bool:
+        monkeypatch.setattr(versions, "installed", lambda: version)
+        return packed_attention.remark(compose("train", [f"recipe={recipe}", "run_dir=unused"])) is not None
+
+    assert told(OLMO, 0, 19, 2) and not told(OLMO, 0, 20, 0)
+    assert not told(DOMYN, 0, 19, 2) and not told("olmo3/32b_long_context", 0, 19, 2)
