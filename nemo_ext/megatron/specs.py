@@ -246,6 +246,7 @@ class BlockStack(HybridStack):
             layers = {"layer_config_list": [block_config(each, values.get(number, {})) for number, each in numbered]}
             linear = {number: {LINEAR: True} for number, of_block in values.items() if of_block.get(LINEAR)}
             options = replace(options, overrides=linear)
+        self._configs_to_build: Sequence[TransformerConfig] | None = configs
         super().__init__(
             config,
             stack_submodules(config, options),
@@ -254,11 +255,25 @@ class BlockStack(HybridStack):
             post_layer_norm=False,
             **kwargs,
         )
+        self._configs_to_build = None
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
             self.final_norm = norm_builder(config, options)(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
+
+    @property
+    def layer_config_list(self) -> list[TransformerConfig]:
+        """Configs of the layers that are there now: block-wise work replaces them and leaves some out.
+
+        Upstream's forward pass goes through layers and configs together.
+        """
+        building = self._configs_to_build
+        return [layer.config for layer in self.layers] if building is None else list(building)
+
+    @layer_config_list.setter
+    def layer_config_list(self, configs: Sequence[TransformerConfig]) -> None:
+        self._configs_to_build = configs
 
 
 _SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-pattern"

@@ -1,22 +1,25 @@
 """A stand-in for Megatron-Core after Megatron-LM #6313, where it differs for a layer spec.
 
 `HybridModel` passes the stack a config for each layer instead of its symbol, and `HybridStack` builds each layer by the
-exact class of its config. The rest is the Megatron-Core that is installed.
+exact class of its config and runs layers and configs together. The rest is the Megatron-Core that is installed.
 """
 
 import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.hybrid import hybrid_layer_allocation, hybrid_model
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import make_viewless_tensor
 
 from nemo_ext.megatron.specs import BlockStack
 
@@ -91,7 +94,7 @@ class NextStack(HybridStack):
         self.pre_process, self.post_process, self.post_layer_norm = pre_process, post_process, post_layer_norm
         self.is_mtp_layer, self.pg_collection, self.input_tensor = is_mtp_layer, pg_collection, None
         self.pp_group, self.tp_group = pg_collection.pp, pg_collection.tp
-        self.layer_config_list = layer_config_list
+        self.layer_config_list = list(layer_config_list)
         self.layers = torch.nn.ModuleList()
         attention = {"is_mtp_layer": is_mtp_layer, "add_layer_offset": False, "pp_layer_offset": pp_layer_offset}
         others = {
@@ -100,14 +103,37 @@ class NextStack(HybridStack):
             MLPLayerConfig: {"add_layer_offset": False},
             MoELayerConfig: {"add_layer_offset": False, "is_mtp_layer": is_mtp_layer},
         }
-        for number, (symbol, own) in enumerate(
-            zip(symbols_of(layer_config_list), layer_config_list, strict=True), start=pp_layer_offset + 1
-        ):
-            spec, given = getattr(submodules, SLOTS[symbol]), others[type(own)]
-            layer = build_module(spec, config=own, layer_number=number, pg_collection=pg_collection, name=name, **given)
-            self.layers.append(layer)
+        for number, own in enumerate(self.layer_config_list, start=pp_layer_offset + 1):
+            spec, given = getattr(submodules, SLOTS[symbols_of([own])[0]]), others[type(own)]
+            with get_fp8_context(own, number - 1, is_init=True) if own.fp8 else nullcontext():
+                self.layers.append(
+                    build_module(spec, config=own, layer_number=number, pg_collection=pg_collection, name=name, **given)
+                )
         self.num_layers_per_pipeline_rank = len(self.layers)
         assert not (post_process and post_layer_norm), "upstream builds Transformer Engine's norm here"
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        inference_context: Any = None,
+        rotary_pos_emb: torch.Tensor | None = None,
+        *,
+        packed_seq_params: Any = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layers one after the other, each in the FP8 context of its own config."""
+        hidden = hidden_states if self.pre_process else self.input_tensor
+        common = {"attention_mask": attention_mask, "inference_context": inference_context}
+        common["packed_seq_params"] = packed_seq_params
+        for config, layer in zip(self.layer_config_list, self.layers, strict=True):
+            more = {"rotary_pos_emb": rotary_pos_emb, "sequence_len_offset": None, "padding_mask": padding_mask}
+            with get_fp8_context(config, layer.layer_number - 1) if self.config.fp8 else nullcontext():
+                output = layer(hidden_states=hidden, **common, **(more if isinstance(layer, TransformerLayer) else {}))
+            hidden = output[0] if isinstance(output, tuple) else output
+        if self.post_process and self.post_layer_norm:
+            hidden = self.final_norm(hidden)
+        return make_viewless_tensor(inp=hidden, requires_grad=hidden.requires_grad, keep_graph=True)
 
     @property
     def layer_type_list(self) -> list[str]:
