@@ -71,7 +71,7 @@ _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && e
 OLDEST_MEGATRON = "0.18.2"
 """Oldest Megatron-Core that the tests of docs/installs.md pass with."""
 UNTESTED_MEGATRON = (0, 21)
-"""First version that no test has run with; pyproject.toml has the same bound."""
+"""First version that jobs refuse; pyproject.toml has the same bound."""
 
 ENGINES = (
     Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
@@ -179,7 +179,8 @@ def require(*names: str) -> None:
         if installed() >= UNTESTED_MEGATRON:
             raise ValueError(
                 f"megatron-core {spelled(installed())} is newer than any that this nemo_ext was tested with: install a "
-                f"newer nemo_ext, or 'megatron-core<{spelled(UNTESTED_MEGATRON)}'; NEMO_EXT_UNTESTED=1 tries this one"
+                f"newer nemo_ext, or 'megatron-core<{spelled(UNTESTED_MEGATRON)}'; set NEMO_EXT_UNTESTED=1 to use it "
+                "anyway"
             )
     try:
         importlib.import_module("torch")

@@ -66,6 +66,10 @@ def coarsely(save: Callable[..., None]) -> Callable[..., None]:
 report.new_figure = functools.partial(report.new_figure, layout=None)
 report.save_figure = coarsely(report.save_figure)
 
+# In a job with GPUs, a torch without CUDA trains on the CPU here.
+for name in ("NEMO_EXT_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"):
+    os.environ.pop(name, None)
+
 # Waits for the disk, hundreds of times; no test takes away the power.
 os.fsync = lambda file: None
 

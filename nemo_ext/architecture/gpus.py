@@ -9,6 +9,7 @@ class Gpu:
 
     Attributes:
         memory_gib: memory in GiB.
+        capability: compute capability.
         flops: dense BF16 FLOP/s.
         bandwidth: bytes/s of its memory.
         nvlink: bytes/s to the other GPUs of its node, one way.
@@ -17,6 +18,7 @@ class Gpu:
     """
 
     memory_gib: float
+    capability: tuple[int, int]
     flops: float
     bandwidth: float
     nvlink: float
@@ -25,10 +27,18 @@ class Gpu:
 
 
 GPUS = {
-    "A100-64GB": Gpu(memory_gib=64, flops=312e12, bandwidth=1.64e12, nvlink=300e9, network=12.5e9, host=32e9),
-    "A100-80GB": Gpu(memory_gib=80, flops=312e12, bandwidth=2.04e12, nvlink=300e9, network=25e9, host=32e9),
-    "H100-80GB": Gpu(memory_gib=80, flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9, host=64e9),
-    "H200-141GB": Gpu(memory_gib=141, flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9),
+    "A100-64GB": Gpu(
+        memory_gib=64, capability=(8, 0), flops=312e12, bandwidth=1.64e12, nvlink=300e9, network=12.5e9, host=32e9
+    ),
+    "A100-80GB": Gpu(
+        memory_gib=80, capability=(8, 0), flops=312e12, bandwidth=2.04e12, nvlink=300e9, network=25e9, host=32e9
+    ),
+    "H100-80GB": Gpu(
+        memory_gib=80, capability=(9, 0), flops=989e12, bandwidth=3.35e12, nvlink=450e9, network=50e9, host=64e9
+    ),
+    "H200-141GB": Gpu(
+        memory_gib=141, capability=(9, 0), flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9
+    ),
 }
 """GPUs by the name that `node.gpu` has in `hydra_conf/cluster`, those with less memory first.
 

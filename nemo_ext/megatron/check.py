@@ -348,7 +348,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
 
 
 def check_packs(config: Mapping[str, Any]) -> None:
-    """Refuse packs over which Transformer Engine cannot attend on this machine.
+    """Refuse packs for which Transformer Engine has no attention kernel on this machine.
 
     Raises:
         ValueError: see `nemo_ext.megatron.packed_attention.lack`.
@@ -357,9 +357,14 @@ def check_packs(config: Mapping[str, Any]) -> None:
 
     if not torch.cuda.is_available():
         return
-    fused, flash = torch.cuda.get_device_capability() >= (9, 0), packed_attention.flash_attention()
-    name = torch.cuda.get_device_name()
-    if why := packed_attention.lack(config, name, fused=fused, flash=flash, version=packed_attention.engine()):
+    why = packed_attention.lack(
+        config,
+        torch.cuda.get_device_name(),
+        capability=torch.cuda.get_device_capability(),
+        flash=packed_attention.installed("flash-attn") is not None,
+        version=packed_attention.installed("transformer-engine"),
+    )
+    if why:
         raise ValueError(why)
 
 

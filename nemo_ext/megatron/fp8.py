@@ -147,16 +147,27 @@ def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
         raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
+    if backend_of(config) != "local":
+        check_experts(precision)
+
+
+def check_experts(precision: Precision) -> None:
+    """Refuse experts in FP8 that Transformer Engine would get tokens for that are not padded.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    plan, sizes = precision.plan, precision.architecture.sizes
     experts = [
         each.weight
         for each in assigned(plan, precision.architecture)
         if each.precision == "fp8" and each.weight.part in ("fc1", "fc2") and each.weight.block is not None
-        if precision.architecture.sizes[each.weight.block].kind == "E"
+        if sizes[each.weight.block].kind == "E"
     ]
-    if experts and plan.default != "fp8" and backend_of(config) != "local":
+    if experts and plan.default != "fp8":
         raise ValueError(
             f"precision_plan: {experts[0]} in fp8 under default: {plan.default}: Megatron pads the tokens of experts, "
-            "as FP8 needs, only where it is the model's precision: set default: fp8 and rules for what stays out of it"
+            "as FP8 needs, only where it is the model's precision: set default: fp8, and exclude modules by rules"
         )
 
 

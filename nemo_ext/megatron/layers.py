@@ -2,8 +2,8 @@
 
 `HybridStack` passes every layer a config and the layer's global 1-based number. Each class here copies the config, sets
 the values that the notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else
-changes. Where upstream has a config for each layer, it has these values before (`specs.BlockStack`), and only linear
-maps are chosen here.
+changes. Where upstream has a config for each layer, the values are already set in that config (`specs.BlockStack`), and
+only linear maps are chosen here.
 """
 
 import copy

@@ -1,72 +1,104 @@
-"""Attention over packs (docs/data/sft.md) that Transformer Engine lacks, by GPU and version. No torch.
+"""Packed-sequence (THD) attention that Transformer Engine does not support, by GPU and version. No torch.
 
-Read in its sources, 2.8 to 2.18: `fused_attn.cpp` takes packed sequences (`thd`) on compute capability 9.0 and up,
-`utils.py` turns the unfused attention off under context parallelism, and `context_parallel.py` asserts the rest.
+Read in its sources, 2.8 to 2.18: `fused_attn.cpp` takes packed sequences on compute capability 9.0 and up, `utils.py`
+turns the unfused attention off under context parallelism, and `context_parallel.py` asserts the rest. FlashAttention 2
+takes them from 8.0 on; the later ones are for Hopper and Blackwell, which need neither.
 """
 
 import importlib.metadata
-import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
+from nemo_ext.data.phases import sections_of
 from nemo_ext.megatron import versions
 
 SINCE = {"a2a": Version("2.10"), "all_gather": Version("2.18")}
-"""First Transformer Engine that takes packs with a `cp_comm_type`; p2p has always done."""
+"""First Transformer Engine that takes packs with a `cp_comm_type`; p2p has always done, a2a+p2p never."""
 
 
-def flash_attention() -> bool:
-    """True if flash-attn is installed here, by any of the names of its versions."""
-    return any(importlib.util.find_spec(name) is not None for name in ("flash_attn", "flash_attn_3"))
-
-
-def engine() -> Version | None:
-    """Version of the Transformer Engine here, or None."""
+def installed(distribution: str) -> Version | None:
+    """Version of a distribution here; None without it, or if it says none."""
     try:
-        return Version(importlib.metadata.version("transformer-engine"))
-    except importlib.metadata.PackageNotFoundError:
+        return Version(importlib.metadata.version(distribution))
+    except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
         return None
 
 
-def lack(config: Mapping[str, Any], gpu: str, *, fused: bool, flash: bool, version: Version | None) -> str | None:
-    """Why the ranks of a config cannot attend over its packs, and what to do; None if they can.
+def lack(
+    config: Mapping[str, Any],
+    gpu: str,
+    *,
+    capability: tuple[int, int] | None,
+    flash: bool,
+    version: Version | None,
+) -> str | None:
+    """Why the ranks of a config have no attention over its packs, and what to do; None if they have.
 
     Args:
         config: composed training config.
         gpu: name of the GPU, for the message.
-        fused: True if cuDNN's attention takes packs on it (compute capability 9.0, Hopper, and later).
-        flash: True if flash-attn is installed for the ranks.
+        capability: its compute capability; None if unknown.
+        flash: True if FlashAttention 2 is installed for the ranks.
         version: their Transformer Engine; None if unknown.
     """
-    megatron, data = config["megatron"], config.get("data") or {}
+    return next(
+        (why for megatron in _with_packs(config) if (why := _lack(megatron, gpu, capability, flash, version))), None
+    )
+
+
+def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Megatron's flags of the run, or of those of its phases that train on packs."""
+    megatron = config["megatron"]
+    if (config.get("data") or {}).get("packed") is not None:
+        yield megatron
+    for section in sections_of(config).values():
+        if (section.data or {}).get("packed") is not None:
+            yield {**megatron, **(section.megatron or {})}
+
+
+def _lack(
+    megatron: Mapping[str, Any],
+    gpu: str,
+    capability: tuple[int, int] | None,
+    flash: bool,
+    version: Version | None,
+) -> str | None:
     parts = int(megatron.get("context_parallel_size") or 1)
-    if parts == 1 or data.get("packed") is None:
+    if parts == 1:
         return None
-    if not fused and not flash:
-        return (
-            f"packs with megatron.context_parallel_size={parts} on {gpu}: Transformer Engine's own attention takes "
-            "them from Hopper (compute capability 9.0) on, and flash-attn, which takes them here, is not installed: "
-            "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
-        )
+    where = f"packs with megatron.context_parallel_size={parts}"
+    backend = megatron.get("attention_backend") or "auto"
+    if backend == "unfused":
+        return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
+    if capability is not None:
+        able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
+        if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
+            return (
+                f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
+                "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
+                "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
+            )
     given = megatron.get("cp_comm_type") or "p2p"
+    base = None if version is None else Version(version.base_version)  # of a source tree, `2.18.0.dev0+commit`
     for kind in [given] if isinstance(given, str) else given:
-        if version is not None and version < SINCE.get(kind, version):
-            other = next((name for name, since in SINCE.items() if since <= version), None)
+        if kind == "a2a+p2p":
+            return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
+        if base is not None and base < SINCE.get(kind, base):
+            other = next((name for name, since in SINCE.items() if since <= base), None)
             advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
             return (
-                f"packs with megatron.cp_comm_type={kind}: Transformer Engine {version} does not take them, "
-                f"{SINCE[kind]} does: {advice} a newer one"
+                f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, {SINCE[kind]} "
+                f"does: {advice} a newer one"
             )
     return None
 
 
 def remark(config: Mapping[str, Any]) -> str | None:
     """Remark for the user about packs that are slow to rotate, before a run starts; None if there is none."""
-    if (config.get("data") or {}).get("packed") is None or versions.installed() >= (0, 20):
-        return None
-    if config["megatron"].get("position_embedding_type") != "yarn":
+    yarn = any(megatron.get("position_embedding_type") == "yarn" for megatron in _with_packs(config))
+    if not yarn or versions.installed() >= (0, 20):
         return None
     return (
         "YaRN over packs: Megatron-Core before 0.20 rotates the sequences of a pack one after the other, in every "

@@ -215,9 +215,9 @@ class BlockStack(HybridStack):
     Upstream hard-codes Transformer Engine for the final norm. Here the spec carries only `options`; the sub-layers are
     resolved from the config that Megatron passes in, so one `--spec` object serves every model and back end.
 
-    Up to 0.19 Megatron-Core passes the kinds of the blocks (`layer_type_list`), and each block copies the model's
-    config. Later it passes a config for each block (`layer_config_list`), in which the block's values are set here:
-    upstream builds the block, and enters its FP8 context, by that config.
+    Up to 0.19 Megatron-Core passes layer symbols (`layer_type_list`), and each block copies the model's config. Later
+    it passes a config for each block (`layer_config_list`), in which the block's values are set here: upstream builds
+    the block, and enters its FP8 context, by that config.
     """
 
     def __init__(

@@ -311,7 +311,8 @@ def peak_flops() -> float | None:
     """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
-        return peak_of(device.name, device.multi_processor_count, device.clock_rate * 1e3)
+        clock = getattr(device, "clock_rate", 0)  # in kHz; not in every torch
+        return peak_of(device.name, device.multi_processor_count, clock * 1e3 or None)
     size = 1024
     a = torch.rand(size, size)
     best = 0.0

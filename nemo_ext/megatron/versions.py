@@ -60,8 +60,12 @@ def installed() -> tuple[int, int, int]:
     Its own `__version__` adds the commit of whatever git repository the environment lies in.
     """
     spec = find_spec("megatron.core")
-    assert spec is not None and spec.origin is not None
-    major, minor, patch = runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["VERSION"][:3]
+    assert spec is not None
+    folder = Path(next(iter(spec.submodule_search_locations or ()), ""))
+    try:
+        major, minor, patch = runpy.run_path(str(folder / "package_info.py"))["VERSION"][:3]
+    except (OSError, KeyError) as error:
+        raise ValueError(f"{folder} is no whole Megatron-Core: it says no version: install it again") from error
     return major, minor, patch
 
 

@@ -114,10 +114,12 @@ class Cluster:
 
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank; values that the user set take precedence."""
-        own = {} if self.internet else dict.fromkeys(OFFLINE, "1")
-        if self.node is not None:
-            own[GPUS] = "0" if self.node.gpu_memory_gib is None else self.node.gpu
-        return {name: os.environ.get(name, value) for name, value in {**own, **self.environment}.items()}
+        offline = {} if self.internet else dict.fromkeys(OFFLINE, "1")
+        given = {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
+        if self.node is None:
+            return given
+        # Not the user's: what allows a laptop or a login node to train on its CPUs would allow all ranks of a job to.
+        return {GPUS: "0" if self.node.gpu_memory_gib is None else self.node.gpu, **given}
 
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """The command as srun starts it on a node, in the container if there is one.

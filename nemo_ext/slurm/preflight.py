@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from nemo_ext.architecture.cost import GpuCost, per_gpu
+from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
@@ -26,6 +27,7 @@ from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
 from nemo_ext.megatron import packed_attention
+from nemo_ext.megatron.fp8 import Precision, check_experts
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import (
@@ -286,21 +288,26 @@ def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]
         return
     if not node.fp8:
         yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
-    elif recipe not in node.fp8:
+    elif plan is not None:
+        try:
+            check_experts(Precision(plan, Architecture.from_config(config)))
+        except ValueError as error:
+            yield Finding("error", str(error))
+    if node.fp8 and recipe not in node.fp8:
         yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
 
 
 def _packs(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    """Packs that the site's GPUs cannot attend over with what is installed; of a container's packages a warning."""
+    """Packs without an attention kernel for the site's GPUs; a warning where a container has the packages."""
     if cluster.node is None or config["model"].get("backend") == "local":
         return
     inside = cluster.container.used
     why = packed_attention.lack(
         config,
         cluster.node.gpu,
-        fused=not cluster.node.gpu.startswith("A100"),
-        flash=not inside and packed_attention.flash_attention(),
-        version=None if inside else packed_attention.engine(),
+        capability=GPUS[cluster.node.gpu].capability if cluster.node.gpu in GPUS else None,
+        flash=not inside and packed_attention.installed("flash-attn") is not None,
+        version=None if inside else packed_attention.installed("transformer-engine"),
     )
     if why:
         yield Finding("warning", f"unless the image has flash-attn: {why}") if inside else Finding("error", why)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from packaging.version import Version
 
 import hydra_conf
 from nemo_ext.job.config import compose
@@ -252,9 +253,16 @@ def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[s
     assert any(said in text for text in errors("cluster=leonardo", *words))
 
 
+def test_experts_in_fp8_under_another_default_are_refused_before_the_queue() -> None:
+    words = ("precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]")
+    said = errors("model=nemotron3_nano_tiny", "cluster=dgx_h100", *words)
+
+    assert any("pads the tokens of experts" in text for text in said)
+
+
 def test_packs_on_a_gpu_that_needs_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("recipe=domyn_small/sft", "cluster=leonardo", "account=X")
-    monkeypatch.setattr(packed_attention, "flash_attention", lambda: False)
+    monkeypatch.setattr(packed_attention, "installed", lambda name: None)
 
     def said(*more: str) -> list[str]:
         submission = planned([*words, *more])
@@ -263,7 +271,7 @@ def test_packs_on_a_gpu_that_needs_flash_attention(monkeypatch: pytest.MonkeyPat
 
     assert said() == ["error"] and said("cluster=dgx_h100") == []
     assert said("cluster.container.image=nemo.sif") == ["warning"]
-    monkeypatch.setattr(packed_attention, "flash_attention", lambda: True)
+    monkeypatch.setattr(packed_attention, "installed", lambda name: Version("2.20"))
     assert said() == []
 
 

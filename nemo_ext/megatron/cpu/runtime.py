@@ -8,9 +8,10 @@ from nemo_ext.megatron.cpu import mamba_modules, patches
 
 
 def check_gpu() -> None:
-    """Refuse a rank without the GPU that its job has: it would train on the CPU, or wait for the others for ever.
+    """Refuse a rank without a GPU in a job that has some: it would train on the CPU, or wait for the others for ever.
 
-    The site's file says whether nodes have GPUs (`nemo_ext.slurm.cluster`); without one, Slurm does.
+    The site's file says whether nodes have GPUs (`nemo_ext.slurm.cluster`); without one, Slurm does. An empty
+    CUDA_VISIBLE_DEVICES hides them on purpose.
 
     Raises:
         ValueError: with torch's reason, or with what this rank sees of its node.
@@ -21,13 +22,16 @@ def check_gpu() -> None:
         place, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
         if place >= count:
             raise ValueError(
-                f"rank {os.environ.get('RANK')} is number {place} of its node and sees {count} GPUs "
-                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): let each task see all GPUs of its "
-                "node (srun --gpu-bind=none, --gpus-per-node instead of --gpus-per-task), or set LOCAL_RANK=0 for each"
+                f"local rank {place} (rank {os.environ.get('RANK')}) sees only {count} GPU{'s' * (count != 1)} "
+                f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')}): make all GPUs of the node visible "
+                "to every task (srun --gpu-bind=none, --gpus-per-node instead of --gpus-per-task), or set LOCAL_RANK=0 "
+                "if each task is bound to one GPU"
             )
         return
-    asked = os.environ.get(GPUS, os.environ.get("SLURM_GPUS_ON_NODE"))
-    if asked in (None, "", "0"):
+    asked = next(
+        (os.environ[name] for name in (GPUS, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS") if name in os.environ), ""
+    )
+    if asked in ("", "0") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     try:
         torch.cuda.init()
@@ -36,7 +40,8 @@ def check_gpu() -> None:
         reason = str(error).strip().partition("\n")[0]
     raise ValueError(
         f"this job has GPUs ({asked}), but torch {torch.__version__} cannot use one on {platform.node()}: {reason}; "
-        f"look at nvidia-smi there and, in a container, for --nv. {GPUS}=0 trains on the CPUs"
+        "check nvidia-smi on that node and, in a Singularity or Apptainer container, that --nv is set; "
+        f"{GPUS}=0 trains on CPUs deliberately"
     )
 
 

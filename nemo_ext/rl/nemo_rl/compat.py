@@ -80,7 +80,7 @@ def part(module: ModuleType, name: str) -> Any:
 
 
 def _gone(name: str) -> str:
-    return f"this NeMo-RL has no {name}, which nemo_ext needs: use {FITS} (docs/rl/nemo_rl.md)"
+    return f"this NeMo-RL has no {name}; supported versions: {FITS} (docs/rl/nemo_rl.md)"
 
 
 def plain_class(actor: Any) -> Any:
@@ -90,7 +90,7 @@ def plain_class(actor: Any) -> Any:
 
 def master_config(module: ModuleType, config: Mapping[str, Any]) -> Any:
     """Convert a config to the type that a module's `setup` takes."""
-    kind = module.MasterConfig
+    kind = part(module, "MasterConfig")
     return kind(**config) if hasattr(kind, "model_fields") else dict(config)
 
 
@@ -152,7 +152,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
         more = {key: vars(ready)[key] for key in _PASSED_ON if key in vars(ready)}
         train(*first, *then, max_trajectory_age_steps=age, **_known(train, more))
     else:
-        module.grpo_train(*first, *then)
+        part(module, "grpo_train")(*first, *then)
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
@@ -169,7 +169,7 @@ def clocks(module: ModuleType) -> Iterator[list[Any]]:
     They also obey SAVE_BY.
     """
     made: list[Any] = []
-    kind = module.TimeoutChecker
+    kind = part(module, "TimeoutChecker")
 
     def make(*arguments: Any, **keywords: Any) -> Any:
         clock = kind(*arguments, **keywords)
@@ -305,7 +305,8 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except (ImportError, AssertionError) as error:
         # PyPI's `nemo_rl` is empty: it lacks `nemo_rl.algorithms`, not a module of it.
-        if isinstance(error, ModuleNotFoundError) and error.name == name and name.count(".") > 1:
+        lacking = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if name.startswith(lacking) and lacking.count(".") > 1:
             raise ValueError(_gone(name)) from error
         raise ValueError(
             f"NeMo-RL cannot be imported ({error}): put its checkout on PYTHONPATH, with its packages installed "

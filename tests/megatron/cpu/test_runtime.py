@@ -10,7 +10,7 @@ from nemo_ext.slurm.settings import settings_of
 
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    for name in (GPUS, "SLURM_GPUS_ON_NODE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
+    for name in (GPUS, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return monkeypatch
@@ -23,6 +23,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         ({GPUS: "A100-64GB"}, "A100-64GB"),
         ({"SLURM_GPUS_ON_NODE": "4", GPUS: "0"}, None),
         ({"SLURM_GPUS_ON_NODE": "0"}, None),
+        ({"SLURM_JOB_GPUS": "0,1"}, "0,1"),
+        ({"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": ""}, None),
         ({}, None),
     ],
 )
@@ -52,10 +54,11 @@ def test_a_rank_that_sees_one_gpu_of_several_says_so(rank: pytest.MonkeyPatch) -
     rank.setenv("LOCAL_RANK", "3")
     rank.setenv("CUDA_VISIBLE_DEVICES", "0")
 
-    with pytest.raises(ValueError, match=r"number 3 of its node and sees 1 GPUs \(CUDA_VISIBLE_DEVICES=0\)"):
+    with pytest.raises(ValueError, match=r"local rank 3 \(rank None\) sees only 1 GPU \(CUDA_VISIBLE_DEVICES=0\)"):
         runtime.check_gpu()
 
 
 @pytest.mark.parametrize(("site", "told"), [("leonardo", "A100-64GB"), ("testbed", "0"), ("generic", None)])
-def test_a_site_says_what_its_ranks_have(site: str, told: str | None) -> None:
+def test_a_site_says_what_its_ranks_have(rank: pytest.MonkeyPatch, site: str, told: str | None) -> None:
+    rank.setenv(GPUS, "0")  # of a laptop's run in the same shell
     assert settings_of([f"cluster={site}"]).cluster.variables().get(GPUS) == told
