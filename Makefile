@@ -35,7 +35,7 @@ test: $(READY_DEV)
 	$(PYTEST)
 
 slow: $(READY_DEV)
-	$(PYTEST) -m 'slow and not ptq and not vllm' $(FLAGS)
+	$(PYTEST) -m 'slow and not deep and not ptq and not vllm' $(FLAGS)
 
 # Nightly: tests too slow for CI, and property tests with 100 examples.
 deep: $(READY_DEV)

@@ -378,7 +378,7 @@ def test_a_part_of_this_environment_is_reported_as_it_is() -> None:
     assert hydra["usable"] and hydra["enables"]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_this_environment_is_reported_as_it_is() -> None:
     result = command("--json", "--time-limit", "300")
 

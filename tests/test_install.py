@@ -269,7 +269,7 @@ def test_without_an_index_the_answer_takes_seconds(place: Place) -> None:
     assert told["engines"][0]["version"] == TORCH
 
 
-@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("limit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("limit", marks=pytest.mark.deep)])
 def test_a_pip_that_hangs_is_ended(place: Place, how: str) -> None:
     place.own()
     with socket.create_server(("127.0.0.1", 0)) as index:

@@ -13,13 +13,7 @@ from nemo_ext.rehearsal.ranks import rehearse
 from nemo_ext.rehearsal.settings import rehearsed
 
 TRUTH = Path(__file__).with_name("truth.py")
-REAL = [
-    pytest.param("nemotron3_nano, TP2 SP", marks=pytest.mark.slow),
-    *(
-        pytest.param(case, marks=pytest.mark.deep)
-        for case in ("llama_nemotron, PP2", "nemotron3_nano, EP2", "olmo3, DP2")
-    ),
-]
+REAL = ("nemotron3_nano, TP2 SP", "llama_nemotron, PP2", "nemotron3_nano, EP2", "olmo3, DP2")
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
 
@@ -100,6 +94,7 @@ def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path, monkeyp
     assert not (tmp_path / "unused").exists(), "nothing is written where training would"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("case", REAL)
 def test_ranks_hold_and_send_what_was_said(
     case: str, fork_program: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

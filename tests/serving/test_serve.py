@@ -117,7 +117,7 @@ def test_nothing_is_left_of_a_group_that_is_killed(serve: Serve, tmp_path: Path)
     assert again.wait(60) in (0, 130)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_another_server_in_the_same_directory_is_refused_and_sigterm_ends_as_ctrl_c_does(
     serve: Serve, served_folder: Path, tmp_path: Path
 ) -> None:

@@ -195,6 +195,7 @@ def test_submit_checks_then_runs(
     assert "time limit (SIGUSR2)" in (run_dir / "report.md").read_text()
 
 
+@pytest.mark.deep
 def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
     slurm: Any, submit: Callable[..., str], train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
