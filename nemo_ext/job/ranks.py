@@ -25,7 +25,7 @@ from nemo_ext.job.workers import usable_cores
 ON_NODES = "NEMO_EXT_ON_NODES"
 """Variable with the folder in which a job asks for ranks on all nodes of its allocation."""
 GPUS = "NEMO_EXT_GPUS"
-"""Environment variable: GPU model of the site's nodes, or 0 to allow ranks to train on CPUs."""
+"""Environment variable: GPU model of the site's nodes, or `none` for ranks that train on CPUs."""
 ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
 """Files in it: the arguments of Python and the log, if it is not the job's output; the exit code."""
 SECONDS_TO_STOP = 30.0

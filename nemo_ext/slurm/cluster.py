@@ -119,7 +119,7 @@ class Cluster:
         if self.node is None:
             return given
         # Not the user's: what allows a laptop or a login node to train on its CPUs would allow all ranks of a job to.
-        return {GPUS: "0" if self.node.gpu_memory_gib is None else self.node.gpu, **given}
+        return {GPUS: "none" if self.node.gpu_memory_gib is None else self.node.gpu, **given}
 
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
         """The command as srun starts it on a node, in the container if there is one.

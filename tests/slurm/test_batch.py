@@ -251,7 +251,7 @@ def test_ranks_run_in_a_container_in_a_short_job(
     assert slurm.end_of(job, tmp_path) == "COMPLETED", output(tmp_path)
     (only,) = attempts.read(run_dir)
     assert only.last_step == 4
-    site = ("NEMO_EXT_GPUS=0", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "MASTER_ADDR=127.0.0.1")
+    site = ("NEMO_EXT_GPUS=none", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=lo", "MASTER_ADDR=127.0.0.1")
     given = f"{' '.join(f'--env {each}' for each in site)} {image} python -m "
     compose, ranks, end, report = noted.read_text().splitlines()
     for line, module in ((compose, "prepare compose"), (ranks, "rank"), (end, "prepare compose"), (report, "prepare")):

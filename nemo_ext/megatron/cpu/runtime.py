@@ -31,7 +31,7 @@ def check_gpu() -> None:
     asked = next(
         (os.environ[name] for name in (GPUS, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS") if name in os.environ), ""
     )
-    if asked in ("", "0") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    if asked in ("", "0", "none") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     try:
         torch.cuda.init()
@@ -41,7 +41,7 @@ def check_gpu() -> None:
     raise ValueError(
         f"this job has GPUs ({asked}), but torch {torch.__version__} cannot use one on {platform.node()}: {reason}; "
         "check nvidia-smi on that node and, in a Singularity or Apptainer container, that --nv is set; "
-        f"{GPUS}=0 trains on CPUs deliberately"
+        f"{GPUS}=none (submit: +cluster.environment.{GPUS}=none) trains on CPUs deliberately"
     )
 
 

@@ -21,7 +21,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     [
         ({"SLURM_GPUS_ON_NODE": "4"}, "4"),
         ({GPUS: "A100-64GB"}, "A100-64GB"),
-        ({"SLURM_GPUS_ON_NODE": "4", GPUS: "0"}, None),
+        ({"SLURM_GPUS_ON_NODE": "4", GPUS: "none"}, None),
         ({"SLURM_GPUS_ON_NODE": "0"}, None),
         ({"SLURM_JOB_GPUS": "0,1"}, "0,1"),
         ({"SLURM_JOB_GPUS": "0,1", "CUDA_VISIBLE_DEVICES": ""}, None),
@@ -58,7 +58,7 @@ def test_a_rank_that_sees_one_gpu_of_several_says_so(rank: pytest.MonkeyPatch) -
         runtime.check_gpu()
 
 
-@pytest.mark.parametrize(("site", "told"), [("leonardo", "A100-64GB"), ("testbed", "0"), ("generic", None)])
+@pytest.mark.parametrize(("site", "told"), [("leonardo", "A100-64GB"), ("testbed", "none"), ("generic", None)])
 def test_a_site_says_what_its_ranks_have(rank: pytest.MonkeyPatch, site: str, told: str | None) -> None:
-    rank.setenv(GPUS, "0")  # of a laptop's run in the same shell
+    rank.setenv(GPUS, "none")  # of a laptop's run in the same shell
     assert settings_of([f"cluster={site}"]).cluster.variables().get(GPUS) == told
