@@ -234,7 +234,7 @@ TENSOR = ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=t
 @pytest.mark.parametrize(
     ("kind", "bad", "steps", "more"),
     [
-        pytest.param("nan", 7, 12, (*CLUSTER, ALONE), marks=pytest.mark.slow, id="nan"),
+        pytest.param("nan", 7, 12, (*CLUSTER, ALONE), marks=pytest.mark.deep, id="nan"),
         pytest.param("nan", 7, 12, (*CLUSTER, *TENSOR), marks=pytest.mark.deep, id="nan, tensor-parallel"),
         pytest.param("nan", 10, 10, ("guard.nan=true",), marks=pytest.mark.deep, id="the last step"),
         pytest.param("spike", 72, 78, CLUSTER, marks=pytest.mark.deep, id="spike"),

@@ -315,7 +315,7 @@ def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) 
     assert scores[0] == pytest.approx(scores[1], rel=1e-3, abs=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_cached_teacher_heals_as_one_beside_the_child(
     whole: tuple[Path, str], in_process: Callable[..., str]
 ) -> None:
