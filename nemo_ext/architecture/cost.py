@@ -259,7 +259,7 @@ def peak_of(device: str, units: int | None = None, clock: float | None = None) -
 
     Args:
         device: its name.
-        units: number of SMs reported by the driver: an A100 of Leonardo's has 124, that of the data sheet 108.
+        units: number of SMs reported by the driver: Leonardo's A100 has 124, the data sheet's 108.
         clock: their highest clock in Hz.
     """
     flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)

@@ -49,7 +49,7 @@ def lack(
 
 
 def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Megatron's flags of the run, or of those of its phases that train on packs."""
+    """Megatron's flags of the run and of its phases, where they train on packs."""
     megatron = config["megatron"]
     if (config.get("data") or {}).get("packed") is not None:
         yield megatron

@@ -8,7 +8,7 @@ from nemo_ext.megatron.cpu import mamba_modules, patches
 
 
 def check_gpu() -> None:
-    """Refuse a rank without a GPU in a job that has some: it would train on the CPU, or wait for the others for ever.
+    """Refuse a rank without a GPU in a job that has some: it would train on the CPU, or hang the ranks with GPUs.
 
     The site's file says whether nodes have GPUs (`nemo_ext.slurm.cluster`); without one, Slurm does. An empty
     CUDA_VISIBLE_DEVICES hides them on purpose.

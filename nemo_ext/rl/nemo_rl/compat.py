@@ -71,7 +71,7 @@ def part(module: ModuleType, name: str) -> Any:
     """A class or function of a module of NeMo-RL.
 
     Raises:
-        ValueError: a version of NeMo-RL that has it no longer, with those that fit.
+        ValueError: this NeMo-RL has removed it; names the supported versions.
     """
     found = getattr(module, name, None)
     if found is None:
