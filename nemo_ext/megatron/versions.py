@@ -65,7 +65,9 @@ def installed() -> tuple[int, int, int]:
     try:
         major, minor, patch = runpy.run_path(str(folder / "package_info.py"))["VERSION"][:3]
     except (OSError, KeyError) as error:
-        raise ValueError(f"{folder} is not a complete Megatron-Core (no VERSION in package_info.py): reinstall it") from error
+        raise ValueError(
+            f"{folder} is not a complete Megatron-Core (no VERSION in package_info.py): reinstall it"
+        ) from error
     return major, minor, patch
 
 
