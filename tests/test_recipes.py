@@ -335,6 +335,19 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
         assert gpus[rank["stage"]].total_bytes + beside == pytest.approx(rank["peak_bytes"], rel=0.12, abs=192 * 2**20)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_does_not_leave_gpus_idle_or_their_kernels_unaligned(recipe: str) -> None:
+    from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
+
+    config = deepcopy(rehearsed(composed(f"recipe={recipe}"))[0])
+    config["model"]["pattern"] = pattern_with_cuts(config)
+    layout = Layout.from_config(config, world_size=world_size(config))
+
+    assert layout.bubble is not None
+    assert layout.bubble <= 0.08, "more model.virtual_pipeline_stages, or fewer pipeline stages"
+    assert int(config["megatron"]["padded_vocab_size"]) % (64 * layout.tensor_parallel) == 0
+
+
 def steps(recipe: str, *overrides: str) -> dict[str, Any]:
     """The `megatron` part of a recipe, and tokens a step."""
     megatron = composed(f"recipe={recipe}", *overrides)["megatron"]

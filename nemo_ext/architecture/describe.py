@@ -118,7 +118,7 @@ def _spread(architecture: Architecture, layout: Layout, length: int) -> Descript
     stages = cost.per_stage(architecture, layout, seq_length=length)
     gpus = cost.per_gpu(architecture, layout, seq_length=length)
     return {
-        "layout": {**asdict(layout), "world_size": layout.world_size},
+        "layout": {**asdict(layout), "world_size": layout.world_size, "bubble": layout.bubble},
         "stages": [
             {
                 "stage": stage.stage,
@@ -263,8 +263,9 @@ def _gpu_table(figures: Description) -> "Table":
     layout = figures["layout"]
     names = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "data": "DP"}
     title = " ".join(f"{short}{layout[f'{name}_parallel']}" for name, short in names.items())
+    bubble = f", idle for {layout['bubble']:.1%} of a step" if layout["bubble"] else ""
     table = _table(
-        f"one GPU of each pipeline rank ({title}, {layout['world_size']} GPUs, activations estimated)",
+        f"one GPU of each pipeline rank ({title}, {layout['world_size']} GPUs{bubble}, activations estimated)",
         *("rank", "params", "weights", "gradients", "optimizer", "activations", "together"),
     )
     for gpu in figures["gpus"]:

@@ -127,6 +127,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     for name, reason in WITHOUT_EFFECT.items():
         if given.get(name):
             raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
+    if given.get("cross_entropy_loss_fusion") and not given.get("bf16"):
+        raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
     if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
         raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
     values: dict[str, Any] = {}
@@ -134,8 +136,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         values |= LOCAL_BACKEND
     else:
         values["transformer_impl"] = "transformer_engine"
-        if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:  # apex's, which the output layer wants
-            values["no_gradient_accumulation_fusion"] = True
+        if given.get("bf16"):
+            values["cross_entropy_loss_fusion"] = True
     if not torch.cuda.is_available():
         values |= CPU
     run_dir = Path(config["run_dir"])

@@ -16,7 +16,7 @@ from megatron.training.utils import get_blend_and_blend_per_split
 from torch import Tensor
 
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading
-from nemo_ext.megatron import versions
+from nemo_ext.megatron import transformer_engine, versions
 from nemo_ext.megatron.distillation import KL, Distillation
 from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
@@ -181,7 +181,7 @@ def forward_step(
     bounds = {} if packing is None else {"packed_seq_params": packing}
     if distillation is not None:
         distillation.before_student(batch, bounds)
-    with _stragglers:
+    with _stragglers, transformer_engine.explained():
         output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], **bounds)
     divergence = None
     if distillation is not None:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from megatron.training.models.hybrid import HybridModelBuilder, HybridModelConfi
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.pattern import Pattern, parse
 from nemo_ext.architecture.pattern import format as format_pattern
+from nemo_ext.megatron import transformer_engine
 from nemo_ext.megatron.attention import Rotary
 from nemo_ext.megatron.float8_modules import use_float8
 from nemo_ext.megatron.fp8 import Precision
@@ -105,14 +107,15 @@ class BlockModelBuilder(HybridModelBuilder):
         assert isinstance(self._model_config, BlockModelConfig)
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
         precision, transformer = self._model_config.precision, self._model_config.transformer
+        build = partial(super().build_model, pg_collection, pre_process, post_process, vp_stage)
         if precision is None:
-            return _on_device(super().build_model(pg_collection, pre_process, post_process, vp_stage))
+            return _on_device(transformer_engine.build(transformer, build))
         pipeline = pg_collection.pp
         stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
         if transformer.transformer_impl != "local":
             # For this stage: Megatron matches names within it.
             transformer.quant_recipe = precision.recipe_config(stage)
-        model = super().build_model(pg_collection, pre_process, post_process, vp_stage)
+        model = transformer_engine.build(transformer, build)
         if transformer.transformer_impl == "local":
             use_float8(model, precision, stage)
         return _on_device(model)

@@ -24,7 +24,7 @@ GIB = 1 << 30
 FILL = 0.9
 """Share of a GPU's memory that a layout may take (choice): the rest is for the CUDA context, NCCL's buffers and what
 the allocator wastes, which neither the cost model nor a rehearsal counts."""
-MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 4
+MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 6
 """Largest sizes that are tried."""
 
 
@@ -183,11 +183,11 @@ class Search:
             for name, value in wanted.items()
             if (self.megatron.get(name) or None) != (value or None)
         }
-        # Those of one chunk a rank are made by training itself, if the pattern has none.
         written = parse(self.config["model"]["pattern"])
-        made = one.pattern if layout.virtual_stages > 1 or written.cuts else Pattern(written.blocks)
-        if made.cuts != written.cuts:
-            found["model.pattern"] = format_pattern(made)
+        if written.cuts and written.cuts != one.pattern.cuts:
+            found["model.pattern"] = format_pattern(Pattern(written.blocks))  # training cuts it as the search does
+        if layout.virtual_stages != (self.config["model"].get("virtual_pipeline_stages") or 1):
+            found["model.virtual_pipeline_stages"] = layout.virtual_stages
         return found
 
     def changed(self, one: Candidate) -> dict[str, Any]:
@@ -226,7 +226,7 @@ class Search:
     def _all(self) -> Iterator[Candidate]:
         blocks = len(self.architecture.pattern.blocks)
         tensors = [size for size in range(1, self.per_node + 1) if not self.per_node % size]
-        teacher = (self.config.get("distillation") or {}).get("teacher") is not None
+        teacher = (self.config.get("distillation") or {}).get("teacher") or self.megatron.get("logits_load_dir")
         interleaved = 1 if teacher else MOST_VIRTUAL
         pipelines = [size for size in range(1, min(blocks, MOST_PIPELINE) + 1) if not self.world % size]
         contexts = [size for size in powers(MOST_CONTEXT) if size == 1 or self._divides_sequence(size)]

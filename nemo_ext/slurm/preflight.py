@@ -20,11 +20,10 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.checkpoint.start import with_model_of_start
-from nemo_ext.data.blends.blend import check_rows
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
-from nemo_ext.data.text.tokenizers import load_tokenizer
+from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
 from nemo_ext.megatron import packed_attention
 from nemo_ext.megatron.fp8 import Precision, check_experts
@@ -184,7 +183,7 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
 
 
 def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """Errors for a tokenizer that cannot be read or has more ids than the model has embedding rows."""
+    """Errors for a tokenizer that cannot be read or has more ids than the model."""
     for data in data_sections(config):
         tokenizer = data.get("tokenizer")
         if not isinstance(tokenizer, Mapping):
@@ -195,7 +194,7 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
         if not place.exists() and is_there(place, coming):
             continue
         try:
-            check_rows(load_tokenizer(tokenizer), config["megatron"])
+            check_vocabulary(load_tokenizer(tokenizer).vocab_size, config)
         except ValueError as error:
             yield Finding("error", f"data.tokenizer: {error}")
 

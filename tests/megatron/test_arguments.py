@@ -1,6 +1,5 @@
 """From the composed config to the pattern and words that Megatron gets."""
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,7 +15,7 @@ from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_w
 @pytest.mark.parametrize(("virtual", "stages"), [(None, 2), (2, 4)])
 def test_a_pattern_without_cuts_is_cut_into_the_stages_asked_for(virtual: int | None, stages: int) -> None:
     overrides = ["model=domyn_small_tiny", "megatron.pipeline_model_parallel_size=2"]
-    config = compose("train", overrides + ([] if virtual is None else [f"+model.virtual_pipeline_stages={virtual}"]))
+    config = compose("train", overrides + ([] if virtual is None else [f"model.virtual_pipeline_stages={virtual}"]))
 
     cut = parse(pattern_with_cuts(config))
 
@@ -54,37 +53,7 @@ def test_ranks_are_whole_and_positive(size: object) -> None:
         world_size({"launcher": {"nodes": 1, "nproc_per_node": size}})
 
 
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Lets Transformer Engine be found, with or without apex."""
-    from nemo_ext.megatron import arguments
-
-    find = importlib.util.find_spec
-
-    def found(apex: bool) -> None:
-        def spec(name: str, package: str | None = None) -> object:
-            return (object() if apex else None) if name == "fused_weight_gradient_mlp_cuda" else find(name, package)
-
-        monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
-        monkeypatch.setattr(importlib.util, "find_spec", spec)
-
-    return found
-
-
-@pytest.mark.parametrize("apex", [True, False])
-def test_gradients_are_fused_where_the_output_layer_finds_its_kernel(
-    engines: Callable[[bool], None], apex: bool
-) -> None:
-    engines(apex)
-
-    words = command_line(compose("train", ["run_dir=unused", "data=mock"]))
-
-    assert ("--no-gradient-accumulation-fusion" in words) == (not apex)
-
-
-def test_a_model_without_ddp_has_no_fused_gradients(
-    engines: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch, megatron: None
-) -> None:
+def test_a_model_without_ddp_has_no_fused_gradients(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
     """Puzzle's stages and the sweep of precisions differentiate it: nothing has made its `main_grad`."""
     from nemo_ext.megatron import arguments, session
     from nemo_ext.puzzle.configs import stage_config
@@ -92,7 +61,7 @@ def test_a_model_without_ddp_has_no_fused_gradients(
     def parse(words: list[str], *, world_size: int) -> NoReturn:
         raise ValueError(" ".join(words))
 
-    engines(True)
+    monkeypatch.setattr(arguments, "backend_of", lambda config: "transformer_engine")
     monkeypatch.setattr(arguments, "parse_arguments", parse)
     config = compose("puzzle", ["run_dir=unused", "data=mock"])
 

@@ -379,7 +379,7 @@ def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> 
 @pytest.mark.parametrize(
     ("layout", "reason"),
     [
-        ("+model.virtual_pipeline_stages=2 megatron.pipeline_model_parallel_size=2", "megatron.logits_load_dir"),
+        ("model.virtual_pipeline_stages=2 megatron.pipeline_model_parallel_size=2", "megatron.logits_load_dir"),
         ("megatron.tensor_model_parallel_size=2", "sequence_parallel=true"),  # the teacher's experts, not the student's
     ],
 )

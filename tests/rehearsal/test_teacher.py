@@ -80,6 +80,6 @@ def test_a_teacher_in_a_pipeline(tmp_path: Path) -> None:
     assert sum(stage["peak"]["teacher"] for stage in stages) == pytest.approx(whole, rel=0.01)
     with pytest.raises(ValueError, match=r"4 stages on 2 pipeline ranks"):
         rehearse(
-            compose("rehearse", [*words, "+model.virtual_pipeline_stages=2", "launcher.nproc_per_node=2"]),
+            compose("rehearse", [*words, "model.virtual_pipeline_stages=2", "launcher.nproc_per_node=2"]),
             *("all", tmp_path / "virtual"),
         )

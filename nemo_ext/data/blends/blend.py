@@ -10,7 +10,7 @@ from nemo_ext.data.blends.plan import LIMITS, plan_blend, some_of
 from nemo_ext.data.blends.sizes import indexed_tokens
 from nemo_ext.data.packs.packed_files import is_packed
 from nemo_ext.data.text.manifest import read_manifest
-from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, megatron_arguments
+from nemo_ext.data.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, megatron_arguments
 from nemo_ext.job.progress import notice
 
 
@@ -65,8 +65,7 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
 
     Raises:
         ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is wrong
-            (see `plan_blend`), there is no share for validation, or the tokenizer has more ids than the model has
-            embedding rows.
+            (see `plan_blend`), there is no share for validation, or see `check_vocabulary`.
     """
     data, megatron = config["data"], dict(config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
@@ -90,7 +89,7 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
     if megatron.get("tokenizer_type") is None:
         # Training needs only the number of ids and the end-of-document id, so transformers is not imported.
         megatron |= megatron_arguments(tokenizer, ids_only=True)
-    check_rows(tokenizer, megatron)
+    check_vocabulary(tokenizer.vocab_size, config)
     flat = flattened(data, {name: float(share) for name, share in plan.shares.items()})
     return {**config, "data": flat, "megatron": megatron}
 
@@ -116,20 +115,6 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
             f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
         ) from None
     return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
-
-
-def check_rows(tokenizer: Tokenizer, megatron: Mapping[str, Any]) -> None:
-    """Refuses a tokenizer with more ids than the model has embedding rows.
-
-    Raises:
-        ValueError: the tokenizer has more; the message has both numbers.
-    """
-    rows = megatron.get("padded_vocab_size")
-    if rows is not None and tokenizer.vocab_size > int(rows):
-        raise ValueError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {rows} embedding rows: choose the model's own "
-            "tokenizer, or set megatron.padded_vocab_size"
-        )
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:

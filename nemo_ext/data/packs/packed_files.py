@@ -30,7 +30,7 @@ from nemo_ext.data.packs.packing import Fitted, Lengths, Longer, Packs, fit, pac
 from nemo_ext.data.packs.sample_files import Mask, SampleFile
 from nemo_ext.data.text.indexed_dataset import ids_type, write_index
 from nemo_ext.data.text.manifest import stored
-from nemo_ext.data.text.tokenizers import load_tokenizer, megatron_arguments
+from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer, megatron_arguments
 from nemo_ext.job.files import folder_for_one, publish
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import STRICT, Count, check_keys
@@ -253,6 +253,7 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
     _use_tokenizer(data, megatron, [manifest for _, manifest in found])
+    check_vocabulary(max(manifest.vocab_size for _, manifest in found), config)
     return {**config, "megatron": megatron}
 
 
@@ -312,12 +313,6 @@ def _use_tokenizer(data: Mapping[str, Any], megatron: dict[str, Any], found: Seq
             megatron.update(megatron_arguments(tokenizer, ids_only=True))
     elif megatron.get("tokenizer_type") is None:
         megatron.update({"tokenizer_type": "NullTokenizer", "vocab_size": vocab_size})
-    rows = megatron.get("padded_vocab_size")
-    if rows is not None and vocab_size > int(rows):
-        raise ValueError(
-            f"the packs' tokenizer has {vocab_size} ids, the model {rows} embedding rows: choose the model's own "
-            "tokenizer, or set megatron.padded_vocab_size"
-        )
 
 
 def _write_tokens(

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -176,6 +176,30 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
             "Megatron would size the embedding by the first: use ids_only"
         )
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
+
+
+def vocabulary_of(config: Mapping[str, Any]) -> int | None:
+    """Number of token ids of a training config's model: `model.vocab_size`, else all rows of its embedding.
+
+    Returns:
+        The number; None where neither is set, so that Megatron takes it from the data.
+    """
+    ids = (config.get("model") or {}).get("vocab_size") or config["megatron"].get("padded_vocab_size")
+    return None if ids is None else int(ids)
+
+
+def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
+    """Refuse data whose tokenizer has more ids than the model has tokens.
+
+    Raises:
+        ValueError: names both numbers.
+    """
+    rows = vocabulary_of(config)
+    if rows is not None and ids > rows:
+        raise ValueError(
+            f"the tokenizer has {ids} ids, the model {rows} (model.vocab_size, or megatron.padded_vocab_size without "
+            "it): choose the model's own tokenizer, or set these"
+        )
 
 
 def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:

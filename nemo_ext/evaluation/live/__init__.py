@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
+from nemo_ext.data.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.job.settings import STRICT, Count, checked
@@ -64,15 +64,11 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
             "Hugging Face folder, or byte"
         )
     tokenizer = load_tokenizer(named)
-    if (ids := vocabulary_of(config)) is not None and tokenizer.vocab_size > ids:
-        raise ValueError(f"evaluate.tokenizer: has {tokenizer.vocab_size} ids, the model {ids}: give the model's own")
+    try:
+        check_vocabulary(tokenizer.vocab_size, config)
+    except ValueError as error:
+        raise ValueError(f"evaluate.tokenizer: {error}") from error
     return tokenizer
-
-
-def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Number of ids of a training config's model, as its export has; None where Megatron takes it from the data."""
-    found = config["model"].get("vocab_size") or config["megatron"].get("padded_vocab_size")
-    return None if found is None else int(found)
 
 
 def check(config: Mapping[str, Any]) -> None:

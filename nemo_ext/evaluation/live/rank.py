@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from nemo_ext.evaluation.live import folder_of, settings_of, tokenizer_of, vocabulary_of
+from nemo_ext.data.text.tokenizers import vocabulary_of
+from nemo_ext.evaluation.live import folder_of, settings_of, tokenizer_of
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.run_directory import METRICS, read_config, read_metrics
 from nemo_ext.megatron import rank

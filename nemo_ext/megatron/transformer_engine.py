@@ -1,0 +1,68 @@
+"""What Transformer Engine needs beside Megatron's flags when a model is built and run."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+from unittest.mock import patch
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, layers
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+if TYPE_CHECKING:
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+UNFUSED_ATTENTION = "NVTE_UNFUSED_ATTN"
+"""Transformer Engine's variable that allows its unfused attention; it is read at every choice of a kernel."""
+
+
+def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "HybridModel":
+    """Build a pipeline stage without unfused attention, and with fused weight gradients even where apex is missing.
+
+    - Attention: `attention_backend=auto` falls back to unfused attention, which keeps the scores, with one line in a
+      log. In 16 bits it is excluded unless the environment has NVTE_UNFUSED_ATTN=1, so that `explained` says what is
+      missing.
+    - Weight gradients: Transformer Engine's layers add them to `main_grad` themselves. Megatron's own linear layer, the
+      output layer, needs apex for it and cannot be built without; it alone does not fuse them.
+
+    Args:
+        config: config of the model.
+        stage: builds it.
+    """
+    allowed = os.environ.get(UNFUSED_ATTENTION)
+    if allowed == "0":
+        del os.environ[UNFUSED_ATTENTION]  # Megatron refuses it with `auto`
+    if config.transformer_impl != "transformer_engine":
+        return stage()
+    no_kernel = config.gradient_accumulation_fusion and not layers._grad_accum_fusion_available
+    with patch.object(layers, "_grad_accum_fusion_available", True) if no_kernel else nullcontext():
+        model = stage()
+    if no_kernel:
+        for module in model.modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                module.gradient_accumulation_fusion = False
+    if config.attention_backend == AttnBackend.auto and config.params_dtype != torch.float32 and allowed != "1":
+        os.environ[UNFUSED_ATTENTION] = "0"
+    return model
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Say what to install where Transformer Engine has no kernel for the attention of a forward pass within.
+
+    Raises:
+        ValueError: neither fused nor flash attention can be used.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "No dot product attention backend" not in str(error):
+            raise
+        raise ValueError(
+            "Transformer Engine has neither fused (cuDNN) nor flash attention for this model here: install "
+            "flash-attn (pip install --no-build-isolation flash-attn) or a cuDNN 9 that loads; NVTE_DEBUG=1 "
+            "NVTE_DEBUG_LEVEL=2 logs why each was refused. megatron.attention_backend=unfused accepts the unfused "
+            "kernel, which is slower and keeps all scores"
+        ) from error
