@@ -312,15 +312,21 @@ def test_megatron_accepts_a_recipe_at_full_size(recipe: str, tmp_path: Path) -> 
     assert arguments.global_batch_size % (arguments.micro_batch_size * arguments.data_parallel_size) == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_fits_its_gpus(recipe: str) -> None:
+@cache
+def laid_out(recipe: str) -> tuple[dict[str, Any], Layout]:
+    """A recipe as it is rehearsed, with pipeline cuts, and its layout; shared between tests, so not to be changed."""
     from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
     config = deepcopy(rehearsed(composed(f"recipe={recipe}"))[0])
     config["model"]["pattern"] = pattern_with_cuts(config)
+    return config, Layout.from_config(config, world_size=world_size(config))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_fits_its_gpus(recipe: str) -> None:
+    config, layout = laid_out(recipe)
     memory = 64e9 if recipe.startswith("domyn_small/") else 80e9  # A100-64GB of Leonardo, else H100
 
-    layout = Layout.from_config(config, world_size=world_size(config))
     gpus = per_gpu(Architecture.from_config(config), layout)
     beside = 0
     if teacher := teacher_of(recipe):
@@ -337,11 +343,7 @@ def test_a_recipe_fits_its_gpus(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_does_not_leave_gpus_idle_or_their_kernels_unaligned(recipe: str) -> None:
-    from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
-
-    config = deepcopy(rehearsed(composed(f"recipe={recipe}"))[0])
-    config["model"]["pattern"] = pattern_with_cuts(config)
-    layout = Layout.from_config(config, world_size=world_size(config))
+    config, layout = laid_out(recipe)
 
     assert layout.bubble is not None
     assert layout.bubble <= 0.08, "more model.virtual_pipeline_stages, or fewer pipeline stages"

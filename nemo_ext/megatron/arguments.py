@@ -85,11 +85,12 @@ def pattern_with_cuts(config: Mapping[str, Any]) -> str:
 
     Raises:
         PatternError: the pattern does not parse.
-        ValueError: it cannot be cut.
+        ValueError: it cannot be cut, or the number of virtual stages is not a positive whole number.
     """
     pattern = parse(config["model"]["pattern"])
     stages = int(config["megatron"].get("pipeline_model_parallel_size") or 1)
-    virtual = int(config["model"].get("virtual_pipeline_stages") or 1)
+    virtual = config["model"].get("virtual_pipeline_stages")
+    virtual = 1 if virtual is None else _positive("model.virtual_pipeline_stages", virtual)
     if stages > 1 and not pattern.cuts:
         pattern = balance(Architecture.from_config(config), pipeline_parallel=stages, virtual_stages=virtual)
     return format_pattern(pattern)
@@ -101,11 +102,14 @@ def world_size(config: Mapping[str, Any]) -> int:
     Raises:
         ValueError: it is not a positive whole number.
     """
-    sizes = [config["launcher"].get(name) for name in ("nodes", "nproc_per_node")]
-    for name, size in zip(("nodes", "nproc_per_node"), sizes, strict=True):
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"launcher.{name}={size!r}: give a whole number, one or more")
-    return int(sizes[0]) * int(sizes[1])
+    nodes, ranks = (_positive(f"launcher.{name}", config["launcher"].get(name)) for name in ("nodes", "nproc_per_node"))
+    return nodes * ranks
+
+
+def _positive(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}={value!r}: give a whole number, one or more")
+    return value
 
 
 def command_line(config: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What Transformer Engine needs beside Megatron's flags when a model is built and run."""
+"""Settings of Transformer Engine that Megatron has no flag for, when a model is built and run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 UNFUSED_ATTENTION = "NVTE_UNFUSED_ATTN"
 """Transformer Engine's variable that allows its unfused attention; it is read at every choice of a kernel."""
+APEX = "_grad_accum_fusion_available"
+"""Megatron's variable in tensor_parallel/layers.py: whether apex's kernel for fused weight gradients is installed."""
 
 
 def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "HybridModel":
@@ -36,8 +38,8 @@ def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "Hyb
         del os.environ[UNFUSED_ATTENTION]  # Megatron refuses it with `auto`
     if config.transformer_impl != "transformer_engine":
         return stage()
-    no_kernel = config.gradient_accumulation_fusion and not layers._grad_accum_fusion_available
-    with patch.object(layers, "_grad_accum_fusion_available", True) if no_kernel else nullcontext():
+    no_kernel = config.gradient_accumulation_fusion and not getattr(layers, APEX, True)
+    with patch.object(layers, APEX, True) if no_kernel else nullcontext():
         model = stage()
     if no_kernel:
         for module in model.modules():

@@ -47,6 +47,13 @@ def test_two_mlp_blocks_are_two_layers(build: Callable[..., torch.nn.Module]) ->
     assert [type(layer).__name__ for layer in model.decoder.layers] == ["MLPBlock", "MLPBlock"]
 
 
+@pytest.mark.parametrize("virtual", [0, -1, 1.5, "x", True])
+def test_virtual_stages_are_whole_and_positive(virtual: object) -> None:
+    config = compose("train", ["model=domyn_small_tiny"])
+    with pytest.raises(ValueError, match=r"model\.virtual_pipeline_stages=.*one or more"):
+        pattern_with_cuts({**config, "model": {**config["model"], "virtual_pipeline_stages": virtual}})
+
+
 @pytest.mark.parametrize("size", [0, -1, 1.5, None, True])
 def test_ranks_are_whole_and_positive(size: object) -> None:
     with pytest.raises(ValueError, match="one or more"):

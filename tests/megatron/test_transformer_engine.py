@@ -1,8 +1,9 @@
-"""What is done for Transformer Engine around a model's build, without Transformer Engine."""
+"""Settings for Transformer Engine, without Transformer Engine."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,20 +15,19 @@ UNFUSED = "NVTE_UNFUSED_ATTN"
 
 
 @pytest.fixture
-def build(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Builds a stage of Megatron's own linear layer with config flags, as `TransformerConfig` has them."""
+def build(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Builds a stage that is one of Megatron's own linear layers, without apex."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, layers
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
     from nemo_ext.megatron import transformer_engine
 
-    monkeypatch.delenv(UNFUSED, raising=False)
-    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
-
-    def stage(backend: str, dtype: torch.dtype, impl: str, fusion: bool) -> Any:
+    def stage(
+        backend: str = "auto", dtype: torch.dtype = torch.bfloat16, impl: str = "transformer_engine"
+    ) -> ColumnParallelLinear:
         config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
-        config.gradient_accumulation_fusion, config.params_dtype = fusion, dtype
+        config.gradient_accumulation_fusion, config.params_dtype = True, dtype
         config.transformer_impl, config.attention_backend = impl, AttnBackend[backend]
 
         def made() -> Any:
@@ -39,16 +39,10 @@ def build(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
         return transformer_engine.build(config, made)
 
-    def run(
-        backend: str = "auto",
-        dtype: torch.dtype = torch.bfloat16,
-        impl: str = "transformer_engine",
-        fusion: bool = True,
-    ) -> Any:
-        return stage(backend, dtype, impl, fusion)
-
-    yield run
-    os.environ.pop(UNFUSED, None)
+    monkeypatch.setattr(layers, "_grad_accum_fusion_available", False)
+    with patch.dict(os.environ):
+        os.environ.pop(UNFUSED, None)
+        yield stage
 
 
 def test_the_output_layer_alone_goes_without_fused_gradients_where_apex_is_missing(build: Callable[..., Any]) -> None:
@@ -59,9 +53,7 @@ def test_the_output_layer_alone_goes_without_fused_gradients_where_apex_is_missi
         build(impl="local")
 
 
-def test_16_bit_models_have_no_unfused_attention_unless_it_is_asked_for(
-    build: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_16_bit_models_have_no_unfused_attention_unless_it_is_asked_for(build: Callable[..., Any]) -> None:
     for _ in range(2):  # virtual stages, a teacher: Megatron refuses what the first build left behind
         build()
         assert os.environ[UNFUSED] == "0"
@@ -69,7 +61,7 @@ def test_16_bit_models_have_no_unfused_attention_unless_it_is_asked_for(
     assert os.environ[UNFUSED] == "1"
     build()
     assert os.environ[UNFUSED] == "1", "the user's"
-    monkeypatch.delenv(UNFUSED)
+    del os.environ[UNFUSED]
     build(backend="unfused")
     assert UNFUSED not in os.environ
 

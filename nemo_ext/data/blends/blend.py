@@ -65,7 +65,7 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
 
     Raises:
         ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is wrong
-            (see `plan_blend`), there is no share for validation, or see `check_vocabulary`.
+            (see `plan_blend`), the share for validation is 0, or see `check_vocabulary`.
     """
     data, megatron = config["data"], dict(config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])

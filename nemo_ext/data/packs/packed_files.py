@@ -252,8 +252,7 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
     megatron.setdefault("calculate_per_token_loss", True)
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
-    _use_tokenizer(data, megatron, [manifest for _, manifest in found])
-    check_vocabulary(max(manifest.vocab_size for _, manifest in found), config)
+    _use_tokenizer(config, megatron, [manifest for _, manifest in found])
     return {**config, "megatron": megatron}
 
 
@@ -301,9 +300,10 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
         raise ValueError(f"{' and '.join(known.values())} are packs of different tokenizers: a model has one")
 
 
-def _use_tokenizer(data: Mapping[str, Any], megatron: dict[str, Any], found: Sequence[PackedManifest]) -> None:
+def _use_tokenizer(config: Mapping[str, Any], megatron: dict[str, Any], found: Sequence[PackedManifest]) -> None:
     one_tokenizer(found)
-    vocab_size = max(manifest.vocab_size for manifest in found)
+    data, vocab_size = config["data"], max(manifest.vocab_size for manifest in found)
+    check_vocabulary(vocab_size, config)
     if data.get("tokenizer") is not None:
         tokenizer = load_tokenizer(data["tokenizer"])
         for manifest in found:

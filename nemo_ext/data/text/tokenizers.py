@@ -198,7 +198,7 @@ def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
     if rows is not None and ids > rows:
         raise ValueError(
             f"the tokenizer has {ids} ids, the model {rows} (model.vocab_size, or megatron.padded_vocab_size without "
-            "it): choose the model's own tokenizer, or set these"
+            "it): choose the model's own tokenizer, or raise them"
         )
 
 

@@ -15,6 +15,7 @@ from nemo_ext.data.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
+    check_vocabulary,
     ids_of,
     load_tokenizer,
     megatron_arguments,
@@ -189,6 +190,16 @@ def test_a_wrong_config_is_an_error(config: dict[str, object], message: str) -> 
 
 
 # --------------------------------------------------------------------------------------- Megatron
+
+
+def test_padded_rows_are_no_tokens_for_a_tokenizer() -> None:
+    """`convert` cuts them: what they learned would be lost."""
+    rows = {"megatron": {"padded_vocab_size": 384}}
+    check_vocabulary(384, rows)
+    check_vocabulary(300, {**rows, "model": {"vocab_size": 300}})
+    check_vocabulary(10**6, {"megatron": {}, "model": {}})
+    with pytest.raises(ValueError, match="the tokenizer has 301 ids, the model 300 "):
+        check_vocabulary(301, {**rows, "model": {"vocab_size": 300}})
 
 
 def test_megatron_agrees_on_size_and_eod_without_transformers(bpe_file: Path) -> None:
