@@ -6,6 +6,8 @@
 - fp8: a step (forward and backward) of linear maps in FP8 against BF16, with Transformer Engine where it is
   installed, else with torch's scaled matrix products.
 - ffn_fusion: FFNs one after the other against one wide FFN (FFN Fusion, arXiv:2503.18908) for few tokens.
+- attention: Transformer Engine's kernels (fused by cuDNN, flash, unfused) against torch's: causal, window, packed.
+- head: an output layer with an odd number of rows against padded ones.
 - ssd: Mamba-2's scan in torch (nemo_ext/megatron/cpu) against the Triton kernels of mamba_ssm.
 
 Sides take turns; a time is the median of all rounds with the quartiles beside it, on a GPU by CUDA events. A side that
@@ -36,13 +38,14 @@ def markdown(tables: list[Table], device: str) -> str:
     if device == "cpu":
         lines += ["", "On a CPU, to try the script: no figure here says anything about a GPU."]
     for table in tables:
-        lines += ["", f"**{table.title}**", "", "| | ms | ratio | |", "|:--|:--|:--|:--|"]
-        first = table.rows[0][1]
+        lines += ["", f"**{table.title}**", ""]
+        lines += ["| | ms | ratio | |", "|:--|:--|:--|:--|"] if table.rows else []
+        first = table.rows[0][1] if table.rows else None
         for side, timing, remark in table.rows:
             ratio = f"{first.median / timing.median:.2f}x" if first and timing else "-"
             spent = f"{timing.median:.3f} ({timing.low:.3f}-{timing.high:.3f})" if timing else "-"
             lines.append(f"| {side} | {spent} | {ratio} | {remark.replace('|', '/')} |")
-        lines += ["", *table.remarks] if table.remarks else []
+        lines += ["", "\n".join(f"- {remark}" for remark in table.remarks)] if table.remarks else []
     return "\n".join(lines) + "\n"
 
 

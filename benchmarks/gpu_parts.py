@@ -1,9 +1,11 @@
 """What gpu.py compares: each part gives tables of sides that are measured in turns."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,10 @@ class Sizes:
         fusion_hidden: of Llama-Nemotron Ultra 253B, whose widest fused FFN on one of eight tensor-parallel ranks is
             `fusion_blocks` x `fusion_ffn`.
         length: tokens of a scan; it has the heads, states and groups of Nemotron 3 Nano.
+        sequence: tokens of attention with Domyn-Small's heads (query, key and value) of `attention_dim`, and with a
+            window of half of them; in the packed form they are `packed` sequences.
+        head_hidden: of OLMo 3 32B, whose vocabulary over two ranks has the first of `head_rows` rows; the others are
+            padded.
         rounds: measured.
     """
 
@@ -41,6 +47,12 @@ class Sizes:
     head_dim: int = 64
     state: int = 128
     groups: int = 8
+    sequence: int = 4096
+    attention_heads: tuple[int, int] = (48, 8)
+    attention_dim: int = 128
+    packed: int = 8
+    head_hidden: int = 5120
+    head_rows: tuple[int, ...] = (50_139, 50_144, 50_176)
     rounds: int = 30
 
 
@@ -58,6 +70,12 @@ SMALL = Sizes(
     head_dim=16,
     state=16,
     groups=2,
+    sequence=64,
+    attention_heads=(4, 2),
+    attention_dim=16,
+    packed=4,
+    head_hidden=64,
+    head_rows=(255, 256, 320),
     rounds=3,
 )
 
@@ -226,8 +244,104 @@ def ssd(sizes: Sizes, machine: Machine) -> Iterator[Table]:
     yield table
 
 
+def attention(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """Transformer Engine's attention kernels against torch's, with the differences of their outputs."""
+    yield attention_table("causal", None, 1, sizes, machine)
+    yield attention_table(f"window of {sizes.sequence // 2}", sizes.sequence // 2, 1, sizes, machine)
+    yield attention_table(f"{sizes.packed} packed sequences", None, sizes.packed, sizes, machine)
+    maps = Path("/proc/self/maps").read_text().split()
+    libraries = sorted({path for path in maps if "libcudnn" in path})
+    found = Table("Attention libraries")
+    found.remarks = [f"cuDNN {torch.backends.cudnn.version()} of torch; loaded: {', '.join(libraries) or 'none'}."]
+    flash = importlib.util.find_spec("flash_attn") is not None
+    found.remarks.append(f"flash-attn is {'' if flash else 'not '}installed.")
+    yield found
+
+
+def attention_table(title: str, window: int | None, count: int, sizes: Sizes, machine: Machine) -> Table:
+    """The kernels for `count` sequences of equal length."""
+    length, (heads, groups), width = sizes.sequence, sizes.attention_heads, sizes.attention_dim
+    table = Table(
+        f"Attention, {title}: {length} tokens, {heads} / {groups} heads x {width}, bf16, forward and backward"
+    )
+    q, k, v = (machine.random(length, each, width, grad=True) for each in (heads, groups, groups))
+    reference = partial(torch_attention, k=k, v=v, mask=allowed(length, window, count, machine.device))
+    compare(table, {"torch": made_at_first(partial(training_step, reference, q, [k, v]))}, machine)
+    with torch.no_grad():
+        expected = reference(q).float()
+
+    def step(kernel: str, name: str) -> Step:
+        forward = engine_attention(kernel, heads, k, v, window, count)
+        off = (forward(q).detach().float() - expected).abs().max() / expected.abs().max()
+        table.remarks.append(f"{name}: differs from torch's by {off.item():.2%} of the largest output.")
+        return training_step(forward, q, [k, v])
+
+    for kernel in ("FUSED", "FLASH", "UNFUSED"):  # one after the other: the choice is kept from call to call
+        name = f"Transformer Engine, {kernel.lower()}"
+        compare(table, {name: made_at_first(partial(step, kernel, name))}, machine)
+    return table
+
+
+def allowed(length: int, window: int | None, count: int, device: str) -> Tensor:
+    """Mask [length, length] of `count` causal sequences of equal length, True where attention is allowed."""
+    place = torch.arange(length, device=device)
+    back = place[:, None] - place
+    part = place // (length // count)
+    mask = (back >= 0) & (part[:, None] == part)
+    return mask if window is None else mask & (back < window)
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Attention over [tokens, heads, width]; the result is [tokens, heads * width]."""
+    query, key, value = (each.transpose(0, 1)[None] for each in (q, k, v))
+    mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
+    return mixed[0].transpose(0, 1).flatten(1)
+
+
+def engine_attention(
+    kernel: str, heads: int, k: Tensor, v: Tensor, window: int | None, count: int
+) -> Callable[[Tensor], Tensor]:
+    """The same by one of Transformer Engine's kernels alone: FUSED (cuDNN), FLASH or UNFUSED."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as chosen
+
+    os.environ.update({f"NVTE_{name}_ATTN": str(int(name == kernel)) for name in ("FUSED", "FLASH", "UNFUSED")})
+    chosen._attention_backends["backend_selection_requires_update"] = True
+    length, groups, width = k.shape
+    bounds = torch.arange(0, length + 1, length // count, dtype=torch.int32, device=k.device)
+    span = (-1 if window is None else window - 1, 0)
+    packs = {"cu_seqlens_q": bounds, "cu_seqlens_kv": bounds, "max_seqlen_q": length // count}
+    packs |= {"max_seqlen_kv": length // count}
+    shape, form, mask = ((length, 1), "sbhd", "causal") if count == 1 else ((length,), "thd", "padding_causal")
+
+    module = te.DotProductAttention(
+        heads, width, num_gqa_groups=groups, qkv_format=form, attn_mask_type=mask, window_size=span
+    )
+
+    def forward(q: Tensor) -> Tensor:
+        turned = (each.reshape(*shape, *each.shape[1:]) for each in (q, k, v))
+        return module(*turned, **(packs if count > 1 else {})).reshape(length, -1)
+
+    return forward
+
+
+def head(sizes: Sizes, machine: Machine) -> Iterator[Table]:
+    """An output layer with an odd number of rows against padded ones."""
+    table = Table(f"Output layer: {sizes.tokens} tokens, hidden {sizes.head_hidden}, bf16, forward and backward")
+    x = machine.random(sizes.tokens, sizes.head_hidden, grad=True)
+    steps = {}
+    for rows in sizes.head_rows:
+        weight = (machine.random(rows, sizes.head_hidden) / sizes.head_hidden**0.5).detach().requires_grad_()
+        product = lambda t, w=weight: F.linear(t, w)  # noqa: E731
+        steps[f"{rows:,} rows"] = made_at_first(partial(training_step, product, x, [weight]))
+    compare(table, steps, machine)
+    yield table
+
+
 PARTS: dict[str, Callable[[Sizes, Machine], Iterator[Table]]] = {
     "fp8": fp8,
     "ffn_fusion": ffn_fusion,
     "ssd": ssd,
+    "attention": attention,
+    "head": head,
 }

@@ -317,8 +317,10 @@ def check_machine(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: says what is missing and what to set instead.
     """
+    from nemo_ext.megatron.cpu.runtime import check_gpu
     from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
 
+    check_gpu()
     megatron = config["megatron"]
     chosen = backend_of(config)
     backend(chosen, setting="model.backend")

@@ -5,13 +5,17 @@ itself, should the signal not come. A start that fails is tried again as long as
 killed by a node failure are requeued by Slurm itself.
 """
 
+import importlib.util
 import os
+import platform
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +36,8 @@ _SIGNAL_SECONDS = 600
 """Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
+_DRIVERS = {11: 450, 12: 525, 13: 580}
+"""Oldest NVIDIA driver for a CUDA major version, without cuda-compat (docs.nvidia.com/deploy/cuda-compatibility)."""
 _LATE = 30
 """Seconds before the limit from which an ending job counts as timed out."""
 
@@ -106,6 +112,8 @@ class Batch(ABC):
         """Work until the run is finished or this start has to end; returns the exit code."""
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, self._stop)
+        if line := gpu_line(container=self.settings.cluster.container.used):
+            say(line)
         while True:
             ready = self.prepare()
             record, of = ready.record, "" if ready.target is None else f" of {ready.target}"
@@ -249,6 +257,39 @@ class Batch(ABC):
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED
+
+
+def gpu_line(*, container: bool) -> str:
+    """This node's GPUs and their driver, and whether torch's CUDA needs a newer one; "" in a job without GPUs.
+
+    Args:
+        container: True if ranks use a container's torch instead of the one beside this Python.
+    """
+    if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
+        return ""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+        driver, comma, _ = said[0].partition(",")
+        if not comma:
+            raise ValueError(f"nvidia-smi: {driver}")
+        kinds = Counter(line.partition(",")[2].strip() for line in said)
+        line = f"{', '.join(f'{count} x {kind}' for kind, count in kinds.items())}, driver {driver}"
+        cuda = None if container else _cuda_of_torch()
+        if cuda and int(driver.partition(".")[0]) < (oldest := _DRIVERS.get(int(cuda.partition(".")[0]), 0)):
+            line += f", but torch is built for CUDA {cuda}, which needs driver {oldest} or later"
+    except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
+        line = f"unknown: {' '.join(str(error).split())}"
+    return f"GPUs of {platform.node()}: {line}"
+
+
+def _cuda_of_torch() -> str | None:
+    """CUDA version that the installed torch is built for, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    found = re.search(r"^cuda\b.*= '([\d.]+)'", Path(spec.origin).with_name("version.py").read_text(), re.M)
+    return found and found[1]
 
 
 def _output() -> Path | None:

@@ -1,14 +1,16 @@
 """One start of a job: what its end means."""
 
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+import torch
 
 from nemo_ext.job.config import USER_ERROR
-from nemo_ext.slurm import attempts
+from nemo_ext.slurm import attempts, start
 from nemo_ext.slurm.settings import Settings, settings_of
 from nemo_ext.slurm.start import Batch, Prepared
 
@@ -52,6 +54,44 @@ def test_a_job_that_ends_well_before_its_limit_was_cancelled(
     monkeypatch.setenv("SLURM_JOB_ID", "65")
 
     assert Work(cast(Settings, None), [])._is_cancelled() == cancelled
+
+
+@pytest.mark.parametrize(
+    ("said", "container", "expected"),
+    [
+        (
+            "535.54.03, A100\\n535.54.03, A100",
+            False,
+            r"2 x A100, driver 535.54.03, but torch .* CUDA 13.*driver 580 or later",
+        ),
+        ("535.54.03, A100", True, r"1 x A100, driver 535.54.03$"),
+        ("580.65.06, H100\\n580.65.06, H200", False, r"1 x H100, 1 x H200, driver 580.65.06$"),
+        ("No devices were found", True, "unknown: nvidia-smi: No devices"),
+        ("", False, "unknown: "),
+    ],
+)
+def test_a_start_says_which_driver_its_node_has(
+    said: str, container: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(start, "_cuda_of_torch", lambda: "13.0")
+    assert start.gpu_line(container=container) == ""
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+
+    assert re.match(f"GPUs of .*: {expected}", start.gpu_line(container=container))
+
+
+def test_a_start_without_nvidia_smi_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
+
+    assert "nvidia-smi" in start.gpu_line(container=False)
+
+
+def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
+    assert start._cuda_of_torch() == torch.version.cuda
 
 
 class Server(Work):
