@@ -28,6 +28,7 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     Each rank holds a whole model. An existing process group is used as it is.
     """
     runtime.check_gpu()
+    runtime.check_ranks()
     runtime.enable()
     only_data()
     from megatron.core import parallel_state

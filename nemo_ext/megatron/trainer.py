@@ -46,6 +46,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     memory_phases = profile_memory(config)
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
     runtime.check_gpu()
+    runtime.check_ranks()
     stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
     only_data()
     share_cores(int(config["launcher"]["nproc_per_node"]))

@@ -6,9 +6,12 @@ import platform
 from nemo_ext.job.ranks import GPUS
 from nemo_ext.megatron.cpu import mamba_modules, patches
 
+_stores: list[object] = []
+"""The store of `check_ranks`; rank 0 serves it to the others until its process ends."""
+
 
 def check_gpu() -> None:
-    """Refuse a rank without a GPU in a job that has some: it would train on the CPU, or hang the ranks with GPUs.
+    """Refuse a process without a GPU in a job that has some: it would train on the CPU.
 
     The site's file says whether nodes have GPUs (`nemo_ext.slurm.cluster`); without one, Slurm does. An empty
     CUDA_VISIBLE_DEVICES hides them on purpose.
@@ -43,6 +46,37 @@ def check_gpu() -> None:
         "check nvidia-smi on that node and, in a Singularity or Apptainer container, that --nv is set; "
         f"{GPUS}=none (submit: +cluster.environment.{GPUS}=none) trains on CPUs deliberately"
     )
+
+
+def check_ranks() -> None:
+    """Refuse ranks some of which have a GPU and some not: gloo and NCCL ranks would wait for each other.
+
+    All ranks of the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) call it. Where the site's file
+    says what nodes have, `check_gpu` is enough.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    import torch
+
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    if world == 1 or GPUS in os.environ or "MASTER_ADDR" not in os.environ or _stores:
+        return
+    base, rank, _ = next(torch.distributed.rendezvous("env://"))
+    _stores.append(base)
+    store = torch.distributed.PrefixStore("nemo_ext", base)
+    able = torch.cuda.is_available()
+    store.add("with_gpu", int(able))
+    if store.add("ranks", 1) == world:
+        store.set("counted", "")
+    store.wait(["counted"])
+    count = store.add("with_gpu", 0)
+    if 0 < count < world:
+        raise ValueError(
+            f"{count} of {world} ranks have a GPU that torch {torch.__version__} can use; rank {rank} on "
+            f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; CUDA_VISIBLE_DEVICES= on "
+            "all of them trains on CPUs deliberately"
+        )
 
 
 def enable() -> list[str]:

@@ -1,9 +1,14 @@
 """A rank in a job with GPUs that has none."""
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from nemo_ext.job.ranks import GPUS
+from nemo_ext.job.ranks import GPUS, reserve_port
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.slurm.settings import settings_of
 
@@ -62,3 +67,34 @@ def test_a_rank_that_sees_one_gpu_of_several_says_so(rank: pytest.MonkeyPatch) -
 def test_a_site_says_what_its_ranks_have(rank: pytest.MonkeyPatch, site: str, told: str | None) -> None:
     rank.setenv(GPUS, "none")  # of a laptop's run in the same shell
     assert settings_of([f"cluster={site}"]).cluster.variables().get(GPUS) == told
+
+
+RANK = """
+import sys, torch
+torch.cuda.is_available = lambda: {able}
+from nemo_ext.megatron.cpu import runtime
+try:
+    runtime.check_ranks()
+except ValueError as error:
+    print(error)
+torch.distributed.init_process_group("gloo")  # the same address and port again
+"""
+
+
+def test_ranks_with_and_without_gpus_do_not_wait_for_each_other() -> None:
+    with reserve_port() as port:
+        base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK.format(able=able)],
+                env={**os.environ, **base, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, able in enumerate((True, False))
+        ]
+        said = [process.communicate(timeout=120)[0] for process in processes]
+
+    assert [process.returncode for process in processes] == [0, 0]
+    assert re.search("1 of 2 ranks have a GPU .* rank 0 on .* has one", said[0])
+    assert re.search("1 of 2 ranks have a GPU .* rank 1 on .* has none: check nvidia-smi", said[1])
