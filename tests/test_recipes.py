@@ -348,8 +348,8 @@ def test_a_recipe_does_not_leave_gpus_idle_or_their_kernels_unaligned(recipe: st
     assert layout.bubble is not None
     assert layout.bubble <= 0.08, "more model.virtual_pipeline_stages, or fewer pipeline stages"
     rows = int(config["megatron"]["padded_vocab_size"])
-    # Llama 3.1's are 32 x 501 with TP8. Those runs start from published weights, where zero rows would be added to every
-    # softmax, and to those of Puzzle's parents and of teachers.
+    # Llama 3.1's are 32 x 501 with TP8. Those runs start from published weights, where zero rows would be added to
+    # every softmax, and to those of Puzzle's parents and of teachers.
     aligned = 32 if rows == 128_256 else 64
     assert rows % (aligned * layout.tensor_parallel) == 0
 

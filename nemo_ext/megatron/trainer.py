@@ -71,6 +71,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     check_backend(config, arguments.transformer_impl)
     write_checkpoints_without_helper(arguments)
     copy_before_writing(arguments)
+    resume_with_settings(arguments)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
@@ -174,6 +175,35 @@ def copy_before_writing(arguments: argparse.Namespace) -> None:
 
     if arguments.async_save:
         FileSystemWriterAsync.prepare_write_data = copied
+
+
+def resume_with_settings(arguments: argparse.Namespace) -> None:
+    """Have a resumed optimizer take its rates, betas and epsilon from the config, with override_opt_param_scheduler.
+
+    Megatron looks a checkpoint's groups of parameters up by their learning rates, among others, so a changed rate ends
+    the run; betas and epsilon would be the saved ones.
+    """
+    from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    def with_settings(load: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
+        def load_state_dict(self: Any, state: dict[str, Any]) -> None:
+            names = ("optimizer", "optimizer_state_dict")
+            saved: dict[str, Any] = next((state[name] for name in names if name in state), state)
+            for group in saved["param_groups"]:
+                alike = [now for now in self.optimizer.param_groups if all(now.get(k) == group.get(k) for k in same)]
+                for key in ("max_lr", "min_lr", "betas", "eps"):
+                    values = {now[key] for now in alike if key in now}
+                    if len(values) == 1:  # with several rates for groups that are otherwise equal, Megatron decides
+                        group[key] = values.pop()
+            load(self, state)
+
+        return load_state_dict
+
+    if arguments.override_opt_param_scheduler:
+        same = set(optimizer.param_group_identifier_keys) - {"max_lr", "min_lr"}
+        kinds = (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params)
+        for kind in (*kinds, distrib_optimizer.DistributedOptimizer):
+            kind.load_state_dict = with_settings(kind.load_state_dict)
 
 
 def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:

@@ -1,11 +1,35 @@
 """What the trainer sets before it runs: writers of checkpoints and threads."""
 
 import queue
+import shutil
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from nemo_ext.job import run_directory
+
+
+def test_a_resumed_run_takes_rates_and_betas_from_the_config(
+    single: Path, train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    def resumed(*words: str) -> list[dict[str, Any]]:
+        run_dir = tmp_path / str(len(words))
+        shutil.copytree(single / run_directory.CHECKPOINTS, run_dir / run_directory.CHECKPOINTS)
+        shutil.rmtree(run_dir / run_directory.CHECKPOINTS / "iter_0000010")
+        (run_dir / run_directory.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("5")
+        return train_ranks(run_dir, *words)
+
+    before = [line for line in run_directory.read_metrics(single / run_directory.METRICS) if "loss" in line][5:]
+    slower = resumed("megatron.lr=1e-3", "megatron.min_lr=1e-5")
+    lighter = resumed("megatron.adam_beta1=0.5")
+
+    assert [line["lr"] for line in slower] == pytest.approx([line["lr"] / 2 for line in before], rel=1e-4)
+    assert [line["lr"] for line in lighter] == [line["lr"] for line in before]
+    assert lighter[0]["loss"] == before[0]["loss"] and lighter[1]["loss"] != before[1]["loss"]
 
 
 def test_what_is_written_needs_no_process_unless_another_one_writes(
