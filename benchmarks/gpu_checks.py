@@ -5,21 +5,22 @@
     python benchmarks/gpu_checks.py runs/gpu second      # nano head checkpoint resume shared steps
     python benchmarks/gpu_checks.py runs/gpu head steps  # these checks alone
 
-Results are in OUT/report.md after every case, logs in OUT/CHECK/CASE/log.txt. A case that is done is not run again;
-Ctrl-C or the time limit ends what is running, and the same command resumes with the rest.
+Results are in OUT/report.md after every case, logs in OUT/CHECK/CASE/log.txt. A case that is done is not run again,
+unless its folder is deleted; Ctrl-C or the time limit ends what is running, and the same command resumes with the rest.
 """
 
 import argparse
 import fcntl
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -41,9 +42,9 @@ GIB = 1 << 30
 COUNTED = 12
 """Last steps of a run whose median is its speed."""
 TOGETHER, AHEAD = 8, 3
-"""Processes at a time: of cases that share the GPU, and of cases of which one has it while the others import."""
+"""Processes at a time: cases that share the GPU; cases that are timed, of which one has the GPU and two import."""
 LOSSES = ("loss of step 1", "mean of the last 10", "validation", "against its reference")
-TIMED = (*LOSSES[:2], "ms a step", "tokens/s", "MFU", "GiB rehearsed", "GiB measured")
+TIMED = (*LOSSES[:2], "ms per step", "tokens/s", "MFU", "GiB rehearsed", "GiB measured")
 OVER = "not run: the time was over"
 OUT = "OUT"
 """Stands for the output folder in the words of a case."""
@@ -123,9 +124,16 @@ def packs() -> tuple[Case, ...]:
     """Packed sequences with full attention, windows, and Mamba, with Transformer Engine and without."""
     wide = ("megatron.hidden_size=512", "megatron.num_attention_heads=4", "megatron.num_query_groups=2")
     common = (
-        *("data=packed", f"data.packed.train={OUT}/packs/train", f"data.packed.valid={OUT}/packs/valid"),
-        *("megatron.seq_length=1024", "megatron.micro_batch_size=1", "megatron.global_batch_size=4"),
-        *(*SAME_WEIGHTS, BF16, *wide, "megatron.kv_channels=128"),
+        "data=packed",
+        f"data.packed.train={OUT}/packs/train",
+        f"data.packed.valid={OUT}/packs/valid",
+        "megatron.seq_length=1024",
+        "megatron.micro_batch_size=1",
+        "megatron.global_batch_size=4",
+        *SAME_WEIGHTS,
+        BF16,
+        *wide,
+        "megatron.kv_channels=128",
     )
     return tuple(
         Case(f"{model}, {side}", (f"model={model}_tiny", *common, *words), reference=f"{model}, local")
@@ -138,16 +146,19 @@ def full_width(name: str, pattern: str | None, length: int, batch: int, steps: i
     """Words of a model at its full width, with the blocks of `pattern` alone, on synthetic data."""
     cut = () if pattern is None else (f"model.pattern={pattern}", "megatron.padded_vocab_size=32768")
     return (
-        *(
-            "data=mock",
-            f"model={name}",
-            *cut,
-            f"train.tokens={steps * batch * length}",
-            "train.validate_at_start=false",
-        ),
-        *(f"megatron.{flag}={batch}" for flag in ("micro_batch_size", "global_batch_size")),
-        *(f"megatron.seq_length={length}", "megatron.eval_interval=1000", "megatron.eval_iters=1"),
-        *("megatron.save_interval=1000", "megatron.no_save_optim=true", "megatron.log_memory_to_tensorboard=true"),
+        "data=mock",
+        f"model={name}",
+        *cut,
+        f"train.tokens={steps * batch * length}",
+        "train.validate_at_start=false",
+        f"megatron.micro_batch_size={batch}",
+        f"megatron.global_batch_size={batch}",
+        f"megatron.seq_length={length}",
+        "megatron.eval_interval=1000",
+        "megatron.eval_iters=1",
+        "megatron.save_interval=1000",
+        "megatron.no_save_optim=true",
+        "megatron.log_memory_to_tensorboard=true",
     )
 
 
@@ -157,17 +168,19 @@ OLMO3 = full_width("olmo3_7b", "(*-)x4", 8192, 1)
 NANO = (*full_width("nemotron3_nano_30b", "MEM*", 8192, 1), "megatron.moe_grouped_gemm=true")
 FUSED = ("moe_permute_fusion", "use_fused_weighted_squared_relu", "cross_entropy_loss_fusion")
 SAVING = (*full_width("olmo1_1b", "(*-)x2", 2048, 2, steps=30), "megatron.save_interval=10", BF16)
+ASYNC = (*SAVING, "megatron.async_save=true", "megatron.async_strategy=mcore")
 PUZZLE = (
-    *(
-        "-m",
-        "nemo_ext.cli",
-        "puzzle",
-        f"run_dir={OUT}/puzzle/run",
-        f"data_root={OUT}/data",
-        BF16,
-        "puzzle.export=false",
-    ),
-    *("puzzle.measure.enabled=true", "train.tokens=409600", "puzzle.heal.tokens=102400", "puzzle.distill.steps=40"),
+    "-m",
+    "nemo_ext.cli",
+    "puzzle",
+    f"run_dir={OUT}/puzzle/run",
+    f"data_root={OUT}/data",
+    BF16,
+    "puzzle.export=false",
+    "puzzle.measure.enabled=true",
+    "train.tokens=409600",
+    "puzzle.heal.tokens=102400",
+    "puzzle.distill.steps=40",
 )
 
 
@@ -208,20 +221,14 @@ SECOND = {
     ),
     "head": measured("head"),
     "checkpoint": Check(
-        "What does an asynchronous checkpoint cost, and how many CUDA contexts are there?",
+        "Does asynchronous saving shorten a run, and how many processes hold the GPU?",
         (
             Case("synchronous", SAVING),
-            Case("asynchronous", (*SAVING, "megatron.async_save=true", "megatron.async_strategy=mcore")),
-            Case(
-                "asynchronous, persistent worker",
-                (
-                    *(*SAVING, "megatron.async_save=true", "megatron.async_strategy=mcore"),
-                    "megatron.use_persistent_ckpt_worker=true",
-                ),
-            ),
+            Case("asynchronous", ASYNC),
+            Case("asynchronous, persistent worker", (*ASYNC, "megatron.use_persistent_ckpt_worker=true")),
         ),
         alone=True,
-        result="contexts.json",
+        result="usage.json",
     ),
     "resume": tested(
         "Does a resumed run equal an undisturbed one?",
@@ -297,6 +304,10 @@ class Session:
         """Run a case, or say why it was not run."""
         folder = self.folder(name, case)
         folder.mkdir(parents=True, exist_ok=True)
+        if not case.command and not self.over():
+            for path in folder.iterdir():  # a run that was ended begins again, so that its figures are of one run
+                if path.name != "rehearsal":
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock = self.out / ".gpu" if alone else None
         with ExitStack() as stack:
             if case.command and lock is not None:
@@ -324,7 +335,7 @@ class Session:
             return OVER
         log = folder / "log.txt"
         with log.open("wb") as stream:
-            # A session of its own, so that its helpers end with it.
+            # In a new session, so that its helpers end with it.
             process = subprocess.Popen(
                 command,
                 stdout=stream,
@@ -334,18 +345,18 @@ class Session:
                 start_new_session=True,
             )
             self.running.add(process)
-            contexts = Contexts(process.pid)
+            usage = Usage(process.pid)
             try:
-                while process.poll() is None and time.monotonic() < self.deadline:
+                while process.poll() is None and time.monotonic() < self.deadline and not self.ended:
                     time.sleep(0.25)
                     if watched and (folder / METRICS).exists():
-                        contexts.sample()
+                        usage.sample()
                 late = process.poll() is None
             finally:
                 kill(process)
                 self.running.discard(process)
         if watched:
-            (folder / "contexts.json").write_text(json.dumps(contexts.most) + "\n")
+            (folder / "usage.json").write_text(json.dumps(usage.most) + "\n")
         if late or self.ended:
             return "not done when the time was over"
         if process.returncode == 0:
@@ -395,13 +406,17 @@ class Session:
         """A training run as `count` cells of its check's table."""
         folder = self.folder(name, case)
         steps = [line for line in read_metrics(folder / METRICS) if "loss" in line]
+        rehearsed = gib(rehearsed_bytes(folder / "rehearsal"))
         if not (folder / "done").exists() or not steps:
-            return [self.failed.get(folder, "not run"), *[""] * (count - 1)]
+            cells = [self.failed.get(folder, "not run"), *[""] * (count - 1)]
+            if CHECKS[name].alone:
+                cells[TIMED.index("GiB rehearsed")] = rehearsed
+            return cells
         values = [line["loss"] for line in steps]
         ends = [f"{values[0]:.4f}", f"{statistics.mean(values[-10:]):.4f}"]
         if CHECKS[name].alone:
             most = max((line.get("mem_max_allocated_bytes") or 0.0 for line in steps), default=0.0)
-            return [*ends, *speed(steps[-COUNTED:]), gib(rehearsed_bytes(folder / "rehearsal")), gib(most)]
+            return [*ends, *speed(steps[-COUNTED:]), rehearsed, gib(most)]
         loss = validation(folder)
         reference = next((other for other in CHECKS[name].cases if other.name == case.reference), None)
         base = None if reference is None else validation(self.folder(name, reference))
@@ -450,22 +465,29 @@ def write_packs(prefix: Path, seed: int) -> None:
     write_packed(prefix, [samples], PackingSettings(capacity=1024), vocab_size=257, progress=False)
 
 
-class Contexts:
-    """Processes of a session that hold the GPU, and the memory in use, as the maximum of samples."""
+class Usage:
+    """How a process and its children use the GPU from the first step to their end.
+
+    Attributes:
+        most: largest value of each sample.
+    """
 
     def __init__(self, session: int):
         self.session = session
-        self.most: dict[str, int] = {"processes_with_the_device_open": 0, "compute_processes": 0, "memory_used_mib": 0}
+        self.most: dict[str, float] = {}
+        self.began: float | None = None
 
     def sample(self) -> None:
-        """Take a sample; without nvidia-smi, of open devices alone."""
-        found = {"processes_with_the_device_open": sum(map(self._holds, Path("/proc").glob("[0-9]*")))}
+        """Take a sample; without nvidia-smi, of time and open devices alone."""
+        self.began = self.began or time.monotonic()
+        values = {"seconds_since_the_first_step": round(time.monotonic() - self.began, 1)}
+        values["processes_with_the_device_open"] = sum(map(self._holds, Path("/proc").glob("[0-9]*")))
         for key, query in (("memory_used_mib", "gpu=memory.used"), ("compute_processes", "compute-apps=pid")):
-            with suppress(OSError, subprocess.SubprocessError, ValueError):
+            with suppress(OSError, subprocess.SubprocessError, ValueError, IndexError):
                 command = ["nvidia-smi", f"--query-{query}", "--format=csv,noheader,nounits"]
-                said = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split()
-                found[key] = len(said) if key == "compute_processes" else int(said[0])
-        self.most = {key: max(value, found.get(key, 0)) for key, value in self.most.items()}
+                lines = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.split()
+                values[key] = len(lines) if key == "compute_processes" else int(lines[0])
+        self.most |= {key: max(value, self.most.get(key, 0)) for key, value in values.items()}
 
     def _holds(self, process: Path) -> bool:
         with suppress(OSError):
@@ -488,8 +510,11 @@ def validation(folder: Path) -> float | None:
 
 
 def speed(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Medians: ms a step, tokens a second, MFU."""
-    median: Callable[[str], float] = lambda key: statistics.median(line[key] for line in steps)  # noqa: E731
+    """Medians: ms per step, tokens per second, MFU."""
+
+    def median(key: str) -> float:
+        return statistics.median(line[key] for line in steps)
+
     mfu = f"{median('mfu'):.1%}" if all(line.get("mfu") is not None for line in steps) else ""
     return [f"{1e3 * median('seconds_per_step'):.0f}", f"{median('tokens_per_second'):,.0f}", mfu]
 

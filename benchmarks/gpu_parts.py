@@ -28,8 +28,8 @@ class Sizes:
         length: tokens of a scan; it has the heads, states and groups of Nemotron 3 Nano.
         sequence: tokens of attention with Domyn-Small's heads (query, key and value) of `attention_dim`, and with a
             window of half of them; in the packed form they are `packed` sequences.
-        head_hidden: of OLMo 3 32B, whose vocabulary over two ranks has the first of `head_rows` rows; the others are
-            padded.
+        head_hidden: hidden size of OLMo 3 32B.
+        head_rows: rows of its vocabulary on one of two ranks: as published, and padded to multiples of 32 and 64.
         rounds: measured.
     """
 

@@ -263,7 +263,7 @@ def gpu_line(*, container: bool) -> str:
     """This node's GPUs and their driver, and whether torch's CUDA needs a newer one; "" in a job without GPUs.
 
     Args:
-        container: True if ranks use a container's torch instead of the one beside this Python.
+        container: True if ranks use a container's torch instead of this Python's.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""

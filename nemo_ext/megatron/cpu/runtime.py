@@ -7,7 +7,7 @@ from nemo_ext.job.ranks import GPUS
 from nemo_ext.megatron.cpu import mamba_modules, patches
 
 _stores: list[object] = []
-"""The store of `check_ranks`; rank 0 serves it to the others until its process ends."""
+"""The store of `check_ranks`, which rank 0 serves until its process ends."""
 
 
 def check_gpu() -> None:
