@@ -2,17 +2,22 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from importlib.resources import files
 from math import log, prod
+from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from nemo_ext.architecture.block_configs import ffn_width
 from nemo_ext.checkpoint.description import differences, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, choose, named, read
+from nemo_ext.checkpoint.formats.rope import rope_parameters
 from nemo_ext.job.config import compose
 
 Sections = dict[str, dict[str, Any]]
@@ -150,6 +155,94 @@ def test_olmo3_is_read_from_older_and_newer_keys() -> None:
 
     assert differences(read(older)[1], ours) == {}
     assert differences(read(newer)[1], ours) == {}
+    plain = {"rope_parameters": {kind: {"rope_type": "default"} for kind in ("sliding_attention", "full_attention")}}
+    assert differences(read(older | plain)[1], ours) == {}  # transformers scales full attention with it
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+LLAMA3 = {
+    **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _random_rope(random: Random) -> dict[str, Any]:
+    """Keys of RoPE as published config.json files have them, in any of the places where transformers looks."""
+
+    def sometimes(**keys: list[Any]) -> dict[str, Any]:
+        return {name: random.choice(values) for name, values in keys.items() if random.random() < 0.3}
+
+    def parameters() -> dict[str, Any]:
+        kind = random.choice(["default", "linear", "llama3", "yarn"])
+        made = {"rope_type" if random.random() < 0.8 else "type": kind}
+        made |= sometimes(rope_theta=[5e5, 1e6], partial_rotary_factor=[0.5, 1.0])
+        if kind != "default" and random.random() < 0.9:
+            made["factor"] = random.choice([2.0, 8.0])
+        if kind == "llama3":
+            made |= {key: value for key, value in LLAMA3.items() if key not in made and random.random() < 0.9}
+        if kind == "yarn":
+            made |= sometimes(
+                original_max_position_embeddings=[1024, 2048],
+                attention_factor=[None, 1.25],
+                beta_fast=[None, 0, 16.0],
+                beta_slow=[None, 2.0],
+                mscale=[1.0],
+                mscale_all_dim=[0.5],
+                truncate=[None, True, False],
+            )
+        return made
+
+    keys = sometimes(
+        rope_theta=[10000.0, 7e5], partial_rotary_factor=[0.25, 1.0], original_max_position_embeddings=[8192]
+    )
+    for name in ("rope_scaling", "rope_parameters"):
+        if random.random() < 0.6:
+            keys[name] = random.choice([None, {}, parameters(), parameters()])
+    return keys
+
+
+@pytest.mark.parametrize("model", ["Llama", "Nemotron", "Olmo"])
+def test_rotary_embeddings_are_those_of_transformers(
+    model: str, random_sections: Callable[[str, int], Sections]
+) -> None:
+    """Equal frequencies and concentration for each config that both read; what transformers cannot run is refused."""
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip(f"transformers.models.{model.lower()}.modeling_{model.lower()}")
+    _, config = choose(from_config(random_sections(f"{model}ForCausalLM", 3)))
+    plain = {key: value for key, value in through_json(config).items() if "rope" not in key and "rotary" not in key}
+
+    def rotation(keys: dict[str, Any]) -> tuple[Any, float]:
+        config = getattr(transformers, f"{model}Config")(**deepcopy(plain | keys))
+        embedding = getattr(modeling, f"{model}RotaryEmbedding")(config)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if model != "Nemotron" and 2 * len(embedding.inv_freq) != head:
+            raise ValueError("the queries are wider than the rotation")
+        return embedding.inv_freq, embedding.attention_scaling
+
+    outcomes: Counter[str] = Counter()
+    for seed in range(200):
+        keys = _random_rope(Random(seed))
+        try:
+            theirs = rotation(keys)
+        except (KeyError, RuntimeError, TypeError, ValueError):
+            theirs = None
+        try:
+            rope = read(plain | keys)[1].rope
+        except ValueError as error:
+            rope, refusal = None, str(error)
+        if rope is None:
+            lacks_original = "original_max_position_embeddings" in refusal  # transformers takes another key's value
+            assert theirs is None or lacks_original, (keys, refusal)
+            outcomes["refused"] += 1
+            continue
+        assert theirs is not None, keys
+        frequencies, concentration = rotation(
+            {"rope_parameters": {"partial_rotary_factor": rope.percent} | rope_parameters(rope)}
+        )
+        assert torch.equal(frequencies, theirs[0]), keys
+        assert concentration == pytest.approx(theirs[1]), keys
+        outcomes[rope.scaling] += 1
+    assert min(outcomes[kind] for kind in ("none", "linear", "yarn", "refused")) >= 10, outcomes
 
 
 @pytest.mark.parametrize(
@@ -159,7 +252,16 @@ def test_olmo3_is_read_from_older_and_newer_keys() -> None:
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("LlamaForCausalLM", {"mlp_bias": True}, "attention_bias=False with mlp_bias=True"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
-        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 2.0}}, "low_freq_factor"),
+        ("LlamaForCausalLM", {"rope_scaling": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor"),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": None}},
+            "without original_max_position_embeddings",
+        ),
+        ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type='yarn' without factor"),
+        ("LlamaForCausalLM", {"rope_scaling": YARN, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("Olmo3ForCausalLM", {"rope_parameters": YARN}, "full_attention and sliding_attention"),
+        ("Olmo3ForCausalLM", {"rope_parameters": None, "rope_scaling": YARN | {"truncate": None}}, "truncate=false"),
         ("LlamaForCausalLM", {"rope_theta": 10000.5}, "rope_theta=10000.5"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "odd": 1}}, "odd"),
         ("LlamaForCausalLM", {"vocab_size": "many"}, "vocab_size='many'"),

@@ -17,7 +17,7 @@ from nemo_ext.checkpoint.formats.format import (
     own_bias,
     refuse,
 )
-from nemo_ext.checkpoint.formats.rope import read_parameters, read_rope, rope_parameters, write_rope
+from nemo_ext.checkpoint.formats.rope import present, read_parameters, read_rope, rope_parameters, write_rope
 
 OUTSIDE = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
 LAYER = "model.layers.{layer}."
@@ -253,6 +253,7 @@ def _write_olmo3(description: Description) -> dict[str, Any]:
     sizes = {window for window in windows if window}
     refuse(
         (rope.percent != 1.0, "partial rotary embedding"),
+        (not rope.truncate, "YaRN's truncate=false: transformers ignores it in OLMo 3"),
         _wide_heads(facts),
         (len(sizes) > 1, "windows of different sizes"),
         (rope.on_windowed and rope.scaling != "none" and sizes, "RoPE scaling in blocks with a window"),
@@ -305,22 +306,33 @@ def _read_olmo3(keys: Keys) -> Description:
 
 
 def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
+    """RoPE of blocks with full attention, where `rope_scaling` applies; without those, of blocks with a window."""
     parameters = keys.get("rope_parameters", {})
-    if "full_attention" not in parameters and "sliding_attention" not in parameters:
-        return read_rope(keys, default_base=OLMO3_BASE)
-    each = {
-        kind: read_parameters({"rope_theta": OLMO3_BASE, **(parameters.get(kind) or {})}, keys) for kind in set(types)
-    }
-    windowed, full = each.get("sliding_attention"), each.get("full_attention")
-    if windowed is None or full is None:
-        rope = full or windowed
-        assert rope is not None
-        return rope
-    if windowed.scaling != "none" or windowed.base != full.base:
+    if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():
+        if parameters:
+            raise ValueError(
+                "config.json: rope_parameters: OLMo 3 has a mapping for each kind of layer, full_attention and "
+                "sliding_attention: put them under these keys"
+            )
+        rope = read_rope(keys, default_base=OLMO3_BASE)
+    else:
+        base = {"rope_theta": keys.get("rope_theta", OLMO3_BASE)}
+        scaling = {"full_attention": present(keys.get("rope_scaling", {}))}
+        by_type = {
+            kind: read_parameters(base | present(parameters.get(kind) or {}) | scaling.get(kind, {}), keys)
+            for kind in set(types)
+        }
+        windowed, full = by_type.get("sliding_attention"), by_type.get("full_attention")
+        if windowed and full and (windowed.scaling != "none" or windowed.base != full.base):
+            raise ValueError(
+                "config.json: rope_parameters.sliding_attention: expected rope_type default and the same rope_theta"
+            )
+        rope = full or windowed  # type: ignore[assignment]
+    if not rope.truncate:
         raise ValueError(
-            "config.json: rope_parameters.sliding_attention: expected rope_type default and the same rope_theta"
+            "config.json: RoPE's truncate=false: transformers ignores it in OLMo 3, and vLLM does not: remove it"
         )
-    return full
+    return rope
 
 
 dense_format = partial(

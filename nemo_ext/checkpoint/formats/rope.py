@@ -14,6 +14,7 @@ from nemo_ext.checkpoint.formats.format import Keys
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Llama 3's constants, the only ones that Megatron knows (rotary_pos_embedding.py, _apply_scaling)."""
 DEFAULT_BASE = 10000
+_KINDS = {"rope_type": (str, "a name"), "type": (str, "a name"), "truncate": (bool, "true or false")}
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
@@ -48,52 +49,83 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     return scaling
 
 
-def read_rope(keys: Keys, *, percent: float = 1.0, default_base: int = DEFAULT_BASE) -> Rope:
-    """The rotary embedding of a config.json.
+def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = DEFAULT_BASE) -> Rope:
+    """The rotary embedding of a config.json, with the precedence of transformers 5 (RotaryEmbeddingConfigMixin).
+
+    `rope_scaling` replaces `rope_parameters`, unless it is empty; `rope_theta` and `partial_rotary_factor` in it come
+    before the same keys of the config.json itself, and `original_max_position_embeddings` after.
 
     Args:
         keys: the config.
-        percent: `partial_rotary_factor` where none is given.
-        default_base: `rope_theta` where none is given.
+        percent: `partial_rotary_factor` where the config has none; None for a class that always rotates whole heads.
+        default_base: `rope_theta` where the config has none.
 
     Raises:
-        ValueError: for a scaling or constants that Megatron does not have.
+        ValueError: for a scaling or constants that Megatron does not have, or that are missing.
     """
-    found: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = keys.get(name, {})
-        if not isinstance(given, Mapping):
-            raise ValueError(f"config.json: {name}={given!r}: expected a mapping")
-        found = dict(given) or found
-    base = found.pop("rope_theta", keys.get("rope_theta", default_base))
-    share = found.pop("partial_rotary_factor", keys.get("partial_rotary_factor", percent))
-    return read_parameters({"rope_theta": base, "partial_rotary_factor": share, **found}, keys)
+    both = {name: keys.get(name, {}) for name in ("rope_parameters", "rope_scaling")}
+    for name, value in both.items():
+        if not isinstance(value, Mapping):
+            raise ValueError(f"config.json: {name}={value!r}: expected a mapping")
+    parameters = present(both["rope_scaling"] or both["rope_parameters"])
+    outer = {"rope_theta": keys.get("rope_theta", default_base)}
+    outer["partial_rotary_factor"] = keys.get("partial_rotary_factor", 1.0 if percent is None else percent)
+    original = keys.get("original_max_position_embeddings")
+    rope = read_parameters(
+        outer | parameters | ({} if original is None else {"original_max_position_embeddings": original}), keys
+    )
+    if percent is not None or rope.percent == 1.0:
+        return rope
+    if rope.scaling == "none":
+        return replace(rope, percent=1.0)  # transformers ignores the key in these classes
+    raise ValueError(
+        f"config.json: partial_rotary_factor={rope.percent} with rope_type={rope.scaling!r}: this class rotates whole "
+        "heads, and transformers cannot run it: remove the key"
+    )
+
+
+def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE settings without nulls, which say the same as no key; but transformers reads `truncate: null` as false."""
+    values = {name: value for name, value in parameters.items() if value is not None}
+    return values | ({"truncate": False} if parameters.get("truncate", True) is None else {})
 
 
 def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
-    """The rotary embedding of one `rope_parameters` mapping."""
-    values = {name: value for name, value in parameters.items() if value is not None}
-    words = {"rope_type", "type", "truncate"}
+    """The rotary embedding of one `rope_parameters` mapping, with transformers' defaults (modeling_rope_utils.py).
+
+    Raises:
+        ValueError: for a scaling or constants that Megatron does not have, or that are missing.
+    """
+    values = present(parameters)
     for name, value in values.items():
-        if name not in words and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise ValueError(f"config.json: RoPE's {name}={value!r}: expected a number")
+        kind, expected = _KINDS.get(name, ((int, float), "a number"))
+        if not isinstance(value, kind) or (name != "truncate" and isinstance(value, bool)):
+            raise ValueError(f"config.json: RoPE's {name}={value!r}: expected {expected}")
     base = values.pop("rope_theta", DEFAULT_BASE)
     if base != int(base):
         raise ValueError(f"config.json: rope_theta={base}: Megatron's rotary_base is a whole number")
-    kind = values.pop("rope_type", values.pop("type", "default"))
-    values.pop("type", None)
+    older = values.pop("type", "default")
+    rope_type = values.pop("rope_type", older)
     plain = Rope(base=int(base), percent=float(values.pop("partial_rotary_factor", 1.0)))
-    if kind == "default":
+    if rope_type == "default":
         return plain
-    factor = float(values.pop("factor", 1.0))
-    if kind == "linear":
-        rope = replace(plain, scaling="linear", factor=factor)
-    elif kind == "llama3":
+
+    def required(name: str) -> float:
+        if name not in values:
+            raise ValueError(
+                f"config.json: rope_type={rope_type!r} without {name}: add the value that the model was trained with"
+            )
+        return float(values.pop(name))
+
+    if rope_type == "linear":
+        rope = replace(plain, scaling="linear", factor=required("factor"))
+    elif rope_type == "llama3":
         for name, known in LLAMA3.items():
-            if values.pop(name, known) != known:
+            if required(name) != known:
                 raise ValueError(f"config.json: rope_scaling.{name}: Megatron knows {known} only")
-        rope = replace(plain, scaling="llama3", factor=factor)
-    elif kind == "yarn":
+        rope = replace(plain, scaling="llama3", factor=required("factor"))
+    elif rope_type == "yarn":
+        factor = required("factor")
         scale, scale_all = values.pop("mscale", None), values.pop("mscale_all_dim", None)
         attention = values.pop("attention_factor", None)
         if attention is None:
@@ -107,13 +139,15 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             original_positions=int(
                 values.pop("original_max_position_embeddings", keys.get("max_position_embeddings", 0))
             ),
-            beta_fast=float(values.pop("beta_fast", 32.0)),
-            beta_slow=float(values.pop("beta_slow", 1.0)),
+            beta_fast=float(values.pop("beta_fast", 0) or 32.0),
+            beta_slow=float(values.pop("beta_slow", 0) or 1.0),
             attention_factor=float(attention),
-            truncate=bool(values.pop("truncate", True)),
+            truncate=values.pop("truncate", True),
         )
     else:
-        raise ValueError(f"config.json: rope_type={kind!r} is not supported: expected default, linear, llama3 or yarn")
+        raise ValueError(
+            f"config.json: rope_type={rope_type!r} is not supported: expected default, linear, llama3 or yarn"
+        )
     if values:
-        raise ValueError(f"config.json: unknown RoPE settings {sorted(values)} for rope_type={kind!r}")
+        raise ValueError(f"config.json: unknown RoPE settings {sorted(values)} for rope_type={rope_type!r}")
     return rope
