@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.data.blends.blend import other_order
 from nemo_ext.data.phases import Plan, data_of, plan_of
+from nemo_ext.data.training import index_digests
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.files import only_run_in
@@ -56,8 +57,12 @@ def prepare(config: Mapping[str, Any]) -> Path:
     done = run_directory.last_checkpoint(run_dir) or 0
     segment = next((each for each in run.segments if target_of(each)[0] > done), run.segments[-1])
     _check_same_run(segment, run_dir, Console(highlight=False, soft_wrap=True))
+    return _write(run_dir, segment)
+
+
+def _write(run_dir: Path, config: Mapping[str, Any]) -> Path:
     run_directory.write_versions(run_dir, sys.argv)
-    return run_directory.write_config(run_dir, segment)
+    return run_directory.write_config(run_dir, {**config, "index_digests": index_digests(config)})
 
 
 def train(config: Mapping[str, Any]) -> None:
@@ -121,8 +126,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
             console.print(f"resuming {run_dir} from step {done}")
         if run.plan is not None:
             console.print(f"phases: {', '.join(segment['segment']['phases'])}")
-        run_directory.write_config(run_dir, segment)
-        run_directory.write_versions(run_dir, sys.argv)
+        _write(run_dir, segment)
         _run_ranks(run_dir, int(launcher["nproc_per_node"]), target, console)
         if pending(run_dir) is not None:
             return False
@@ -155,6 +159,13 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
         raise ValueError(
             f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
         )
+    data_before = before.get("index_digests") or {}
+    for prefix, digest in index_digests(config).items():
+        if data_before.get(prefix, digest) != digest:
+            console.print(
+                f"changed since this run began: the data in {prefix}: their order is another, so documents that were "
+                "read may come again and others not at all"
+            )
     if before.get("phases") or config.get("phases"):
         _check_same_past(before, config, step, run_dir)
         if before["segment"]["phases"] != config["segment"]["phases"]:

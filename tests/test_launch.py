@@ -6,6 +6,7 @@ Ranks and what signals end are processes; a command that starts no rank runs in 
 import io
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -321,16 +322,21 @@ def test_the_blend_of_the_first_start_is_that_of_the_second(
     of = {name: {"source": source, "tokens": 1_000_000} for name, source in sources.items()}
     data = {"directory": str(tmp_path / "data"), "tokenizer": {"kind": "byte"}, "workers": 1, "validation_share": 0.3}
     data["blend"] = {"by": "temperature", "alpha": 1.0, "of": of}
-    given = fake_ranks(monkeypatch, 5, 10)
+    given = fake_ranks(monkeypatch, 5, 10, 15)
 
-    for _ in range(2):
+    for start in range(3):
+        if start == 2:
+            (tmp_path / "x.jsonl").write_text("".join(f'{{"text": "{n} {"other " * 30}"}}\n' for n in range(6)))
         config = compose("train", [*SMALL, f"run_dir={tmp_path / 'run'}", "train.tokens=15360"])
         for name in ("mock_data", "tokenizer_type", "vocab_size"):
             config["megatron"].pop(name)
         launch.train({**config, "data": deepcopy(data)})
-        assert "data: read more than max_epochs=4 times" in capsys.readouterr().err
+        printed = capsys.readouterr()
+        assert "data: read more than max_epochs=4 times" in printed.err
+        changed = re.findall(r"changed since this run began: the data in (\S+):", printed.out)
+        assert changed == [str(tmp_path / "data" / f"x_{split}") for split in ("train", "valid")] * (start == 2)
 
-    first, second = (each["megatron"]["train_data_path"] for each in given)
+    first, second = (each["megatron"]["train_data_path"] for each in given[:2])
     assert first == second and float(first[0]) < 0.5
 
 

@@ -8,6 +8,7 @@ from nemo_ext.data.blends.blend import with_blend
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.packs.mixed_lengths import MixedLengths
 from nemo_ext.data.packs.packed_files import check_packed, with_packed
+from nemo_ext.data.text.indexed_dataset import index_digest
 
 
 def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
@@ -27,6 +28,20 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
     made = with_blend(config, tokens=tokens)
     MixedLengths.from_config(made)
     return made
+
+
+def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the indices of all data that a run reads, by prefix; see `index_digest`.
+
+    Args:
+        config: config of a training run or of a segment of it, data arguments filled in.
+    """
+    keys = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
+    lists = [config["megatron"].get(key) for key in keys]
+    lists += (config.get("segment") or {}).get("train_data_path", {}).values()
+    words = [str(word) for words in lists if words for word in ([words] if isinstance(words, str) else words)]
+    indices = {word: Path(f"{word}.idx") for word in words}
+    return {word: index_digest(path) for word, path in indices.items() if path.is_file()}
 
 
 def check_settings(config: Mapping[str, Any]) -> None:

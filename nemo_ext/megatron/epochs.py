@@ -8,6 +8,7 @@ a stream, and later phases may change without changing what earlier ones have re
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron.core.datasets.utils import Split
 from torch import Tensor
 
 from nemo_ext.data.packs.mixed_lengths import ALL, Documents
+from nemo_ext.data.text.indexed_dataset import index_digest
 from nemo_ext.job.seeds import digest, generator
 
 ROUND = 100
@@ -29,12 +31,41 @@ class StreamConfig(GPTDatasetConfig):
     """Megatron's config, and which part of each stream is read.
 
     Attributes:
+        contents: digest of a stream's index file, in the config of that stream's dataset.
         drawn: number of sequences read before, by prefix; "" for synthetic data.
         documents: part of every stream's documents to read.
     """
 
     drawn: Mapping[str, int] = field(default_factory=dict)
     documents: Documents = ALL
+    contents: str | None = None
+
+
+class StreamDataset(GPTDataset):
+    """Megatron's GPTDataset whose cached indices belong to the data as they are.
+
+    Megatron names the cache by the path of the data and the settings, so data written again to the same path would be
+    read by the indices of the old ones (gpt_dataset.py, `_build_document_sample_shuffle_indices`).
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        dataset_path: str | None,
+        indices: npt.NDArray[np.int32],
+        num_samples: int | None,
+        index_split: Split,
+        config: StreamConfig,
+    ) -> None:
+        index = Path(f"{dataset_path}.idx")
+        if index.is_file():  # else in object storage
+            config = copy(config)
+            config.contents = index_digest(index)
+        super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        return [*GPTDataset._key_config_attributes(), "contents"]
 
 
 class StreamEpochs(MegatronDataset):
@@ -47,7 +78,7 @@ class StreamEpochs(MegatronDataset):
         config: config with `drawn` and `documents`.
     """
 
-    kind: type[GPTDataset] = GPTDataset
+    kind: type[GPTDataset] = StreamDataset
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import MockGPTDataset
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.utils import StragglerDetector
 from megatron.training import get_args
@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_ext.data.packs.mixed_lengths import MixedLengths, Reading
 from nemo_ext.megatron import transformer_engine, versions
 from nemo_ext.megatron.distillation import KL, Distillation
-from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamEpochs
+from nemo_ext.megatron.epochs import MockEpochs, StreamConfig, StreamDataset, StreamEpochs
 from nemo_ext.megatron.mixed_lengths import mixed_rows
 from nemo_ext.megatron.packed import PackedDataset, all_packed, on_this_cp_rank, take_packing
 from nemo_ext.megatron.stability import Z_LOSS, ZLoss
@@ -58,7 +58,7 @@ def build_datasets(
     given = getattr(arguments, "mixed_lengths", None)
     mixed = None if given is None else MixedLengths(**given)
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
-    kind: type = MockGPTDataset if arguments.mock_data else GPTDataset
+    kind: type = MockGPTDataset if arguments.mock_data else StreamDataset
     if drawn is not None or mixed is not None:
         kind = MockEpochs if arguments.mock_data else StreamEpochs
     splits = [blend] if blend_per_split is None else list(blend_per_split)

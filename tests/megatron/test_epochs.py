@@ -49,6 +49,21 @@ def test_the_first_epoch_is_megatrons_and_later_ones_do_not_change_it(megatron: 
     assert sequences([stream], 300, drawn={stream: 400}) == three[400:700]
 
 
+@pytest.mark.parametrize("drawn", [None, {}])
+def test_data_written_again_to_the_same_path_have_a_new_index(
+    megatron: None, tmp_path: Path, drawn: dict[str, int] | None
+) -> None:
+    """Fewer documents, more, and as many of other lengths; the first cache stays in its folder."""
+    for documents in (400, 200, 800):
+        stream = stream_at(tmp_path / "a", documents)
+        rows = sequences([stream], 110, drawn=drawn)
+        read = {token for row in rows for token in row}
+        assert len(read) == 110 * LENGTH and max(read) < 9.5 * documents, documents
+    lengths = np.random.default_rng(0).permutation(np.arange(800) % 10 + 5)
+    write_index(Path(f"{stream}.idx"), lengths.astype(np.int64), np.int32)
+    assert sequences([stream], 110, drawn=drawn) != rows
+
+
 def test_a_stream_shorter_than_a_sequence_is_read_too(megatron: None, tmp_path: Path) -> None:
     stream = stream_at(tmp_path / "tiny", 2)  # 11 tokens
 

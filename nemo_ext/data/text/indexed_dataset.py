@@ -4,6 +4,7 @@ Written here so that making data needs neither torch nor Megatron; the format is
 (megatron/core/datasets/indexed_dataset.py), whose reader the tests use.
 """
 
+import hashlib
 import struct
 from pathlib import Path
 
@@ -17,6 +18,7 @@ _SMALL_VOCABULARY = 65500
 _TYPE_CODES = {np.uint8: 1, np.int32: 4, np.uint16: 8}
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = "<9sQBQQ"  # magic, version, code of the type, sequences, documents
+_BLOCKS, _BLOCK = 64, 64
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
@@ -82,3 +84,25 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
     if magic != _MAGIC or dtype is None:
         raise ValueError(f"{path}: no index of token ids: name the prefix of what `nemo-ext sft_data` wrote")
     return lengths.astype(np.int64), starts.astype(np.int64), dtype
+
+
+def index_digest(path: Path) -> str:
+    """Digest of an .idx in constant time, 16 hexadecimal digits: its header, and 64 evenly spaced runs of 64 sequences.
+
+    A sequence's start adds up the lengths before it, so data that were made again have another digest unless all of
+    these runs begin and end where they did.
+
+    Args:
+        path: path of the .idx.
+    """
+    head = struct.calcsize(_HEADER)
+    with open(path, "rb") as file:
+        header = file.read(head)
+    hashed = hashlib.sha256(header)
+    sequences = struct.unpack(_HEADER, header)[3]
+    if sequences:
+        first = np.linspace(0, max(0, sequences - _BLOCK), _BLOCKS, dtype=np.int64)
+        rows = np.unique(np.minimum(first[:, None] + np.arange(_BLOCK), sequences - 1))
+        for dtype, offset in (("<i4", head), ("<i8", head + 4 * sequences)):
+            hashed.update(np.memmap(path, dtype, "r", offset, (sequences,))[rows].tobytes())
+    return hashed.hexdigest()[:16]
