@@ -68,7 +68,7 @@ def build_datasets(
     asked = asked or (mixed is not None and mixed.document_boundaries)
     if asked and (why := versions.lack(["dataloader_inter_document_masking"])):
         raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}")
-    boundaries = {"inter_document_masking": True} if asked else {}
+    boundaries: dict[str, Any] = {"inter_document_masking": True} if asked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:
         present = list(dict.fromkeys(filter(None, kinds))) or [kind]

@@ -19,6 +19,7 @@ import orjson
 
 from nemo_ext.chat.formats import thinking_mode, to_sample
 from nemo_ext.data.preference.measure import Texts, rendered_pair
+from nemo_ext.data.text.user_files import open_lines
 from nemo_ext.rl.prompts import Prompts
 
 
@@ -76,7 +77,7 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a file of pairs: {error}") from error
         return
-    with open(path, "rb") as file:
+    with open_lines(str(path)) as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:

@@ -5,7 +5,6 @@ compressed file is one part. Results come in the order of the files, so nothing 
 """
 
 import hashlib
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import orjson
 
 from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part, ReadReport
-from nemo_ext.data.text.user_files import open_lines, pyarrow_module, value_at
+from nemo_ext.data.text.user_files import DAMAGED, open_lines, pyarrow_module, value_at
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
 from nemo_ext.job.workers import in_workers
@@ -70,7 +69,7 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
                 if not line.isspace():
                     yield offset, line
                 offset += len(line)
-    except (EOFError, OSError, zlib.error) as error:
+    except DAMAGED as error:
         raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or compress it again") from error
 
 

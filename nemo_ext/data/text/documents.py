@@ -212,12 +212,20 @@ def file_text(part: Part, report: ReadReport) -> str | None:
         data = Path(part.path).read_bytes()
         if b"\0" not in data:
             return data.decode().removeprefix("\ufeff")
-        report.skip("binary", part.path)
+        report.skip("binary", f"{part.path}{seems(data)}")
     except UnicodeDecodeError as error:
-        report.skip("undecodable", f"{part.path}: byte {error.start}")
+        report.skip("undecodable", f"{part.path}: byte {error.start}{seems(data)}")
     except OSError as error:
         report.skip("unreadable", f"{part.path}: {error.strerror}")
     return None
+
+
+def seems(start: bytes) -> str:
+    """Encoding that the first bytes of a text seem to be in, for a message; "" if that may be UTF-8."""
+    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) or start[:4].count(0) == 3:
+        return " (it seems to be UTF-32)"
+    utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff")) or (start[0:4:2] == b"\0\0") != (start[1:4:2] == b"\0\0")
+    return " (it seems to be UTF-16)" if utf16 else ""
 
 
 def document_digest(text: bytes) -> bytes:

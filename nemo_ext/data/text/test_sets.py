@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.user_files import JsonlSource, record_source
+from nemo_ext.data.text.user_files import JsonlSource, record_source, utf8_text
 from nemo_ext.data.text.words import Hashes, Words, ngram_hashes, word_hashes
 from nemo_ext.job.settings import STRICT, Share, Strings, StringsOrNone
 
@@ -224,11 +224,7 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
     where = f"decontamination: test set {test_set.name}"
     if all(Path(path).suffix == ".txt" for path in test_set.path):
         for name, path in JsonlSource(path=test_set.path).inputs():
-            try:
-                lines = path.read_text(encoding="utf-8").splitlines()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{where}: {path}: not UTF-8 at byte {error.start}") from None
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(utf8_text(path).splitlines(), start=1):
                 if line.strip():
                     report.records += 1
                     yield f"{test_set.name} {name}:{number}", [line]

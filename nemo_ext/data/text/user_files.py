@@ -19,12 +19,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Annotated, Any, ClassVar, cast
 
+import zstandard
 from pydantic import Field
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text
+from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text, seems
 from nemo_ext.job.settings import Share, Strings, nearest
 
 _SAMPLE_BYTES = 1 << 20
+DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
+"""Errors of reading a file of lines whose compression is damaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class RecordSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSource(RecordSource):
-    """One JSON object per line, plain, .gz or .zst (.zst needs pyarrow); blank lines are ignored.
+    """One JSON object per line, plain, .gz or .zst; blank lines are ignored.
 
     Plain files are read by several workers at once, a compressed file by one.
     """
@@ -341,7 +344,7 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
     try:
-        record = json.loads(line)
+        record = json.loads(line.decode().removeprefix("\ufeff"))  # of bytes json.loads would guess the encoding
     except (ValueError, RecursionError) as error:
         return None, f"not JSON ({error})"
     if not isinstance(record, dict):
@@ -359,7 +362,7 @@ def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
-def pyarrow_module(what: str = "Parquet and .zst files need") -> ModuleType:
+def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
     """The library pyarrow with its Parquet files; if it is not installed, raises ValueError that says what needs it."""
     try:
         importlib.import_module("pyarrow.parquet")
@@ -369,12 +372,71 @@ def pyarrow_module(what: str = "Parquet and .zst files need") -> ModuleType:
 
 
 def open_lines(path: str) -> IO[bytes]:
-    """Open a file of lines: plain, .gz or .zst."""
-    if path.endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "rb"))
-    if path.endswith(".zst"):
-        return io.BufferedReader(pyarrow_module().input_stream(path, compression="zstd"), buffer_size=1 << 20)
-    return open(path, "rb", buffering=1 << 20)
+    """Open a file of lines in UTF-8: plain, .gz or .zst.
+
+    Raises:
+        ValueError: the file begins as text in UTF-16 or UTF-32 does.
+    """
+    opened = gzip.open if path.endswith(".gz") else open
+    packed: Any = opened(path, "rb")
+    file = io.BufferedReader(_Zstandard(packed), 1 << 20) if path.endswith(".zst") else packed
+    try:
+        encoding = seems(file.peek(4))
+    except DAMAGED:
+        encoding = ""  # reading it says so
+    if encoding:
+        file.close()
+        raise ValueError(f"{path}: not UTF-8{encoding}: convert it, for example with iconv -f UTF-16 -t UTF-8")
+    return cast(IO[bytes], file)
+
+
+def utf8_text(path: Path) -> str:
+    """Text of a whole file, see `open_lines`, without its byte order mark.
+
+    Raises:
+        ValueError: it is not UTF-8, or cannot be read.
+    """
+    try:
+        with open_lines(str(path)) as file:
+            return file.read().decode().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}: convert it") from None
+    except DAMAGED as error:
+        raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
+
+
+class _Zstandard(io.RawIOBase):
+    """Content of a .zst whose window may have any size. zstandard's own reader takes a file that is cut off for whole.
+
+    Raises:
+        EOFError: the last frame is cut off.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._frame: Any = None
+        self._packed, self._content = b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            packed = self._packed or self._file.read(1 << 16)
+            if not packed and self._frame is not None:
+                raise EOFError("the last frame is cut off")
+            if not packed:
+                return 0
+            frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            self._content = memoryview(frame.decompress(packed))
+            self._frame, self._packed = (None, frame.unused_data) if frame.eof else (frame, b"")
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
 
 
 def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
@@ -382,5 +444,5 @@ def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
     try:
         while line := file.readline():
             yield line
-    except (EOFError, OSError, zlib.error) as error:
+    except DAMAGED as error:
         raise ValueError(f"{path}: cannot be read to its end ({error}): copy or compress it again") from error

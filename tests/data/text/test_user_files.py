@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +92,47 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, read_all: Read) -> N
     for name in ("cut.json.gz", "changed.json.gz", "not.json.gz", "cut.json.zst", "not.json.zst"):
         with pytest.raises(ValueError, match=rf"{name}: cannot be read to its end"):
             read_all(load_source({"kind": "jsonl", "path": str(tmp_path / name)}))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_another_encoding_of_unicode_is_named(tmp_path: Path, encoding: str, suffix: str) -> None:
+    content = '{"text": "one"}\n{"text": "zwei \u00e9"}\n'.encode(encoding)
+    path = tmp_path / f"a.jsonl{suffix}"
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    (tmp_path / "a.txt").write_bytes(content)
+
+    with pytest.raises(ValueError, match=rf"a\.jsonl{suffix}: not UTF-8 \(it seems to be {encoding[:6].upper()}\)"):
+        load_source({"kind": "jsonl", "path": str(path)}).check()
+    text = load_source({"kind": "text", "path": str(tmp_path / "a.txt")})
+    with pytest.raises(ValueError, match=rf"it seems to be {encoding[:6].upper()}"):
+        read(text, next(text.parts(max_documents=1, max_size=1)))
+
+
+def test_lines_of_another_encoding_in_a_file_are_malformed(tmp_path: Path, read_all: Read) -> None:
+    other = '{"text": "two"}\n'
+    content = b'{"text": "one"}\n' * 99 + other.encode("utf-16-le") + other.encode("latin-1")
+    (tmp_path / "a.jsonl").write_bytes(content)
+
+    documents, report = read_all(
+        load_source({"kind": "jsonl", "path": str(tmp_path / "a.jsonl"), "max_bad_share": 0.5})
+    )
+
+    assert [document.text for document in documents] == ["one"] * 99
+    assert report.skipped == {"malformed": 2}
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+def test_a_zst_of_any_window_and_number_of_frames_is_read(tmp_path: Path, read_all: Read, frames: int) -> None:
+    line = json.dumps({"text": "a" * 100_000}).encode() + b"\n"
+    wide = zstandard.ZstdCompressionParameters.from_level(3, window_log=31)
+    path = tmp_path / "a.jsonl.zst"
+    with open(path, "wb") as file:
+        for _ in range(frames):
+            with zstandard.ZstdCompressor(compression_params=wide).stream_writer(file, closefd=False) as frame:
+                frame.write(line * 20)
+
+    assert len(read_all(load_source({"kind": "jsonl", "path": str(path)}))[0]) == 20 * frames
 
 
 @given(

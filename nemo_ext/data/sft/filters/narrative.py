@@ -17,6 +17,7 @@ import yaml
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
+from nemo_ext.data.text.user_files import utf8_text
 from nemo_ext.data.text.words import Hashes, ngram_hashes, word_hashes, words_of
 from nemo_ext.job.settings import STRICT, Strings, StringsOrNone
 
@@ -107,9 +108,9 @@ def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple
 
 def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = utf8_text(path)
         content: Any = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise ValueError(f"narrative: files: {path}: {error}") from None
     if path.suffix not in (".yaml", ".yml"):
         for number, line in enumerate(text.splitlines(), start=1):
