@@ -11,9 +11,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from nemo_ext.evaluation.store import digest_of
+from nemo_ext.job.records import read_json
 from nemo_ext.rl.answers import last_boxed
 
 _MOST_BYTES = 1 << 30
@@ -80,7 +79,7 @@ def packed_tests(text: str) -> list[dict[str, Any]]:
         ValueError: it is neither.
     """
     if text.lstrip().startswith("["):
-        return list(orjson.loads(text))
+        return list(read_json(text))
     try:
         unpacked = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MOST_BYTES)
         operations = [(code.name, argument) for code, argument, _ in pickletools.genops(unpacked)]
@@ -89,13 +88,13 @@ def packed_tests(text: str) -> list[dict[str, Any]]:
     found = [argument for name, argument in operations if name.endswith(("UNICODE", "UNICODE8"))]
     if len(found) != 1 or {name for name, _ in operations} - _PICKLED_TEXT:
         raise ValueError("private tests: the pickle holds more than a text")
-    return list(orjson.loads(str(found[0])))
+    return list(read_json(str(found[0])))
 
 
 def code_tests(tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """LiveCodeBench's tests {input, output, testtype} as the environment `code` wants them."""
     return [
-        {"args": [orjson.loads(line) for line in test["input"].split("\n")], "expected": orjson.loads(test["output"])}
+        {"args": [read_json(line) for line in test["input"].split("\n")], "expected": read_json(test["output"])}
         if test["testtype"] == "functional"
         else {"input": test["input"], "output": test["output"]}
         for test in tests
@@ -154,5 +153,5 @@ FILTERS = {
     "code_tests": code_tests,
     "bfcl_tools": bfcl_tools,
     "bfcl_calls": bfcl_calls,
-    "from_json": orjson.loads,
+    "from_json": read_json,
 }

@@ -1,18 +1,18 @@
 """Problems of a benchmark: rows of its files or of a generator, turned into what is asked and what is right."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from nemo_ext.chat.sample import Message
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.data.text.user_files import pyarrow_module, record_source, without_nulls
+from nemo_ext.data.text.user_files import pyarrow_module, record_source, table_row
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
 from nemo_ext.evaluation.store import digest_of
+from nemo_ext.job.records import read_json
 from nemo_ext.job.templates import Templates
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
@@ -191,24 +191,21 @@ def _problem(
     if benchmark.messages is not None:
         given = value("messages", benchmark.messages, ())
         try:
-            prompts = {
-                PLAIN: Task.of(
-                    {"id": "-", "environment": "-", "prompt": without_nulls(given)}, f"{where}: messages"
-                ).prompt
-            }
+            prompts = {PLAIN: Task.of({"id": "-", "environment": "-", "prompt": given}, f"{where}: messages").prompt}
         except (TypeError, AttributeError):
             raise ValueError(f"{where}: messages={str(given)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()
     if isinstance(tools, str):
         try:
-            tools = orjson.loads(tools)
-        except orjson.JSONDecodeError as error:
+            tools = read_json(tools)
+        except json.JSONDecodeError as error:
             raise ValueError(f"{where}: benchmark {benchmark.name}: tools: no JSON ({error})") from None
     if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
         raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {
-        key: without_nulls(_value(benchmark, f"reference.{key}", expression, row, where))
+        key: held
         for key, expression in benchmark.reference.items()
+        if (held := value(f"reference.{key}", expression, None)) is not None
     }
     gold = value("gold", benchmark.gold, 0)
     if not isinstance(gold, int):
@@ -221,7 +218,7 @@ def _problem(
         prompts=prompts,
         reference=reference,
         environment=benchmark.environment or "",
-        tools=tuple(without_nulls(tools)),
+        tools=tuple(tools),
         choices=tuple(map(str, choices)),
         gold=gold,
     )
@@ -297,7 +294,7 @@ def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     pyarrow = pyarrow_module()
     try:
         with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as reader:
-            rows = (row for batch in reader for row in batch.to_pylist())
+            rows = (table_row(row) for batch in reader for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path}: no Arrow stream ({error}): copy or make it again") from None

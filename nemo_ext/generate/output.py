@@ -10,15 +10,12 @@ answer is a line in a journal of the worker that got it; whoever works on a rang
 
 import contextlib
 import itertools
-import json
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import orjson
 
 from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.endpoint.client import Answer, count
@@ -28,6 +25,7 @@ from nemo_ext.generate.settings import Format
 from nemo_ext.job.files import unfinished, write_text
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.progress import notice
+from nemo_ext.job.records import json_line, read_json
 from nemo_ext.job.run_directory import OWN
 
 DEAD = "dead"
@@ -126,7 +124,7 @@ class Output:
         return [line for line in lines if (line["key"], line["sample"]) not in answered]
 
     def _dead_lines(self, range_: Range) -> list[dict[str, Any]]:
-        return [orjson.loads(line) for line in self.dead(range_).read_bytes().split(b"\n") if line]
+        return [read_json(line) for line in self.dead(range_).read_bytes().split(b"\n") if line]
 
     def failed(self, ranges: Sequence[Range]) -> int:
         """Number of answers that have failed, those in journals too; of none where what failed is asked again."""
@@ -192,7 +190,7 @@ class Output:
                     break
                 start += len(line)
                 try:
-                    yield orjson.loads(line)
+                    yield read_json(line)
                 except ValueError:  # after a power cut, say
                     notice(f"{file}: a line cannot be read: what it held is asked again")
         if opened is not None:
@@ -212,7 +210,7 @@ class Output:
         if self.format == "openai_batch":
             kept["body"] = answer.body
         line = {"row": pair[0], "sample": pair[1], **kept}
-        self._journals[name].write(_line(line))
+        self._journals[name].write(json_line(line))
         self._journals[name].flush()
         opened.settled.add(pair)
 
@@ -281,7 +279,7 @@ class Output:
 
     def _write_dead(self, range_: Range, lines: Sequence[Mapping[str, Any]]) -> None:
         if lines or self.dead(range_).exists():
-            write_text(self.dead(range_), b"".join(map(_line, lines)).decode())
+            write_text(self.dead(range_), b"".join(map(json_line, lines)).decode())
 
     def _failure(self, opened: OpenRange, pair: Pair, line: Mapping[str, Any]) -> dict[str, Any]:
         reason = line["problem"] or "its answer came when the part was written: generate.retry_dead=true asks again"
@@ -307,9 +305,9 @@ class Output:
             for ((row, _), line), answer in zip(answers, own, strict=True):
                 if self.format == "jsonl":
                     beside = {self.names[name]: value for name, value in opened.rows[row].items() if name in self.names}
-                    file.write(_line(beside | answer))
+                    file.write(json_line(beside | answer))
                 elif self.format == "openai_batch":
-                    file.write(_line(_batch_line(answer, line["body"])))
+                    file.write(json_line(_batch_line(answer, line["body"])))
             file.flush()
             os.fsync(file.fileno())
         try:
@@ -342,7 +340,7 @@ class Output:
             held = self._columns(part, ("key", "sample"))
             return list(zip(held["key"].to_pylist(), held["sample"].to_pylist(), strict=True))
         try:
-            lines = [orjson.loads(line) for line in part.read_bytes().splitlines()]
+            lines = [read_json(line) for line in part.read_bytes().splitlines()]
             return [(line["custom_id" if self.format == "openai_batch" else "key"], line["sample"]) for line in lines]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{part}: cannot be read: {error}") from None
@@ -356,7 +354,7 @@ class Output:
         if self.format == "parquet":
             held = self._columns(part, _MEASURED)
             return {name: held[name].to_pylist() for name in _MEASURED}
-        lines = [orjson.loads(line) for line in part.read_bytes().splitlines()]
+        lines = [read_json(line) for line in part.read_bytes().splitlines()]
         if self.format == "openai_batch":
             lines = [_measures(line["response"]["body"]) for line in lines]
         return {name: [line[name] for line in lines] for name in _MEASURED}
@@ -388,14 +386,6 @@ class Output:
                     part.replace(aside / f"{part.name}.{uuid.uuid4().hex[:8]}")
                 notice(f"{error}: set aside in {aside}; its rows are asked again")
         return damaged
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    """A line of JSON; what JSON has no type for becomes its text."""
-    try:
-        return orjson.dumps(content, default=str, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # numbers of more than 64 bits
-        return f"{json.dumps(content, default=str)}\n".encode()
 
 
 def _measures(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import jinja2
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.endpoint.client import Request
 from nemo_ext.generate.rows import is_batch, row_key
 from nemo_ext.generate.settings import GenerateSettings
@@ -93,7 +92,7 @@ class Prompts:
         seed = {"seed": digest(self.seed, "generate", key, sample) >> 33}  # some servers take no more than 31 bits
         if is_batch(row):
             url, body = str(row.get("url") or "/v1/chat/completions"), row["body"]
-            body = json.loads(body) if isinstance(body, str) else without_nulls(body)
+            body = json.loads(body) if isinstance(body, str) else body
             if url not in _PATHS:
                 raise ValueError(f"{key}: url={url}: {nearest(url, _PATHS)}")
             if not isinstance(body, Mapping):
@@ -113,7 +112,7 @@ class Prompts:
         if self.settings.system is not None:
             messages = [{"role": "system", "content": self.settings.system}, *messages]
         if self.settings.tools is not None and (tools := row.get(self.settings.tools)):
-            body["tools"] = json.loads(tools) if isinstance(tools, str) else without_nulls(tools)
+            body["tools"] = json.loads(tools) if isinstance(tools, str) else tools
         return Request(key=key, sample=sample, body=body | {"messages": messages})
 
     def _text(self, row: Mapping[str, Any]) -> str:
@@ -134,7 +133,7 @@ class Prompts:
             return value
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a text or a list of messages")
-        return without_nulls(value)
+        return value
 
 
 def _messages(text: str) -> list[Any] | None:

@@ -2,16 +2,21 @@
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from nemo_ext.job.files import write_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+_LONG, _LONG_BYTES = re.compile("[0-9]{19}"), re.compile(b"[0-9]{19}")
 
 
 def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
@@ -51,6 +56,33 @@ def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: t
     """Appends records to the complete lines of a file."""
     known = read_lines(file, kind, what=what)
     write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON; what JSON has no type for becomes its text, NaN and the infinities null."""
+    try:
+        return orjson.dumps(value, default=str, option=orjson.OPT_APPEND_NEWLINE)
+    except TypeError:  # whole numbers of more than 64 bits, halves of characters
+        return f"{json.dumps(_finite(value), default=str)}\n".encode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_json(text: bytes | str) -> Any:
+    """Value of a JSON text in UTF-8. Whole numbers are exact: orjson makes floats of those beyond 64 bits.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    value = orjson.loads(text)
+    long = _LONG_BYTES.search(text) if isinstance(text, bytes) else _LONG.search(text)
+    return json.loads(text) if long else value
 
 
 def strict_json(text: str) -> Any:

@@ -15,11 +15,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from nemo_ext.chat.formats import thinking_mode, to_sample
 from nemo_ext.data.preference.measure import Texts, rendered_pair
-from nemo_ext.data.text.user_files import open_lines
+from nemo_ext.data.text.user_files import open_lines, table_row
+from nemo_ext.job.records import read_json
 from nemo_ext.rl.prompts import Prompts
 
 
@@ -73,7 +72,7 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
     if path.suffix == ".parquet":
         try:
             batches = import_module("pyarrow.parquet").ParquetFile(path).iter_batches()
-            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+            yield from enumerate((table_row(row) for batch in batches for row in batch.to_pylist()), start=1)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path}: not a file of pairs: {error}") from error
         return
@@ -81,8 +80,8 @@ def _records(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 try:
-                    yield number, orjson.loads(line)
-                except orjson.JSONDecodeError as error:
+                    yield number, read_json(line)
+                except ValueError as error:
                     raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
@@ -127,7 +126,7 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
         prompt, chosen, rejected = (_rendered(side, where) for side in sides)
         return prompt, chosen, rejected
     tools = record.get("tools")
-    tools = orjson.loads(tools) if isinstance(tools, str) else tools
+    tools = read_json(tools) if isinstance(tools, str) else tools
     try:
         mode = thinking_mode((record.get("chat_template_kwargs") or {}).get("enable_thinking"), "enable_thinking")
         asked = to_sample({"messages": sides[0], "tools": tools}, id=where, format="openai", thinking=mode)

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
 from nemo_ext.data.blends.division import divide
 from nemo_ext.data.blends.hierarchy import Node, read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
+from nemo_ext.job.records import read_json
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import check_keys, checked, checked_whole
 from nemo_ext.rl.adaptive import Adapt, AdaptiveShares
@@ -251,8 +251,8 @@ def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> No
 
 def _task(line: bytes, where: str) -> Task:
     try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        record = read_json(line)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a task is an object, not {type(record).__name__}")

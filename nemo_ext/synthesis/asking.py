@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import thinking_mode
-from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
 from nemo_ext.generate.batch import A_DAY, Asks, answer_all, held_part_rows, made_of
@@ -22,6 +21,7 @@ from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import differing, digest, note
 from nemo_ext.job.made_of import told as told_changes
 from nemo_ext.job.progress import notice
+from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.task import Task
@@ -30,7 +30,7 @@ from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.conversing import Conversing, Play
 from nemo_ext.synthesis.known import Known
-from nemo_ext.synthesis.rows import ID, Row, line, read, written
+from nemo_ext.synthesis.rows import ID, Row, read, written
 from nemo_ext.synthesis.settings import Ask, Canaries, Converse, WorkSettings
 
 _KNOWN = "known.sqlite"
@@ -89,7 +89,7 @@ class Asking:
         with written(new) as write:
             for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
                 if asked:
-                    write({"key": row[ID], "row": line(row).decode()})
+                    write({"key": row[ID], "row": json_line(row).decode()})
                     number += 1
         with open(new, "rb") as content:
             name = digest([hashlib.file_digest(content, "sha256").hexdigest(), self.work.part_rows])[:12]
@@ -235,7 +235,7 @@ class Asking:
         if self.step.prompt is not None:
             found: Any = self.context.text("prompt", self.step.prompt, names)
         else:
-            found = without_nulls(self.context.value("messages", str(self.step.messages), names))
+            found = self.context.value("messages", str(self.step.messages), names)
         if not isinstance(found, str) and not (
             isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found)
         ):
@@ -254,14 +254,14 @@ class Asking:
         assert isinstance(self.step, Ask)
         if self.step.tools is None:
             return None
-        return without_nulls(self.context.value("tools", self.step.tools, self.context.names(row)))
+        return self.context.value("tools", self.step.tools, self.context.names(row))
 
     def _task(self, row: Row) -> Task:
         assert isinstance(self.step, Converse)
         names = ("prompt", "reference", "tools")
         environment = self.step.environment or row.get("environment")
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
-        return Task.of(without_nulls(record), f"steps.{self.context.name}: row {row[ID]}")
+        return Task.of(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:
         """The world of a name."""

@@ -8,11 +8,12 @@ from nemo_ext.chat.sample import openai_messages
 from nemo_ext.endpoint.client import Answer, Client, Request
 from nemo_ext.evaluation.play import Messages, Playing
 from nemo_ext.evaluation.score import said
+from nemo_ext.job.records import json_line
 from nemo_ext.job.seeds import digest
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.synthesis.context import Context
-from nemo_ext.synthesis.rows import Row, line
+from nemo_ext.synthesis.rows import Row
 from nemo_ext.synthesis.settings import Converse
 
 
@@ -114,7 +115,7 @@ class Conversing(Client):
         return Answer(
             key=request.key,
             sample=request.sample,
-            answer=line(whole).decode(),
+            answer=json_line(whole).decode(),
             finish_reason="stop",
             prompt_tokens=sum(each.prompt_tokens or 0 for each in play.answers),
             completion_tokens=sum(each.completion_tokens or 0 for each in play.answers),

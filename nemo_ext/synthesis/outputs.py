@@ -6,7 +6,6 @@ from typing import Any
 
 from nemo_ext.chat.formats import to_sample
 from nemo_ext.data.preference.records import RecordKeys, to_group
-from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.job.made_of import digest
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.task import Task
@@ -85,7 +84,7 @@ def _checker(kind: OutputKind) -> Callable[[Row], None]:
 
 
 def _conversation(record: Row) -> None:
-    sample = to_sample(without_nulls(record), id=str(record.get(ID, "")))
+    sample = to_sample(record, id=str(record.get(ID, "")))
     if not any(message.role == "assistant" for message in sample.messages):
         raise ValueError("no message is the assistant's")
 
@@ -111,7 +110,7 @@ class _Tasks:
         self._known: dict[str, Environment] = {}
 
     def __call__(self, record: Row) -> None:
-        task = Task.of(without_nulls(record))
+        task = Task.of(record)
         if task.environment not in self._known:
             self._known[task.environment] = make(task.environment)
         self._known[task.environment].check(task.reference)

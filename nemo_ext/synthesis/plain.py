@@ -11,7 +11,6 @@ from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.filters.base import Texts
 from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates, Sketches
 from nemo_ext.data.sft.filters.screen import load_filters
-from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.seeds import generator
 from nemo_ext.synthesis.context import Context
@@ -169,7 +168,7 @@ def _screened(step: Screen, context: Context) -> Iterator[Row]:
         else:
             try:
                 sample = to_sample(
-                    {"messages": without_nulls(given), "tools": tools},
+                    {"messages": given, "tools": tools},
                     id=str(row[ID]),
                     format="openai",
                     language=code or "",

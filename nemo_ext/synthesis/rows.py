@@ -1,17 +1,17 @@
 """Rows of a recipe: JSON lines with an `id` each, in one file a step."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from nemo_ext.data.text.user_files import record_source
 from nemo_ext.generate.rows import Rows, row_key
 from nemo_ext.job.files import complete_file
+from nemo_ext.job.records import json_line, read_json
 
 Row = dict[str, Any]
 ID = "id"
@@ -51,24 +51,16 @@ class RowFile:
 def written(path: Path) -> Iterator[Any]:
     """Function that writes rows to a file, which gets its name when all are in it."""
     with complete_file(path) as file:
-        yield lambda row: file.write(line(row))
+        yield lambda row: file.write(json_line(row))
 
 
 def read(text: bytes | str) -> Row:
     """The row of a line."""
     try:
-        row: Row = orjson.loads(text)
-    except orjson.JSONDecodeError:  # what only `json` writes
+        row: Row = read_json(text)
+    except json.JSONDecodeError:  # halves of characters
         row = json.loads(text)
     return row
-
-
-def line(row: Mapping[str, Any]) -> bytes:
-    """A row as a line; what JSON has no type for becomes its text."""
-    try:
-        return orjson.dumps(row, default=str, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # numbers of more than 64 bits, or halves of characters
-        return f"{json.dumps(row, default=str)}\n".encode()
 
 
 def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:

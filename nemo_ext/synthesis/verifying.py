@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.text.user_files import without_nulls
 from nemo_ext.evaluation.score import said
 from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import progress_of
+from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes
@@ -20,7 +20,7 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
 from nemo_ext.synthesis.context import Context
-from nemo_ext.synthesis.rows import ID, Row, line, read
+from nemo_ext.synthesis.rows import ID, Row, read
 from nemo_ext.synthesis.settings import Verify, WorkSettings
 
 _AT_ONCE = 64
@@ -113,7 +113,7 @@ class Verifying:
                     if failed:
                         raise failed[0]
                     for found in (task.result() for task in done):
-                        file.write(line(found))
+                        file.write(json_line(found))
                         known[found[ID]] = found
                         advance(1)
                     file.flush()
@@ -153,8 +153,10 @@ class Verifying:
             key: self.context.value(key, getattr(self.step, key), names)
             for key in ("answer", "reasoning", "tool_calls", "tools")
         }
+        if isinstance(reference, Mapping):
+            reference = {key: held for key, held in reference.items() if held is not None}
         try:
-            given = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": without_nulls(reference)}
+            given = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": reference}
             task = Task.of(given | ({"tools": value["tools"]} if value["tools"] else {}))
             episodes.check(task)
         except ValueError as error:

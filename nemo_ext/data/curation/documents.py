@@ -7,13 +7,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
 import zstandard
 from datatrove.data import Document
 
 from nemo_ext.data.text.documents import Part, ReadReport, Source, encodable
 from nemo_ext.data.text.user_files import RecordSource
 from nemo_ext.job.files import complete_file
+from nemo_ext.job.records import json_line
 
 SUFFIX = ".jsonl.zst"
 _LEVEL = 3
@@ -61,11 +61,7 @@ def line_of(document: Document, **more: Any) -> bytes:
     about = dict(document.metadata)
     for key in more:
         _make_room(about, key)
-    record = {"id": document.id, "text": document.text, **about, **more}
-    try:
-        return orjson.dumps(record, default=str, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # numbers beyond 64 bits, half characters
-        return json.dumps(record, default=str).encode() + b"\n"
+    return json_line({"id": document.id, "text": document.text, **about, **more})
 
 
 def read_lines(path: Path) -> Iterator[Document]:

@@ -5,6 +5,7 @@ compressed file is one part. Results come in the order of the files, so nothing 
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ from typing import Any
 import orjson
 
 from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part, ReadReport
-from nemo_ext.data.text.user_files import DAMAGED, open_lines, pyarrow_module, value_at
+from nemo_ext.data.text.user_files import DAMAGED, open_lines, pyarrow_module, table_row, value_at
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
+from nemo_ext.job.records import json_line, read_json
 from nemo_ext.job.workers import in_workers
 
 PART_BYTES = 32 << 20
@@ -76,8 +78,8 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
 def parse(line: bytes) -> dict[str, Any]:
     """Parse the JSON object of one line; raises Malformed."""
     try:
-        record = orjson.loads(line)
-    except orjson.JSONDecodeError as error:
+        record = read_json(line)
+    except ValueError as error:
         raise Malformed(f"not JSON ({error})") from None
     if not isinstance(record, dict):
         raise Malformed(f"not an object but {type(record).__name__}")
@@ -102,7 +104,12 @@ def checked_id(value: Any, path: str) -> str:
 
 def prompt_bytes(prompt: Any) -> bytes:
     """Serialise a prompt to bytes that are equal for equal prompts, however their JSON was written."""
-    return prompt.encode() if isinstance(prompt, str) else orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
+    if isinstance(prompt, str):
+        return prompt.encode()
+    try:
+        return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
+    except TypeError:  # whole numbers of more than 64 bits
+        return json.dumps(prompt, sort_keys=True).encode()
 
 
 def digest(data: bytes) -> bytes:
@@ -172,7 +179,7 @@ def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
             row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             for batch in file.iter_batches(batch_size=1024, row_groups=[part.start]):
                 for record in batch.to_pylist():
-                    yield row, orjson.dumps(record, default=str)
+                    yield row, json_line(table_row(record))
                     row += 1
     except (OSError, pyarrow_module().ArrowInvalid) as error:
         raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error

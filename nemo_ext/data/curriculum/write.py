@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import psutil
 
 from nemo_ext.data.curriculum.prompts import Prompts
 from nemo_ext.data.curriculum.settings import Thinking
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
+from nemo_ext.job.records import json_line, read_json
 
 ROWS = 1 << 16
 MOST_OPEN = 128
@@ -91,11 +91,11 @@ def marker(settings: Thinking, prompt_key: str) -> Change:
         system = systems[mode]
         if system is None and not marked.search(line):
             return b"{" + field + (b"true," if mode == ON else b"false,") + line.lstrip()[1:]
-        record = orjson.loads(line)
+        record = read_json(line)
         record[settings.key] = mode == ON
         if system is not None:
             _set_system(record, steps, prompt_key, system)
-        return orjson.dumps(record)
+        return json_line(record).rstrip()
 
     return change
 

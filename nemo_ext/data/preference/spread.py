@@ -19,7 +19,7 @@ from nemo_ext.data.preference.group import Side
 from nemo_ext.data.preference.records import RecordKeys, group_key
 from nemo_ext.data.preference.settings import SourceSettings
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import RecordSource, record_source, without_nulls
+from nemo_ext.data.text.user_files import RecordSource, record_source
 
 PART_BYTES = 64 << 20
 MOST_PARTS = 128  # all open at once
@@ -119,8 +119,6 @@ def _records(
     """Digest of the group's key, record and place of each record that JSON can hold."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
-        if reader.kind == "parquet":
-            record = without_nulls(record)
         try:
             key = hashlib.blake2b(group_key(record, keys).encode(errors="surrogatepass"), digest_size=12).hexdigest()
             json.dumps(record)

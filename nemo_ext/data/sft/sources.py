@@ -28,7 +28,7 @@ from nemo_ext.chat.formats import (
 )
 from nemo_ext.chat.sample import Sample
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import RecordSource, record_source, value_at, without_nulls
+from nemo_ext.data.text.user_files import RecordSource, record_source, value_at
 from nemo_ext.job.settings import STRICT, Strings, checked
 
 _CHECKED_RECORDS = 1000
@@ -142,8 +142,6 @@ class ConversationSource:
             yield Located(sample, where, number)
 
     def _sample(self, record: Mapping[str, Any], report: ConversationReport, *, mode_lines: bool) -> Sample:
-        if self.files.kind == "parquet":
-            record = without_nulls(record)
         identifier = value_at(record, self.id_key)
         if isinstance(identifier, int) and not isinstance(identifier, bool):
             identifier = str(identifier)

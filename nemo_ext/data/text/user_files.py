@@ -201,7 +201,7 @@ class ParquetSource(RecordSource):
                         if isinstance(row, UnicodeDecodeError):
                             report.skip("malformed", f"{self.place(part, number)}: not UTF-8 ({row})")
                         else:
-                            yield number, row
+                            yield number, table_row(row)
                         number += 1
         except (OSError, OverflowError, pyarrow.ArrowInvalid) as error:
             raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
@@ -277,13 +277,18 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def without_nulls(value: Any) -> Any:
-    """Remove nulls from Parquet's structs: a struct column gives every record all keys that any record has."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
+def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of an Arrow table without the nulls inside its structs, which have all keys that any row has.
+
+    A null in JSON is a value, such as a JSON schema's `const: null`, and stays.
+    """
+
+    def without_nulls(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: without_nulls(item) for key, item in value.items() if item is not None}
+        return [without_nulls(item) for item in value] if isinstance(value, list) else value
+
+    return {name: without_nulls(value) for name, value in row.items()}
 
 
 def outside(folder: Path, inputs: Iterable[Path]) -> None:

@@ -122,7 +122,7 @@ def test_parquet_rows_are_read_without_the_keys_that_only_other_rows_have(tmp_pa
     assert calls == [(ToolCall(name="f", arguments={"x": 1}),), (ToolCall(name="f", arguments={"y": 2}),)]
     assert found[0].sample.messages[0].tool_calls == ()
     assert report.examples["schema"] == [
-        f"{path}: row 3: neither messages nor conversations is a list; the keys are []"
+        f"{path}: row 3: neither messages nor conversations is a list; the keys are ['messages']"
     ]
 
 

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
 from nemo_ext.data.text.sources import load_source
+from nemo_ext.data.text.user_files import record_source
 
 Read = Callable[[Source], tuple[list[Document], ReadReport]]
 
@@ -215,6 +217,25 @@ def test_parquet_is_read_by_row_group(tmp_path: Path, read_all: Read) -> None:
     assert [part.documents for part in parts] == [100, 100, 50]
     assert documents == [Document(f"a.parquet:{row}", text) for row, text in enumerate(texts, 1)]
     assert report.records == 250
+
+
+def test_only_the_nulls_of_a_tables_structs_are_left_out(tmp_path: Path) -> None:
+    """A struct column gives every row all keys; in JSON a null is a value."""
+    schemas = [{"a": {"const": None, "type": ["string", "null"]}, "enum": [None, 1]}, {"b": {"type": "integer"}}]
+    write_jsonl(tmp_path / "a.jsonl", [{"tools": schema, "note": None} for schema in schemas])
+    rows = [{"tools": {"const": "x", "type": None}, "note": None}, {"tools": {"type": "integer"}, "note": "n"}]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+
+    def records(name: str) -> list[dict[str, Any]]:
+        source = record_source((str(tmp_path / name),), None, "test")
+        parts = source.parts(max_documents=100, max_size=1 << 20)
+        return [record for part in parts for _, record in source.records(part, ReadReport())]
+
+    assert [record["tools"] for record in records("a.jsonl")] == schemas
+    assert records("a.parquet") == [
+        {"tools": {"const": "x"}, "note": None},
+        {"tools": {"type": "integer"}, "note": "n"},
+    ]
 
 
 def test_parquet_nulls_are_counted_and_dictionaries_are_text(tmp_path: Path, read_all: Read) -> None:
