@@ -21,11 +21,8 @@ _KNOWN = {
     "attention": ("n_heads_in_group", "no_op", "replace_with_linear", "window_length"),
     "ffn": ("ffn_mult", "intermediate_size", "no_op", "replace_with_linear"),
 }
-# Keys of the published configs that we cannot express: harmless while they are off.
-_MUST_BE_OFF = {
-    "attention": ("num_sink_tokens", "sparsify", "unshifted_sink", "use_prefill_window_in_sink_attention"),
-    "ffn": ("sparsify",),
-}
+_REPEATED = {"gated": True, "hidden_act": "silu"}
+"""Keys of the published configs that repeat what every block of the format is."""
 # Puzzle searches FFN widths as shares of the parent's; these recover the published ffn_mult exactly.
 _SHARES = sorted({Fraction(k, 20) for k in range(1, 21)} | {Fraction(k, 8) for k in range(1, 9)})
 
@@ -128,6 +125,11 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
             f"{path}.ffn_mult: expected a positive number, got {mult!r} "
             "(or set intermediate_size, no_op or replace_with_linear)"
         )
+    if width not in (None, ffn_width(mult, hidden_size)):
+        raise ValueError(
+            f"{path}: ffn_mult={mult} is a width of {ffn_width(mult, hidden_size)}, intermediate_size is {width!r}: "
+            "leave one of them out"
+        )
     width = ffn_width(mult, hidden_size)
     return Block.of("-") if width == default else Block.of("-", ffn=width)
 
@@ -212,17 +214,20 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
     part = layer.get(name)
     if not isinstance(part, Mapping):
         raise ValueError(f"{path}.{name}: expected a mapping, got {part!r}")
-    for key in _MUST_BE_OFF[name]:
-        if part.get(key):
-            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only null or false")
-    _refuse_unknown(part, _KNOWN[name] + _MUST_BE_OFF[name], f"{path}.{name}")
+    for key, only in _REPEATED.items():
+        if part.get(key) not in (None, only):
+            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only {only!r}")
+    _refuse_unknown(part, (*_KNOWN[name], *_REPEATED), f"{path}.{name}")
     return part
 
 
 def _refuse_unknown(given: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
-    for key in given:
-        if key not in known:
-            raise ValueError(f"{path}.{key}: unknown key: {nearest(str(key), known)}")
+    """Refuse settings that blocks here do not have, unless they are switched off (mamba, moe, parallel_blocks, ...)."""
+    for key, value in given.items():
+        if key not in known and value:
+            raise ValueError(
+                f"{path}.{key}: {value!r} is neither null nor false, and the key unknown: {nearest(str(key), known)}"
+            )
 
 
 def _flag(part: Mapping[str, object], key: str, path: str) -> bool:

@@ -108,7 +108,7 @@ def test_width_rule_of_the_released_models() -> None:
     [
         (
             {"attention": {"n_heads_in_group": 4, "foo": 1}, "ffn": NO_OP},
-            r"block_configs\[1\]\.attention\.foo: unknown",
+            r"block_configs\[1\]\.attention\.foo: 1 is neither",
         ),
         ({"attention": {"n_heads_in_groups": 4}, "ffn": NO_OP}, "did you mean 'n_heads_in_group'"),
         (
@@ -125,7 +125,7 @@ def test_width_rule_of_the_released_models() -> None:
         ),
         ({"attention": NO_OP, "ffn": {"no_op": "yes"}}, r"ffn\.no_op: expected true or false"),
         ({"attention": NO_OP}, r"block_configs\[1\]\.ffn: expected a mapping"),
-        ({"attention": NO_OP, "ffn": NO_OP, "mamba": {}}, r"block_configs\[1\]\.mamba: unknown key"),
+        ({"attention": NO_OP, "ffn": NO_OP, "mamba": {"state": 8}}, r"block_configs\[1\]\.mamba: {'state': 8}"),
     ],
 )
 def test_reading_mistakes_are_named_by_path(layer: dict[str, Any], message: str) -> None:

@@ -1,6 +1,7 @@
 """What a conversion refuses or ignores of a config.json, and what it leaves behind where it refuses a tensor."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,10 @@ def test_a_config_of_transformers_4_is_known() -> None:
     ],
 )
 def test_settings_of_a_model_that_nothing_here_has_are_refused(key: str, value: object) -> None:
-    with pytest.raises(ValueError, match=rf"config\.json: {key}=.*delete it from config\.json"):
+    with pytest.raises(ValueError, match=rf"config\.json: {key}=.*would come out as another") as refusal:
         read({**CONFIG, key: value})
+    # A key that decides a shape says something about the model.
+    assert ("delete it" in str(refusal.value)) == (not re.search("^num_|rank$", key))
 
 
 def test_every_such_setting_is_named() -> None:
@@ -103,6 +106,59 @@ def test_settings_that_are_switched_off_are_listed() -> None:
 @pytest.mark.parametrize("key", ["image_token_id", "_experiment", "torchao_version", "unsloth_fixed", "resid_dropout"])
 def test_what_trainers_write_beside_a_model_passes(key: str) -> None:
     assert ignored({**CONFIG, key: 1}) == []
+
+
+NEMOTRON = {key: value for key, value in CONFIG.items() if key != "rms_norm_eps"}
+NEMOTRON |= {"architectures": ["NemotronForCausalLM"], "hidden_act": "relu2", "norm_eps": 1e-5}
+ATTENTION = {"n_heads_in_group": 2, "no_op": False, "replace_with_linear": False, "window_length": None}
+FFN = {"ffn_mult": 1.0, "no_op": False, "replace_with_linear": False, "sparsify": None}
+DECILM = CONFIG | {"architectures": ["DeciLMForCausalLM"], "num_hidden_layers": 1, "hidden_act": "silu"}
+DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
+
+
+@pytest.mark.parametrize(
+    ("published", "other", "message"),
+    [
+        (
+            {**NANO, "head_dim": None, "attention_head_dim": 64},
+            {**NANO, "attention_head_dim": 64},
+            "attention_head_dim=64 .* expected 128",
+        ),
+        (
+            {**NEMOTRON, "kv_channels": 8, "rope_percent": 0.5},
+            {**NEMOTRON, "rope_percent": 1.0},
+            r"rope_percent=1\.0 .* expected 0\.5",
+        ),
+        ({**NEMOTRON, "kv_channels": None}, {**NEMOTRON, "kv_channels": 16}, "kv_channels=16 .* expected 8"),
+        (
+            {
+                **DECILM,
+                "block_configs": [
+                    {
+                        "attention": {**ATTENTION, "llama4": None, "mamba": None, "unshifted_sink": False},
+                        "ffn": {**FFN, "gated": True, "hidden_act": "silu", "intermediate_size": None, "moe": None},
+                        "parallel_blocks": None,
+                    }
+                ],
+            },
+            {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "gated": False}}]},
+            r"block_configs\[0\]\.ffn\.gated: False is not supported",
+        ),
+        (
+            {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 256}}]},
+            {**DECILM, "block_configs": [{"attention": ATTENTION, "ffn": {**FFN, "intermediate_size": 512}}]},
+            r"ffn_mult=1\.0 is a width of 256, intermediate_size is 512",
+        ),
+    ],
+)
+def test_keys_that_repeat_what_others_say_are_read(
+    published: dict[str, Any], other: dict[str, Any], message: str
+) -> None:
+    assert set(ignored(published)) <= {"intermediate_size", "num_key_value_heads"}  # null in DeciLM
+    if "attention_head_dim" in published:
+        assert next(block for block in read(published)[1].blocks if block.kind == "*").size("head_dim") == 64
+    with pytest.raises(ValueError, match=message):
+        read(other)
 
 
 def test_a_block_of_our_own_format_has_no_other_settings() -> None:

@@ -135,13 +135,17 @@ def _write_nemotron(description: Description) -> dict[str, Any]:
 
 def _read_nemotron(keys: Keys) -> Description:
     keys.only("hidden_act", "relu2")
+    rope = read_rope(keys, percent=0.5)
+    keys.only("rope_percent", rope.percent)  # transformers reads neither this nor the next
+    (attention,) = equal_attention(keys)
+    keys.only("kv_channels", attention.size("head_dim"))
     return dense_description(
         keys,
         settings={"normalization": "LayerNorm", "bias": read_biases(keys), "family": "domyn_small"},
         activation="relu2",
         zero_centred_norm=True,
         norm_epsilon=keys.number("norm_eps", 1e-5),
-        rope=read_rope(keys, percent=0.5),
+        rope=rope,
     )
 
 

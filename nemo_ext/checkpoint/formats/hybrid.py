@@ -62,7 +62,8 @@ KNOWN = frozenset(
         # the same as hybrid_override_pattern
         *("num_hidden_layers", "layers_block_type", "layer_types"),
         # sizes of blocks that a pattern may lack
-        *("num_attention_heads", "num_key_value_heads", "head_dim", "sliding_window", "intermediate_size"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_head_dim", "sliding_window"),
+        "intermediate_size",
         *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias"),
         *("mamba_hidden_act", "time_step_limit", "n_routed_experts", "num_experts_per_tok", "n_shared_experts"),
         *("moe_intermediate_size", "moe_shared_expert_intermediate_size", "routed_scaling_factor", "norm_topk_prob"),
@@ -205,8 +206,12 @@ def _pattern(keys: Keys) -> Pattern:
 
 
 def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
+    full: dict[str, dict[str, int | None]] = {}
     if "*" in kinds:
         keys.only("sliding_window", None)
+        head_dim = keys.integer("head_dim", keys.integer("attention_head_dim", 128))  # Nemotron-H has the latter
+        keys.only("attention_head_dim", head_dim)
+        full["*"] = {"window": None, "head_dim": head_dim}
     if "M" in kinds:
         keys.only("mamba_hidden_act", "silu")
         keys.only("use_conv_bias", True)
@@ -214,9 +219,8 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer knows 0 to infinity only")
-    full: dict[str, dict[str, int | None]] = {"*": {"window": None}}
     return tuple(
-        Block.of(kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()}, **full.get(kind, {}))
+        Block.of(kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()} | full.get(kind, {}))
         for kind, sizes in SIZES.items()
         if kind in kinds
     )

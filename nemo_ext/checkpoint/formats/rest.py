@@ -33,6 +33,8 @@ _AROUND = re.compile(
     r"_.*|use_flash_attn.*|.*pdrop|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*"
 )
 """Further keys that say nothing about the model: private names, token ids, versions, and dropout, for training only."""
+_SHAPE = re.compile(r"(num|n)_.*|.*(dim|size|heads|channels|rank|width|layers|experts|groups|percent|pct)")
+"""Keys that decide the shape of a weight, or how much of a head is rotated."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 
 
@@ -52,11 +54,12 @@ def ignored_keys(
     """
     rest = [key for key in config if key not in read and key not in known and key not in AROUND]
     rest = [key for key in rest if not _AROUND.fullmatch(key)]
-    on = [f"{key}={config[key]!r}" for key in rest if not _is_off(key, config[key])]
+    on = [key for key in rest if not _is_off(key, config[key])]
     if on:
+        advice = "" if any(map(_SHAPE.fullmatch, on)) else ". Where it says nothing about the model, delete it"
         raise ValueError(
-            f"config.json: {', '.join(on)}: {architecture} has no such setting here, and a model that needs it would "
-            "come out as another. Where it says nothing about the model, delete it from config.json"
+            f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)}: {architecture} has no such setting "
+            f"here, and a model that needs it would come out as another{advice}"
         )
     return rest
 
