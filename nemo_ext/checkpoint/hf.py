@@ -172,6 +172,7 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
     found, description = read(given)
     off = ignored(given)
     remarks = [f"config.json: {', '.join(off)}: switched off and known to nothing here, so ignored"] if off else []
+    remarks += [f"{', '.join(whole.unread)}: no files of this model's weights, so ignored"] if whole.unread else []
     wanted = _with_changes(to_config(description), config)
     if wanted is not None:
         description = _agreed(description, from_config(wanted), settings)
@@ -426,12 +427,15 @@ def _work(
     from_hf = isinstance(reader.reader if isinstance(reader, Retokenized) else reader, SafetensorsReader)
     given = _named(source) if from_hf else source.pieces
     types = {reader.tensors[piece.key].dtype for piece in given}
-    if len(types) > 1:
-        keys = ", ".join(piece.key for piece in given)
-        raise CheckpointError(f"{keys}: go into one tensor but are of types {', '.join(sorted(types))}")
-    dtype = types.pop()
     if settings.dtype is not None:
         dtype = "float32" if source.fp32 else settings.dtype
+    elif len(types) > 1:
+        keys = ", ".join(piece.key for piece in given)
+        raise CheckpointError(
+            f"{keys}: go into one tensor but are of types {', '.join(sorted(types))}: choose one for all, dtype=..."
+        )
+    else:
+        (dtype,) = types
 
     def make() -> Sequence[Tensor]:
         tensors: Sequence[Tensor] = [reader.read_piece(piece) for piece in given]

@@ -26,7 +26,8 @@ class SafetensorsReader:
 
     Attributes:
         path: the folder.
-        tensors: name -> shape and type, of every file.
+        tensors: name -> shape and type, of every file of the model.
+        unread: names of other files of tensors in the folder, such as adapters and the originals of some publishers.
 
     Raises:
         CheckpointError: a missing or truncated file, a missing index, or one that does not fit the files.
@@ -38,7 +39,9 @@ class SafetensorsReader:
         self._file_of: dict[str, Path] = {}
         self._open: tuple[Path, Any] | None = None
         index = _read_index(path)
-        for file in self._shards(index):
+        files = self._shards(index)
+        self.unread = sorted({file.name for file in path.glob("*.safetensors")} - {file.name for file in files})
+        for file in files:
             self._read_header(file)
         if index is not None:
             self._check_index(index)
@@ -50,6 +53,8 @@ class SafetensorsReader:
             if missing:
                 raise CheckpointError(f"{self.path}: {INDEX} names files that are missing: {listed(missing)}")
             return files
+        if (self.path / SINGLE).is_file():
+            return [self.path / SINGLE]
         files = sorted(self.path.glob("*.safetensors"))
         if not files:
             raise CheckpointError(f"{self.path}: no *.safetensors: expected {SINGLE}, or shards with {INDEX}")

@@ -316,6 +316,30 @@ def test_bfloat16_leaves_what_must_stay_fp32(
     assert config_of(converted(megatron, tmp_path / "wide", dtype="float32"))["dtype"] == "float32"
 
 
+def test_queries_keys_and_values_of_different_types_are_converted_to_one(
+    source: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    weights = weights_of(source)
+    key = next(name for name in weights if "k_proj" in name)
+    rewrite(source, weights | {key: weights[key].to(torch.bfloat16)})
+
+    assert "are of types bfloat16, float32: choose one for all, dtype=" in refused(source)
+    made = weights_of(converted(converted(source, tmp_path / "megatron", dtype="bfloat16"), tmp_path / "export"))
+    assert_same(made, {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
+
+
+def test_files_of_tensors_beside_the_model_are_ignored_with_a_note(
+    source: Path, tmp_path: Path, command: Command
+) -> None:
+    for name in ("consolidated.safetensors", "adapter_model.safetensors"):
+        save_file({"layers.0.attention.wq.weight": torch.ones(2, 2)}, source / name)
+
+    code, told = command(f"from={source}", f"to={tmp_path / 'out'}")
+
+    assert code == 0
+    assert "note: adapter_model.safetensors, consolidated.safetensors: no files of this model's weights" in told
+
+
 def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Callable[..., str]) -> None:
     weights = weights_of(source)
     weights[UP][3, 4] = 70_000
