@@ -72,6 +72,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     write_checkpoints_without_helper(arguments)
     copy_before_writing(arguments)
     resume_with_settings(arguments)
+    load_distributed_optimizers(arguments)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
         print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
@@ -204,6 +205,37 @@ def resume_with_settings(arguments: argparse.Namespace) -> None:
         kinds = (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params)
         for kind in (*kinds, distrib_optimizer.DistributedOptimizer):
             kind.load_state_dict = with_settings(kind.load_state_dict)
+
+
+def load_distributed_optimizers(arguments: argparse.Namespace) -> None:
+    """Have a distributed optimizer resume in fp32, and without Transformer Engine and apex.
+
+    Megatron-Core 0.19's loads fp32 parameters in place as leaves that require gradients. Of torch's Adam it takes the
+    step from the state of each parameter, which is only made in the first step, and loads 0 in place of the saved one
+    (core/optimizer/distrib_optimizer.py).
+    """
+    from megatron.core.optimizer import distrib_optimizer
+
+    kind = distrib_optimizer.DistributedOptimizer
+    state_dict, load = kind.state_dict, torch.no_grad()(kind.load_state_dict)
+
+    def begun(self: Any) -> dict[str, Any]:
+        for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
+            if not (state := self.optimizer.state[parameter]):
+                state["step"] = torch.tensor(0.0)
+                state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+        made: dict[str, Any] = state_dict(self)
+        return made
+
+    def load_apart(self: Any, state: dict[str, Any]) -> None:
+        load(self, state)
+        for each in self.optimizer.state.values():
+            each["step"] = torch.tensor(float(state["optimizer"]["param_groups"][0]["step"]))
+
+    if arguments.use_distributed_optimizer and distrib_optimizer.HAVE_APEX_OR_TE:
+        kind.load_state_dict = load
+    elif arguments.use_distributed_optimizer:
+        kind.state_dict, kind.load_state_dict = begun, load_apart
 
 
 def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:

@@ -32,6 +32,21 @@ def test_a_resumed_run_takes_rates_and_betas_from_the_config(
     assert lighter[0]["loss"] == before[0]["loss"] and lighter[1]["loss"] != before[1]["loss"]
 
 
+def test_a_distributed_optimizer_resumes_without_fused_kernels(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    words = ("megatron.use_distributed_optimizer=true",)
+    whole = train_ranks(tmp_path, *words)
+    shutil.rmtree(tmp_path / run_directory.CHECKPOINTS / "iter_0000010")
+    (tmp_path / run_directory.CHECKPOINTS / "latest_checkpointed_iteration.txt").write_text("5")
+
+    resumed = train_ranks(tmp_path, *words)
+
+    assert [line["loss"] for line in resumed if line["step"] > 5] == [
+        line["loss"] for line in whole if line["step"] > 5
+    ]
+
+
 def test_what_is_written_needs_no_process_unless_another_one_writes(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
