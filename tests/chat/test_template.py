@@ -3,6 +3,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from nemo_ext.chat.sample import Message, Sample, openai_messages
 from nemo_ext.chat.template import (
     FOLDER,
     ControlTokens,
+    Rendered,
     Template,
     last_turn,
     names,
@@ -226,9 +228,10 @@ def test_a_conversation_is_divided_into_its_turns(tool_chat: Sample) -> None:
 def test_a_template_that_keeps_reasoning_is_not_split(tool_chat: Sample) -> None:
     source = (
         "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['reasoning_content'] }}{{ m['content'] }}{% endgeneration %}{% else %}"
-        "{{ m['content'] }}{% endif %}\n{% endfor %}"
+        "{{ m['reasoning_content'] }}{{ m['content'] }}{{ m['tool_calls'] }}{% endgeneration %}{% else %}"
+        "{{ m['content'] }}{% endif %}\n{% endfor %}{{ tools }}"
     )
+    tool_chat = replace(tool_chat, messages=tuple(replace(m, tool_calls=()) for m in tool_chat.messages))
     (text,) = Template("keeps", source).renderings(tool_chat)
 
     assert [text for text, trained in text.segments if trained] == [
@@ -245,8 +248,7 @@ def test_without_marks_the_prompts_say_what_is_trained_on(
 ) -> None:
     sample = draw.draw(samples_of())
     assert unmarked(template).renderings(sample, turns="last") == load(template).renderings(sample, turns="last")
-    if any(message.reasoning is not None for message in sample.messages):
-        assert unmarked(template).renderings(sample) == load(template).renderings(sample)
+    assert unmarked(template).renderings(sample) == load(template).renderings(sample)
 
 
 @lru_cache
@@ -266,6 +268,91 @@ def test_a_template_that_does_not_know_reasoning_is_refused() -> None:
         Template("simple", source).renderings(ask(reasoning="Add."))
     with pytest.raises(ValueError, match="begins message 1 otherwise than its prompt ends"):
         Template("other", source.replace("}assistant: ", "}model: ")).renderings(ask())
+
+
+CHAT = tuple(Message(role=role, content=f"{role} {n}") for n in range(3) for role in ("user", "assistant"))
+FROM_ELSEWHERE = ["cohere", "gemma3", "gptoss", "llama3", "qwen2_5", "qwen3", "qwen3_6"]
+
+
+def from_elsewhere(name: str) -> Template:
+    """A published template as TRL has it, most of them without marks."""
+    (folder,) = getattr(find_spec("trl"), "submodule_search_locations", None) or [pytest.skip("no trl")]
+    source = (Path(folder) / "chat_templates" / f"{name}.jinja").read_text()
+    return Template(name, source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def trained(texts: list[Rendered]) -> list[str]:
+    return [segment for text in texts for segment, on in text.segments if on]
+
+
+@pytest.mark.parametrize("name", FROM_ELSEWHERE)
+def test_every_answer_without_reasoning_is_trained_on_once(name: str) -> None:
+    template = from_elsewhere(name)
+    assert not template.marks_generation
+
+    texts = trained(template.renderings(Sample(id="s", messages=CHAT)))
+
+    assert len(texts) == 3
+    for number, text in enumerate(texts):
+        assert f"assistant {number}" in text and re.search("<[^<]*>$", text) and "user" not in text
+
+
+def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> None:
+    template, sample = from_elsewhere("qwen3"), Sample(id="s", messages=CHAT)
+
+    texts = template.renderings(sample)
+
+    assert [text.text.count("assistant ") for text in texts] == [1, 2, 3]
+    for text in texts:
+        assert text.segments[-3][0].endswith("assistant\n<think>\n\n</think>\n\n")
+    assert trained(template.renderings(sample, turns="last")) == ["assistant 2<|im_end|>"]
+    with pytest.raises(ValueError, match=r"begins message 1 otherwise than its prompt ends.* turns=split"):
+        template.renderings(sample, turns="whole")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize(
+    ("source", "left_out"),
+    [
+        (CHATML, "the tool calls of message 2"),
+        (CHATML.replace("<|im_end|>{% endgen", "{{ m['tool_calls'] }}<|im_end|>{% endgen"), "the declared tools"),
+        ("{{ tools }}{{ messages | tojson }}".replace("messages", "messages[1:]"), "the system message"),
+        ("{{ tools }}{{ messages | rejectattr('role', 'equalto', 'tool') | list | tojson }}", "the tool's answer 3"),
+        (
+            "{{ tools }}{% for m in messages %}{{ m['tool_calls'] }}"
+            "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}",
+            "the system message",
+        ),
+        (
+            "{{ tools }}{% for m in messages %}{{ m['content'] }}{% for call in m['tool_calls'] %}"
+            "{{ call['function']['arguments'] }}{% endfor %}{% endfor %}",
+            "the tool calls of message 2",
+        ),
+    ],
+)
+def test_a_template_that_leaves_something_out_is_refused(
+    tool_chat: Sample, source: str, left_out: str, marks: bool
+) -> None:
+    source = source if marks else re.sub("{% (end)?generation %}", "", source)
+    turn = tuple(replace(m, reasoning=None) for m in (tool_chat.messages[0], *tool_chat.messages[3:]))
+
+    with pytest.raises(ValueError, match=f"sample tools: chat template mine leaves out .*{left_out}.*: use another"):
+        Template("mine", source).renderings(replace(tool_chat, messages=turn))
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_short_trace_that_stands_elsewhere_is_no_written_trace(marks: bool) -> None:
+    source = CHATML if marks else re.sub("{% (end)?generation %}", "", CHATML)
+
+    with pytest.raises(ValueError, match="chat template mine leaves out reasoning_content"):
+        Template("mine", source).renderings(ask(answer="So 4.", reasoning="4"))
 
 
 NASTY = st.lists(
