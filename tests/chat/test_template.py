@@ -1,3 +1,4 @@
+import json
 import pickle
 import re
 from collections.abc import Callable
@@ -5,7 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -268,6 +271,67 @@ def test_a_template_that_does_not_know_reasoning_is_refused() -> None:
         Template("simple", source).renderings(ask(reasoning="Add."))
     with pytest.raises(ValueError, match="begins message 1 otherwise than its prompt ends"):
         Template("other", source.replace("}assistant: ", "}model: ")).renderings(ask())
+
+
+def rendered_by_transformers(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    (text,), _ = chat_template_utils.render_jinja_template(
+        [messages], chat_template=load(template).source, tools=None, **variables
+    )
+    return str(text)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_packaged_file_alone_takes_messages_as_clients_send_them(template: str, tool_chat: Sample) -> None:
+    normal = openai_messages(tool_chat.messages)
+    sent = json.loads(json.dumps(normal))
+    for message in sent:
+        if message["content"]:
+            half = len(message["content"]) // 2
+            parts = (message["content"][:half], message["content"][half:])
+            message["content"] = [{"type": "text", "text": part} for part in parts]
+        else:
+            message["content"] = None
+        message["tool_calls"] = message.get("tool_calls")
+    assert any(message["content"] is None for message in sent)
+
+    text = rendered_by_transformers(template, normal)
+
+    assert rendered_by_transformers(template, sent, enable_thinking=None) == text
+    assert rendered_by_transformers(template, sent, enable_thinking=True) == text
+    sent[-2]["content"] = None  # a tool that says nothing
+    assert "None" not in rendered_by_transformers(template, sent)
+    del sent[-2]["content"]
+    assert "None" not in rendered_by_transformers(template, sent)
+    for content, said in (
+        ([{"type": "image_url"}], "part of type image_url"),
+        (3, "not text: 3"),
+        ({"a": 1}, "not text"),
+    ):
+        with pytest.raises(jinja2.TemplateError, match=said):
+            rendered_by_transformers(template, [{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_arguments_that_are_json_text_are_written_as_they_are_or_refused(template: str, tool_chat: Sample) -> None:
+    normal = openai_messages(tool_chat.messages)
+    sent = openai_messages(tool_chat.messages, arguments_as_text=True)
+    flat = json.loads(json.dumps(normal))
+    for message in flat:
+        message["tool_calls"] = [call["function"] for call in message.get("tool_calls", ())]
+
+    text = rendered_by_transformers(template, normal)
+
+    assert rendered_by_transformers(template, flat) == text
+    if template in ("domyn", "llama_nemotron"):
+        assert rendered_by_transformers(template, sent) == text
+    else:
+        with pytest.raises(jinja2.TemplateError, match="arguments of weather are JSON text: decode it first"):
+            rendered_by_transformers(template, sent)
+    for message in sent:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = ""
+    assert "weather" in rendered_by_transformers(template, sent)
 
 
 CHAT = tuple(Message(role=role, content=f"{role} {n}") for n in range(3) for role in ("user", "assistant"))

@@ -26,7 +26,7 @@ def rendered_pair(
     The mode is the prompt's own; where that is None, thinking is on if an answer has reasoning.
 
     Raises:
-        ValueError: the template refuses a side, leaves something out, or begins an answer differently from the end of its prompt.
+        ValueError: the template refuses a side, leaves something out, or begins an answer not as its prompt ends.
     """
     thinking = asked.thinking
     if thinking is None:
