@@ -108,7 +108,7 @@ def to_sample(
         read = [_openai_message(turn, f"{key}[{index}]", ignored, changed) for index, turn in enumerate(turns)]
     else:
         read = _sharegpt_messages(record, turns, ignored, changed)
-    messages = [message for _, message in _normal(read, key, changed)]
+    messages = [message for _, message in normal_messages(read, key, changed)]
     if not messages:
         raise FormatError(f"{key} has nothing but tools' answers without a call")
     for index, message in enumerate(messages[1:], start=1):
@@ -125,16 +125,20 @@ def to_sample(
     )
 
 
-def template_messages(turns: Sequence[Any], where: str) -> list[dict[str, Any]]:
+def template_messages(turns: Sequence[Any], where: str, *, unfinished: bool = False) -> list[dict[str, Any]]:
     """Messages of a request in the OpenAI format, in the normal form that chat templates take; other keys stay.
+
+    Args:
+        unfinished: True if the last message is to be continued, so that its trace need not end.
 
     Raises:
         FormatError: a message does not fit, or a tool's answer has no call.
     """
-    read = [_openai_message(turn, f"{where}[{index}]", None, None) for index, turn in enumerate(turns)]
+    ends = len(turns) - unfinished
+    read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
     return [
         {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | openai_messages([message])[0]
-        for place, message in _normal(read, where, None)
+        for place, message in normal_messages(read, where)
     ]
 
 
@@ -184,8 +188,14 @@ def without_mode_line(sample: Sample) -> Sample:
     return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
 
 
-def _normal(messages: Sequence[Message], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """The messages with their places in the record: no empty traces, and tools' answers in the order of their calls."""
+def normal_messages(
+    messages: Sequence[Message], key: str, changed: Counter[str] | None = None
+) -> list[tuple[int, Message]]:
+    """Messages and their places in the record: no empty traces, and tools' answers in the order of their calls.
+
+    Raises:
+        FormatError: something would be left out, and there is no counter of changes.
+    """
     made: list[_Placed] = []
     callers: list[_Placed] = []
     for kind, same in groupby(enumerate(messages), lambda each: each[1].role == "tool" or bool(each[1].tool_calls) * 2):
@@ -257,7 +267,14 @@ def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
     changed[change] += 1
 
 
-def _openai_message(turn: Any, where: str, ignored: Counter[str] | None, changed: Counter[str] | None) -> Message:
+def _openai_message(
+    turn: Any,
+    where: str,
+    ignored: Counter[str] | None = None,
+    changed: Counter[str] | None = None,
+    *,
+    unfinished: bool = False,
+) -> Message:
     if not isinstance(turn, Mapping):
         raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
     role = _role(turn.get("role"), f"{where}.role", _OPENAI_ROLES)
@@ -283,8 +300,8 @@ def _openai_message(turn: Any, where: str, ignored: Counter[str] | None, changed
     if content is None and ("content" in turn or calls or traces):
         content = ""  # OpenAI writes null where there are only calls
     text = _text(content, where, "content")
-    if given:
-        return Message(role="assistant", content=text, reasoning=next(iter(given.values())), tool_calls=calls)
+    if given or unfinished:
+        return Message(role="assistant", content=text, reasoning=next(iter(given.values()), None), tool_calls=calls)
     answer, reasoning = _without_trace(text, f"{where}.content", changed)
     empty = "" if traces else None
     return Message(
@@ -357,7 +374,7 @@ def _text(value: Any, where: str, key: str) -> str:
     for index, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
-            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text can be trained on")
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text is read")
         texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
     return "".join(texts)
 
