@@ -136,9 +136,11 @@ def template_messages(turns: Sequence[Any], where: str, *, unfinished: bool = Fa
     """
     ends = len(turns) - unfinished
     read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
+    made = normal_messages(read, where)
+    records = openai_messages([message for _, message in made], names=True)
     return [
-        {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | openai_messages([message])[0]
-        for place, message in normal_messages(read, where)
+        {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | record
+        for (place, _), record in zip(made, records, strict=True)
     ]
 
 

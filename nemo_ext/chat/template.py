@@ -165,7 +165,7 @@ class Template:
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
             raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
-        given = [openai_messages(sample.messages), list(sample.tools) or None]
+        given = [openai_messages(sample.messages, names=True), list(sample.tools) or None]
         messages, tools = ((control or _NO_TOKENS).quoted(value) for value in given)
         if train == "last_turn":
             user = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
@@ -220,7 +220,7 @@ class Template:
         if self.marks_generation:
             return [rendered]
         reasons = has_reasoning(sample.messages)
-        last = last or (self.drops_reasoning and (reasons or rendered.thinking))
+        last = last or (self.drops_reasoning and reasons)
         first = len(sample.messages) - len(last_turn(sample.messages)) if last else 0
         places = [n for n, message in enumerate(sample.messages) if message.role == "assistant" and n >= first]
         spans = [self._after_its_prompt(sample, place, rendered.text) for place in places]
@@ -305,9 +305,11 @@ def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
 def split_turns(sample: Sample) -> list[Sample]:
     """Split a sample into one per turn with an answer, ending there and in that turn's mode; ids get `#1`, `#2` ...
 
-    A sample without any reasoning is left whole, since no turn's prompt differs from what the whole shows.
+    A sample without any reasoning is left whole unless it is in the mode for it, since no turn's prompt differs from
+    what the whole shows.
     """
-    if not has_reasoning(sample.messages):
+    reasons = has_reasoning(sample.messages)
+    if not reasons and not sample.thinking:
         return [sample]
     starts = [number for number, message in enumerate(sample.messages) if message.role == "user"]
     ends = [*starts[1:], len(sample.messages)]
@@ -317,7 +319,7 @@ def split_turns(sample: Sample) -> list[Sample]:
         if any(message.role == "assistant" for message in turn):
             name = f"{sample.id}#{len(pieces) + 1}"
             pieces.append(
-                replace(sample, id=name, messages=sample.messages[:end], thinking=has_reasoning(turn)),
+                replace(sample, id=name, messages=sample.messages[:end], thinking=not reasons or has_reasoning(turn)),
             )
     return pieces if len(pieces) > 1 else [sample]
 

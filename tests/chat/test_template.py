@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.sample import Message, Sample, openai_messages
+from nemo_ext.chat.sample import Message, Sample, ToolCall, openai_messages
 from nemo_ext.chat.template import (
     FOLDER,
     ControlTokens,
@@ -372,6 +372,34 @@ def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> N
     assert trained(template.renderings(sample, turns="last")) == ["assistant 2<|im_end|>"]
     with pytest.raises(ValueError, match=r"begins message 1 otherwise than its prompt ends.* turns=split"):
         template.renderings(sample, turns="whole")
+
+
+@pytest.mark.parametrize("template", ["domyn", "olmo3"])
+def test_a_mode_with_reasoning_that_a_sample_lacks_loses_no_answer(template: str) -> None:
+    sample = Sample(id="s", messages=CHAT, thinking=True)
+
+    texts = load(template).renderings(sample)
+
+    assert [text.thinking for text in texts] == [True] * 3
+    assert [number for number, text in enumerate(trained(texts)) if "</think>" in text and f"nt {number}<" in text] == [
+        0,
+        1,
+        2,
+    ]
+    assert unmarked(template).renderings(sample) == texts
+
+
+def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
+    calls = tuple(ToolCall(name=name, id=name) for name in ("first", "second"))
+    answers = [Message(role="tool", content=f"of {call.name}", tool_call_id=call.id) for call in calls]
+    asked = (Message(role="user", content="a"), Message(role="assistant", tool_calls=calls))
+    source = "{% for m in messages %}{{ m['name'] }}:{{ m['content'] }} {% endfor %}"
+
+    text = Template("names", source).render(Sample(id="s", messages=(*asked, *answers))).text
+    unnamed = [replace(answer, tool_call_id=None) for answer in answers]
+
+    assert text == ":a : first:of first second:of second "
+    assert Template("names", source).render(Sample(id="s", messages=(*asked, *unnamed))).text == text
 
 
 CHATML = (
