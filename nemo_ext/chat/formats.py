@@ -125,11 +125,14 @@ def to_sample(
     )
 
 
-def template_messages(turns: Sequence[Any], where: str, *, unfinished: bool = False) -> list[dict[str, Any]]:
+def template_messages(
+    turns: Sequence[Any], where: str, *, unfinished: bool = False, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
     """Messages of a request in the OpenAI format, in the normal form that chat templates take; other keys stay.
 
     Args:
         unfinished: True if the last message is to be continued, so that its trace need not end.
+        arguments_as_text: True for a template that takes them so (`Template.takes_argument_text`).
 
     Raises:
         FormatError: a message does not fit, or a tool's answer has no call.
@@ -137,7 +140,7 @@ def template_messages(turns: Sequence[Any], where: str, *, unfinished: bool = Fa
     ends = len(turns) - unfinished
     read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
     made = normal_messages(read, where)
-    records = openai_messages([message for _, message in made], names=True)
+    records = openai_messages((message for _, message in made), arguments_as_text=arguments_as_text, names=True)
     return [
         {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | record
         for (place, _), record in zip(made, records, strict=True)

@@ -9,6 +9,7 @@ before the template sees them.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -22,7 +23,7 @@ from jinja2.nodes import Const, Node, Output, Scope, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nemo_ext.chat.sample import Message, Sample, has_reasoning, openai_messages
+from nemo_ext.chat.sample import Message, Sample, ToolCall, has_reasoning, openai_messages
 from nemo_ext.job.settings import nearest
 
 FOLDER = Path(__file__).parent / "templates"
@@ -165,26 +166,24 @@ class Template:
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
             raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
-        given = [openai_messages(sample.messages, names=True), list(sample.tools) or None]
+        as_text = any(message.tool_calls for message in sample.messages) and self.takes_argument_text
+        given = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
         messages, tools = ((control or _NO_TOKENS).quoted(value) for value in given)
         if train == "last_turn":
             user = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
             if user is not None:
                 messages[user]["content"] = _LAST_TURN + messages[user]["content"]
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                enable_thinking=mode,
-                add_generation_prompt=add_generation_prompt,
-                **self.variables,
-            )
+            text = self._written(messages, tools, enable_thinking=mode, add_generation_prompt=add_generation_prompt)
         except (ArithmeticError, RecursionError, ValueError) as error:
             # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE before it makes them.
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: mend the template") from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
         return _read(text, thinking=mode)
+
+    def _written(self, messages: Any, tools: Any, **more: Any) -> str:
+        return self._template.render(messages=messages, tools=tools, **more, **self.variables)
 
     def renderings(
         self,
@@ -269,6 +268,19 @@ class Template:
             return
         if missing := [name for word, name in words.items() if word not in text]:
             raise ValueError(f"sample {sample.id}: chat template {self.name} leaves out {missing[0]}: use another")
+
+    @cached_property
+    def takes_argument_text(self) -> bool:
+        """True if calls need their arguments as JSON text: of an object it makes an error, or Python's notation."""
+        call = ToolCall(name="f", arguments={"key": "value"}, id="abcdefghi")
+        said = (Message(role="user", content="a"), Message(role="assistant", tool_calls=(call,)))
+        texts = {}
+        for as_text in (False, True):
+            messages = openai_messages(said, arguments_as_text=as_text)
+            with suppress(jinja2.TemplateError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError):
+                texts[as_text] = self._written(messages, None, enable_thinking=False, add_generation_prompt=False)
+        object_fails = False not in texts or "{'key': 'value'}" in texts[False]
+        return object_fails and '{"key": "value"}' in texts.get(True, "")
 
     @cached_property
     def has_modes(self) -> bool:

@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from nemo_ext.chat.formats import FormatError, template_messages
 from nemo_ext.chat.response import OPEN
+from nemo_ext.chat.template import Template
 from nemo_ext.serving.engine import Engine, Sampling, Token
 from nemo_ext.serving.guard import Guard, gone, metrics_page, refusal
 from nemo_ext.serving.protocol import Chat, Completion
@@ -103,6 +104,8 @@ class Api:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.metrics = _Metrics(served.engine)
+        template = served.tokenizer.chat_template
+        self._arguments_as_text = isinstance(template, str) and Template("served", template).takes_argument_text
 
     def app(self, key: str | None) -> Starlette:
         """The application; every route but /health wants the key, if there is one."""
@@ -156,7 +159,9 @@ class Api:
         """Text of the prompt by the tokenizer's chat template."""
         last = bool(given.continue_final_message)
         try:
-            messages = template_messages(given.messages, "messages", unfinished=last)
+            messages = template_messages(
+                given.messages, "messages", unfinished=last, arguments_as_text=self._arguments_as_text
+            )
         except FormatError as error:
             raise BadRequest(str(error)) from None
         more = dict(given.chat_template_kwargs or {})

@@ -389,6 +389,20 @@ def test_a_mode_with_reasoning_that_a_sample_lacks_loses_no_answer(template: str
     assert unmarked(template).renderings(sample) == texts
 
 
+def test_a_template_that_writes_arguments_as_they_are_gets_json_text(tool_chat: Sample) -> None:
+    tool_chat = replace(tool_chat, tools=(), messages=tuple(replace(m, reasoning=None) for m in tool_chat.messages))
+    plain = Template(
+        "plain", "{% for m in messages %}{% for c in m['tool_calls'] %}{{ c['function'] }}{% endfor %}{% endfor %}"
+    )
+    raw = Template("raw", plain.source.replace("c['function']", "c['function']['arguments']"))
+
+    assert from_elsewhere("deepseekv3").takes_argument_text and raw.takes_argument_text
+    assert raw.render(tool_chat).text == '{"city": "Oslo", "days": 2}'
+    assert '\n```json\n{"city": "Oslo", "days": 2}\n```' in from_elsewhere("deepseekv3").render(tool_chat).text
+    others = [*map(load, TEMPLATES), *map(from_elsewhere, ("llama3_2", "qwen3", "gemma4", "gptoss"))]
+    assert not any(template.takes_argument_text for template in others)
+
+
 def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
     calls = tuple(ToolCall(name=name, id=name) for name in ("first", "second"))
     answers = [Message(role="tool", content=f"of {call.name}", tool_call_id=call.id) for call in calls]
