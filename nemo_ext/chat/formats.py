@@ -203,13 +203,15 @@ def normal_messages(
     """
     made: list[_Placed] = []
     callers: list[_Placed] = []
-    for kind, same in groupby(enumerate(messages), lambda each: each[1].role == "tool" or bool(each[1].tool_calls) * 2):
+    for (answers, calls), same in groupby(
+        enumerate(messages), lambda each: (each[1].role == "tool", bool(each[1].tool_calls))
+    ):
         run = [(place, _without_empty_trace(message, changed)) for place, message in same]
-        if kind == 1:
+        if answers:
             del made[len(made) - len(callers) :]
             run = _paired(callers, run, key, changed)
         made += run
-        callers = run if kind == 2 else []
+        callers = run if calls else []
     return made
 
 
