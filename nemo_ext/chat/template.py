@@ -245,10 +245,11 @@ class Template:
         """Span of a message in the text, from the end of its prompt; None if the text begins otherwise."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
+        reasons = has_reasoning(last_turn(with_it.messages))
+        # The line break after an answer belongs to what follows it.
+        answered = self.render(with_it, thinking=reasons or thinks(sample)).text.rstrip()
         for mode in dict.fromkeys((thinks(sample), message.reasoning is not None)):
             prompt = self.render(before, thinking=mode, add_generation_prompt=True).text
-            # The line break after an answer belongs to what follows it.
-            answered = self.render(with_it, thinking=thinks(sample)).text.rstrip()
             if text.startswith(prompt) and text.startswith(answered):
                 return len(prompt), len(answered)
         return None

@@ -416,6 +416,16 @@ def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
     assert Template("names", source).render(Sample(id="s", messages=(*asked, *unnamed))).text == text
 
 
+def test_a_template_that_keeps_reasoning_takes_a_last_turn_without_any() -> None:
+    template, turns = from_elsewhere("qwen3_8"), list(CHAT[:4])
+    turns[1] = replace(turns[1], reasoning="So.")
+    assert not template.drops_reasoning
+
+    texts = trained(template.renderings(Sample(id="s", messages=tuple(turns))))
+
+    assert texts == ["So.\n</think>\n\nassistant 0<|im_end|>", "assistant 1<|im_end|>"]
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
     "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
