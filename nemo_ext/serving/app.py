@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nemo_ext.chat.formats import FormatError, template_messages
+from nemo_ext.chat.formats import template_messages
 from nemo_ext.chat.response import OPEN
 from nemo_ext.chat.template import Template
 from nemo_ext.serving.engine import Engine, Sampling, Token
@@ -104,8 +105,6 @@ class Api:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.metrics = _Metrics(served.engine)
-        template = served.tokenizer.chat_template
-        self._arguments_as_text = isinstance(template, str) and Template("served", template).takes_argument_text
 
     def app(self, key: str | None) -> Starlette:
         """The application; every route but /health wants the key, if there is one."""
@@ -155,6 +154,11 @@ class Api:
             raise BadRequest("prompt: is empty")
         return await self._respond(request, given, _CompletionAnswers(self), pairs)
 
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        template = self.served.tokenizer.chat_template
+        return isinstance(template, str) and Template("of the tokenizer", template).takes_argument_text
+
     def _rendered(self, given: Chat) -> str:
         """Text of the prompt by the tokenizer's chat template."""
         last = bool(given.continue_final_message)
@@ -162,7 +166,7 @@ class Api:
             messages = template_messages(
                 given.messages, "messages", unfinished=last, arguments_as_text=self._arguments_as_text
             )
-        except FormatError as error:
+        except ValueError as error:
             raise BadRequest(str(error)) from None
         more = dict(given.chat_template_kwargs or {})
         mode = given.enable_thinking
