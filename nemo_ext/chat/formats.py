@@ -5,9 +5,11 @@
 `nemo`      the same with `from: User | Assistant` and `mask`, as NeMo's chat SFT has it
 
 A record that does not fit raises a `FormatError` that names the place in the record, such as `messages[3].role`. Other
-keys of a message are ignored and counted. `<think>...</think>` at the start of an assistant's content becomes its
-reasoning, stripped of white space at both ends, unless the message has reasoning of its own. A trace of white space
-counts as none, since templates write `<think></think>` for the mode without reasoning.
+keys of a message are ignored and counted. What comes of it is one normal form, whatever the format: content is text,
+arguments of calls are objects, and tools' answers stand in the order of their calls. `<think>...</think>` at the start
+of an assistant's content becomes its reasoning, stripped of white space at both ends, unless the message has reasoning
+already; the opening tag may be missing, as in answers to prompts that end with it. A trace of white space counts as
+none, since templates write `<think></think>` for the mode without reasoning.
 """
 
 import json
@@ -15,12 +17,15 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count, groupby
 from typing import Any, Literal, cast
 
+from nemo_ext.chat.response import CLOSE, OPEN
 from nemo_ext.chat.sample import Message, Role, Sample, ToolCall, openai_messages
 from nemo_ext.job.settings import nearest
 
 Format = Literal["auto", "openai", "sharegpt", "nemo"]
+_Placed = tuple[int, Message]
 
 _OPENAI_ROLES = {role: role for role in ("system", "user", "assistant", "tool")}
 _OPENAI_ROLES |= {"developer": "system", "function": "tool"}
@@ -30,7 +35,6 @@ _SHAREGPT_ROLES |= {"human": "user", "observation": "tool", "function_response":
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _MESSAGE_KEYS = {"role", "content", "tool_calls", "tool_call_id", "function_call", *_REASONING}
 _TURN_KEYS = {"from", "value"}
-_THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 _THINKING_VALUES: dict[str, bool] = {
     mode: on
     for word, on in (("on", True), ("true", True), ("yes", True), ("off", False), ("false", False), ("no", False))
@@ -39,11 +43,19 @@ _THINKING_VALUES: dict[str, bool] = {
 # Mode lines of Domyn and Llama-Nemotron: each on a line of its own in the system message.
 _MODE_LINE = re.compile(r"^[ \t]*((?:detailed )?thinking (?:on|off))[ \t]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
 EMPTY_TRACE = "empty traces taken for none"
+UNOPENED_TRACE = "traces read that have no opening tag"
+REORDERED = "tools' answers put in the order of their calls"
+WITHOUT_CALL = "tools' answers without a call left out"
+WITHOUT_ANSWER = "calls left out that have no answer before one that has"
 MODE_LINE = "mode lines taken out of system messages"
 
 
 class FormatError(ValueError):
     """Raised for a record that is not a conversation; the message names the place in it."""
+
+
+class UnfinishedTrace(FormatError):
+    """Raised for an answer whose trace does not end, such as one that was cut off."""
 
 
 def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
@@ -80,7 +92,7 @@ def to_sample(
     Args:
         format: `auto` looks at each record.
         ignored: counter of message keys that are not used, such as `messages[].name`.
-        changed: counter of changes made while reading: empty traces.
+        changed: counter of changes made while reading; None to refuse what would be left out.
 
     Raises:
         FormatError: the record does not fit; the message names the place, what it holds and what it may hold.
@@ -93,14 +105,12 @@ def to_sample(
     if not turns:
         raise FormatError(f"{key} is empty")
     if kind == "openai":
-        messages = [_openai_message(turn, f"{key}[{index}]", ignored) for index, turn in enumerate(turns)]
+        read = [_openai_message(turn, f"{key}[{index}]", ignored, changed) for index, turn in enumerate(turns)]
     else:
-        messages = _sharegpt_messages(record, turns, ignored)
-    for index, message in enumerate(messages):
-        if message.reasoning is not None and not message.reasoning.strip():
-            messages[index] = replace(message, reasoning=None)
-            if changed is not None:
-                changed[EMPTY_TRACE] += 1
+        read = _sharegpt_messages(record, turns, ignored, changed)
+    messages = [message for _, message in normal_messages(read, key, changed)]
+    if not messages:
+        raise FormatError(f"{key} has nothing but tools' answers without a call")
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
             raise FormatError(f"{key}[{index}]: a system message that is not the first")
@@ -113,6 +123,28 @@ def to_sample(
         language=language,
         thinking=thinking,
     )
+
+
+def template_messages(
+    turns: Sequence[Any], where: str, *, unfinished: bool = False, arguments_as_text: bool = False
+) -> list[dict[str, Any]]:
+    """Messages of a request in the OpenAI format, in the normal form that chat templates take; other keys stay.
+
+    Args:
+        unfinished: True if the last message is to be continued, so that its trace need not end.
+        arguments_as_text: True for a template that takes them so (`Template.takes_argument_text`).
+
+    Raises:
+        FormatError: a message does not fit, or a tool's answer has no call.
+    """
+    ends = len(turns) - unfinished
+    read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
+    made = normal_messages(read, where)
+    records = openai_messages((message for _, message in made), arguments_as_text=arguments_as_text, names=True)
+    return [
+        {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | record
+        for (place, _), record in zip(made, records, strict=True)
+    ]
 
 
 def to_record(sample: Sample) -> dict[str, Any]:
@@ -161,7 +193,95 @@ def without_mode_line(sample: Sample) -> Sample:
     return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
 
 
-def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Message:
+def normal_messages(
+    messages: Sequence[Message], key: str, changed: Counter[str] | None = None
+) -> list[tuple[int, Message]]:
+    """Messages and their places in the record: no empty traces, and tools' answers in the order of their calls.
+
+    Raises:
+        FormatError: something would be left out, and there is no counter of changes.
+    """
+    made: list[_Placed] = []
+    callers: list[_Placed] = []
+    for (answers, calls), same in groupby(
+        enumerate(messages), lambda each: (each[1].role == "tool", bool(each[1].tool_calls))
+    ):
+        run = [(place, _without_empty_trace(message, changed)) for place, message in same]
+        if answers:
+            del made[len(made) - len(callers) :]
+            run = _paired(callers, run, key, changed)
+        made += run
+        callers = run if calls else []
+    return made
+
+
+def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
+    """Messages with calls and the answers after them, by the calls' ids; as they are where the calls have none."""
+    ids = [call.id for _, message in callers for call in message.tool_calls]
+    named = [name for name in ids if name is not None]
+    if len(set(named)) < len(named) or (callers and not named):
+        return callers + answers
+    partners: dict[int, _Placed] = {}
+    unnamed = []
+    for answer in answers:
+        place, name = answer[0], answer[1].tool_call_id
+        if name is None:
+            unnamed.append(answer)
+        elif name in named and ids.index(name) not in partners:
+            partners[ids.index(name)] = answer
+        else:
+            _leave_out(WITHOUT_CALL, f"{key}[{place}].tool_call_id={name!r}: no call before it waits for it", changed)
+    if not callers:
+        return unnamed
+    free = [number for number in range(len(ids)) if number not in partners]
+    partners.update(zip(free, unnamed, strict=False))
+    for place, _ in unnamed[len(free) :]:
+        _leave_out(WITHOUT_CALL, f"{key}[{place}]: more answers of tools than calls", changed)
+    ordered = [answer for _, answer in sorted(partners.items())]
+    if ordered != sorted(ordered):
+        _count(changed, REORDERED)
+    if not ordered:
+        return callers
+    # Templates tell answers apart by their order alone, so that a gap would move an answer to another call.
+    answered = {*partners, *range(max(partners), len(ids))}
+    numbers = count()
+    asking = []
+    for place, message in callers:
+        calls = tuple(call for call in message.tool_calls if next(numbers) in answered)
+        for _ in range(len(message.tool_calls) - len(calls)):
+            _leave_out(WITHOUT_ANSWER, f"{key}[{place}].tool_calls: a call has no answer, but a later one has", changed)
+        if calls or message.content.strip():
+            asking.append((place, replace(message, tool_calls=calls)))
+    return asking + ordered
+
+
+def _without_empty_trace(message: Message, changed: Counter[str] | None) -> Message:
+    if message.reasoning is None or message.reasoning.strip():
+        return message
+    _count(changed, EMPTY_TRACE)
+    return replace(message, reasoning=None)
+
+
+def _count(changed: Counter[str] | None, change: str) -> None:
+    if changed is not None:
+        changed[change] += 1
+
+
+def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
+    """Count something that is left out, or refuse it where nothing is counted."""
+    if changed is None:
+        raise FormatError(why)
+    changed[change] += 1
+
+
+def _openai_message(
+    turn: Any,
+    where: str,
+    ignored: Counter[str] | None = None,
+    changed: Counter[str] | None = None,
+    *,
+    unfinished: bool = False,
+) -> Message:
     if not isinstance(turn, Mapping):
         raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
     role = _role(turn.get("role"), f"{where}.role", _OPENAI_ROLES)
@@ -172,13 +292,14 @@ def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Mess
     if role != "assistant":
         if turn.get("tool_calls"):
             raise FormatError(f"{where}.tool_calls: only an assistant calls tools, not role={turn['role']!r}")
-        text = _text(turn.get("content"), where, "content")
+        content = turn.get("content")
+        text = "" if role == "tool" and content is None else _text(content, where, "content")
         answered = _identifier(turn.get("tool_call_id"), f"{where}.tool_call_id")
         return Message(role=cast(Role, role), content=text, tool_call_id=answered)
     calls = _calls(turn.get("tool_calls"), f"{where}.tool_calls")
     if legacy := turn.get("function_call"):
         calls += _calls([legacy], f"{where}.function_call")
-    traces = {key: _text(turn[key], where, key) for key in _REASONING if turn.get(key) is not None}
+    traces = {name: _text(turn[name], where, name) for name in _REASONING if turn.get(name) is not None}
     given = {key: trace for key, trace in traces.items() if trace.strip()}
     if len(set(given.values())) > 1:
         raise FormatError(f"{where}: {' and '.join(given)} differ: keep one")
@@ -186,16 +307,18 @@ def _openai_message(turn: Any, where: str, ignored: Counter[str] | None) -> Mess
     if content is None and ("content" in turn or calls or traces):
         content = ""  # OpenAI writes null where there are only calls
     text = _text(content, where, "content")
-    if given:
-        return Message(role="assistant", content=text, reasoning=next(iter(given.values())), tool_calls=calls)
-    answer, reasoning = _without_trace(text)
+    if given or unfinished:
+        return Message(role="assistant", content=text, reasoning=next(iter(given.values()), None), tool_calls=calls)
+    answer, reasoning = _without_trace(text, f"{where}.content", changed)
     empty = "" if traces else None
     return Message(
         role="assistant", content=answer, reasoning=empty if reasoning is None else reasoning, tool_calls=calls
     )
 
 
-def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored: Counter[str] | None) -> list[Message]:
+def _sharegpt_messages(
+    record: Mapping[str, Any], turns: Sequence[Any], ignored: Counter[str] | None, changed: Counter[str] | None
+) -> list[Message]:
     mask = record.get("mask")
     if mask is not None and _SHAREGPT_ROLES.get(str(mask).lower()) != "user":
         raise FormatError(f"mask={mask!r}: only the user's turns can be masked, 'User'")
@@ -216,7 +339,7 @@ def _sharegpt_messages(record: Mapping[str, Any], turns: Sequence[Any], ignored:
             before = messages.pop() if calling else Message(role="assistant")
             messages.append(replace(before, tool_calls=before.tool_calls + calls))
         elif role == "assistant":
-            answer, reasoning = _without_trace(_text(value, where, "value"))
+            answer, reasoning = _without_trace(_text(value, where, "value"), f"{where}.value", changed)
             messages.append(Message(role="assistant", content=answer, reasoning=reasoning))
         elif role == "tool" and isinstance(value, Mapping):
             messages.append(Message(role="tool", content=json.dumps(_decoded(value, where), ensure_ascii=False)))
@@ -257,17 +380,28 @@ def _text(value: Any, where: str, key: str) -> str:
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
-        if not isinstance(part, Mapping) or kind != "text":
-            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text can be trained on")
+        if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text is read")
         texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
     return "".join(texts)
 
 
-def _without_trace(text: str) -> tuple[str, str | None]:
-    """Split an assistant's text into answer and trace; the trace is None if the text does not start with one."""
-    if "<think>" in text and (found := _THINK.match(text)):
-        return text[found.end() :], found[1].strip()
-    return text, None
+def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple[str, str | None]:
+    """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
+
+    As `parse_response` reads an answer, but text before an opening tag makes the tags a quotation.
+    """
+    opened = text.lstrip().startswith(OPEN)
+    if not opened and CLOSE not in text:
+        return text, None
+    trace, closed, answer = (text.lstrip()[len(OPEN) :] if opened else text).partition(CLOSE)
+    if not closed:
+        raise UnfinishedTrace(f"{where}: its trace does not end: no {CLOSE} after {OPEN}")
+    if not opened:
+        if OPEN in trace:
+            return text, None
+        _count(changed, UNOPENED_TRACE)
+    return answer.lstrip(), trace.strip()
 
 
 def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
@@ -328,7 +462,7 @@ def _listed(value: Any, where: str) -> Sequence[Any]:
 
 def _identifier(value: Any, where: str) -> str | None:
     if value is None or isinstance(value, str):
-        return value
+        return value or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     raise FormatError(f"{where}: expected text, not {_kind(value)}")

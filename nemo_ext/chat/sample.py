@@ -70,11 +70,24 @@ def has_reasoning(messages: Iterable[Message]) -> bool:
     return any(message.reasoning is not None for message in messages)
 
 
-def openai_messages(messages: Iterable[Message], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format; arguments of calls are objects, as chat templates take them, or JSON text."""
+def openai_messages(
+    messages: Iterable[Message], *, arguments_as_text: bool = False, names: bool = False
+) -> list[dict[str, Any]]:
+    """Messages in the OpenAI format; arguments of calls are objects, as chat templates take them, or JSON text.
+
+    Args:
+        names: True to give tools' answers the `name` of the tool, which some templates write.
+    """
     made = []
+    asked: list[ToolCall] = []
     for message in messages:
         record: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.role != "tool":
+            asked = [*asked, *message.tool_calls] if message.tool_calls else []
+        elif asked and names:
+            call = next((call for call in asked if call.id and call.id == message.tool_call_id), asked[0])
+            asked.remove(call)
+            record["name"] = call.name
         if message.reasoning is not None:
             record["reasoning_content"] = message.reasoning
         if message.tool_calls:

@@ -9,6 +9,7 @@ before the template sees them.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -22,7 +23,7 @@ from jinja2.nodes import Const, Node, Output, Scope, TemplateData
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from nemo_ext.chat.sample import Message, Sample, has_reasoning, openai_messages
+from nemo_ext.chat.sample import Message, Sample, ToolCall, has_reasoning, openai_messages
 from nemo_ext.job.settings import nearest
 
 FOLDER = Path(__file__).parent / "templates"
@@ -165,26 +166,24 @@ class Template:
         mode = thinking if thinking is not None else thinks(sample)
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
             raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
-        given = [openai_messages(sample.messages), list(sample.tools) or None]
+        as_text = any(message.tool_calls for message in sample.messages) and self.takes_argument_text
+        given = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
         messages, tools = ((control or _NO_TOKENS).quoted(value) for value in given)
         if train == "last_turn":
             user = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
             if user is not None:
                 messages[user]["content"] = _LAST_TURN + messages[user]["content"]
         try:
-            text = self._template.render(
-                messages=messages,
-                tools=tools,
-                enable_thinking=mode,
-                add_generation_prompt=add_generation_prompt,
-                **self.variables,
-            )
+            text = self._written(messages, tools, enable_thinking=mode, add_generation_prompt=add_generation_prompt)
         except (ArithmeticError, RecursionError, ValueError) as error:
             # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE before it makes them.
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: mend the template") from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
         return _read(text, thinking=mode)
+
+    def _written(self, messages: Any, tools: Any, **more: Any) -> str:
+        return self._template.render(messages=messages, tools=tools, **more, **self.variables)
 
     def renderings(
         self,
@@ -202,48 +201,87 @@ class Template:
                 the prompts repeat. last: the last turn alone. whole: one text, trained on where the template marks it.
             control: see `render`.
 
-        A template without marks renders the prompt of each answer instead: the text after it is trained on, in the last
-        turn alone if the template drops reasoning.
+        A template without marks renders the prompt of each answer instead, and the text after it is trained on: in one
+        text if every answer in it follows its prompt, else (but for `whole`) in one text per answer. If it drops
+        reasoning, one text of a sample with reasoning is trained on in the last turn alone.
 
         Raises:
-            ValueError: see `render`; a template without marks leaves reasoning out, or begins an answer otherwise than
-                its prompt ends.
+            ValueError: see `render` and `check_complete`; a template without marks begins an answer otherwise than its
+                prompt ends.
         """
-        if turns == "split" and self.drops_reasoning:
-            pieces = split_turns(sample)
-            if len(pieces) > 1:
-                return [self._to_train_on(piece, "last_turn", control) for piece in pieces]
-        return [self._to_train_on(sample, "last_turn" if turns == "last" else "all", control)]
+        pieces = split_turns(sample) if turns == "split" and self.drops_reasoning else [sample]
+        last = turns == "last" or len(pieces) > 1
+        return [text for piece in pieces for text in self._to_train_on(piece, last, turns != "whole", control)]
 
-    def _to_train_on(
-        self, sample: Sample, train: Literal["all", "last_turn"], control: ControlTokens | None
-    ) -> Rendered:
-        rendered = self.render(sample, train=train, control=control)
+    def _to_train_on(self, sample: Sample, last: bool, divide: bool, control: ControlTokens | None) -> list[Rendered]:
+        rendered = self.render(sample, train="last_turn" if last else "all", control=control)
+        self.check_complete(sample, thinking=rendered.thinking)
         if self.marks_generation:
-            return rendered
-        turn = last_turn(sample.messages)
-        first = len(sample.messages) - len(turn) if train == "last_turn" or self.drops_reasoning else 0
+            return [rendered]
+        reasons = has_reasoning(sample.messages)
+        last = last or (self.drops_reasoning and reasons)
+        first = len(sample.messages) - len(last_turn(sample.messages)) if last else 0
         places = [n for n, message in enumerate(sample.messages) if message.role == "assistant" and n >= first]
-        return replace(
-            rendered, trained=tuple(self._after_its_prompt(sample, place, rendered.text) for place in places)
-        )
+        spans = [self._after_its_prompt(sample, place, rendered.text) for place in places]
+        if None not in spans:
+            return [replace(rendered, trained=tuple(span for span in spans if span))]
+        texts = []
+        for place in places if divide else ():
+            until = replace(
+                sample, messages=sample.messages[: place + 1], thinking=None if reasons else sample.thinking
+            )
+            rendered = self.render(until, control=control)
+            if span := self._after_its_prompt(until, place, rendered.text):
+                texts.append(replace(rendered, trained=(span,)))
+        if len(texts) < len(places):
+            raise ValueError(
+                f"sample {sample.id}: chat template {self.name} begins message {places[spans.index(None)]} otherwise "
+                "than its prompt ends: mark what is generated in it, with {% generation %} and {% endgeneration %}"
+                + ("" if divide else ", or train on one text per answer, with turns=split")
+            )
+        return texts
 
-    def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span:
-        """Span of a message in the text, from the end of its prompt."""
+    def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
+        """Span of a message in the text, from the end of its prompt; None if the text begins otherwise."""
         message = sample.messages[place]
-        if (message.reasoning or "") not in text:
-            raise ValueError(f"sample {sample.id}: chat template {self.name} leaves out reasoning_content: use another")
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
-        for mode in (thinks(sample), message.reasoning is not None):
+        reasons = has_reasoning(last_turn(with_it.messages))
+        # The line break after an answer belongs to what follows it.
+        answered = self.render(with_it, thinking=reasons or thinks(sample)).text.rstrip()
+        for mode in dict.fromkeys((thinks(sample), message.reasoning is not None)):
             prompt = self.render(before, thinking=mode, add_generation_prompt=True).text
-            # The line break after an answer belongs to what follows it.
-            answered = self.render(with_it, thinking=thinks(sample)).text.rstrip()
             if text.startswith(prompt) and text.startswith(answered):
                 return len(prompt), len(answered)
-        raise ValueError(
-            f"sample {sample.id}: chat template {self.name} begins message {place} otherwise than its prompt ends: "
-            "mark what is generated in it, with {% generation %} and {% endgeneration %}"
-        )
+        return None
+
+    def check_complete(self, sample: Sample, *, thinking: bool) -> None:
+        """Check that the text has all that a sample says, but the user's: no template leaves that out.
+
+        Instead of the sample's texts, it looks for words that occur once: a short text may stand anywhere.
+
+        Raises:
+            ValueError: the template leaves something out; the reasoning of earlier turns may be.
+        """
+        probe, words = _probe(sample, all_reasoning=not self.drops_reasoning)
+        try:
+            text = self.render(probe, thinking=thinking).text
+        except ValueError:  # it takes texts apart, and these say nothing to it
+            return
+        if missing := [name for word, name in words.items() if word not in text]:
+            raise ValueError(f"sample {sample.id}: chat template {self.name} leaves out {missing[0]}: use another")
+
+    @cached_property
+    def takes_argument_text(self) -> bool:
+        """True if calls need their arguments as JSON text: of an object it makes an error, or Python's notation."""
+        call = ToolCall(name="f", arguments={"key": "value"}, id="abcdefghi")
+        said = (Message(role="user", content="a"), Message(role="assistant", tool_calls=(call,)))
+        texts = {}
+        for as_text in (False, True):
+            messages = openai_messages(said, arguments_as_text=as_text)
+            with suppress(jinja2.TemplateError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError):
+                texts[as_text] = self._written(messages, None, enable_thinking=False, add_generation_prompt=False)
+        object_fails = False not in texts or "{'key': 'value'}" in texts[False]
+        return object_fails and '{"key": "value"}' in texts.get(True, "")
 
     @cached_property
     def has_modes(self) -> bool:
@@ -254,10 +292,11 @@ class Template:
 
     @cached_property
     def drops_reasoning(self) -> bool:
-        """True if the reasoning of earlier turns is left out of the prompt."""
+        """True if the reasoning of earlier turns is left out of the prompt, and that of the last turn is not."""
         said = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
-        said += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="trace")]
-        return "earlier trace" not in self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
+        said += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="last trace")]
+        text = self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
+        return "last trace" in text and "earlier trace" not in text
 
 
 def names() -> list[str]:
@@ -279,9 +318,11 @@ def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
 def split_turns(sample: Sample) -> list[Sample]:
     """Split a sample into one per turn with an answer, ending there and in that turn's mode; ids get `#1`, `#2` ...
 
-    A sample without any reasoning is left whole, since no turn's prompt differs from what the whole shows.
+    A sample without any reasoning is left whole unless it is in the mode for it, since no turn's prompt differs from
+    what the whole shows.
     """
-    if not has_reasoning(sample.messages):
+    reasons = has_reasoning(sample.messages)
+    if not reasons and not sample.thinking:
         return [sample]
     starts = [number for number, message in enumerate(sample.messages) if message.role == "user"]
     ends = [*starts[1:], len(sample.messages)]
@@ -291,9 +332,41 @@ def split_turns(sample: Sample) -> list[Sample]:
         if any(message.role == "assistant" for message in turn):
             name = f"{sample.id}#{len(pieces) + 1}"
             pieces.append(
-                replace(sample, id=name, messages=sample.messages[:end], thinking=has_reasoning(turn)),
+                replace(sample, id=name, messages=sample.messages[:end], thinking=not reasons or has_reasoning(turn)),
             )
     return pieces if len(pieces) > 1 else [sample]
+
+
+def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
+    """The sample with a word in place of each text, and what each word stands for if the template has to write it."""
+    words: dict[str, str] = {}
+
+    def word(text: str, stands_for: str | None) -> str:
+        if not text.strip():
+            return text
+        made = f"probe{len(words)}x"
+        words[made] = stands_for or ""
+        return made
+
+    messages = []
+    last = len(sample.messages) - len(last_turn(sample.messages))
+    names = {"system": "the system message", "assistant": "the text of message {}", "tool": "the tool's answer {}"}
+    for place, message in enumerate(sample.messages):
+        calls = []
+        for call in message.tool_calls:
+            made = [word("x", f"the tool calls of message {place}") for _ in range(3 if call.arguments else 1)]
+            calls.append(replace(call, name=made[0], arguments=dict([made[1:]]) if call.arguments else {}))
+        written = all_reasoning or place >= last
+        trace = word(message.reasoning or "", "reasoning_content" if written else None)
+        content = word(message.content, names.get(message.role, "").format(place))
+        messages.append(
+            replace(message, content=content, reasoning=message.reasoning and trace, tool_calls=tuple(calls))
+        )
+    tools = [
+        {**tool, "function": {**tool["function"], "name": word("x", "the declared tools")}} for tool in sample.tools
+    ]
+    kept = {made: name for made, name in words.items() if name}
+    return replace(sample, messages=tuple(messages), tools=tuple(tools)), kept
 
 
 def _quote(match: re.Match[str]) -> str:

@@ -59,9 +59,10 @@ class Prompts:
         """Text before the first response, and whether it ends inside a trace.
 
         Raises:
-            ValueError: the template refuses the task.
+            ValueError: the template refuses the task, or leaves something of it out.
         """
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
+        self.template.check_complete(sample, thinking=task.thinking is not False)
         return self._ending(sample, task.thinking)
 
     def in_mode(self, task: Task) -> Task:

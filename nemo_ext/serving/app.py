@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -18,7 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nemo_ext.chat.formats import template_messages
 from nemo_ext.chat.response import OPEN
+from nemo_ext.chat.template import Template
 from nemo_ext.serving.engine import Engine, Sampling, Token
 from nemo_ext.serving.guard import Guard, gone, metrics_page, refusal
 from nemo_ext.serving.protocol import Chat, Completion
@@ -151,15 +154,26 @@ class Api:
             raise BadRequest("prompt: is empty")
         return await self._respond(request, given, _CompletionAnswers(self), pairs)
 
+    @cached_property
+    def _arguments_as_text(self) -> bool:
+        template = self.served.tokenizer.chat_template
+        return isinstance(template, str) and Template("of the tokenizer", template).takes_argument_text
+
     def _rendered(self, given: Chat) -> str:
         """Text of the prompt by the tokenizer's chat template."""
-        if wrong := [place for place, message in enumerate(given.messages) if not isinstance(message.get("role"), str)]:
-            raise BadRequest(f"messages: number {wrong[0]} has no role")
-        messages = [_with_objects(message) for message in given.messages]
+        last = bool(given.continue_final_message)
+        try:
+            messages = template_messages(
+                given.messages, "messages", unfinished=last, arguments_as_text=self._arguments_as_text
+            )
+        except ValueError as error:
+            raise BadRequest(str(error)) from None
         more = dict(given.chat_template_kwargs or {})
+        mode = given.enable_thinking
+        if mode is not None and more.setdefault("enable_thinking", mode) is not mode:
+            raise BadRequest("enable_thinking: chat_template_kwargs says something else")
         if taken := {"tokenize", "return_tensors", "chat_template", "conversation"} & set(more):
             raise BadRequest(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
-        last = bool(given.continue_final_message)
         add = not last if given.add_generation_prompt is None else given.add_generation_prompt
         try:
             rendered: str = self.served.tokenizer.apply_chat_template(
@@ -491,27 +505,6 @@ async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) ->
         where = ".".join(str(step) for step in first["loc"][:1])
         known = "" if first["type"] != "extra_forbidden" else ": this server has no such field"
         raise BadRequest(f"{where}: {first['msg']}{known}" if where else first["msg"]) from None
-
-
-def _with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its calls as objects, and its trace by the name that chat templates take."""
-    if "reasoning" in message and "reasoning_content" not in message:
-        message = {**message, "reasoning_content": message["reasoning"]}
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return dict(message)
-    made = []
-    for call in calls:
-        if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-            raise BadRequest("messages: a tool call is no object with a function")
-        function = dict(call["function"])
-        if isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except (ValueError, RecursionError):
-                raise BadRequest("messages: the arguments of a tool call are no JSON") from None
-        made.append({**call, "function": function})
-    return {**message, "tool_calls": made}
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -3,12 +3,21 @@
 Source: https://platform.openai.com/docs/api-reference/chat; top_k, ignore_eos and chat_template_kwargs are vLLM's.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 _MOST_CHOICES = 128
 _MOST_LOGPROBS = 20
+_SOMETHING = object()
+_SAYS_NOTHING: Mapping[str, bool | float] = {
+    **dict.fromkeys(("no_stop_trim", "return_hidden_states"), False),  # of vllm-router (0.1.17)
+    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search", "store", "return_token_ids"), False),
+    **dict.fromkeys(("min_p", "min_tokens"), 0),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), 1),
+}
+"""Unknown fields with the values that change no answer; false or 0 for another field may say something."""
 
 
 def _listed(value: object) -> object:
@@ -23,13 +32,13 @@ class _Common(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_what_says_nothing(cls, given: Any) -> Any:
-        """Without unknown fields that are null or false: clients and routers (vllm-router) send many."""
+        """Without unknown fields that are null, empty or at their default: clients and routers send many."""
         if not isinstance(given, dict):
             return given
         return {
             name: value
             for name, value in given.items()
-            if name in cls.model_fields or value not in (None, False, [], {})
+            if name in cls.model_fields or not (value in (None, [], {}) or value == _SAYS_NOTHING.get(name, _SOMETHING))
         }
 
     model: str | None = None
@@ -84,7 +93,8 @@ class Chat(_Common):
     top_logprobs: Annotated[int, Field(ge=0, le=_MOST_LOGPROBS)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    enable_thinking: bool | None = None  # as in chat_template_kwargs
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

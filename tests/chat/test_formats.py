@@ -7,8 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.formats import FormatError, detect, thinking_mode, to_record, to_sample
-from nemo_ext.chat.sample import Message, Sample, ToolCall
+from nemo_ext.chat.formats import (
+    REORDERED,
+    WITHOUT_ANSWER,
+    WITHOUT_CALL,
+    FormatError,
+    detect,
+    template_messages,
+    thinking_mode,
+    to_record,
+    to_sample,
+)
+from nemo_ext.chat.sample import Message, Sample, ToolCall, openai_messages
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 
@@ -112,7 +122,9 @@ def test_nemo_s_chat_format_and_what_tells_the_formats_apart() -> None:
         (" <think></think>Yes", None, "Yes"),
         ("<think>\n\n</think>\n\nYes", None, "Yes"),
         ("Yes", None, "Yes"),
-        ("no</think>Yes", None, "no</think>Yes"),
+        ("no</think>Yes", "no", "Yes"),
+        ("\nSo.\n</think>\n\nYes", "So.", "Yes"),
+        ("</think>Yes", None, "Yes"),
         ("Well <think>So.</think>", None, "Well <think>So.</think>"),
     ],
 )
@@ -177,13 +189,14 @@ def test_empty_traces_are_none_and_counted() -> None:
         {"role": "assistant", "content": "<think>real</think>a", "reasoning_content": " "},
         {"role": "assistant", "content": "a", "reasoning": "real", "thinking": ""},
         {"role": "assistant", "content": "a"},
+        {"role": "assistant", "content": "real\n</think>\n\na"},
     ]
 
     found = messages({"messages": turns}, changed=changed)
 
-    assert [message.reasoning for message in found] == [None, None, "real", "real", None]
+    assert [message.reasoning for message in found] == [None, None, "real", "real", None, "real"]
     assert {message.content for message in found} == {"a"}
-    assert changed == {"empty traces taken for none": 2}
+    assert changed == {"empty traces taken for none": 2, "traces read that have no opening tag": 1}
 
 
 def test_keys_that_mean_nothing_are_counted() -> None:
@@ -216,11 +229,11 @@ CALLS = st.builds(
     ToolCall,
     name=TEXT.filter(bool),
     arguments=st.dictionaries(TEXT, VALUES, max_size=3),
-    id=st.none() | TEXT,
+    id=st.none() | TEXT.filter(bool),
 )
 TURNS = st.one_of(
     st.builds(Message, role=st.just("user"), content=TEXT),
-    st.builds(Message, role=st.just("tool"), content=TEXT, tool_call_id=st.none() | TEXT),
+    st.builds(Message, role=st.just("tool"), content=TEXT, tool_call_id=st.none() | TEXT.filter(bool)),
     st.builds(
         Message,
         role=st.just("assistant"),
@@ -230,7 +243,7 @@ TURNS = st.one_of(
     ).filter(lambda message: message.reasoning is not None or not message.content.lstrip().startswith("<think>")),
 )
 SAMPLES = st.builds(
-    lambda system, turns, **rest: Sample(messages=(*system, *turns), **rest),
+    lambda system, turns, **rest: Sample(messages=(*system, Message(role="user", content="q"), *turns), **rest),
     st.lists(st.builds(Message, role=st.just("system"), content=TEXT), max_size=1),
     st.lists(TURNS, min_size=1, max_size=5),
     id=TEXT.filter(bool),
@@ -247,9 +260,111 @@ SAMPLES = st.builds(
 
 @given(SAMPLES)
 def test_a_sample_comes_back_from_its_record(sample: Sample) -> None:
-    text = json.dumps(to_record(sample))
+    changed: Counter[str] = Counter()
 
-    assert to_sample(json.loads(text), id=sample.id) == sample
+    normal = to_sample(json.loads(json.dumps(to_record(sample))), id=sample.id, changed=changed)
+
+    assert normal == sample or changed
+    assert to_sample(json.loads(json.dumps(to_record(normal))), id=sample.id) == normal
+
+
+WEATHER = [{"id": name, "function": {"name": "weather", "arguments": {"city": name}}} for name in ("Oslo", "Rome")]
+
+
+def answer_of(name: str | None, content: str = "") -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": name, "content": content or f"in {name}"}
+
+
+@pytest.mark.parametrize(
+    ("calls", "answers", "read", "counted"),
+    [
+        ([WEATHER], ["Oslo", "Rome"], ["in Oslo", "in Rome"], {}),
+        ([WEATHER], ["Rome", "Oslo"], ["in Oslo", "in Rome"], {REORDERED: 1}),
+        ([WEATHER[:1], WEATHER[1:]], ["Rome", "Oslo"], ["in Oslo", "in Rome"], {REORDERED: 1}),
+        ([WEATHER], ["Oslo", "Bonn", "Oslo", "Rome"], ["in Oslo", "in Rome"], {WITHOUT_CALL: 2}),
+        ([WEATHER], ["Rome", None], ["in None", "in Rome"], {REORDERED: 1}),
+        ([WEATHER], [None, None, None], ["in None", "in None"], {WITHOUT_CALL: 1}),
+        ([[{"name": "f"}, {"name": "g"}]], ["b", "a"], ["in b", "in a"], {}),  # the calls have no ids
+        ([[{"name": "f", "id": 1}, {"name": "g", "id": 1}]], ["b", "a"], ["in b", "in a"], {}),
+        ([WEATHER], ["Oslo"], ["in Oslo"], {}),
+        ([], ["Oslo"], [], {WITHOUT_CALL: 1}),
+        ([], [None], ["in None"], {}),
+    ],
+)
+def test_answers_of_tools_stand_in_the_order_of_their_calls(
+    calls: list[Any], answers: list[str | None], read: list[str], counted: dict[str, int]
+) -> None:
+    turns = [{"role": "user", "content": "q"}, *({"role": "assistant", "tool_calls": each} for each in calls)]
+    turns += map(answer_of, answers)
+    changed: Counter[str] = Counter()
+
+    found = messages({"messages": turns}, changed=changed)
+
+    assert [message.content for message in found if message.role == "tool"] == read
+    assert [message.tool_calls for message in found[1 : 1 + len(calls)]] == [
+        message.tool_calls for message in messages({"messages": turns[: 1 + len(calls)]})[1:]
+    ]
+    assert changed == counted
+    if WITHOUT_CALL in counted:
+        with pytest.raises(FormatError, match=r"messages\[\d\]"):
+            messages({"messages": turns})
+
+
+def test_a_call_without_an_answer_before_one_that_has_is_left_out() -> None:
+    turns = [
+        {"role": "assistant", "content": "Let me see.", "tool_calls": WEATHER[:1]},
+        {"role": "assistant", "content": "", "tool_calls": WEATHER},
+        answer_of("Rome"),
+    ]
+    turns[1]["tool_calls"] = [{**WEATHER[0], "id": "Bonn"}, WEATHER[1]]
+    changed: Counter[str] = Counter()
+
+    first, second, answer = messages({"messages": turns}, changed=changed)
+
+    assert (first.content, first.tool_calls) == ("Let me see.", ())
+    assert [call.id for call in second.tool_calls] == ["Rome"] == [answer.tool_call_id]
+    assert changed == {WITHOUT_ANSWER: 2}
+    with pytest.raises(FormatError, match=r"messages\[0\].tool_calls: a call has no answer, but a later one has"):
+        messages({"messages": turns})
+
+
+def test_messages_of_a_request_are_the_same_and_keep_other_keys() -> None:
+    turns = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+        {"role": "user", "content": "Weather?", "name": "Ann"},
+        {"role": "assistant", "content": None, "reasoning": "Two.", "tool_calls": WEATHER},
+        {"role": "tool", "tool_call_id": "Rome", "content": None},
+        {"role": "tool", "tool_call_id": "Oslo", "content": "3 C"},
+        {"role": "assistant", "content": "So.</think>3 C."},
+    ]
+    turns[2]["tool_calls"] = [{"id": "Oslo", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}]
+    turns[2]["tool_calls"] += [WEATHER[1]]
+
+    made = template_messages(turns, "messages")
+
+    assert made == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Weather?", "name": "Ann"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "Two.",
+            "tool_calls": [{"type": "function", **call} for call in WEATHER],
+        },
+        {"role": "tool", "tool_call_id": "Oslo", "content": "3 C", "name": "weather"},
+        {"role": "tool", "tool_call_id": "Rome", "content": "", "name": "weather"},
+        {"role": "assistant", "content": "3 C.", "reasoning_content": "So."},
+    ]
+    del made[1]["name"]
+    assert openai_messages(messages({"messages": turns}), names=True) == made
+
+
+@pytest.mark.parametrize("content", ["<think>and then", "\n<think>\nand then </thin"])
+def test_a_trace_that_does_not_end_is_no_answer(content: str) -> None:
+    with pytest.raises(FormatError, match=r"messages\[0\].content: its trace does not end"):
+        messages({"messages": [{"role": "assistant", "content": content}]})
+    with pytest.raises(FormatError, match=r"conversations\[0\].value: its trace does not end"):
+        messages({"conversations": [{"from": "gpt", "value": content}]})
 
 
 @given(VALUES | st.fixed_dictionaries({"messages": VALUES, "conversations": VALUES, "tools": VALUES}))

@@ -1,18 +1,23 @@
+import json
 import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.sample import Message, Sample, openai_messages
+from nemo_ext.chat.sample import Message, Sample, ToolCall, openai_messages
 from nemo_ext.chat.template import (
     FOLDER,
     ControlTokens,
+    Rendered,
     Template,
     last_turn,
     names,
@@ -226,9 +231,10 @@ def test_a_conversation_is_divided_into_its_turns(tool_chat: Sample) -> None:
 def test_a_template_that_keeps_reasoning_is_not_split(tool_chat: Sample) -> None:
     source = (
         "{% for m in messages %}{{ m['role'] }}:{% if m['role'] == 'assistant' %}{% generation %}"
-        "{{ m['reasoning_content'] }}{{ m['content'] }}{% endgeneration %}{% else %}"
-        "{{ m['content'] }}{% endif %}\n{% endfor %}"
+        "{{ m['reasoning_content'] }}{{ m['content'] }}{{ m['tool_calls'] }}{% endgeneration %}{% else %}"
+        "{{ m['content'] }}{% endif %}\n{% endfor %}{{ tools }}"
     )
+    tool_chat = replace(tool_chat, messages=tuple(replace(m, tool_calls=()) for m in tool_chat.messages))
     (text,) = Template("keeps", source).renderings(tool_chat)
 
     assert [text for text, trained in text.segments if trained] == [
@@ -245,8 +251,7 @@ def test_without_marks_the_prompts_say_what_is_trained_on(
 ) -> None:
     sample = draw.draw(samples_of())
     assert unmarked(template).renderings(sample, turns="last") == load(template).renderings(sample, turns="last")
-    if any(message.reasoning is not None for message in sample.messages):
-        assert unmarked(template).renderings(sample) == load(template).renderings(sample)
+    assert unmarked(template).renderings(sample) == load(template).renderings(sample)
 
 
 @lru_cache
@@ -266,6 +271,204 @@ def test_a_template_that_does_not_know_reasoning_is_refused() -> None:
         Template("simple", source).renderings(ask(reasoning="Add."))
     with pytest.raises(ValueError, match="begins message 1 otherwise than its prompt ends"):
         Template("other", source.replace("}assistant: ", "}model: ")).renderings(ask())
+
+
+def rendered_by_transformers(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+    chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
+    (text,), _ = chat_template_utils.render_jinja_template(
+        [messages], chat_template=load(template).source, tools=None, **variables
+    )
+    return str(text)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_packaged_file_alone_takes_messages_as_clients_send_them(template: str, tool_chat: Sample) -> None:
+    normal = openai_messages(tool_chat.messages)
+    sent = json.loads(json.dumps(normal))
+    for message in sent:
+        if message["content"]:
+            half = len(message["content"]) // 2
+            parts = (message["content"][:half], message["content"][half:])
+            message["content"] = [{"type": "text", "text": part} for part in parts]
+        else:
+            message["content"] = None
+        message["tool_calls"] = message.get("tool_calls")
+    assert any(message["content"] is None for message in sent)
+
+    text = rendered_by_transformers(template, normal)
+
+    assert rendered_by_transformers(template, sent, enable_thinking=None) == text
+    assert rendered_by_transformers(template, sent, enable_thinking=True) == text
+    sent[-2]["content"] = None  # a tool that says nothing
+    assert "None" not in rendered_by_transformers(template, sent)
+    del sent[-2]["content"]
+    assert "None" not in rendered_by_transformers(template, sent)
+    for content, said in (
+        ([{"type": "image_url"}], "part of type image_url"),
+        (3, "not text: 3"),
+        ({"a": 1}, "not text"),
+    ):
+        with pytest.raises(jinja2.TemplateError, match=said):
+            rendered_by_transformers(template, [{"role": "user", "content": content}])
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_arguments_that_are_json_text_are_written_as_they_are_or_refused(template: str, tool_chat: Sample) -> None:
+    normal = openai_messages(tool_chat.messages)
+    sent = openai_messages(tool_chat.messages, arguments_as_text=True)
+    flat = json.loads(json.dumps(normal))
+    for message in flat:
+        message["tool_calls"] = [call["function"] for call in message.get("tool_calls", ())]
+
+    text = rendered_by_transformers(template, normal)
+
+    assert rendered_by_transformers(template, flat) == text
+    if template in ("domyn", "llama_nemotron"):
+        assert rendered_by_transformers(template, sent) == text
+    else:
+        with pytest.raises(jinja2.TemplateError, match="arguments of weather are JSON text: decode it first"):
+            rendered_by_transformers(template, sent)
+    for message in sent:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = ""
+    assert "weather" in rendered_by_transformers(template, sent)
+
+
+CHAT = tuple(Message(role=role, content=f"{role} {n}") for n in range(3) for role in ("user", "assistant"))
+FROM_ELSEWHERE = ["cohere", "gemma3", "gptoss", "llama3", "qwen2_5", "qwen3", "qwen3_6"]
+
+
+def from_elsewhere(name: str) -> Template:
+    """A published template as TRL has it, most of them without marks."""
+    (folder,) = getattr(find_spec("trl"), "submodule_search_locations", None) or [pytest.skip("no trl")]
+    source = (Path(folder) / "chat_templates" / f"{name}.jinja").read_text()
+    return Template(name, source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def trained(texts: list[Rendered]) -> list[str]:
+    return [segment for text in texts for segment, on in text.segments if on]
+
+
+@pytest.mark.parametrize("name", FROM_ELSEWHERE)
+def test_every_answer_without_reasoning_is_trained_on_once(name: str) -> None:
+    template = from_elsewhere(name)
+    assert not template.marks_generation
+
+    texts = trained(template.renderings(Sample(id="s", messages=CHAT)))
+
+    assert len(texts) == 3
+    for number, text in enumerate(texts):
+        assert f"assistant {number}" in text and re.search("<[^<]*>$", text) and "user" not in text
+
+
+def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> None:
+    template, sample = from_elsewhere("qwen3"), Sample(id="s", messages=CHAT)
+
+    texts = template.renderings(sample)
+
+    assert [text.text.count("assistant ") for text in texts] == [1, 2, 3]
+    for text in texts:
+        assert text.segments[-3][0].endswith("assistant\n<think>\n\n</think>\n\n")
+    assert trained(template.renderings(sample, turns="last")) == ["assistant 2<|im_end|>"]
+    with pytest.raises(ValueError, match=r"begins message 1 otherwise than its prompt ends.* turns=split"):
+        template.renderings(sample, turns="whole")
+
+
+@pytest.mark.parametrize("template", ["domyn", "olmo3"])
+def test_a_mode_with_reasoning_that_a_sample_lacks_loses_no_answer(template: str) -> None:
+    sample = Sample(id="s", messages=CHAT, thinking=True)
+
+    texts = load(template).renderings(sample)
+
+    assert [text.thinking for text in texts] == [True] * 3
+    assert [number for number, text in enumerate(trained(texts)) if "</think>" in text and f"nt {number}<" in text] == [
+        0,
+        1,
+        2,
+    ]
+    assert unmarked(template).renderings(sample) == texts
+
+
+def test_a_template_that_writes_arguments_as_they_are_gets_json_text(tool_chat: Sample) -> None:
+    tool_chat = replace(tool_chat, tools=(), messages=tuple(replace(m, reasoning=None) for m in tool_chat.messages))
+    plain = Template(
+        "plain", "{% for m in messages %}{% for c in m['tool_calls'] %}{{ c['function'] }}{% endfor %}{% endfor %}"
+    )
+    raw = Template("raw", plain.source.replace("c['function']", "c['function']['arguments']"))
+
+    assert from_elsewhere("deepseekv3").takes_argument_text and raw.takes_argument_text
+    assert raw.render(tool_chat).text == '{"city": "Oslo", "days": 2}'
+    assert '\n```json\n{"city": "Oslo", "days": 2}\n```' in from_elsewhere("deepseekv3").render(tool_chat).text
+    others = [*map(load, TEMPLATES), *map(from_elsewhere, ("llama3_2", "qwen3", "gemma4", "gptoss"))]
+    assert not any(template.takes_argument_text for template in others)
+
+
+def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
+    calls = tuple(ToolCall(name=name, id=name) for name in ("first", "second"))
+    answers = [Message(role="tool", content=f"of {call.name}", tool_call_id=call.id) for call in calls]
+    asked = (Message(role="user", content="a"), Message(role="assistant", tool_calls=calls))
+    source = "{% for m in messages %}{{ m['name'] }}:{{ m['content'] }} {% endfor %}"
+
+    text = Template("names", source).render(Sample(id="s", messages=(*asked, *answers))).text
+    unnamed = [replace(answer, tool_call_id=None) for answer in answers]
+
+    assert text == ":a : first:of first second:of second "
+    assert Template("names", source).render(Sample(id="s", messages=(*asked, *unnamed))).text == text
+
+
+def test_a_template_that_keeps_reasoning_takes_a_last_turn_without_any() -> None:
+    template, turns = from_elsewhere("qwen3_8"), list(CHAT[:4])
+    turns[1] = replace(turns[1], reasoning="So.")
+    assert not template.drops_reasoning
+
+    texts = trained(template.renderings(Sample(id="s", messages=tuple(turns))))
+
+    assert texts == ["So.\n</think>\n\nassistant 0<|im_end|>", "assistant 1<|im_end|>"]
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize(
+    ("source", "left_out"),
+    [
+        (CHATML, "the tool calls of message 2"),
+        (CHATML.replace("<|im_end|>{% endgen", "{{ m['tool_calls'] }}<|im_end|>{% endgen"), "the declared tools"),
+        ("{{ tools }}{{ messages | tojson }}".replace("messages", "messages[1:]"), "the system message"),
+        ("{{ tools }}{{ messages | rejectattr('role', 'equalto', 'tool') | list | tojson }}", "the tool's answer 3"),
+        (
+            "{{ tools }}{% for m in messages %}{{ m['tool_calls'] }}"
+            "{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endfor %}",
+            "the system message",
+        ),
+        (
+            "{{ tools }}{% for m in messages %}{{ m['content'] }}{% for call in m['tool_calls'] %}"
+            "{{ call['function']['arguments'] }}{% endfor %}{% endfor %}",
+            "the tool calls of message 2",
+        ),
+    ],
+)
+def test_a_template_that_leaves_something_out_is_refused(
+    tool_chat: Sample, source: str, left_out: str, marks: bool
+) -> None:
+    source = source if marks else re.sub("{% (end)?generation %}", "", source)
+    turn = tuple(replace(m, reasoning=None) for m in (tool_chat.messages[0], *tool_chat.messages[3:]))
+
+    with pytest.raises(ValueError, match=f"sample tools: chat template mine leaves out .*{left_out}.*: use another"):
+        Template("mine", source).renderings(replace(tool_chat, messages=turn))
+
+
+@pytest.mark.parametrize("marks", [True, False])
+def test_a_short_trace_that_stands_elsewhere_is_no_written_trace(marks: bool) -> None:
+    source = CHATML if marks else re.sub("{% (end)?generation %}", "", CHATML)
+
+    with pytest.raises(ValueError, match="chat template mine leaves out reasoning_content"):
+        Template("mine", source).renderings(ask(answer="So 4.", reasoning="4"))
 
 
 NASTY = st.lists(

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.chat.template import Template
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.prompts import Prompts
@@ -148,3 +149,13 @@ def test_the_end_token_is_not_written_twice_between_turns(around: Make, template
     turn = asyncio.run(around(echoing(), prompts).turn(episode(), said("a")))
 
     assert "heard a" in turn.observation and not turn.observation.startswith(Tokenizer.eos_token)
+
+
+def test_a_prompt_without_the_task_s_tools_is_refused() -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    task = Task(id="t", environment="math", prompt=(Message(role="user", content="q"),), tools=(tool,))
+    source = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+    assert Prompts.load("olmo3").prompt(task)[0].count('"name": "f"') == 1
+    with pytest.raises(ValueError, match="sample t: chat template plain leaves out the declared tools"):
+        Prompts(Template("plain", source)).prompt(task)

@@ -140,6 +140,44 @@ def test_a_mode_of_the_template_opens_a_trace(client: TestClient, say: Callable[
     assert "reasoning_content" not in chat(client)["choices"][0]["message"]
 
 
+def test_enable_thinking_may_stand_in_the_request_itself(client: TestClient, say: Callable[[str], None]) -> None:
+    say("So it is.</think>Yes.")
+
+    message = chat(client, enable_thinking=True)["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("So it is.", "Yes.")
+    assert "reasoning_content" not in chat(client, enable_thinking=False)["choices"][0]["message"]
+    fields = {"no_stop_trim": False, "return_hidden_states": False, "min_p": 0.0, "modalities": [], "user": None}
+    assert chat(client, **fields)["usage"] == chat(client)["usage"]
+
+
+def test_a_prompt_is_the_same_however_its_messages_are_written(
+    client: TestClient, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+    template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}"
+    template += "{{ m['tool_calls'] | tojson if m['tool_calls'] }}\n{% endfor %}"
+    monkeypatch.setattr(served.tokenizer, "chat_template", template)
+    monkeypatch.setattr(Api, "_ids", lambda api, prompt, special: prompts.append(prompt) or [1])
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"x": "y"}}}
+    other = {"id": "b", "type": "function", "function": {"name": "f", "arguments": {"x": "z"}}}
+    answers = [{"role": "tool", "tool_call_id": name, "content": name} for name in ("a", "b")]
+    plain = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call, other]}, *answers]
+    text = {**call, "function": {"name": "f", "arguments": '{"x": "y"}'}}
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    written = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None, "tool_calls": [text, other]},
+        *reversed(answers),
+    ]
+
+    chat(client, messages=plain)
+    chat(client, messages=written)
+    chat(client, messages=[*HELLO, {"role": "assistant", "content": "<think>So"}], continue_final_message=True)
+
+    assert prompts[0] == prompts[1]
+    assert prompts[2].endswith("assistant:<think>So")
+
+
 def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]) -> None:
     text = 'Now: <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
     say(text)
@@ -163,23 +201,48 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         ("chat/completions", {"messages": []}, "messages: "),
         ("chat/completions", {}, "messages: "),
         ("chat/completions", {"messages": "hi"}, "messages: "),
-        ("chat/completions", {"messages": [{"content": "a"}]}, "number 0 has no role"),
+        ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0].role: expected a role"),
         ("chat/completions", {"messages": [{"role": "user", "content": "x" * 300}]}, "maximum context length is 256"),
         ("chat/completions", {"messages": HELLO, "max_tokens": 1000}, "maximum context length is 256"),
         ("chat/completions", {"messages": HELLO, "temperature": "hot"}, "temperature: "),
         ("chat/completions", {"messages": HELLO, "temperature": -1}, "temperature: "),
         ("chat/completions", {"messages": HELLO, "stop": ""}, "stop: "),
-        ("chat/completions", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "no object with a function"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "assistant", "tool_calls": [1]}]},
+            "tool_calls[0]: expected an object",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]},
-            "no object with a function",
+            "messages[0].tool_calls[0].function: expected an object",
         ),
         (
             "chat/completions",
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 100_000}}]}]},
-            "are no JSON",
+            {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
+            "text that is not JSON",
         ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]: a part of type 'image_url'; only text is read",
+        ),
+        (
+            "chat/completions",
+            {"messages": [*HELLO, {"role": "tool", "tool_call_id": "a", "content": ""}]},
+            "messages[1]",
+        ),
+        ("chat/completions", {"messages": [{"role": "user", "content": None}]}, "messages[0].content: expected text"),
+        ("chat/completions", {"messages": HELLO, "do_sample": False}, "do_sample: "),
+        ("chat/completions", {"messages": HELLO, "thinking_budget": 0}, "thinking_budget: "),
+        ("chat/completions", {"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls: "),
+        ("chat/completions", {"messages": HELLO, "include_reasoning": False}, "include_reasoning: "),
+        (
+            "chat/completions",
+            {"messages": HELLO, "enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
+            "enable_thinking: chat_template_kwargs says something else",
+        ),
+        ("completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens: "),
         ("chat/completions", {"messages": HELLO, "top_p": 0}, "top_p: "),
         ("chat/completions", {"messages": HELLO, "n": 0}, "n: "),
         ("chat/completions", {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: needs logprobs"),

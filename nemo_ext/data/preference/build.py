@@ -158,7 +158,8 @@ def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Itera
     found: list[Group] = []
     for placed in same:
         try:
-            found.append(to_group(placed.record, source.keys, side=placed.side, pairs=source.kind == "pairs"))
+            pairs = source.kind == "pairs"
+            found.append(to_group(placed.record, source.keys, side=placed.side, pairs=pairs, report=counts.groups))
         except FormatError as error:
             counts.records.skip("schema", f"{placed.where}: {error}")
     if source.kind == "pairs":

@@ -26,7 +26,7 @@ def rendered_pair(
     The mode is the prompt's own; where that is None, thinking is on if an answer has reasoning.
 
     Raises:
-        ValueError: the template refuses a side, or begins an answer differently from the end of its prompt.
+        ValueError: the template refuses a side, leaves something out, or begins an answer not as its prompt ends.
     """
     thinking = asked.thinking
     if thinking is None:
@@ -34,7 +34,9 @@ def rendered_pair(
     prompt = template.render(asked, thinking=thinking, add_generation_prompt=True).text
     answers = []
     for side in (chosen, rejected):
-        whole = template.render(replace(asked, messages=asked.messages + side), thinking=thinking).text
+        answered = replace(asked, messages=asked.messages + side)
+        template.check_complete(answered, thinking=thinking)
+        whole = template.render(answered, thinking=thinking).text
         if not whole.startswith(prompt):
             raise ValueError(f"chat template {template.name} begins an answer otherwise than its prompt ends")
         answers.append(whole[len(prompt) :].rstrip("\n"))  # the line break after an answer belongs to what follows it

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.formats import FormatError, checked_text, to_sample
+from nemo_ext.chat.formats import FormatError, UnfinishedTrace, checked_text, to_sample
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.preference.group import Generation, Group, Side, json_digest, message_records
 from nemo_ext.data.text.documents import ReadReport
@@ -76,12 +76,20 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
     return f"prompt {json_digest(message_records(prompt.messages))}"
 
 
-def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pairs: bool = False) -> Group:
+def to_group(
+    record: Mapping[str, Any],
+    keys: RecordKeys,
+    *,
+    side: Side = "",
+    pairs: bool = False,
+    report: ReadReport | None = None,
+) -> Group:
     """Convert one record to a group, which lacks its prompt if the record does.
 
     Args:
         side: side of every generation in the record.
         pairs: True if the record has `chosen` and `rejected`, which become two generations with these labels.
+        report: counter of listed generations that are left out, because their trace does not end; None to refuse them.
 
     Raises:
         FormatError: the record does not fit; the message names the place in it.
@@ -97,7 +105,7 @@ def to_group(record: Mapping[str, Any], keys: RecordKeys, *, side: Side = "", pa
         if many is None:
             generations = [] if _is_task(record, sample, keys) else [_generation(record, keys, "", side)]
         else:
-            generations = _listed(many, keys, side)
+            generations = _listed(many, keys, side, report)
     found = value_at(record, keys.id)
     return Group(
         id=("" if found is None else str(found)) or json_digest(message_records(prompt)),
@@ -157,7 +165,7 @@ def completion(value: Any, where: str) -> tuple[Message, ...]:
     try:
         messages = to_sample({"messages": turns}, id=where, format="openai").messages
     except FormatError as error:
-        raise FormatError(f"{where}: {error}") from None
+        raise type(error)(f"{where}: {error}") from None
     if messages[0].role != "assistant" or messages[-1].role != "assistant":
         raise FormatError(f"{where}: expected the assistant's messages, from {messages[0].role} to {messages[-1].role}")
     return messages
@@ -237,7 +245,7 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
     return prompt, generations
 
 
-def _listed(many: Any, keys: RecordKeys, side: Side) -> list[Generation]:
+def _listed(many: Any, keys: RecordKeys, side: Side, report: ReadReport | None) -> list[Generation]:
     if not isinstance(many, Sequence) or isinstance(many, str) or not many:
         raise FormatError(f"{keys.generations}: expected a list of generations, not {str(many)[:_SHOWN]!r}")
     made = []
@@ -247,7 +255,12 @@ def _listed(many: Any, keys: RecordKeys, side: Side) -> list[Generation]:
             given = {"text": given}
         if not isinstance(given, Mapping):
             raise FormatError(f"{where}: expected an object or a text")
-        made.append(_generation(given, keys, where, side))
+        try:
+            made.append(_generation(given, keys, where, side))
+        except UnfinishedTrace as error:
+            if report is None:
+                raise
+            report.skip("answer whose trace does not end", str(error))
     return made
 
 

@@ -29,7 +29,7 @@ from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.seeds import digest
 
-FORMAT = 3
+FORMAT = 4
 """Version of these files; shards of another one are made again."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")

@@ -16,7 +16,7 @@ from nemo_ext.job.files import write_text
 
 EOD = "<|endoftext|>"
 TEMPLATE = (
-    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 """Chat template of a tokenizer without one: roles and texts, as a model that never saw a chat may read them."""

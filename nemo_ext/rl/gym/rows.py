@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from string import ascii_uppercase
 from typing import Any
 
+from nemo_ext.chat.formats import normal_messages
 from nemo_ext.chat.sample import Message, Role, ToolCall
 from nemo_ext.chat.tool_calls import check_tools, read_openai_calls
 from nemo_ext.job.settings import check_keys, nearest
@@ -83,7 +84,7 @@ def messages(given: Any) -> tuple[Message, ...]:
     """The messages of OpenAI's Responses input.
 
     Raises:
-        ValueError: naming the item that is not a message, or holds anything but text.
+        ValueError: naming the item that is not a message, holds anything but text, or answers no call.
     """
     if isinstance(given, str):
         return (Message(role="user", content=given),)
@@ -113,7 +114,7 @@ def messages(given: Any) -> tuple[Message, ...]:
             made.append(Message(role=_ROLES[role], content=_text(item.get("content"), where)))
         elif kind != "reasoning":
             raise ValueError(f"{where}.type must be message, function_call or function_call_output, not {kind!r}")
-    return tuple(made)
+    return tuple(message for _, message in normal_messages(made, f"{PARAMETERS}.input"))
 
 
 def check_listed(given: Any, where: str) -> list[Mapping[str, Any]]:

@@ -3,7 +3,9 @@ from typing import Any
 import pytest
 
 from nemo_ext.chat.formats import FormatError
+from nemo_ext.chat.sample import Message
 from nemo_ext.data.preference.records import RecordKeys, group_key, to_group
+from nemo_ext.data.text.documents import ReadReport
 
 KEYS = RecordKeys()
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}, {"role": "user", "content": "So?"}]
@@ -28,6 +30,20 @@ def test_a_list_of_generations() -> None:
     assert [made.messages[0].content for made in group.generations] == ["plain", "a", "b"]
     second = group.generations[1]
     assert (second.messages[0].reasoning, second.model, second.score, second.correct) == ("t", "m", 3.0, True)
+
+
+def test_traces_are_read_as_everywhere_and_an_answer_cut_off_inside_one_is_left_out() -> None:
+    record = {"prompt": "Hi", "generations": ["t</think>a", "<think>and", {"text": "<think>t</think>a", "model": "m"}]}
+    report = ReadReport()
+
+    group = to_group(record, KEYS, report=report)
+
+    assert [made.messages for made in group.generations] == [
+        (Message(role="assistant", content="a", reasoning="t"),)
+    ] * 2
+    assert report.skipped == {"answer whose trace does not end": 1}
+    with pytest.raises(FormatError, match=r"generations\[1\].text: messages\[0\].content: its trace does not end"):
+        to_group(record, KEYS)
 
 
 def test_one_answer_a_record_and_records_without_an_id() -> None:

@@ -125,3 +125,15 @@ def test_gyms_own_rows_are_read(environment: str, row: dict[str, Any], reference
 def test_a_row_that_cannot_be_verified_is_refused(environment: str, row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         of_gym(row, environment)
+
+
+def test_outputs_of_calls_stand_in_the_order_of_the_calls() -> None:
+    calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
+    outputs = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in "ba"]
+    asked = {"role": "user", "content": "q"}
+
+    made = messages([asked, *calls, *outputs])
+
+    assert [message.content for message in made] == ["q", "", "of a", "of b"]
+    with pytest.raises(ValueError, match="tool_call_id='b': no call before it waits for it"):
+        messages([asked, calls[0], *outputs])
