@@ -17,6 +17,9 @@ _MARKER = re.compile(
     r"|(?<!#)####(?!#)(?![*_ \t]*(?:[a-z][a-z'\u2019]+[a-z \t*_]*(?:\n|[^a-z \t*_\n])|\d+[*_]*[.):][*_]*[ \t]+[a-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
+_FENCE = re.compile(
+    r"(?P<indent>\s*(?:(?:[-*+]|\d{1,9}[.)])\s+)*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^`]*$"
+)
 _WRAPPERS = ("text", "textbf", "textit", "mathrm", "mathbf", "mathit", "mbox", "rm", "bf")
 _WRAPPED = re.compile(rf"\\(?:{'|'.join(_WRAPPERS)})\s*\{{([^{{}}]*)\}}")
 _PAIRS = {"(": ")", "[": "]", "{": "}", "$": "$", '"': '"', "`": "`"}
@@ -106,6 +109,28 @@ def unreadable(text: str) -> str | None:
         if kind in ("Cc", "Cf", "Cs", "Co", "Cn") and character not in "\t\n\r":
             return "characters that cannot be read"
     return None
+
+
+def fences(text: str) -> list[tuple[str, str, int, int]]:
+    """Closed blocks of code in Markdown: language, contents, and the numbers of their first and last line.
+
+    A block ends at a line of as many marks as it began with, or more. Its indentation, which it has in a list, is
+    taken off its lines.
+    """
+    found: list[tuple[str, str, int, int]] = []
+    lines = text.split("\n")
+    opened: re.Match[str] | None = None
+    begin = 0
+    for number, line in enumerate(lines):
+        mark = line.strip()
+        if opened is None:
+            opened, begin = _FENCE.match(line), number
+        elif mark.startswith(opened["mark"]) and not mark.strip(mark[0]):
+            indent = len(opened["indent"])
+            inner = [each[min(indent, len(each) - len(each.lstrip(" \t"))) :] for each in lines[begin + 1 : number]]
+            found.append((opened["language"].lower(), "\n".join(inner), begin, number))
+            opened = None
+    return found
 
 
 def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:

@@ -6,7 +6,6 @@ worker with a time limit. Nothing is ever fetched: a schema may refer to parts o
 
 import functools
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from referencing.jsonschema import DRAFT202012
 from nemo_ext.chat.response import Response
 from nemo_ext.job.records import strict_json
 from nemo_ext.job.settings import check_keys, checked_whole
+from nemo_ext.rl.answers import fences
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
@@ -30,7 +30,6 @@ MAX_LENGTH = 200_000
 """Maximum length of an answer in characters."""
 MAX_DEPTH = 64
 """Maximum nesting depth of objects and arrays."""
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
 # The values of these keys are data or names, not schemas.
 _DATA = ("const", "enum", "default", "examples")
@@ -153,13 +152,12 @@ def unfenced(text: str) -> str:
         NotJsonError: there is text after the fence, or the fence does not close.
     """
     text = text.strip()
-    begin = _FENCE.match(text)
-    if begin is None:
+    if not text.startswith(("```", "~~~")):
         return text
-    end = text.find("\n```", begin.end() - 1)
-    if end < 0 or text[end + 4 :].strip():
+    found = fences(text)
+    if len(found) != 1 or found[0][2:] != (0, text.count("\n")) or found[0][0] not in ("", "json"):
         raise NotJsonError("not one fence alone")
-    return text[begin.end() : end]
+    return found[0][1]
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
