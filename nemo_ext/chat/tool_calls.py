@@ -15,13 +15,11 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import jsonschema
 from jsonschema.exceptions import SchemaError
-from referencing import Registry
 
+from nemo_ext.chat.json_schemas import validator
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
 
@@ -149,7 +147,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}[{index}] must be {{type: function, function: {{name, ...}}}}, not {tool!r}")
         try:
-            validator(_as_text(function.get("parameters") or {}))
+            validator(_as_text(function.get("parameters") or {}), quick=True)
         except (SchemaError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{where}[{index}].function.parameters: no JSON schema: {reason}") from None
@@ -167,7 +165,7 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
     if call.name not in declared:
         return f"no tool {_shown(call.name)} is declared"
     try:
-        error = next(validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
+        error = next(validator(_as_text(declared[call.name]), quick=True).iter_errors(dict(call.arguments)), None)
     except Exception as problem:  # an unresolvable reference in the schema, arguments nested too deep
         return f"{call.name}: {type(problem).__name__}"
     return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
@@ -339,7 +337,7 @@ def _typed(written: str, schema: Any, key: str, where: str) -> Any:
 def _broken(schema: Any, key: str, value: Any) -> set[str]:
     """Keywords of a schema that refuse the value of one of its parameters."""
     try:
-        errors = list(validator(_as_text(schema or {})).iter_errors({key: value}))
+        errors = list(validator(_as_text(schema or {}), quick=True).iter_errors({key: value}))
     except Exception:  # an invalid schema, or an unresolvable reference
         return set() if isinstance(value, str) else {"$ref"}
     return {str(error.validator) for error in errors if error.absolute_path and error.absolute_path[0] == key}
@@ -418,31 +416,8 @@ def _decode(text: str, position: int) -> tuple[Any, int, str]:
     return value, end, refused[0] if refused else ""
 
 
-def _quick(schema: Any) -> Any:
-    """Remove the keywords that may take very long to check from a schema."""
-    if isinstance(schema, Mapping):
-        slow = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
-        return {
-            key: _quick(value) for key, value in schema.items() if not (key in slow and isinstance(value, slow[key]))
-        }
-    return [_quick(item) for item in schema] if isinstance(schema, list | tuple) else schema
-
-
 def _as_text(schema: Any) -> str:
     return json.dumps(schema, sort_keys=True)
-
-
-@lru_cache(maxsize=4096)
-def validator(text: str, *, quick: bool = True) -> Any:
-    """Validator of a JSON schema that looks nothing up on the network; `quick` leaves out what may take very long.
-
-    Raises:
-        SchemaError: the text is not a JSON schema.
-    """
-    schema = _quick(json.loads(text)) if quick else json.loads(text)
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    kind.check_schema(schema)
-    return kind(schema, registry=Registry())
 
 
 def _shown(text: str) -> str:
