@@ -1,7 +1,8 @@
 """Instruction following: rules that a program can check (IFEval, Zhou et al. 2023, and IFBench's training constraints).
 
 A reference is {instructions: [{id, kwargs}], mode: all | share, whole_words: false}, with one to ten instructions
-a prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those that are.
+a prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those
+that are.
 """
 
 import re
