@@ -36,6 +36,9 @@ _BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\$")
 _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _SHARED = re.compile(r"\\(?:gcd|lcm)(?![A-Za-z])")
 _SEVERAL = re.compile(r"[(\[]|\\\{|,\s|,\\")
+# Spaces around an answer; a box that ends in "\\ " has lost the space.
+_BEGINS = re.compile(r"(?:\s|\\[ ,;:!]|~|\\q?quad(?![A-Za-z]))+")
+_ENDS = re.compile(r"(?:\s|\\[ ,;:!]|~|\\q?quad(?![A-Za-z])|\\\\|\\)+\Z")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
@@ -87,7 +90,8 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         if len(answer) > len(begin) + len(end) and answer.startswith(begin) and answer.endswith(end):
             answer = answer[len(begin) : -len(end)]
             break
-    answer = answer.strip()
+    begin = _BEGINS.match(answer)
+    answer = _ENDS.sub("", answer[begin.end() if begin else 0 :])
     if not answer:
         return "", "empty"
     if reason := unreadable(answer):
@@ -100,7 +104,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
     if not balanced:
         return "", "braces that do not balance"
     if answer.endswith(".") and not answer.endswith(".."):
-        answer = answer[:-1].rstrip()
+        answer = _ENDS.sub("", answer[:-1])
     return answer, ""
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpmath import MPContext
 
-from nemo_ext.rl.verifiers.math_notation import Node, whole
+from nemo_ext.rl.verifiers.math_notation import MORE, Node, whole
 
 _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
@@ -27,6 +27,7 @@ _OPERATION = re.compile(
     r"\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
     r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
 )
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 Number = Any
 """Fraction, or a real or complex number of mpmath."""
 
@@ -102,11 +103,18 @@ def _literal(node: Node) -> bool:
     if kind in ("neg", "pm", "mp", "percent", "unit", "based"):
         inner = parts[0]
         return _literal(inner) and not (kind in ("neg", "pm") and inner.kind in ("neg", "pm"))
+    if kind == "ratio" and len(terms := _terms(node)) > 2:
+        return all(map(_literal, terms))
     if kind in ("div", "ratio"):
         return all(map(_signed, parts))
     if kind == "mixed":
         return True
     return _power_of_ten(node) or (kind == "mul" and parts[0].kind == "number" and _power_of_ten(parts[1]))
+
+
+def _terms(node: Node) -> list[Node]:
+    """Terms of a ratio; another value alone."""
+    return [*_terms(node.parts[0]), node.parts[1]] if node.kind == "ratio" else [node]
 
 
 def _signed(node: Node) -> bool:
@@ -127,7 +135,17 @@ def _name(node: Node) -> Node | None:
         return node if node.value == "f" or (node.value == "abs" and _name(node.parts[0])) else None
     if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value.rstrip("'") in _FUNCTION_NAMES:
         return Node("call", node.parts[:1], "f")
+    if node.kind == "ratio" or (node.kind == "div" and all(map(_is_capital, _leaves(node)))):
+        return node if all(map(_name, node.parts)) else None  # a : b : c, AB / BC
     return node if node.kind == "mul" and all(map(_name, node.parts)) else None
+
+
+def _leaves(node: Node) -> list[Node]:
+    return [part for part in node.walk() if not part.parts]
+
+
+def _is_capital(node: Node) -> bool:
+    return node.kind == "symbol" and bool(node.value[:1].isupper())
 
 
 def _is_equation(node: Node) -> bool:
@@ -183,8 +201,9 @@ class _Comparison:
             return False
         if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
             wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
-        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind == "symbol":
-            return False
+        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind:
+            if wanted_name.kind in ("symbol", "ratio", "div"):
+                return False
         if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
         if wanted_name and given_name and _primes(wanted_name) != _primes(given_name):
@@ -202,6 +221,10 @@ class _Comparison:
             values = tuple(value for _, value in pairs if value is not None)
             if len({name for name, _ in pairs}) == 1 and pairs[0][0] is not None:  # x = 1 or x = 2
                 return pairs[0][0], Node("group", values, "{}") if len(values) == len(pairs) else None
+        if node.kind == "group" and node.value in ("", "or", "and") and _is_equation(node.parts[0]):
+            name, value = self.defined(node.parts[0])
+            if name is not None and value is not None and not any(part.kind == "relation" for part in node.parts[1:]):
+                return name, Node("group", (value, *node.parts[1:]), "{}")  # x = 1, 2
         name, members = _chain(node)
         if any(not self.same_value(members[-1], member) for member in members[:-1]):
             return name, None
@@ -215,6 +238,12 @@ class _Comparison:
             return True
         if wanted.kind == "system" or given.kind == "system":
             return self.same_system(wanted, given)
+        terms = _terms(wanted), _terms(given)
+        if max(map(len, terms)) > 2:
+            return len(terms[0]) == len(terms[1]) and all(
+                self.same_scalar(Node("mul", (first, terms[1][0])), Node("mul", (second, terms[0][0])))
+                for first, second in zip(*terms, strict=True)
+            )
         if wanted.kind == given.kind == "words":
             return bool(wanted.value == given.value)
         if wanted.kind == "words" and wanted.parts:
@@ -296,7 +325,15 @@ class _Comparison:
     def same_unordered(self, wanted: Node, given: Node) -> bool:
         left = list(given.parts)
         for part in wanted.parts:
-            found = next((place for place, other in enumerate(left) if self.same(part, other)), None)
+            # One of several members is a set or is not: {1}, {2} is not {1, 2}.
+            found = next(
+                (
+                    place
+                    for place, other in enumerate(left)
+                    if (len(wanted.parts) == 1 or _is_braced(part) == _is_braced(other)) and self.same(part, other)
+                ),
+                None,
+            )
             if found is None:
                 return False
             left.pop(found)
@@ -305,7 +342,8 @@ class _Comparison:
     def same_relation(self, wanted: Node, given: Node) -> bool:
         """Equations and inequalities, each with everything on its left, up to a factor."""
         if len(wanted.value) != 1 or len(given.value) != 1 or _symbols(wanted) != _symbols(given):
-            return wanted.value == given.value and self.all_same(wanted, given)
+            turned = Node("relation", given.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in given.value[::-1]))
+            return any(wanted.value == each.value and self.all_same(wanted, each) for each in (given, turned))
         left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (wanted, given))
         ratios: list[Number] = []
         for point in _points(_symbols(wanted)):
@@ -323,21 +361,23 @@ class _Comparison:
         sign = wanted.value[0]
         if len(ratios) < (2 if _symbols(wanted) else 1):
             return False
-        turned = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
-        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else turned))
+        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else _TURNED.get(sign, sign)))
 
     def same_scalar(self, wanted: Node, given: Node) -> bool:
         if {wanted.kind, given.kind} == {"percent", "unit"}:
             return False
         if "percent" in (wanted.kind, given.kind):
             inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
-            parts = [
-                Node("div", (node.parts[0], _HUNDRED)) if node.kind == "percent" else node for node in (wanted, given)
-            ]
+            parts = [_hundredth(node.parts[0]) if node.kind == "percent" else node for node in (wanted, given)]
             return self.same_scalar(*inner) or (wanted.kind != given.kind and self.same_scalar(*parts))
         factors = Fraction(1), Fraction(1)
         if wanted.kind == given.kind == "unit" and wanted.value[1] and given.value[1]:
-            if wanted.value[1] != given.value[1]:
+            ways, units = zip(*(_ways_and_units(node.value[1]) for node in (wanted, given)), strict=True)
+            if (
+                (all(ways) and ways[0] != ways[1])
+                or "fewer" in ways[0] ^ ways[1]
+                or (all(units) and units[0] != units[1])
+            ):
                 return False
             factors = wanted.value[0], given.value[0]
         wanted, given = (node.parts[0] if node.kind == "unit" else node for node in (wanted, given))
@@ -639,6 +679,10 @@ def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
     return Node("system", tuple(value for _, value in pairs), tuple(name for name, _ in pairs))
 
 
+def _is_braced(node: Node) -> bool:
+    return node.kind == "group" and node.value == "{}"
+
+
 def _signs(node: Node, upper: bool) -> Node:
     """Node with the upper or lower signs of +- and -+."""
     parts = tuple(_signs(part, upper) for part in node.parts)
@@ -653,6 +697,12 @@ def _both(node: Node) -> list[Node]:
     return [node]
 
 
+def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
+    """Direction of a difference ("more", "fewer"), and the units themselves."""
+    ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
+    return ways, [(name, power) for name, power in dimensions if name not in MORE]
+
+
 def _decimals(node: Node) -> int | None:
     """Decimals of a decimal number, also in scientific notation, or None."""
     if node.kind == "neg":
@@ -662,6 +712,15 @@ def _decimals(node: Node) -> int | None:
         power = -exponent.parts[0].value[0] if exponent.kind == "neg" else exponent.value[0]
         return None if decimals is None else int(decimals - power)
     return node.value[1] if node.kind == "number" else None
+
+
+def _hundredth(node: Node) -> Node:
+    """A hundredth of a value, with two decimals more if it has decimals."""
+    if node.kind == "neg":
+        return Node("neg", (_hundredth(node.parts[0]),))
+    if node.kind == "number" and node.value[1] is not None:
+        return Node("number", value=(node.value[0] / 100, node.value[1] + 2))
+    return Node("div", (node, _HUNDRED))
 
 
 def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
