@@ -21,13 +21,17 @@ _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
 _DIGITS = {80: 9, 3000: 1}
 """Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
+_ZERO = Node("number", value=(Fraction(0), None))
 _HUNDRED = Node("number", value=(Fraction(100), None))
+_DENIALS = ("not", "never", "unless", "except", "maybe", "perhaps", "about")
 _FUNCTION_NAMES = frozenset("fghpFGHP")
 _OPERATION = re.compile(
-    r"\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
+    r"(?<!_)(?<!_\{)\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
     r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
 )
 _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
+_Matrix = tuple[Fraction, Fraction, Fraction, Fraction]
+_MATRIX_POWERS = (Node("neg", (Node("number", value=(Fraction(1), None)),)), Node("symbol", value="T"))
 Number = Any
 """Fraction, or a real or complex number of mpmath."""
 
@@ -48,7 +52,7 @@ def worked_out(node: Node) -> bool:
 
 def difference(reference: Node, answer: Node) -> str:
     """Reason why an answer is wrong, or "" if it is right."""
-    candidates = _candidates(answer)
+    candidates = [_renamed(reference, candidate) for candidate in _candidates(answer)]
     if worked_out(reference):
         if not _symbols(reference):
             candidates = list(map(_without_quantity, candidates))
@@ -73,6 +77,44 @@ def _candidates(answer: Node) -> list[Node]:
     if all(_Comparison().roughly(_last(exact), part) for part in answer.parts[begin:]):
         return [exact, answer.parts[-1]]
     return [Node("words", value="contradiction")]
+
+
+_WHOLE_NUMBERS = frozenset("jklmn")
+_CONSTANTS = frozenset(("C", "c", "K", "k", "A", "C_1", "c_1", "C_0"))
+
+
+def _renamed(reference: Node, answer: Node) -> Node:
+    """Answer with the reference's name of the parameter: 2k pi for 2n pi, x^2 + C for x^2 + c."""
+    wanted, given = _last(reference), _last(answer)
+    names = [sorted(one - other) for one, other in itertools.permutations((_symbols(wanted), _symbols(given)))]
+    if any(len(each) != 1 for each in names):
+        return answer
+    (ours,), (theirs,) = names
+    whole_numbers = {ours, theirs} <= _WHOLE_NUMBERS and all(
+        any(part.kind == "constant" and part.value == "pi" for part in node.walk()) for node in (wanted, given)
+    )
+    constants = {ours, theirs} <= _CONSTANTS and not {"a", "b", "A", "B"} & (_symbols(wanted) & _symbols(given))
+    if whole_numbers or (constants and _is_constant(wanted, ours) and _is_constant(given, theirs)):
+        return _with_name(answer, theirs, ours)
+    return answer
+
+
+def _is_constant(node: Node, name: str) -> bool:
+    """True for the constant of integration: added once, or before a power of e."""
+    if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
+        return False
+    if node.kind == "add":
+        return any(part.value == name if part.kind == "symbol" else _is_constant(part, name) for part in node.parts)
+    factors = [part for part in node.walk() if part.kind != "mul"] if node.kind == "mul" else []
+    return any(part.kind == "pow" and part.parts[0].value == "e" for part in factors) and any(
+        part.kind == "symbol" and part.value == name for part in factors
+    )
+
+
+def _with_name(node: Node, name: str, new: str) -> Node:
+    if node.kind == "symbol":
+        return Node("symbol", value=new) if node.value == name else node
+    return Node(node.kind, tuple(_with_name(part, name, new) for part in node.parts), node.value)
 
 
 def _without_quantity(answer: Node) -> Node:
@@ -128,7 +170,7 @@ def _power_of_ten(node: Node) -> bool:
 def _name(node: Node) -> Node | None:
     """Name on the left of a definition: x, a_n, f(x), AB, (x, y), |AB|, words; None for anything else."""
     if node.kind in ("symbol", "words"):
-        return node
+        return None if node.kind == "words" and node.value.startswith(_DENIALS) else node
     if node.kind == "group" and node.value == "()":
         return node if all(map(_name, node.parts)) else None
     if node.kind == "call":
@@ -192,6 +234,8 @@ class _Comparison:
     """One comparison, with the numbers' precision."""
 
     mp = MPContext()
+    left_reals = False
+    """Whether something of the last value was complex although its operands were real."""
 
     def same(self, reference: Node, answer: Node) -> bool:
         """True if two answers are equal."""
@@ -201,9 +245,9 @@ class _Comparison:
             return False
         if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
             wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
-        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind:
-            if wanted_name.kind in ("symbol", "ratio", "div"):
-                return False
+        kinds = [name.kind for name in (wanted_name, given_name) if name]
+        if wanted_name != given_name and kinds in (["symbol"] * 2, ["ratio"] * 2, ["div"] * 2):
+            return False
         if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
         if wanted_name and given_name and _primes(wanted_name) != _primes(given_name):
@@ -242,6 +286,7 @@ class _Comparison:
         if max(map(len, terms)) > 2:
             return len(terms[0]) == len(terms[1]) and all(
                 self.same_scalar(Node("mul", (first, terms[1][0])), Node("mul", (second, terms[0][0])))
+                and self.same_scalar(first, _ZERO) == self.same_scalar(second, _ZERO)
                 for first, second in zip(*terms, strict=True)
             )
         if wanted.kind == given.kind == "words":
@@ -317,6 +362,8 @@ class _Comparison:
         ):
             return False  # of statements, not of solutions
         first, second = ({"or": "{}", "and": ""}.get(node.value, node.value) for node in (wanted, given))
+        if wanted.value == "" and _is_order(wanted):
+            return self.all_same(wanted, given)
         if {first, second} <= {"", "{}"}:
             return self.same_unordered(wanted, given)
         vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
@@ -385,17 +432,15 @@ class _Comparison:
             return True
         if wanted.kind in ("named", "relation", "group") or given.kind in ("named", "relation", "group"):
             return False
+        if _are_matrices(wanted, given):
+            return self.same_matrices(wanted, given)
         decimal = _decimals(wanted) is not None or _decimals(given) is not None
         symbols = _symbols(wanted) | _symbols(given)
         for digits, most in _DIGITS.items():
             self.mp.dps, seen = digits, 0
-            for point in _points(symbols):
+            for first, second in self.sampled(wanted, given, symbols):
                 if seen == most:
                     break
-                try:
-                    first, second = self.value(wanted, point), self.value(given, point)
-                except (NoValue, ZeroDivisionError):
-                    continue
                 seen += 1
                 if factors[0] != factors[1]:
                     first, second = self.product(first, factors[0]), self.product(second, factors[1])
@@ -406,6 +451,70 @@ class _Comparison:
             if seen < (min(2, most) if symbols else 1):
                 return False
         return True
+
+    def same_matrices(self, wanted: Node, given: Node) -> bool:
+        """True if two expressions are equal with matrices for their capital letters, whose order counts."""
+        symbols = _symbols(wanted) | _symbols(given)
+        for point in itertools.islice(_points(symbols), 0, 5, 2):
+            try:
+                first, second = (self.matrix(node, point) for node in (wanted, given))
+                if first != second:
+                    return False
+            except (NoValue, ZeroDivisionError):
+                return False
+        return True
+
+    def matrix(self, node: Node, point: dict[str, Fraction]) -> _Matrix:
+        """Value of an expression in which a capital letter is a matrix and everything else a multiple of the unit."""
+        kind, parts = node.kind, node.parts
+        if kind == "words" and parts:
+            return self.matrix(parts[0], point)
+        if kind == "symbol" and _is_capital(node):
+            number = point[node.value]
+            return number, number + 1, number * number, 3 - number
+        if kind == "pow":
+            a, b, c, d = self.matrix(parts[0], point)
+            if parts[1] == Node("symbol", value="T"):
+                return a, c, b, d
+            power = self.value(parts[1], point)
+            if not isinstance(power, Fraction) or power.denominator != 1 or abs(power) > 9:
+                raise NoValue("power of a matrix")
+            size = a * d - b * c
+            base = (d / size, -b / size, -c / size, a / size) if power < 0 else (a, b, c, d)
+            made: _Matrix = (Fraction(1), Fraction(0), Fraction(0), Fraction(1))
+            for _ in range(abs(int(power))):
+                made = _product(made, base)
+            return made
+        if kind in ("add", "mul", "div"):
+            left, right = (self.matrix(part, point) for part in parts)
+            if kind == "add":
+                return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
+            return _product(left, right) if kind == "mul" else self.matrix(_over(*parts), point)
+        if kind == "neg":
+            a, b, c, d = self.matrix(parts[0], point)
+            return -a, -b, -c, -d
+        number = self.value(node, point)
+        if not isinstance(number, Fraction):
+            raise NoValue("matrix")
+        return number, Fraction(0), Fraction(0), number
+
+    def sampled(self, wanted: Node, given: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
+        """Values of two expressions at points where both are real; at all points if hardly any is such a point."""
+        others: list[tuple[Number, Number]] = []
+        real = 0
+        for point in _points(symbols):
+            self.left_reals = False
+            try:
+                first, second = self.value(wanted, point), self.value(given, point)
+            except (NoValue, ZeroDivisionError):
+                continue
+            if self.left_reals:
+                others.append((first, second))
+            else:
+                real += 1
+                yield first, second
+        if real < 2:
+            yield from others
 
     def rounded(self, wanted: Node, given: Node, first: Number, second: Number) -> bool:
         """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
@@ -482,9 +591,14 @@ class _Comparison:
         if kind == "call" and node.value == "f":
             raise NoValue("f")
         values = [self.finite(part, point) for part in parts]
-        if kind == "call":
-            return self.called(node.value, values)
-        return _OPERATIONS[kind](self, *values)
+        made = self.called(node.value, values) if kind == "call" else _OPERATIONS[kind](self, *values)
+        if (
+            isinstance(made, self.mp.mpc)
+            and made.imag != 0
+            and not any(isinstance(each, self.mp.mpc) for each in values)
+        ):
+            self.left_reals = True
+        return made
 
     def sum(self, first: Number, second: Number) -> Number:
         if isinstance(first, Fraction) and isinstance(second, Fraction):
@@ -679,6 +793,14 @@ def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
     return Node("system", tuple(value for _, value in pairs), tuple(name for name, _ in pairs))
 
 
+def _is_order(node: Node) -> bool:
+    """True for a list of letters that says in which order they come: not that of the alphabet, or three or more."""
+    letters = [str(part.value) for part in node.parts if part.kind == "symbol" or part.kind == "words"]
+    if len(letters) < len(node.parts) or any(len(letter) > 1 for letter in letters):
+        return False
+    return len(letters) > 2 or letters != sorted(letters)
+
+
 def _is_braced(node: Node) -> bool:
     return node.kind == "group" and node.value == "{}"
 
@@ -695,6 +817,24 @@ def _both(node: Node) -> list[Node]:
     if any(part.kind in ("pm", "mp") for part in node.walk()):
         return [_signs(node, True), _signs(node, False)]
     return [node]
+
+
+def _are_matrices(*nodes: Node) -> bool:
+    """True for several capital letters of which one is inverted or transposed."""
+    parts = [part for node in nodes for part in node.walk()]
+    capitals = {part.value for part in parts if _is_capital(part)} - {"T"}
+    return len(capitals) > 1 and any(
+        part.kind == "pow" and _is_capital(part.parts[0]) and part.parts[1] in _MATRIX_POWERS for part in parts
+    )
+
+
+def _product(left: _Matrix, right: _Matrix) -> _Matrix:
+    (a, b, c, d), (e, f, g, h) = left, right
+    return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
+
+
+def _over(above: Node, below: Node) -> Node:
+    return Node("mul", (above, Node("pow", (below, _MATRIX_POWERS[0]))))
 
 
 def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
@@ -729,7 +869,10 @@ def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
     The last two are far out on either side, behind the corners of |x + 5|.
     """
     for turn in range(9 if symbols else 1):
-        points = {name: Fraction(3 * place + turn + 2) for place, name in enumerate(sorted(symbols))}
+        # Of all remainders by 4, for (-1)^n and i^n.
+        points = {
+            name: Fraction(3 * place + (2, 5, 7, 12, 10)[turn // 2]) for place, name in enumerate(sorted(symbols))
+        }
         if turn > 6:
             points = {name: (-1) ** turn * (18 + 4 * number) / 3 for name, number in points.items()}
         elif turn % 2:

@@ -394,9 +394,7 @@ class _Parser:
                 sign = 1 if word == "*" else -1
             elif lower in _SQUARE:
                 power = _SQUARE[lower]
-            elif lower in NO_UNITS or lower in SCALES or unknown > 1:
-                raise UnknownNotation(f"{word!r} behind a value")
-            elif lower in MORE and not (self.kind() in ("", "word") and sign == power == 1 and not dimensions[lower]):
+            elif lower in NO_UNITS or lower in SCALES or unknown > 1 or (lower in MORE and MORE & set(dimensions)):
                 raise UnknownNotation(f"{word!r} behind a value")
             elif lower in MORE:
                 dimensions[lower] = 1
