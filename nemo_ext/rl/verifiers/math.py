@@ -38,24 +38,25 @@ _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _SHARED = re.compile(r"\\(?:gcd|lcm)(?![A-Za-z])")
 _SEVERAL = re.compile(r"[(\[]|\\\{|,\s|,\\")
 # Spaces around an answer; a box that ends in "\\ " has lost the space.
-_BEGINS = re.compile(r"(?:\s|\\[ ,;:!]|~|\\q?quad(?![A-Za-z]))+")
-_ENDS = re.compile(r"(?:\s|\\[ ,;:!]|~|\\q?quad(?![A-Za-z])|\\\\|\\)+\Z")
-_FUNCTIONS = "gcd|lcm|max|min|sup|inf|det|dim|deg|rank|Pr|Var|Cov"
+_SPACE = r"\s|\\[ ,;:!]|~|\\(?:q?quad|enspace|thinspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}"
+_BEGINS = re.compile(rf"(?:{_SPACE})+")
+_ENDS = re.compile(rf"(?:{_SPACE}|\\\\|\\)+\Z")
+_FUNCTIONS = "gcd|lcm|GCD|LCM|HCF|max|min|sup|inf|det|dim|deg|rank|Pr|Var|Cov"
 # The left side of an equation that names a result, and is no value and no equation to solve.
 _RESULT = re.compile(
-    rf"(?:\\(?:{_FUNCTIONS}|lim|sum|prod|i{{0,2}}int|oint)(?![A-Za-z])|(?:{_FUNCTIONS}|[EP])(?=\s*[(\[])"
+    rf"(?:\\(?:{_FUNCTIONS}|lim|sum|prod|i{{0,2}}int|oint)(?![A-Za-z])|(?:{_FUNCTIONS}|[EP])(?=\s*(?:\\left\s*)?[(\[])"
     rf"|\\(?:text|mathrm|operatorname|mathbb|mathbf)\s*\{{\s*(?:{_FUNCTIONS}|[EP])\s*\}}"
-    r"|[fghFGHT]\s*\^\s*(?:\{\s*-\s*1\s*\}|-1)\s*\(\s*[A-Za-z]\s*\)\Z|[nN]?[|(](?=.*\\c[au]p)|\\frac\s*\{\s*d(?![A-Za-z]))"
+    r"|[fghFGHT]\s*\^\s*(?:\{\s*-\s*1\s*\}|-1)\s*\(\s*[A-Za-z]\s*\)\Z|[nN]?[|(](?=.*\\c[au]p)|\\\||\(?\s*[fghFGH]\s*\\circ(?![A-Za-z])|\\frac\s*\{\s*d(?![A-Za-z]))"
     r"(?:(?!\\text|\\mbox).)*",
     re.DOTALL,
 )
 _EQUALS = re.compile(r"\\.|[(\[{]|[)\]}]|(?<![<>!:=])=(?!=)", re.DOTALL)
-_OF_NUMBERS = re.compile(r"\\?(?:[a-z]+\s*\{\s*)?(gcd|lcm)\s*\}?\s*\(([\d\s,]+)\)")
+_OF_NUMBERS = re.compile(r"\\?(?:[a-z]+\s*\{\s*)?(gcd|lcm)\s*\}?\s*\(([\d\s,]+)\)", re.IGNORECASE)
 _PLAIN = re.compile(r"\\(?:text|mathrm|operatorname|mathbb|left|right|mid|[,;: ])|[\s{}\\|]")
 _MODULO = re.compile(
     r"(?:(?P<name>[A-Za-z])\s*\\equiv\s*)?(?P<value>-?\d+(?:\s*(?:,|\\text\s*\{\s*(?:or|and)\s*\})\s*-?\d+)*)"
-    r"(?:\s|~|\\[,;: ]|\\q?quad)*"
-    r"(?:\\[pb]?mod\s*\{?|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?b?mod)(?:\s|\\[,;: ])*)\s*"
+    r"(?:\s|~|\\[,;: ]|\\q?quad)*(?:\\[pb]?mod\s*\{?|\\text\s*\{\s*mod\s*\}"
+    r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?b?mod)(?:\s|\\[,;: ])*)\s*"
     r"(?P<modulus>[1-9]\d*)\s*[})]?"
 )
 # "k in Z" behind an answer with a parameter.
@@ -247,7 +248,7 @@ def _without_name(text: str) -> tuple[str, str]:
     if not rest or not _RESULT.fullmatch(name):
         return "", text
     if numbers := _OF_NUMBERS.fullmatch(name):
-        function = math.gcd if numbers[1] == "gcd" else math.lcm
+        function = math.gcd if numbers[1].lower() == "gcd" else math.lcm
         if str(function(*map(int, numbers[2].replace(",", " ").split()))) != rest:
             return "", text  # it says what is not so
     return _PLAIN.sub("", name), _without_name(rest)[1]

@@ -9,22 +9,24 @@ left out, but two must measure the same. A decimal number equals what it is roun
 import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 from mpmath import MPContext
 
-from nemo_ext.rl.verifiers.math_notation import MORE, Node, whole
+from nemo_ext.rl.verifiers.math_notation import MORE, UNITS, Node, whole
 
 _MAX_BITS = 100_000
 """Maximum size of numbers in bits: 10 to the power of 30 000."""
 _DIGITS = {80: 9, 3000: 1}
 """Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
 _ZERO = Node("number", value=(Fraction(0), None))
+_ONE = Node("number", value=(Fraction(1), None))
 _HUNDRED = Node("number", value=(Fraction(100), None))
 _DENIALS = ("not", "never", "unless", "except", "maybe", "perhaps", "about")
-_FUNCTION_NAMES = frozenset("fghpFGHP")
+_FUNCTION_NAMES = frozenset(("\\phi", "\\varphi", "\\sigma", *"fghpFGHP"))
 _OPERATION = re.compile(
     r"(?<!_)(?<!_\{)\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
     r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
@@ -52,7 +54,7 @@ def worked_out(node: Node) -> bool:
 
 def difference(reference: Node, answer: Node) -> str:
     """Reason why an answer is wrong, or "" if it is right."""
-    candidates = [_renamed(reference, candidate) for candidate in _candidates(answer)]
+    candidates = [_measured(reference, _renamed(reference, candidate)) for candidate in _candidates(answer)]
     if worked_out(reference):
         if not _symbols(reference):
             candidates = list(map(_without_quantity, candidates))
@@ -77,6 +79,14 @@ def _candidates(answer: Node) -> list[Node]:
     if all(_Comparison().roughly(_last(exact), part) for part in answer.parts[begin:]):
         return [exact, answer.parts[-1]]
     return [Node("words", value="contradiction")]
+
+
+def _measured(reference: Node, answer: Node) -> Node:
+    """Answer with its letters as units if the reference has these: 220 V."""
+    wanted = _last(reference)
+    if wanted.kind == "unit" and (read := _with_units(answer)) and sorted(read[2].items()) == [*wanted.value[1]]:
+        return Node("unit", (read[0],), (read[1], wanted.value[1]))
+    return answer
 
 
 _WHOLE_NUMBERS = frozenset("jklmn")
@@ -817,6 +827,22 @@ def _both(node: Node) -> list[Node]:
     if any(part.kind in ("pm", "mp") for part in node.walk()):
         return [_signs(node, True), _signs(node, False)]
     return [node]
+
+
+def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
+    """Number, size and dimensions of a product of a number and symbols that may be units; None for anything else."""
+    if node.kind == "symbol" and node.value in UNITS:
+        dimension, size = UNITS[node.value]
+        return _ONE, size, Counter({dimension: 1})
+    if node.kind in ("mul", "div") and (left := _with_units(node.parts[0])) and (right := _with_units(node.parts[1])):
+        sign = 1 if node.kind == "mul" else -1
+        dimensions = Counter({name: left[2][name] + sign * right[2][name] for name in {*left[2], *right[2]}})
+        number = Node(node.kind, (left[0], right[0])) if right[0] != _ONE else left[0]
+        return number, left[1] * right[1] ** sign, dimensions
+    if node.kind == "pow" and node.parts[0].kind == "symbol" and node.parts[1].value in ((2, None), (3, None)):
+        read, power = _with_units(node.parts[0]), int(node.parts[1].value[0])
+        return read and (_ONE, read[1] ** power, Counter(dict.fromkeys(read[2], power)))
+    return None if _symbols(node) else (node, Fraction(1), Counter())
 
 
 def _are_matrices(*nodes: Node) -> bool:

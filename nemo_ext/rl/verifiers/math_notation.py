@@ -140,7 +140,7 @@ NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.spl
 _SIGNS = {"percent": "%", "percentage": "%", "pct": "%", "degrees": "degree"}
 _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
-    r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace"
+    r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace|enspace|hspace\*?\s*\{[^{}]*\}"
 )
 _FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|underline|operatorname|boldsymbol|bm|rm|bf"
 _GROUPED = r"(?<![\d.^_])\d{1,3}(?P<separator>SEPARATORS)\d{3}(?:(?P=separator)\d{3})*(?!\d)(?:\.\d+)?"

@@ -96,6 +96,8 @@ def test_all_cases() -> None:
             "\\int_0^1 f(x)dx=5; x_{\\max}=5",
             "\\max\\text{ maybe}=5; \\text{not }x=5; P(A)=5\\text{ or }6; \\log_2 x=5",
         ),
+        ("220\\,\\text{V}", "220 V; 220\\text{ volts}", "221 V; 220 W; 220 x"),
+        ("12\\text{ m/s}", "12 m/s; 12\\frac{m}{s}", "12 m; 12 ms; 12 s/m"),
         ("3\\pmod{4}", "3; x\\equiv 3\\pmod 4; 7 \\pmod 4; 3\\ (\\text{mod }4)", "3\\pmod 5; 7; x\\equiv 3; 2\\pmod 4"),
         ("x\\equiv 1, 5\\pmod 6", "5, 1\\pmod 6", "1\\pmod 6; x=1"),
         (
