@@ -13,15 +13,13 @@ What `nemo_ext.chat.template` writes is read back. No model output raises an err
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal, get_args
 
-import jsonschema
 from jsonschema.exceptions import SchemaError
-from referencing import Registry
 
+from nemo_ext.chat.json_schemas import validator
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import ToolCall
 
@@ -32,8 +30,11 @@ MAX_CALLS = 64
 """Largest number of calls in one answer; a right answer of any environment here has far fewer."""
 
 _SPACE = re.compile(r"\s*")
-_NAME = re.compile(r"[\w.\-]+")
-_LITERALS = {"True": True, "False": False, "None": None}
+_MAX_NAME = 1000
+_KINDS: tuple[Any, ...] = ("", 0, None, [], {})
+# Python's words outside of JSON's texts, and not as names; each is as long as JSON's word for it.
+_PYTHON = re.compile(r'"(?:[^"\\]|\\.)*+"|(?<![\w.\-])(?:True|False|None)(?![\w.\-])(?!\s*[=(])', re.DOTALL)
+_JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
 # Formats are told by their first tag; after <tool_call> the next characters tell the two formats apart.
 _TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
@@ -146,7 +147,7 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}[{index}] must be {{type: function, function: {{name, ...}}}}, not {tool!r}")
         try:
-            validator(_as_text(function.get("parameters") or {}))
+            validator(_as_text(function.get("parameters") or {}), quick=True)
         except (SchemaError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
             raise ValueError(f"{where}[{index}].function.parameters: no JSON schema: {reason}") from None
@@ -164,7 +165,7 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
     if call.name not in declared:
         return f"no tool {_shown(call.name)} is declared"
     try:
-        error = next(validator(_as_text(declared[call.name])).iter_errors(dict(call.arguments)), None)
+        error = next(validator(_as_text(declared[call.name]), quick=True).iter_errors(dict(call.arguments)), None)
     except Exception as problem:  # an unresolvable reference in the schema, arguments nested too deep
         return f"{call.name}: {type(problem).__name__}"
     return "" if error is None else f"{call.name}: {_shown(error.json_path)}: {_shown(error.message)}"
@@ -205,12 +206,17 @@ class _Scanner:
         self.position = end + len(word)
         return before
 
-    def name(self) -> str:
-        match = _NAME.match(self.text, self.position)
-        if match is None:
-            raise _Malformed(f"expected a name instead of {self.text[self.position : self.position + 20]!r}")
-        self.position = match.end()
-        return match[0]
+    def name(self, mark: str, known: Iterable[str]) -> str:
+        """Read a name and the mark behind it: a known name whatever is in it, else the text before the mark."""
+        name = max((name for name in known if self.at(name + mark)), key=len, default=None)
+        if name is None:
+            name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
+            if not end or "\n" in name or "<" in name:
+                raise _Malformed(f"expected a name and {mark} instead of {name[:20]!r}")
+            self.position += len(name + mark)
+            return name.strip()
+        self.position += len(name + mark)
+        return name
 
     def json(self) -> Any:
         """Read a JSON value; the position moves forward even if the value is refused."""
@@ -248,45 +254,40 @@ def _json_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[T
 
 def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     calls: list[ToolCall] = []
+    declared = _parameters(tools)
+    # Models that write such calls know True, False and None from code.
+    scanner.text = scanner.text[: scanner.position] + _as_json(scanner.text[scanner.position :])
     while True:
         scanner.skip_space()
         if scanner.at("</function_calls>"):
             return calls
-        name = scanner.name()
-        scanner.expect("(")
+        name = scanner.name("(", declared)
         arguments: dict[str, Any] = {}
         scanner.skip_space()
         while not scanner.at(")"):
             if arguments:
                 scanner.expect(",")
                 scanner.skip_space()
-            key = scanner.name()
-            scanner.skip_space()
-            scanner.expect("=")
+            key = scanner.name("=", _properties(declared.get(name)))
             scanner.skip_space()
             if key in arguments:
                 raise _Malformed(f"{name}: {key} is given twice")
-            arguments[key] = _literal(scanner)
+            arguments[key] = scanner.json()
             scanner.skip_space()
         scanner.expect(")")
         calls.append(_call(name, arguments))
 
 
-def _literal(scanner: _Scanner) -> Any:
-    """Read a JSON value, or True, False or None, which models that write such calls know from code."""
-    for word, value in _LITERALS.items():
-        if scanner.at(word):
-            scanner.expect(word)
-            return value
-    return scanner.json()
+def _as_json(text: str) -> str:
+    """Text of the same length with JSON's words for True, False and None outside of quotation marks."""
+    return _PYTHON.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), text)
 
 
 def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     scanner.skip_space()
     scanner.expect("<function=")
-    name = scanner.name()
-    scanner.expect(">")
-    schemas = _parameter_schemas(name, tools)
+    declared = _parameters(tools)
+    name = scanner.name(">", declared)
     arguments: dict[str, Any] = {}
     while True:
         scanner.skip_space()
@@ -294,35 +295,37 @@ def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[Too
             scanner.expect("</function>")
             return [_call(name, arguments)]
         scanner.expect("<parameter=")
-        key = scanner.name()
-        scanner.expect(">")
+        key = scanner.name(">", _properties(declared.get(name)))
         if key in arguments:
             raise _Malformed(f"{name}: {key} is given twice")
         written = scanner.until("</parameter>").removeprefix("\n").removesuffix("\n")
-        arguments[key] = _typed(written, schemas.get(key), f"{name}: {key}")
+        arguments[key] = _typed(written, declared.get(name), key, f"{name}: {key}")
 
 
-def _parameter_schemas(name: str, tools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            properties = (function.get("parameters") or {}).get("properties")
-            return properties if isinstance(properties, Mapping) else {}
-    return {}
+def _parameters(tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Schema of the parameters of each declared tool."""
+    functions = (tool.get("function", tool) for tool in tools)
+    return {function["name"]: function.get("parameters") or {} for function in functions if function.get("name")}
 
 
-def _typed(written: str, schema: Any, where: str) -> Any:
-    """Decode an XML-style value as its schema says: text is written as it is, anything else as JSON."""
-    if not isinstance(schema, Mapping):
-        return written
-    kinds, choices = schema.get("type"), schema.get("enum")
-    is_text = (
-        "string" in (kinds if isinstance(kinds, list) else [kinds])
-        or any(isinstance(choice, str) for choice in (choices if isinstance(choices, list) else []))
-        or _is_valid(written, schema)
-    )
+def _properties(schema: Any) -> Mapping[str, Any]:
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
+
+
+def _typed(written: str, schema: Any, key: str, where: str) -> Any:
+    """Decode an XML-style value as the schema of all parameters says: text is written as it is, other values as JSON.
+
+    It is validated in the whole schema, to whose parts it may refer.
+    """
+    if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
+        return written  # nothing is said of it
+    broken = _broken(schema, key, written)
+    is_text = not broken & {"type", "anyOf", "oneOf", "not"}
     value, end, problem = _decode(written, 0)
-    if not problem and not written[end:].strip() and not isinstance(value, str) and _is_valid(value, schema):
+    if problem and broken:
+        value, end, problem = _decode(_as_json(written), 0)
+    if not problem and not written[end:].strip() and not isinstance(value, str) and not _broken(schema, key, value):
         return value  # the schema allows both: text that parses as JSON is taken as JSON
     if is_text:
         return written
@@ -331,11 +334,13 @@ def _typed(written: str, schema: Any, where: str) -> Any:
     return value  # may have the wrong type, which the check against the schema reports
 
 
-def _is_valid(value: Any, schema: Mapping[str, Any]) -> bool:
+def _broken(schema: Any, key: str, value: Any) -> set[str]:
+    """Keywords of a schema that refuse the value of one of its parameters."""
     try:
-        return validator(_as_text(schema)).is_valid(value)
+        errors = list(validator(_as_text(schema or {}), quick=True).iter_errors({key: value}))
     except Exception:  # an invalid schema, or an unresolvable reference
-        return isinstance(value, str)
+        return set() if isinstance(value, str) else {"$ref"}
+    return {str(error.validator) for error in errors if error.absolute_path and error.absolute_path[0] == key}
 
 
 def _openai_call(item: Any) -> ToolCall:
@@ -411,31 +416,8 @@ def _decode(text: str, position: int) -> tuple[Any, int, str]:
     return value, end, refused[0] if refused else ""
 
 
-def _quick(schema: Any) -> Any:
-    """Remove the keywords that may take very long to check from a schema."""
-    if isinstance(schema, Mapping):
-        slow = {"pattern": str, "patternProperties": Mapping, "uniqueItems": bool}
-        return {
-            key: _quick(value) for key, value in schema.items() if not (key in slow and isinstance(value, slow[key]))
-        }
-    return [_quick(item) for item in schema] if isinstance(schema, list | tuple) else schema
-
-
 def _as_text(schema: Any) -> str:
     return json.dumps(schema, sort_keys=True)
-
-
-@lru_cache(maxsize=4096)
-def validator(text: str, *, quick: bool = True) -> Any:
-    """Validator of a JSON schema that looks nothing up on the network; `quick` leaves out what may take very long.
-
-    Raises:
-        SchemaError: the text is not a JSON schema.
-    """
-    schema = _quick(json.loads(text)) if quick else json.loads(text)
-    kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    kind.check_schema(schema)
-    return kind(schema, registry=Registry())
 
 
 def _shown(text: str) -> str:

@@ -271,5 +271,4 @@ class _Run:
         for name, environment in environments.items():
             if environment.begin is not None:
                 raise ValueError(f"tasks: environment {name!r} has several turns, and pairs are of single answers")
-        for plan in self._plans():
-            check_references(plan, lambda task: environments[task.environment].check(task.reference))
+        check_references(self._plans(), lambda task: environments[task.environment].check(task.reference))

@@ -11,8 +11,14 @@ MAX_CHOICE = 10_000
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?"
-    r"|####(?![A-Za-z \t]+\n)",  # GSM8K's, and no heading
-    re.IGNORECASE,
+    # A heading, or a line in bold type, of this alone.
+    r"|^[ \t]*(?:#{1,6}[ \t]*|(?=[*_]{2}))[*_]{0,3}(?:the[ \t]+)?(?:final[ \t]+|correct[ \t]+)?answer[*_#: \t]*$"
+    # GSM8K's, and no heading: neither words above a text, words with numbers or a colon, nor the number of a section.
+    r"|(?<!#)####(?!#)(?![*_ \t]*(?:[a-z][a-z'\u2019]+[a-z \t*_]*(?:\n|[^a-z \t*_\n])|\d+[*_]*[.):][*_]*[ \t]+[a-z]))",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FENCE = re.compile(
+    r"(?P<indent>\s*(?:(?:[-*+]|\d{1,9}[.)])\s+)*)(?P<mark>`{3,}|~{3,})[ \t]*(?P<language>[^\s`]*)[^`]*$"
 )
 _WRAPPERS = ("text", "textbf", "textit", "mathrm", "mathbf", "mathit", "mbox", "rm", "bf")
 _WRAPPED = re.compile(rf"\\(?:{'|'.join(_WRAPPERS)})\s*\{{([^{{}}]*)\}}")
@@ -23,8 +29,16 @@ _STOP = re.compile(r"\.\s+")
 _LINKING = {"or", "and", "also", "maybe", "perhaps", "possibly", "either", "both", "no", "wait", "actually", "rather"}
 _LINKING |= {"option", "choice", "alternatively", "alternative", "correction", "hmm", "else", "on", "second", "thought"}
 _REASONED = re.compile(r"[(\[*_]*([A-Za-z])[)\]*_]*,?\s+(?:because|since)\b.*", re.DOTALL)
-_MARKED = re.compile(r"(?:\(([A-Za-z])\)|([A-Za-z])[.)])\s*(\S.*)", re.DOTALL)
-_LETTERED = re.compile(r"[(\[]?([A-Za-z])[)\]]?[.:,\-\u2013]?\s+(\S.*)|([A-Za-z])[).:](\S.*)", re.DOTALL)
+_DASH = r"\s+[\-\u2013\u2014](?=\s)"
+_MARKED = re.compile(rf"(?:\(([A-Za-z])\)|([A-Za-z])(?:[.)]|{_DASH}))\s*(\S.*)", re.DOTALL)
+_LETTERED = re.compile(rf"[(\[]?([A-Za-z])[)\]]?(?:[.:,\-\u2013]|{_DASH})?\s+(\S.*)|([A-Za-z])[).:](\S.*)", re.DOTALL)
+# What may follow a choice's text and say something of it, so that "12 million" is not 12.
+_SAID = re.compile(
+    r"(?:[,;:]?\s+(?:is|are|was|were|has|have|had|can|does|because|since|as|which|it)\b"
+    r"|\s*[,;:(\-\u2013\u2014]\s*[^\W\d_]{2,}).*",
+    re.DOTALL,
+)
+_DENIED = re.compile(r"\b(?:no|not|nor|never|neither|wrong|incorrect|false|unlike|except|or|but)\b|n['\u2019]t\b")
 
 
 def boxes(text: str) -> list[tuple[int, int]]:
@@ -97,6 +111,28 @@ def unreadable(text: str) -> str | None:
     return None
 
 
+def fences(text: str) -> list[tuple[str, str, int, int]]:
+    """Closed blocks of code in Markdown: language, contents, and the numbers of their first and last line.
+
+    A block ends at a line of as many marks as it began with, or more. Its indentation, which it has in a list, is
+    taken off its lines.
+    """
+    found: list[tuple[str, str, int, int]] = []
+    lines = text.split("\n")
+    opened: re.Match[str] | None = None
+    begin = 0
+    for number, line in enumerate(lines):
+        mark = line.strip()
+        if opened is None:
+            opened, begin = _FENCE.match(line), number
+        elif mark.startswith(opened["mark"]) and not mark.strip(mark[0]):
+            indent = len(opened["indent"])
+            inner = [each[min(indent, len(each) - len(each.lstrip(" \t"))) :] for each in lines[begin + 1 : number]]
+            found.append((opened["language"].lower(), "\n".join(inner), begin, number))
+            opened = None
+    return found
+
+
 def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     """Letters of all choices that a text names, by letter, by text or by both ("B. Paris").
 
@@ -120,8 +156,9 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     if reasoned := _REASONED.fullmatch(inner):
         return {reasoned[1].upper()} & set(choices)
     if lettered := _LETTERED.fullmatch(inner):
-        letter, described = (lettered[1] or lettered[3]).upper(), _by_text(lettered[2] or lettered[4], choices)
-        if letter in choices and described:
+        letter, rest = (lettered[1] or lettered[3]).upper(), lettered[2] or lettered[4]
+        described = _by_text(rest, choices)
+        if letter in choices and (described or _explains(rest, letter, choices)):
             return {letter} | described
     if (marked := _MARKED.fullmatch(inner)) and choices.get(letter := (marked[1] or marked[2]).upper(), "") is None:
         # "(A) or (B)" names none; nor does "B. A dog", which cannot be told from it.
@@ -169,6 +206,19 @@ def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
         if named:
             return named
     return set()
+
+
+def _explains(text: str, letter: str, choices: Mapping[str, str | None]) -> bool:
+    """True if a text is a choice's and what is said of it: "Paris is the capital", but no other choice or denial."""
+    said, own = normal(text), normal(choices[letter] or "")
+    rest = said.removeprefix(own)
+    others = [normal(choice or "") for other, choice in choices.items() if other != letter]
+    return (
+        bool(own and rest != said and _SAID.fullmatch(rest) and not _DENIED.search(rest))
+        and not set(re.findall(r"\b[A-Z]\b", text)) & set(choices) - {letter, "A"}
+        and not any(re.search(rf"(?<!\w){re.escape(other)}(?!\w)", rest) for other in others if other)
+        and not any(len(other) > len(own) and said.startswith(other) for other in others)
+    )
 
 
 def _trimmed(text: str) -> str | None:

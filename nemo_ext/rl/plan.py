@@ -17,7 +17,7 @@ from is then decided step by step, by `PlannedTasks.adaptive`; the order within 
 
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ from nemo_ext.rl.task import Task
 
 _KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "adapt", "reprofile", "seed")
 _SUFFIX = ".jsonl"
+MOST_SHOWN = 20
+"""Largest number of wrong tasks that an error lists."""
 
 
 class TaskFile:
@@ -48,7 +50,11 @@ class TaskFile:
         repeats: True if a task may occur again, as in a curriculum that begins a domain anew.
 
     Raises:
-        ValueError: there is no such file or no task in it, a line is no task, or two have one id; names the line.
+        ValueError: there is no such file or no task in it, or listing all lines that are no task or have an id again.
+
+    Attributes:
+        tasks: its tasks.
+        places: the file and line of each, as "FILE:LINE".
     """
 
     def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
@@ -56,17 +62,24 @@ class TaskFile:
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file of tasks")
         self.tasks: list[Task] = []
-        seen: set[str] = set()
+        self.places: list[str] = []
+        problems: list[str] = []
+        seen: dict[str, int] = {}
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.strip():
                     continue
                 where = f"{self.path}:{number}"
-                task = _task(line, where)
-                if task.id in seen and not repeats:
-                    raise ValueError(f"{where}: the id {task.id!r} is there twice")
-                seen.add(task.id)
+                try:
+                    task = _task(line, where)
+                except ValueError as error:
+                    problems.append(str(error))
+                    continue
+                if seen.setdefault(task.id, number) != number and not repeats:
+                    problems.append(f"{where}: the id {task.id!r} is there twice, first in line {seen[task.id]}")
                 self.tasks.append(task)
+                self.places.append(where)
+        _refuse(problems)
         if not self.tasks:
             raise ValueError(f"{self.path}: there are no tasks in it")
 
@@ -81,6 +94,7 @@ class TaskFile:
             raise ValueError(f"{self.path}: all of its {len(gone):,} tasks are left out")
         ids = [self.tasks[row].id for row in sorted(gone)]
         self.tasks = [task for row, task in enumerate(self.tasks) if row not in gone]
+        self.places = [place for row, place in enumerate(self.places) if row not in gone]
         return ids
 
 
@@ -231,22 +245,30 @@ def validation_tasks(path: str | Path) -> PlannedTasks:
     )
 
 
-def check_references(tasks: PlannedTasks, check: Callable[[Task], object]) -> None:
+def check_references(planned: Iterable[PlannedTasks], check: Callable[[Task], object]) -> None:
     """Check every task's reference before a run of days begins.
 
     Args:
-        tasks: tasks to check.
+        planned: tasks to check.
         check: function that raises ValueError for a task that its environment cannot verify.
 
     Raises:
-        ValueError: naming the file and the task.
+        ValueError: listing all such tasks with their file and line.
     """
-    for file in tasks.files:
-        for task in file.tasks:
+    problems: dict[str, None] = {}
+    for file in (file for tasks in planned for file in tasks.files):
+        for task, place in zip(file.tasks, file.places, strict=True):
             try:
                 check(task)
             except ValueError as error:
-                raise ValueError(f"{file.path}: task {task.id}: {error}") from error
+                problems[f"{place}: task {task.id}: {error}"] = None
+    _refuse(list(problems))
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    if problems:
+        more = f"\nand {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
+        raise ValueError("\n".join(problems[:MOST_SHOWN]) + more)
 
 
 def _task(line: bytes, where: str) -> Task:
@@ -273,7 +295,14 @@ def _blended(
         for key in ("source", "tokens"):
             if getattr(leaf, key) is not None:
                 raise ValueError(f"{leaf.where}.{key}: a stream of tasks is the file <directory>/<name>{_SUFFIX}")
-    files = {leaf.name: TaskFile(Path(f"{leaf.prefix}{_SUFFIX}")) for leaf in root.leaves()}
+    files: dict[str, TaskFile] = {}
+    problems: list[str] = []
+    for leaf in root.leaves():
+        try:
+            files[leaf.name] = TaskFile(Path(f"{leaf.prefix}{_SUFFIX}"))
+        except ValueError as error:
+            problems.append(str(error))
+    _refuse(problems)
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
     if adapt is not None and any(node.cap_epochs is not None for node in _nodes(root)):

@@ -104,6 +104,71 @@ def test_what_a_template_writes_is_read_back(style: str, made: list[ToolCall], c
         assert parsed.answer == content
 
 
+# Names of parameters of real tools, and any others; of a tool declared as `name`, in all but white space around them.
+any_name = st.sampled_from(["$filter", "file name", "srv:list/items", "a>b", "a=b", "f(x)", "é", "None", "True"]) | (
+    st.text(characters, min_size=1, max_size=12).filter(lambda name: name == name.strip() and "</" not in name)
+)
+
+
+@pytest.mark.parametrize("style", names())
+@given(name=any_name, keys=st.lists(any_name, max_size=3, unique=True), value=texts | st.just("None"))
+def test_any_name_is_read_back(style: str, name: str, keys: list[str], value: str) -> None:
+    kinds = [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/list"}, {"type": ["boolean", "null"]}]
+    parameters = {
+        "type": "object",
+        "properties": dict(zip(keys, kinds, strict=False)),
+        "$defs": {"text": {"type": "string"}, "list": {"type": "array", "items": {"$ref": "#/$defs/text"}}},
+    }
+    tools = check_tools([{"name": name, "parameters": parameters}], "tools")
+    call = ToolCall(name=name, arguments=dict(zip(keys, [value, [value], None], strict=False)))
+    answer = Message(role="assistant", content="", tool_calls=(call,))
+    sample = Sample(id="0", messages=(Message(role="user", content="?"), answer), tools=tools, thinking=False)
+    rendered = Template.load(style).render(sample)
+    written = rendered.text[slice(*rendered.trained[0])].removesuffix("<|im_end|>").removesuffix("<|eot_id|>")
+
+    parsed = parse_tool_calls(parse_response(written).answer, cast(Style, style), tools)
+
+    assert (parsed.calls, parsed.problems) == ((call,), ())
+    assert not call_problem(call, tools)
+
+
+@pytest.mark.parametrize("name", ["$filter", "file name", "srv:list/items"])
+@pytest.mark.parametrize("style", ["nemotron3_nano", "olmo3"])
+def test_a_name_that_is_not_declared_is_read(style: Style, name: str) -> None:
+    texts: dict[str, str] = {
+        "nemotron3_nano": f"<tool_call><function={name}><parameter={name}>\n1\n</parameter></function></tool_call>",
+        "olmo3": f'<function_calls>{name}({name}="1")</function_calls>',
+    }
+
+    assert parse_tool_calls(texts[style], style).calls == (ToolCall(name=name, arguments={name: "1"}),)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"$ref": "#/$defs/size"}, "large", "large"),
+        ({"$ref": "#/$defs/size"}, "5", "5"),
+        ({"type": "object", "properties": {"size": {"$ref": "#/$defs/size"}}}, '{"size": "5"}', {"size": "5"}),
+        ({"$ref": "#/$defs/flag"}, "True", True),
+        ({"type": ["boolean", "null"]}, "None", None),
+        ({"type": ["string", "null"]}, "None", "None"),
+        ({"type": "string"}, "True", "True"),
+        ({"type": "array"}, '[True, "True", None, False]', [True, "True", None, False]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
+    ],
+)
+def test_an_xml_value_is_read_as_the_whole_schema_says(schema: dict[str, Any], written: str, value: Any) -> None:
+    defs = {"size": {"enum": ["large", "5"]}, "flag": {"type": "boolean"}}
+    parameters = {"type": "object", "properties": {"value": schema}, "$defs": defs}
+    tools = check_tools([{"name": "f", "parameters": parameters}], "tools")
+    text = f"<tool_call>\n<function=f>\n<parameter=value>\n{written}\n</parameter>\n</function>\n</tool_call>"
+
+    (call,) = parse_tool_calls(text, tools=tools).calls
+
+    assert call.arguments == {"value": value}
+    assert not call_problem(call, tools)
+
+
 @pytest.mark.parametrize("style", WRITTEN)
 def test_each_style(style: Style) -> None:
     parsed = parse_tool_calls(f"Well. {WRITTEN[style]}", style, TOOLS)

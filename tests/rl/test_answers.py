@@ -64,6 +64,24 @@ def test_boxes_hold_balanced_braces(text: str) -> None:
         ("The answer is **5**.", "5"),
         ("The answer is **5.**", "5"),
         ("The answer is 5.\n\n#### Check\n2+3=5", "5"),
+        ("Answer: 42.\n\n#### Step 2: verify", "42"),
+        ("Answer: 42.\n\n#### Step 2: verify\n40 + 2 is 42", "42"),
+        ("Answer: 42.\n#### **Step 2: verify**\nYes", "42"),
+        ("Answer: 42.\n#### 2. Verify\nYes", "42"),
+        ("Answer: 42.\n#### 2) Verify\nYes", "42"),
+        ("Answer: 42.\n#### Let's check\nYes", "42"),
+        ("Answer: 42.\n##### Check 2", "42"),
+        ("Steps\n#### 72 dollars", "72 dollars"),
+        ("Steps\n#### $3:4$", "$3:4$"),
+        ("Steps\n#### x = 4", "x = 4"),
+        ("Steps\n####-7", "-7"),
+        ("Steps\n#### 2.5", "2.5"),
+        ("Steps\n#### Paris", "Paris"),
+        ("### Step 1\n40 + 2\n\n### Answer\n42", "42"),
+        ("#### Final Answer\n\n**42**", "42"),
+        ("**Final Answer**\n42.", "42"),
+        ("## Answer:\n42\n", "42"),
+        ("### Answer the question\n42", None),
     ],
 )
 def test_what_follows_the_last_phrase(text: str, answer: str | None) -> None:
@@ -125,6 +143,21 @@ def test_other_languages_and_symbols_are_readable(text: str) -> None:
         ("option A or B", ""),
         (r"(A)\ Paris", "A"),
         ("(A) or (B)", ""),
+        ("(A) Paris is the capital of France.", "A"),
+        ("A. Paris, the capital of France", "A"),
+        ("A - Paris", "A"),
+        ("A \u2013 Paris (the capital)", "A"),
+        ("(A) Paris is larger than New York", ""),
+        ("(A) Paris is B", ""),
+        ("(A) Paris is wrong", ""),
+        ("(A) Paris isn't it", ""),
+        ("(A) Paris Hilton", ""),
+        ("(D) 12 million", ""),
+        ("(D) 12.5 is it", ""),
+        ("(B) New York is large", "B"),
+        ("(A) New York is large", ""),
+        ("A - New York", "AB"),
+        ("A - B", ""),
     ],
 )
 def test_which_choices_are_named(text: str, named: str) -> None:
@@ -150,7 +183,8 @@ def test_brackets_tell_choices_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "named"), [("B. Paris", "B"), ("(B) Paris", "B"), ("b) Paris", "B"), ("(a) or (b)", ""), ("A. B.", "")]
+    ("text", "named"),
+    [("B. Paris", "B"), ("(B) Paris", "B"), ("b) Paris", "B"), ("B - Paris", "B"), ("(a) or (b)", ""), ("A. B.", "")],
 )
 def test_unknown_texts_may_follow_a_letter(text: str, named: str) -> None:
     assert named_choices(text, dict.fromkeys("ABC")) == set(named)

@@ -142,8 +142,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         for name, given in settings.items()
     }
     check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
-    for tasks in planned:
-        check_references(tasks, lambda task: made[task.environment].check(task))
+    check_references(planned, lambda task: made[task.environment].check(task))
     processor = TaskProcessor(reads)
     max_length = master["data"].get("max_input_seq_length")
     process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)

@@ -57,7 +57,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
         topic = one_of(random, TOPICS)
         while True:  # not all draws can be kept at once
             chosen = [drawn(random, one_of(random, ALTERNATIVES[place])) for place in _places(random, of)]
-            reference: dict[str, Any] = {"instructions": chosen, "mode": "all"}
+            reference: dict[str, Any] = {"instructions": chosen, "mode": "all", "whole_words": True}
             parsed = check(reference)
             if verify(parse_response(written(reference)), parsed).outcome == "correct":
                 break

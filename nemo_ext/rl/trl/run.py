@@ -319,8 +319,7 @@ def _tasks(
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group)
     check_judges((episodes.environment for episodes in environments.values()), group)
-    for tasks in planned:
-        check_references(tasks, lambda task: environments[task.environment].check(task))
+    check_references(planned, lambda task: environments[task.environment].check(task))
     rollouts = Rollouts(
         tokenizer=tokenizer,
         prompts=prompts,

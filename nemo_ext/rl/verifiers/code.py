@@ -23,6 +23,7 @@ from pydantic import Field, StrictStr
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole
+from nemo_ext.rl.answers import fences
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
@@ -247,22 +248,11 @@ def program(answer: str, language: str) -> str | None:
     Models show inputs and outputs in fences too, so the very last fence need not be the program.
     """
     named = unnamed = None
-    opened: tuple[str, list[str]] | None = None
-    for line in answer.split("\n"):
-        stripped = line.strip()
-        if opened is None:
-            if stripped.startswith("```") and "`" not in stripped[3:]:
-                opened = stripped[3:].strip().lower(), []
-        elif stripped == "```":
-            tag, lines = opened
-            word = tag.split()[0] if tag else ""
-            if word in TAGS[language]:
-                named = "\n".join(lines)
-            elif not word:
-                unnamed = "\n".join(lines)
-            opened = None
-        else:
-            opened[1].append(line)
+    for tag, inner, _, _ in fences(answer):
+        if tag in TAGS[language]:
+            named = inner
+        elif not tag:
+            unnamed = inner
     return named if named is not None else unnamed
 
 

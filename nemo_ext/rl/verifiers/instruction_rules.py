@@ -37,12 +37,20 @@ _LANGUAGE_CHARACTERS = 5000
 _WORD = re.compile(r"\w+(?:[-'’]\w+)*")
 # Each run is looked at once, from its start and without going back.
 _SENTENCE_END = re.compile(r"(?<![.!?。！？])([.!?。！？]++)[\"'”’)\]*]*+(?=\s|$)")
+_PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n")
+_LOWERCASE = re.compile(r"\s*[^\W\d_A-Z]")
+# Written with a full stop: before a name, before a number, and anywhere unless a capital letter follows.
 _ABBREVIATIONS = frozenset(
     [
-        *("mr", "mrs", "ms", "dr", "st", "prof", "capt", "lt", "jr", "sr", "inc", "ltd", "co", "vs", "e.g", "i.e"),
-        *("fig", "no", "al", "approx", "dept", "est", "p.s", "p.p.s"),
+        *("mr", "mrs", "ms", "mx", "dr", "st", "prof", "capt", "lt", "col", "gen", "sgt", "rev", "hon", "gov", "sen"),
+        *("jr", "sr", "inc", "ltd", "co", "corp", "vs", "cf", "al", "approx", "dept", "est", "mt", "ft", "messrs"),
     ]
 )
+_BEFORE_NUMBERS = frozenset(("no", "nos", "fig", "figs", "vol", "p", "pp", "eq", "ch", "sec", "art", "ca", "c"))
+_BEFORE_LOWERCASE = frozenset(("etc", "a.m", "p.m", "b.c", "a.d", "ph.d", "m.d", "b.a", "m.a", "b.sc", "m.sc"))
+# Several initials ("U.S", "e.g"), one of a name, and the number or letter of an item at the start of a line.
+_INITIALS = re.compile(r"(?:[^\W\d_]\.)+[^\W\d_]")
+_ITEM = re.compile(r"[\s\-*+>#(\[]*(?:\d{1,3}|[^\W\d_]|[ivx]{1,4})")
 
 
 def _phrase(text: str) -> str:
@@ -77,7 +85,8 @@ class Rule:
 
     Attributes:
         says: request in a prompt, to be formatted with the parameters.
-        follows: function that returns True if an answer follows the rule, given its parameters by name.
+        follows: function that returns True if an answer follows the rule, given its parameters by name, and how to
+            `count` keywords if it takes that.
         ignored: parameters that occur in data but that the rule does not need.
         kinds: types of parameters that differ from those of `PARAMETERS`.
     """
@@ -90,9 +99,15 @@ class Rule:
     @cached_property
     def parameters(self) -> type[BaseModel]:
         """Pydantic model of the parameters, all of which are required."""
-        names = list(inspect.signature(self.follows).parameters)[1:]
+        names = [name for name in inspect.signature(self.follows).parameters if name != "count"][1:]
         fields: dict[str, Any] = {name: ({**PARAMETERS, **self.kinds}[name], ...) for name in names}
         return create_model("kwargs", __config__=STRICT, **fields)
+
+    def is_followed(self, answer: str, parameters: Mapping[str, Any], *, whole_words: bool) -> bool:
+        """True if an answer follows the rule; with `whole_words`, keywords inside of words are not counted."""
+        if "count" in inspect.signature(self.follows).parameters:
+            return self.follows(answer, **parameters, count=count_words if whole_words else count_texts)
+        return self.follows(answer, **parameters)
 
 
 def words(text: str) -> list[str]:
@@ -100,19 +115,39 @@ def words(text: str) -> list[str]:
     return _WORD.findall(text)
 
 
+def paragraphs(text: str) -> list[str]:
+    """Paragraphs of a text, which lines without a word or sign divide."""
+    return [part for part in _PARAGRAPH_END.split(text) if part.strip()]
+
+
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, split at end punctuation and blank lines."""
+    """Sentences of a text, split at end punctuation and blank lines, but not at abbreviations and numbers of items."""
     found = []
-    for block in re.split(r"\n[^\S\n]*\n", text):
+    for block in _PARAGRAPH_END.split(text):
         start = 0
         for end in _SENTENCE_END.finditer(block):
-            last = block[max(start, end.start() - 20) : end.start()].split()[-1:] or [""]
-            if end[1] == "." and last[0].lstrip("(\"'*").casefold() in _ABBREVIATIONS:
+            if end[1] == "." and _goes_on(block, end.start(), end.end()):
                 continue
             found.append(block[start : end.end()].strip())
             start = end.end()
         found.append(block[start:].strip())
     return [sentence for sentence in found if re.search(r"\w", sentence)]
+
+
+def _goes_on(text: str, stop: int, at: int) -> bool:
+    """True if the full stop at a place does not end a sentence; `at` is where the text goes on."""
+    before = text[max(0, stop - 20) : stop]
+    line = before.rpartition("\n")[2]
+    if (line != before or stop <= 20) and _ITEM.fullmatch(line):
+        return bool(re.match(r"[^\S\n]+\S", text[at : at + 20]))
+    last = (before.split()[-1:] or [""])[0].lstrip("(\"'*_[\u201c\u2018")
+    word = last.casefold()
+    if word in _BEFORE_NUMBERS:
+        return text[at : at + 20].lstrip()[:1].isdigit()
+    if word in _BEFORE_LOWERCASE:
+        return _LOWERCASE.match(text, at) is not None
+    initial = len(last) == 1 and last.isupper() and last != "I"
+    return word in _ABBREVIATIONS or word == "p.s" or initial or _INITIALS.fullmatch(last) is not None
 
 
 def language_of(text: str) -> str:
@@ -136,8 +171,14 @@ def _compare(number: int, relation: str, limit: int) -> bool:
     return number < limit if relation == "less than" else number >= limit
 
 
-def _count(text: str, keyword: str) -> int:
+def count_texts(text: str, keyword: str) -> int:
+    """Number of times that a keyword occurs, inside words too, as the published checks count."""
     return text.casefold().count(keyword.casefold())
+
+
+def count_words(text: str, keyword: str) -> int:
+    """Number of times that a keyword occurs as a word."""
+    return len(_whole_word(keyword).findall(text))
 
 
 def _whole_word(keyword: str) -> re.Pattern[str]:
@@ -162,7 +203,7 @@ def _has_parts(text: str, divider: str, number: int) -> bool:
 
 
 def _paragraph_first_word(answer: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
-    parts = [part for part in answer.split("\n\n") if part.strip()]
+    parts = paragraphs(answer)
     if len(parts) != num_paragraphs or nth_paragraph > len(parts):
         return False
     found = words(parts[nth_paragraph - 1])
@@ -309,14 +350,15 @@ def _copies(answer: str, prompt_to_repeat: str, N: int) -> bool:
 
 _KEYWORD = Rule(
     'The word "{keyword}" must appear {relation} {frequency} times.',
-    lambda answer, keyword, frequency, relation: _compare(_count(answer, keyword), relation, frequency),
+    lambda answer, keyword, frequency, relation, *, count: _compare(count(answer, keyword), relation, frequency),
 )
 _LETTER = Rule('The letter "{letter}" must appear {let_relation} {let_frequency} times.', _letter_frequency)
 
 RULES: Mapping[str, Rule] = {
     # IFEval
     "keywords:existence": Rule(
-        "Use these words: {keywords}.", lambda answer, keywords: all(_count(answer, keyword) for keyword in keywords)
+        "Use these words: {keywords}.",
+        lambda answer, keywords, *, count: all(count(answer, keyword) for keyword in keywords),
     ),
     "keywords:frequency": _KEYWORD,
     "keywords:forbidden_words": Rule(
@@ -409,7 +451,9 @@ RULES: Mapping[str, Rule] = {
         "No word may begin with the letter of the alphabet after the one before it begins with.", _no_adjacent
     ),
     "detectable_format:square_brackets": Rule("Put every word in square brackets.", _brackets),
-    "keywords:word_once": Rule('Use the word "{keyword}" once.', lambda answer, keyword: _count(answer, keyword) == 1),
+    "keywords:word_once": Rule(
+        'Use the word "{keyword}" once.', lambda answer, keyword, *, count: count(answer, keyword) == 1
+    ),
     "keywords:word_count_different_numbers": _KEYWORD,
     "keywords:exclude_word_harder": Rule(
         'Do not use the word "{keyword}".',
@@ -421,7 +465,7 @@ RULES: Mapping[str, Rule] = {
     ),
     "paragraphs:paragraphs2": Rule(
         "Write two paragraphs, with an empty line between them.",
-        lambda answer: len([part for part in answer.split("\n\n") if part.strip()]) == 2,
+        lambda answer: len(paragraphs(answer)) == 2,
     ),
     "first_word:first_word_sent": Rule(
         'Begin every sentence with the word "{first_word}".',
@@ -452,11 +496,12 @@ RULES: Mapping[str, Rule] = {
     "punctuation:punctuation_dot": Rule("Use no dots.", lambda answer: "." not in answer),
     "punctuation:punctuation_exclamation": Rule("Use no exclamation marks.", lambda answer: "!" not in answer),
     "count:lowercase_counting": Rule(
-        "Use at most {N} words in lowercase letters.", lambda answer, N: len(re.findall(r"\b[a-z]+\b", answer)) <= N
+        "Use at most {N} words in lowercase letters.",
+        lambda answer, N: sum(word.isalpha() and word.islower() for word in re.findall(r"\w+", answer)) <= N,
     ),
     "letters:letter_counting": Rule(
         "Write {relation} {N} letters.",
-        lambda answer, N, relation: _compare(len(re.findall(r"[a-zA-Z]", answer)), relation, N),
+        lambda answer, N, relation: _compare(sum(map(str.isalpha, answer)), relation, N),
     ),
     "letters:letter_counting2": _LETTER,
     "count:counting_composition": Rule(
@@ -466,7 +511,7 @@ RULES: Mapping[str, Rule] = {
     "count:count_unique": Rule("Use no word twice.", _unique),
     "count:count_increment_word": Rule(
         'Use the word "{keyword1}" once and the word "{keyword2}" twice.',
-        lambda answer, keyword1, keyword2: _count(answer, keyword1) == 1 and _count(answer, keyword2) == 2,
+        lambda answer, keyword1, keyword2, *, count: count(answer, keyword1) == 1 and count(answer, keyword2) == 2,
     ),
     "keywords:palindrome": Rule("Use a palindrome.", _palindrome),
     "keywords:keyword_specific_position": Rule('Word {m} of sentence {n} must be "{keyword}".', _position),

@@ -1,13 +1,15 @@
 """Instruction following: rules that a program can check (IFEval, Zhou et al. 2023, and IFBench's training constraints).
 
-A reference is {instructions: [{id, kwargs}], mode: all | share}, with one to ten instructions a prompt as in
-Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those that are.
+A reference is {instructions: [{id, kwargs}], mode: all | share, whole_words: false}, with one to ten instructions
+a prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those
+that are.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from unicodedata import normalize
 
 from pydantic import BeforeValidator, Field
 
@@ -22,6 +24,12 @@ MAX_CHARACTERS = 100_000
 
 # Characters that no text has: control characters other than white space, lone surrogates.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
+
+
+def _composed(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_composed(part) for part in value]
+    return normalize("NFC", value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,9 @@ class Instruction:
             raise ValueError(f"reference.instructions: unknown id {self.id!r}: {nearest(self.id, RULES)}")
         # Tables of several instructions have a column for the parameters of each, empty where they are another's.
         rule = RULES[self.id]
-        given = {key: value for key, value in self.kwargs.items() if value is not None and key not in rule.ignored}
+        given = {
+            key: _composed(value) for key, value in self.kwargs.items() if value is not None and key not in rule.ignored
+        }
         made = checked(rule.parameters, given, where=f"reference.instructions: {self.id}: kwargs", strict=True)
         object.__setattr__(self, "kwargs", dict(made))
 
@@ -62,10 +72,12 @@ class Reference:
     Attributes:
         instructions: all instructions of the prompt.
         mode: score if only some are followed: 0 (`all`) or their share (`share`).
+        whole_words: whether keywords count as words only; IFEval counts them inside of words, too.
     """
 
     instructions: Annotated[tuple[Instruction, ...], Field(min_length=1, max_length=MOST)]
     mode: Literal["all", "share"] = "all"
+    whole_words: bool = False
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
@@ -86,7 +98,12 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
         return Verdict.wrong("no answer")
     if _NO_TEXT.search(answer):
         return Verdict.wrong("characters that no text has")
-    broken = [each.id for each in reference.instructions if not RULES[each.id].follows(answer, **each.kwargs)]
+    answer = normalize("NFC", answer)  # a letter and its accent are one character
+    broken = [
+        each.id
+        for each in reference.instructions
+        if not RULES[each.id].is_followed(answer, each.kwargs, whole_words=reference.whole_words)
+    ]
     if not broken:
         return Verdict.correct()
     total = len(reference.instructions)

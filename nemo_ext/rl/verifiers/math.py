@@ -7,6 +7,7 @@ takes "5 or six" for 5. Values have to be worked out: where 92 is the answer, 36
 
 import functools
 import importlib.util
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -36,6 +37,33 @@ _BLANKS = re.compile(r"(?<!\d)\s+|\s+(?!\d)|\$")
 _SYMBOL = re.compile(r"(?<![\\A-Za-z])[A-Za-z](?![A-Za-z])")
 _SHARED = re.compile(r"\\(?:gcd|lcm)(?![A-Za-z])")
 _SEVERAL = re.compile(r"[(\[]|\\\{|,\s|,\\")
+# Spaces around an answer; a box that ends in "\\ " has lost the space.
+_SPACE = r"\s|\\[ ,;:!]|~|\\(?:q?quad|enspace|thinspace)(?![A-Za-z])|\\hspace\*?\{[^{}]*\}"
+_BEGINS = re.compile(rf"(?:{_SPACE})+")
+_ENDS = re.compile(rf"(?:{_SPACE}|\\\\|\\)+\Z")
+_FUNCTIONS = "gcd|lcm|GCD|LCM|HCF|max|min|sup|inf|det|dim|deg|rank|Pr|Var|Cov"
+# The left side of an equation that names a result, and is no value and no equation to solve.
+_RESULT = re.compile(
+    rf"(?:\\(?:{_FUNCTIONS}|lim|sum|prod|i{{0,2}}int|oint)(?![A-Za-z])|(?:{_FUNCTIONS}|[EP])(?=\s*(?:\\left\s*)?[(\[])"
+    rf"|\\(?:text|mathrm|operatorname|mathbb|mathbf)\s*\{{\s*(?:{_FUNCTIONS}|[EP])\s*\}}"
+    r"|[fghFGHT]\s*\^\s*(?:\{\s*-\s*1\s*\}|-1)\s*\(\s*[A-Za-z]\s*\)\Z|[nN]?[|(](?=.*\\c[au]p)|\\\||\(?\s*[fghFGH]\s*\\circ(?![A-Za-z])|\\frac\s*\{\s*d(?![A-Za-z]))"
+    r"(?:(?!\\text|\\mbox).)*",
+    re.DOTALL,
+)
+_EQUALS = re.compile(r"\\.|[(\[{]|[)\]}]|(?<![<>!:=])=(?!=)", re.DOTALL)
+_OF_NUMBERS = re.compile(r"\\?(?:[a-z]+\s*\{\s*)?(gcd|lcm)\s*\}?\s*\(([\d\s,]+)\)", re.IGNORECASE)
+_PLAIN = re.compile(r"\\(?:text|mathrm|operatorname|mathbb|left|right|mid|[,;: ])|[\s{}\\|]")
+_MODULO = re.compile(
+    r"(?:(?P<name>[A-Za-z])\s*\\equiv\s*)?(?P<value>-?\d+(?:\s*(?:,|\\text\s*\{\s*(?:or|and)\s*\})\s*-?\d+)*)"
+    r"(?:\s|~|\\[,;: ]|\\q?quad)*(?:\\[pb]?mod\s*\{?|\\text\s*\{\s*mod\s*\}"
+    r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?b?mod)(?:\s|\\[,;: ])*)\s*"
+    r"(?P<modulus>[1-9]\d*)\s*[})]?"
+)
+# "k in Z" behind an answer with a parameter.
+_PARAMETER = re.compile(
+    r"(?:\s|[,;(]|\\[,;: ]|\\q?quad|\\text\s*\{\s*(?:where|for|with|for any|for all|for some)?\s*\})*"
+    r"(?P<name>[a-z])\s*\\in\s*(?:\\mathbb|\\mathbf|\\Bbb)?\s*\{?\s*\\?(?P<set>[ZN])\s*\}?\s*\)?\Z"
+)
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
 
 
@@ -87,7 +115,8 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
         if len(answer) > len(begin) + len(end) and answer.startswith(begin) and answer.endswith(end):
             answer = answer[len(begin) : -len(end)]
             break
-    answer = answer.strip()
+    spaces = _BEGINS.match(answer)
+    answer = _ENDS.sub("", answer[spaces.end() if spaces else 0 :])
     if not answer:
         return "", "empty"
     if reason := unreadable(answer):
@@ -100,7 +129,7 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
     if not balanced:
         return "", "braces that do not balance"
     if answer.endswith(".") and not answer.endswith(".."):
-        answer = answer[:-1].rstrip()
+        answer = _ENDS.sub("", answer[:-1])
     return answer, ""
 
 
@@ -164,6 +193,21 @@ def difference(expected: str, answer: str) -> str:
     """In a worker: reason why a prepared answer is wrong, or "" if it is right; may take any time and memory."""
     from nemo_ext.rl.verifiers import math_comparison
 
+    (wanted_name, expected), (given_name, answer) = map(_without_name, (expected, answer))
+    left = _split(answer)[0]
+    if wanted_name and wanted_name != given_name and (given_name or len(left) > 1):
+        return "another answer"  # f(x) = for f^{-1}(x) =
+    if wanted_parameter := _PARAMETER.search(expected):
+        given_parameter = _PARAMETER.search(answer)
+        if given_parameter and given_parameter["set"] != wanted_parameter["set"]:
+            return "another answer"
+        expected, answer = (_PARAMETER.sub("", text) for text in (expected, answer))
+    if wanted_class := _MODULO.fullmatch(expected):
+        if given_class := _MODULO.fullmatch(answer):
+            return "" if _residues(wanted_class) == _residues(given_class) else "another answer"
+        if wanted_class["name"] and left:
+            return "another answer"
+        expected = wanted_class["value"]
     if math_comparison.operations(answer) - math_comparison.operations(expected):
         return "not worked out"
     wanted, _ = _tree(expected, grouped=not _SEVERAL.search(expected))
@@ -186,6 +230,33 @@ def difference(expected: str, answer: str) -> str:
     if any(symbol.swapcase() in given_symbols - symbols for symbol in symbols - given_symbols):
         return "another answer"  # N and n are one symbol to math-verify
     return "" if _equal(expected, answer) else "another answer"
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Left side of an equation and the rest, ("", text) for anything else."""
+    depth = 0
+    for found in _EQUALS.finditer(text):
+        depth += (found[0] in "([{") - (found[0] in ")]}")
+        if found[0] == "=" and depth == 0:
+            return text[: found.start()].strip(), text[found.end() :].strip()
+    return "", text
+
+
+def _without_name(text: str) -> tuple[str, str]:
+    """Name of a result such as P(A|B) or f^{-1}(x), and its value; ("", text) without a name."""
+    name, rest = _split(text)
+    if not rest or not _RESULT.fullmatch(name):
+        return "", text
+    if numbers := _OF_NUMBERS.fullmatch(name):
+        function = math.gcd if numbers[1].lower() == "gcd" else math.lcm
+        if str(function(*map(int, numbers[2].replace(",", " ").split()))) != rest:
+            return "", text  # it says what is not so
+    return _PLAIN.sub("", name), _without_name(rest)[1]
+
+
+def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
+    modulus = int(found["modulus"])
+    return modulus, {int(number) % modulus for number in re.findall(r"-?\d+", found["value"])}
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:

@@ -7,32 +7,27 @@ left out, but two must measure the same. A decimal number equals what it is roun
 """
 
 import itertools
-import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from mpmath import MPContext
+from nemo_ext.rl.verifiers.math_notation import MORE, UNITS, Node, whole
+from nemo_ext.rl.verifiers.math_values import MATRIX_POWERS, NoValue, Number, Values, is_capital, points
 
-from nemo_ext.rl.verifiers.math_notation import Node, whole
-
-_MAX_BITS = 100_000
-"""Maximum size of numbers in bits: 10 to the power of 30 000."""
 _DIGITS = {80: 9, 3000: 1}
 """Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
+_ZERO = Node("number", value=(Fraction(0), None))
+_ONE = Node("number", value=(Fraction(1), None))
 _HUNDRED = Node("number", value=(Fraction(100), None))
-_FUNCTION_NAMES = frozenset("fghpFGHP")
+_DENIALS = ("not", "never", "unless", "except", "maybe", "perhaps", "about")
+_FUNCTION_NAMES = frozenset(("\\phi", "\\varphi", "\\sigma", *"fghpFGHP"))
 _OPERATION = re.compile(
-    r"\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
+    r"(?<!_)(?<!_\{)\\(?:sum|prod|i{0,2}int|oint|lim|[dt]?binom|choose|gcd|lcm|det|min|max)(?![A-Za-z])|\\[dt]?frac\{d\}"
     r"|\\begin\{vmatrix\}|(?<!\\)!(?!=)"
 )
-Number = Any
-"""Fraction, or a real or complex number of mpmath."""
-
-
-class NoValue(ArithmeticError):
-    """An expression has no number as its value, or one that is too large."""
+_TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def operations(text: str) -> set[str]:
@@ -47,7 +42,7 @@ def worked_out(node: Node) -> bool:
 
 def difference(reference: Node, answer: Node) -> str:
     """Reason why an answer is wrong, or "" if it is right."""
-    candidates = _candidates(answer)
+    candidates = [_measured(reference, _renamed(reference, candidate)) for candidate in _candidates(answer)]
     if worked_out(reference):
         if not _symbols(reference):
             candidates = list(map(_without_quantity, candidates))
@@ -72,6 +67,52 @@ def _candidates(answer: Node) -> list[Node]:
     if all(_Comparison().roughly(_last(exact), part) for part in answer.parts[begin:]):
         return [exact, answer.parts[-1]]
     return [Node("words", value="contradiction")]
+
+
+def _measured(reference: Node, answer: Node) -> Node:
+    """Answer with its letters as units if the reference has these: 220 V."""
+    wanted = _last(reference)
+    if wanted.kind == "unit" and (read := _with_units(answer)) and sorted(read[2].items()) == [*wanted.value[1]]:
+        return Node("unit", (read[0],), (read[1], wanted.value[1]))
+    return answer
+
+
+_WHOLE_NUMBERS = frozenset("jklmn")
+_CONSTANTS = frozenset(("C", "c", "K", "k", "A", "C_1", "c_1", "C_0"))
+
+
+def _renamed(reference: Node, answer: Node) -> Node:
+    """Answer with the reference's name of the parameter: 2k pi for 2n pi, x^2 + C for x^2 + c."""
+    wanted, given = _last(reference), _last(answer)
+    names = [sorted(one - other) for one, other in itertools.permutations((_symbols(wanted), _symbols(given)))]
+    if any(len(each) != 1 for each in names):
+        return answer
+    (ours,), (theirs,) = names
+    whole_numbers = {ours, theirs} <= _WHOLE_NUMBERS and all(
+        any(part.kind == "constant" and part.value == "pi" for part in node.walk()) for node in (wanted, given)
+    )
+    constants = {ours, theirs} <= _CONSTANTS and not {"a", "b", "A", "B"} & (_symbols(wanted) & _symbols(given))
+    if whole_numbers or (constants and _is_constant(wanted, ours) and _is_constant(given, theirs)):
+        return _with_name(answer, theirs, ours)
+    return answer
+
+
+def _is_constant(node: Node, name: str) -> bool:
+    """True for the constant of integration: added once, or before a power of e."""
+    if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
+        return False
+    if node.kind == "add":
+        return any(part.value == name if part.kind == "symbol" else _is_constant(part, name) for part in node.parts)
+    factors = [part for part in node.walk() if part.kind != "mul"] if node.kind == "mul" else []
+    return any(part.kind == "pow" and part.parts[0].value == "e" for part in factors) and any(
+        part.kind == "symbol" and part.value == name for part in factors
+    )
+
+
+def _with_name(node: Node, name: str, new: str) -> Node:
+    if node.kind == "symbol":
+        return Node("symbol", value=new) if node.value == name else node
+    return Node(node.kind, tuple(_with_name(part, name, new) for part in node.parts), node.value)
 
 
 def _without_quantity(answer: Node) -> Node:
@@ -102,11 +143,18 @@ def _literal(node: Node) -> bool:
     if kind in ("neg", "pm", "mp", "percent", "unit", "based"):
         inner = parts[0]
         return _literal(inner) and not (kind in ("neg", "pm") and inner.kind in ("neg", "pm"))
+    if kind == "ratio" and len(terms := _terms(node)) > 2:
+        return all(map(_literal, terms))
     if kind in ("div", "ratio"):
         return all(map(_signed, parts))
     if kind == "mixed":
         return True
     return _power_of_ten(node) or (kind == "mul" and parts[0].kind == "number" and _power_of_ten(parts[1]))
+
+
+def _terms(node: Node) -> list[Node]:
+    """Terms of a ratio; another value alone."""
+    return [*_terms(node.parts[0]), node.parts[1]] if node.kind == "ratio" else [node]
 
 
 def _signed(node: Node) -> bool:
@@ -120,14 +168,20 @@ def _power_of_ten(node: Node) -> bool:
 def _name(node: Node) -> Node | None:
     """Name on the left of a definition: x, a_n, f(x), AB, (x, y), |AB|, words; None for anything else."""
     if node.kind in ("symbol", "words"):
-        return node
+        return None if node.kind == "words" and node.value.startswith(_DENIALS) else node
     if node.kind == "group" and node.value == "()":
         return node if all(map(_name, node.parts)) else None
     if node.kind == "call":
         return node if node.value == "f" or (node.value == "abs" and _name(node.parts[0])) else None
     if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value.rstrip("'") in _FUNCTION_NAMES:
         return Node("call", node.parts[:1], "f")
+    if node.kind == "ratio" or (node.kind == "div" and all(map(is_capital, _leaves(node)))):
+        return node if all(map(_name, node.parts)) else None  # a : b : c, AB / BC
     return node if node.kind == "mul" and all(map(_name, node.parts)) else None
+
+
+def _leaves(node: Node) -> list[Node]:
+    return [part for part in node.walk() if not part.parts]
 
 
 def _is_equation(node: Node) -> bool:
@@ -170,10 +224,8 @@ def _last(node: Node) -> Node:
     return node
 
 
-class _Comparison:
-    """One comparison, with the numbers' precision."""
-
-    mp = MPContext()
+class _Comparison(Values):
+    """One comparison."""
 
     def same(self, reference: Node, answer: Node) -> bool:
         """True if two answers are equal."""
@@ -183,7 +235,8 @@ class _Comparison:
             return False
         if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
             wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
-        if wanted_name and given_name and wanted_name != given_name and wanted_name.kind == given_name.kind == "symbol":
+        kinds = [name.kind for name in (wanted_name, given_name) if name]
+        if wanted_name != given_name and kinds in (["symbol"] * 2, ["ratio"] * 2, ["div"] * 2):
             return False
         if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
@@ -202,6 +255,10 @@ class _Comparison:
             values = tuple(value for _, value in pairs if value is not None)
             if len({name for name, _ in pairs}) == 1 and pairs[0][0] is not None:  # x = 1 or x = 2
                 return pairs[0][0], Node("group", values, "{}") if len(values) == len(pairs) else None
+        if node.kind == "group" and node.value in ("", "or", "and") and _is_equation(node.parts[0]):
+            name, value = self.defined(node.parts[0])
+            if name is not None and value is not None and not any(part.kind == "relation" for part in node.parts[1:]):
+                return name, Node("group", (value, *node.parts[1:]), "{}")  # x = 1, 2
         name, members = _chain(node)
         if any(not self.same_value(members[-1], member) for member in members[:-1]):
             return name, None
@@ -215,6 +272,13 @@ class _Comparison:
             return True
         if wanted.kind == "system" or given.kind == "system":
             return self.same_system(wanted, given)
+        terms = _terms(wanted), _terms(given)
+        if max(map(len, terms)) > 2:
+            return len(terms[0]) == len(terms[1]) and all(
+                self.same_scalar(Node("mul", (first, terms[1][0])), Node("mul", (second, terms[0][0])))
+                and self.same_scalar(first, _ZERO) == self.same_scalar(second, _ZERO)
+                for first, second in zip(*terms, strict=True)
+            )
         if wanted.kind == given.kind == "words":
             return bool(wanted.value == given.value)
         if wanted.kind == "words" and wanted.parts:
@@ -288,6 +352,8 @@ class _Comparison:
         ):
             return False  # of statements, not of solutions
         first, second = ({"or": "{}", "and": ""}.get(node.value, node.value) for node in (wanted, given))
+        if wanted.value == "" and _is_order(wanted):
+            return self.all_same(wanted, given)
         if {first, second} <= {"", "{}"}:
             return self.same_unordered(wanted, given)
         vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
@@ -296,7 +362,15 @@ class _Comparison:
     def same_unordered(self, wanted: Node, given: Node) -> bool:
         left = list(given.parts)
         for part in wanted.parts:
-            found = next((place for place, other in enumerate(left) if self.same(part, other)), None)
+            # One of several members is a set or is not: {1}, {2} is not {1, 2}.
+            found = next(
+                (
+                    place
+                    for place, other in enumerate(left)
+                    if (len(wanted.parts) == 1 or _is_braced(part) == _is_braced(other)) and self.same(part, other)
+                ),
+                None,
+            )
             if found is None:
                 return False
             left.pop(found)
@@ -305,10 +379,11 @@ class _Comparison:
     def same_relation(self, wanted: Node, given: Node) -> bool:
         """Equations and inequalities, each with everything on its left, up to a factor."""
         if len(wanted.value) != 1 or len(given.value) != 1 or _symbols(wanted) != _symbols(given):
-            return wanted.value == given.value and self.all_same(wanted, given)
+            turned = Node("relation", given.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in given.value[::-1]))
+            return any(wanted.value == each.value and self.all_same(wanted, each) for each in (given, turned))
         left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (wanted, given))
         ratios: list[Number] = []
-        for point in _points(_symbols(wanted)):
+        for point in points(_symbols(wanted)):
             try:
                 first, second = self.value(left, point), self.value(right, point)
             except (NoValue, ZeroDivisionError):
@@ -323,21 +398,23 @@ class _Comparison:
         sign = wanted.value[0]
         if len(ratios) < (2 if _symbols(wanted) else 1):
             return False
-        turned = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}.get(sign, sign)
-        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else turned))
+        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else _TURNED.get(sign, sign)))
 
     def same_scalar(self, wanted: Node, given: Node) -> bool:
         if {wanted.kind, given.kind} == {"percent", "unit"}:
             return False
         if "percent" in (wanted.kind, given.kind):
             inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
-            parts = [
-                Node("div", (node.parts[0], _HUNDRED)) if node.kind == "percent" else node for node in (wanted, given)
-            ]
+            parts = [_hundredth(node.parts[0]) if node.kind == "percent" else node for node in (wanted, given)]
             return self.same_scalar(*inner) or (wanted.kind != given.kind and self.same_scalar(*parts))
         factors = Fraction(1), Fraction(1)
         if wanted.kind == given.kind == "unit" and wanted.value[1] and given.value[1]:
-            if wanted.value[1] != given.value[1]:
+            ways, units = zip(*(_ways_and_units(node.value[1]) for node in (wanted, given)), strict=True)
+            if (
+                (all(ways) and ways[0] != ways[1])
+                or "fewer" in ways[0] ^ ways[1]
+                or (all(units) and units[0] != units[1])
+            ):
                 return False
             factors = wanted.value[0], given.value[0]
         wanted, given = (node.parts[0] if node.kind == "unit" else node for node in (wanted, given))
@@ -345,17 +422,15 @@ class _Comparison:
             return True
         if wanted.kind in ("named", "relation", "group") or given.kind in ("named", "relation", "group"):
             return False
+        if _are_matrices(wanted, given):
+            return self.same_matrices(wanted, given)
         decimal = _decimals(wanted) is not None or _decimals(given) is not None
         symbols = _symbols(wanted) | _symbols(given)
         for digits, most in _DIGITS.items():
             self.mp.dps, seen = digits, 0
-            for point in _points(symbols):
+            for first, second in self.sampled(wanted, given, symbols):
                 if seen == most:
                     break
-                try:
-                    first, second = self.value(wanted, point), self.value(given, point)
-                except (NoValue, ZeroDivisionError):
-                    continue
                 seen += 1
                 if factors[0] != factors[1]:
                     first, second = self.product(first, factors[0]), self.product(second, factors[1])
@@ -364,6 +439,18 @@ class _Comparison:
                 ):
                     return False
             if seen < (min(2, most) if symbols else 1):
+                return False
+        return True
+
+    def same_matrices(self, wanted: Node, given: Node) -> bool:
+        """True if two expressions are equal with matrices for their capital letters, whose order counts."""
+        symbols = _symbols(wanted) | _symbols(given)
+        for point in itertools.islice(points(symbols), 0, 5, 2):
+            try:
+                first, second = (self.matrix(node, point) for node in (wanted, given))
+                if first != second:
+                    return False
+            except (NoValue, ZeroDivisionError):
                 return False
         return True
 
@@ -386,137 +473,6 @@ class _Comparison:
             return False
         decimals = _decimals(rounded) or 0
         return bool(abs(self.lift(first) - self.lift(second)) <= self.mp.mpf(10) ** -decimals / 2)
-
-    def close(self, first: Number, second: Number) -> bool:
-        """Equal in the precision of the moment, less a tenth and 20 digits for what computing lost."""
-        if isinstance(first, Fraction) and isinstance(second, Fraction):
-            return first == second
-        first, second = self.lift(first), self.lift(second)
-        if self.mp.isinf(first) or self.mp.isinf(second):
-            return bool(first == second)
-        size = max(abs(first), abs(second))
-        return bool(
-            abs(first - second)
-            <= size * self.mp.mpf(10) ** (20 - self.mp.dps * 9 // 10) + self.mp.mpf(10) ** -self.mp.dps * (size < 1e-20)
-        )
-
-    def lift(self, number: Number) -> Any:
-        return self.mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
-
-    # Values.
-
-    def value(self, node: Node, point: dict[str, Fraction]) -> Number:
-        """Number that an expression is, with these values of its symbols.
-
-        Raises:
-            NoValue, ZeroDivisionError: it has none.
-        """
-        made = self._value(node, point)
-        if isinstance(made, Fraction):
-            if max(made.numerator.bit_length(), made.denominator.bit_length()) > _MAX_BITS:
-                raise NoValue("too large")
-        elif self.mp.isnan(made) or (not self.mp.isinf(made) and made != 0 and abs(self.mp.mag(made)) > _MAX_BITS):
-            raise NoValue("too large")
-        return made
-
-    def finite(self, node: Node, point: dict[str, Fraction]) -> Number:
-        made = self.value(node, point)
-        if not isinstance(made, Fraction) and self.mp.isinf(made):
-            raise NoValue("infinite")
-        return made
-
-    def _value(self, node: Node, point: dict[str, Fraction]) -> Number:
-        kind, parts = node.kind, node.parts
-        if kind == "number":
-            return node.value[0]
-        if kind == "symbol":
-            return point[node.value]
-        if kind == "constant":
-            return {"pi": +self.mp.pi, "e": +self.mp.e, "i": self.mp.mpc(0, 1), "oo": self.mp.inf}[node.value]
-        if kind in ("words", "unit") and parts:
-            return self.value(parts[0], point)
-        if kind == "neg":
-            return -self.value(parts[0], point)
-        if kind not in _OPERATIONS and kind != "call":
-            raise NoValue(kind)
-        if kind == "call" and node.value == "f":
-            raise NoValue("f")
-        values = [self.finite(part, point) for part in parts]
-        if kind == "call":
-            return self.called(node.value, values)
-        return _OPERATIONS[kind](self, *values)
-
-    def sum(self, first: Number, second: Number) -> Number:
-        if isinstance(first, Fraction) and isinstance(second, Fraction):
-            return first + second
-        return self.lift(first) + self.lift(second)
-
-    def product(self, first: Number, second: Number) -> Number:
-        if isinstance(first, Fraction) and isinstance(second, Fraction):
-            return first * second
-        return self.lift(first) * self.lift(second)
-
-    def quotient(self, first: Number, second: Number) -> Number:
-        if second == 0:
-            raise ZeroDivisionError
-        return self.product(first, 1 / second)
-
-    def power(self, base: Number, exponent: Number) -> Number:
-        if base == 0:
-            if not isinstance(exponent, Fraction) or exponent <= 0:
-                raise NoValue("power of 0")
-            return Fraction(0)
-        size = abs(self.mp.log(abs(self.lift(base)))) * abs(self.lift(exponent))
-        if size > _MAX_BITS * 0.69:
-            raise NoValue("too large")
-        exact = isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1
-        if exact and max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
-            return base ** int(exponent)
-        return self.lift(base) ** self.lift(exponent)
-
-    def called(self, name: str, values: list[Number]) -> Number:
-        first = values[0]
-        if name == "abs":
-            return abs(first)
-        if name == "root":
-            return self.root(first, values[1])
-        if name == "!":
-            if isinstance(first, Fraction) and (first.denominator != 1 or not 0 <= first <= 5000):
-                raise NoValue("factorial")
-            return self.factorial(first)
-        if name in ("floor", "ceil"):
-            return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
-        if name == r"\binom":
-            top, bottom = values
-            if not all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 5000 for each in values):
-                raise NoValue("binomial")
-            return Fraction(math.comb(int(top), int(bottom)))
-        number = self.lift(first)
-        if name in ("ln", "log", "lg"):
-            if number == 0:
-                raise NoValue("log 0")
-            base = values[1] if len(values) == 2 else Fraction(10) if name == "lg" else None
-            return self.mp.log(number) if base is None else self.mp.log(number) / self.mp.log(self.lift(base))
-        if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
-            raise NoValue("too large")
-        return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
-
-    def factorial(self, number: Number) -> Number:
-        if not isinstance(number, Fraction):
-            raise NoValue("factorial")
-        return Fraction(math.factorial(int(number)))
-
-    def root(self, number: Number, degree: Number) -> Number:
-        if degree == 0:
-            raise NoValue("root of degree 0")
-        if number == 0:
-            return Fraction(0)
-        odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1
-        if odd and isinstance(number, Fraction) and number < 0:
-            return -self.root(-number, degree)
-        if degree == 2:
-            return self.mp.sqrt(self.lift(number))
-        return self.power(self.lift(number), 1 / degree)
 
     # Sets of real numbers.
 
@@ -551,16 +507,6 @@ class _Comparison:
             return all(_member(wanted, at, places) == _member(given, at, places) for at in range(lowest, highest + 1))
         except (KeyError, _NoSet):
             return None
-
-
-_OPERATIONS: dict[str, Callable[..., Number]] = {
-    "add": _Comparison.sum,
-    "mixed": _Comparison.sum,
-    "mul": _Comparison.product,
-    "div": _Comparison.quotient,
-    "ratio": _Comparison.quotient,
-    "pow": _Comparison.power,
-}
 
 
 class _NoSet(Exception):
@@ -639,6 +585,18 @@ def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
     return Node("system", tuple(value for _, value in pairs), tuple(name for name, _ in pairs))
 
 
+def _is_order(node: Node) -> bool:
+    """True for a list of letters that says in which order they come: not that of the alphabet, or three or more."""
+    letters = [str(part.value) for part in node.parts if part.kind == "symbol" or part.kind == "words"]
+    if len(letters) < len(node.parts) or any(len(letter) > 1 for letter in letters):
+        return False
+    return len(letters) > 2 or letters != sorted(letters)
+
+
+def _is_braced(node: Node) -> bool:
+    return node.kind == "group" and node.value == "{}"
+
+
 def _signs(node: Node, upper: bool) -> Node:
     """Node with the upper or lower signs of +- and -+."""
     parts = tuple(_signs(part, upper) for part in node.parts)
@@ -653,6 +611,37 @@ def _both(node: Node) -> list[Node]:
     return [node]
 
 
+def _with_units(node: Node) -> tuple[Node, Fraction, Counter[str]] | None:
+    """Number, size and dimensions of a product of a number and symbols that may be units; None for anything else."""
+    if node.kind == "symbol" and node.value in UNITS:
+        dimension, size = UNITS[node.value]
+        return _ONE, size, Counter({dimension: 1})
+    if node.kind in ("mul", "div") and (left := _with_units(node.parts[0])) and (right := _with_units(node.parts[1])):
+        sign = 1 if node.kind == "mul" else -1
+        dimensions = Counter({name: left[2][name] + sign * right[2][name] for name in {*left[2], *right[2]}})
+        number = Node(node.kind, (left[0], right[0])) if right[0] != _ONE else left[0]
+        return number, left[1] * right[1] ** sign, dimensions
+    if node.kind == "pow" and node.parts[0].kind == "symbol" and node.parts[1].value in ((2, None), (3, None)):
+        read, power = _with_units(node.parts[0]), int(node.parts[1].value[0])
+        return read and (_ONE, read[1] ** power, Counter(dict.fromkeys(read[2], power)))
+    return None if _symbols(node) else (node, Fraction(1), Counter())
+
+
+def _are_matrices(*nodes: Node) -> bool:
+    """True for several capital letters of which one is inverted or transposed."""
+    parts = [part for node in nodes for part in node.walk()]
+    capitals = {part.value for part in parts if is_capital(part)} - {"T"}
+    return len(capitals) > 1 and any(
+        part.kind == "pow" and is_capital(part.parts[0]) and part.parts[1] in MATRIX_POWERS for part in parts
+    )
+
+
+def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[str], list[tuple[str, int]]]:
+    """Direction of a difference ("more", "fewer"), and the units themselves."""
+    ways = frozenset("fewer" if name == "less" else name for name, _ in dimensions if name in MORE)
+    return ways, [(name, power) for name, power in dimensions if name not in MORE]
+
+
 def _decimals(node: Node) -> int | None:
     """Decimals of a decimal number, also in scientific notation, or None."""
     if node.kind == "neg":
@@ -664,15 +653,10 @@ def _decimals(node: Node) -> int | None:
     return node.value[1] if node.kind == "number" else None
 
 
-def _points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names.
-
-    The last two are far out on either side, behind the corners of |x + 5|.
-    """
-    for turn in range(9 if symbols else 1):
-        points = {name: Fraction(3 * place + turn + 2) for place, name in enumerate(sorted(symbols))}
-        if turn > 6:
-            points = {name: (-1) ** turn * (18 + 4 * number) / 3 for name, number in points.items()}
-        elif turn % 2:
-            points = {name: (turn - 2) * number / (9 + 2 * turn) for name, number in points.items()}
-        yield points
+def _hundredth(node: Node) -> Node:
+    """A hundredth of a value, with two decimals more if it has decimals."""
+    if node.kind == "neg":
+        return Node("neg", (_hundredth(node.parts[0]),))
+    if node.kind == "number" and node.value[1] is not None:
+        return Node("number", value=(node.value[0] / 100, node.value[1] + 2))
+    return Node("div", (node, _HUNDRED))

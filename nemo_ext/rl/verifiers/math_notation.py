@@ -84,10 +84,20 @@ _UNICODE = {
     "∪": r"\cup ", "∩": r"\cap ", "∖": r"\setminus ", "∈": r"\in ", "∅": r"\emptyset ", "±": r"\pm ", "∓": r"\mp ",
     "°": r"\degree ", "ℝ": r"\mathbb{R}", "²": "^{2}", "³": "^{3}",
     "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda ", "′": "'",
+    "Ω": r"\Omega ", "\u2126": r"\Omega ", "µ": r"\mu ", "μ": r"\mu ", "Å": r"\AA ",
     "\u00a0": " ", "\u2009": " ", "\u202f": " ", "⟨": r"\langle ", "⟩": r"\rangle ",
 }  # fmt: skip
 _UNICODE |= {each: rf"\frac{{{normalize('NFKC', each).replace('\u2044', '}{')}}}" for each in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _TO_LATEX = str.maketrans(_UNICODE)
+
+# Units that are written as symbols, behind a number and with nothing behind them.
+_SYMBOLIC = re.compile(
+    r"(?<=[\d}])(?:\s|~|\\[,;: ])*(?:(?:\\(?:text|mathrm)\s*\{\s*(?P<text>[kMm])\s*\}|(?P<bare>[kMm]))?\s*"
+    r"(?:\\Omega(?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*(?P<inner>[kMm]?)\s*\\Omega\s*\})"
+    r"|\\mu(?![A-Za-z])\s*(?:\\(?:text|mathrm)\s*\{\s*(?P<of>[A-Za-z]+)\s*\}|(?P<letter>[mFsCHAVWgLlJ]))"
+    r"|(?:\\text\s*\{\s*)?(?P<length>\\AA)(?![A-Za-z])\s*\}?)\s*(?=\Z|[,;)])"
+)
+_MICRO = {"m": "meter", "s": "second", "g": "gram", "F": "farad", "C": "coulomb", "H": "henry", "L": "liter"}
 
 # Dimension, size and names of units.
 _UNITS = """length 1 m meter metre; length 1/100 cm centimeter centimetre; length 1/1000 mm millimeter millimetre
@@ -97,6 +107,8 @@ mass 1/1000 mg milligram; mass 45359237/100000 lb lbs pound; mass 45359237/16000
 time 1 s sec second; time 60 min mins minute; time 3600 h hr hrs hour; time 86400 day; time 604800 week
 time 1/1000 ms millisecond; year 1 yr year; volume 1 l L liter litre; volume 1/1000 ml mL milliliter millilitre
 angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J
+ohm 1 ohm; ohm 1000 kohm kiloohm kilohm; ohm 1000000 Mohm megaohm megohm; ohm 1/1000 mohm milliohm
+length 1/1000000 micrometer micrometre micron; time 1/1000000 microsecond; mass 1/1000000 microgram
 watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K"""
 UNITS = {
     name: (dimension, Fraction(factor))
@@ -108,7 +120,7 @@ _SQUARE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 # Words that say something else of the value before them, and so are no unit.
 _NO_UNITS = """
 not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately approx
-almost nearly more less than least most fewer greater over under above below between to from until versus vs is are was
+almost nearly than least most greater over under above below between to from until versus vs is are was
 were be equals equal plus minus times divided by half halves third thirds quarter quarters dozen pair wrong false
 incorrect unknown undefined something none either neither both otherwise other others another each instead rather
 hundredths tenths thousandths power base factorial root any all every some also then so when where which that this it
@@ -121,11 +133,14 @@ billions trillions zillion lakh crore bn mn mio mrd
 """
 _FRACTIONS = """fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth
 seventeenth eighteenth nineteenth twentieth hundredth thousandth"""
+MORE = frozenset(("more", "fewer", "less"))
+"""Words that say which way a difference goes, as in "3 more apples"."""
 NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.split() for end in ("", "s")}
 
+_SIGNS = {"percent": "%", "percentage": "%", "pct": "%", "degrees": "degree"}
 _SKIPPED = (
     r"left\s*\.|right\s*\.|left|right|[bB]igg?[lr]?|displaystyle|textstyle|scriptstyle|limits|q?quad|bf|rm|it|tt|sf"
-    r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace"
+    r"|bfseries|mathstrut|hfill|allowbreak|nobreak|thinspace|enspace|hspace\*?\s*\{[^{}]*\}"
 )
 _FONTS = "text|textbf|textit|textrm|mbox|hbox|mathrm|mathbf|mathit|mathsf|underline|operatorname|boldsymbol|bm|rm|bf"
 _GROUPED = r"(?<![\d.^_])\d{1,3}(?P<separator>SEPARATORS)\d{3}(?:(?P=separator)\d{3})*(?!\d)(?:\.\d+)?"
@@ -140,7 +155,7 @@ def _tokens_of(separators: str) -> re.Pattern[str]:
         rf"|(?P<scientific>(?:{_NUMBER})[eE][+-]?\d{{1,6}}(?![A-Za-z0-9.]))"
         rf"|(?P<grouped>{_GROUPED.replace('SEPARATORS', separators)})"
         rf"|(?P<number>{_NUMBER})"
-        r"|(?P<half>(?<![A-Za-z])[aApP](?:\.\s?[mM]\.|[mM])(?![A-Za-z]))"
+        r"|(?P<half>(?<![A-Za-z])[aApP](?:\.\s?[mM]\.?|[mM])(?![A-Za-z]))"
         r"|(?P<command>\\(?:[A-Za-z]+|\\|.))"
         r"|(?P<letters>[A-Za-z]+)"
         r"|(?P<sign><=|>=|!=|[-+*/^_=<>()\[\]{}|!,;:%'&$€£¥])",
@@ -148,6 +163,7 @@ def _tokens_of(separators: str) -> re.Pattern[str]:
     )
 
 
+_EMPTY = re.compile(r"\{\s*\}\s*(?=[\^_])")
 _SPACES = r"\{,\}|,\\! ?|\\[,! ]|~| "
 _TOKENS = {True: _tokens_of(rf"{_SPACES}|,"), False: _tokens_of(_SPACES)}
 
@@ -199,8 +215,8 @@ def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list
     """Tokens of a run of letters: a word, a name of a function or constant, or one symbol a letter."""
     if run.lower() in ("or", "and"):
         return [_Token("sign", run.lower(), spaced)]
-    if run.lower() in ("percent", "degrees"):
-        return [_Token("sign", {"percent": "%", "degrees": "degree"}[run.lower()], spaced)]
+    if run.lower() in _SIGNS:
+        return [_Token("sign", _SIGNS[run.lower()], spaced)]
     if run in FUNCTIONS or run in ("sqrt", "pi", "infinity"):
         return [_Token("command", rf"\{run}" if run != "infinity" else r"\infty", spaced)]
     vowels = set(run.lower()) & set("aeiou") and not set(run) & set("xyz")
@@ -219,7 +235,8 @@ def read(text: str, *, grouped: bool = True) -> Node:
     Raises:
         UnknownNotation: the text is not in the grammar.
     """
-    text = text.replace("{:}", ":").translate(_TO_LATEX)
+    text = _EMPTY.sub("", text.replace("{:}", ":").translate(_TO_LATEX))
+    text = _SYMBOLIC.sub(_unit_in_words, text)
     try:
         parser = _Parser(_tokens(text, grouped=grouped))
         made = parser.answer()
@@ -228,6 +245,14 @@ def read(text: str, *, grouped: bool = True) -> Node:
     except RecursionError:
         raise UnknownNotation("nested too deep") from None
     return made
+
+
+def _unit_in_words(found: re.Match[str]) -> str:
+    if found["length"]:
+        return r"\text{ angstrom}"
+    if of := found["of"] or found["letter"]:
+        return rf"\text{{ micro{_MICRO.get(of, of)}}}"
+    return rf"\text{{ {found['text'] or found['bare'] or found['inner'] or ''}ohm}}"
 
 
 def number(text: str) -> Node:
@@ -369,8 +394,10 @@ class _Parser:
                 sign = 1 if word == "*" else -1
             elif lower in _SQUARE:
                 power = _SQUARE[lower]
-            elif lower in NO_UNITS or lower in SCALES or unknown > 1:
+            elif lower in NO_UNITS or lower in SCALES or unknown > 1 or (lower in MORE and MORE & set(dimensions)):
                 raise UnknownNotation(f"{word!r} behind a value")
+            elif lower in MORE:
+                dimensions[lower] = 1
             elif lower not in ("a", "an", "the", "of", "in"):
                 names = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
                 name = next((name for name in names if name in UNITS), "")
@@ -474,7 +501,10 @@ class _Parser:
         if made.kind not in ("symbol", "constant"):
             raise UnknownNotation("subscript")
         begins = self.at
-        self.argument()
+        if self.peek() == "{" and self.peek(1) in (r"\max", r"\min") and self.peek(2) == "}":
+            self.at += 3
+        else:
+            self.argument()
         name = "".join(token.text for token in self.tokens[begins : self.at] if token.text not in "{}")
         return Node("symbol", value=f"{made.value}_{name}")
 

@@ -6,22 +6,22 @@ worker with a time limit. Nothing is ever fetched: a schema may refer to parts o
 
 import functools
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jsonschema import Draft202012Validator
 from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from referencing import Registry, Resource
 from referencing.exceptions import Unresolvable
 from referencing.jsonschema import DRAFT202012
 
+from nemo_ext.chat.json_schemas import DATA, NAMED, rewritten, validator
 from nemo_ext.chat.response import Response
 from nemo_ext.job.records import strict_json
 from nemo_ext.job.settings import check_keys, checked_whole
+from nemo_ext.rl.answers import fences
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
 from nemo_ext.rl.verifiers.workers import WorkerError, WorkerPool
@@ -30,11 +30,7 @@ MAX_LENGTH = 200_000
 """Maximum length of an answer in characters."""
 MAX_DEPTH = 64
 """Maximum nesting depth of objects and arrays."""
-_FENCE = re.compile(r"```(?:json|JSON)?[ \t]*\n")
 _REFERS = ("$ref", "$dynamicRef", "$recursiveRef")
-# The values of these keys are data or names, not schemas.
-_DATA = ("const", "enum", "default", "examples")
-_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
 
 
 class NotJsonError(ValueError):
@@ -72,19 +68,20 @@ def check(reference: Mapping[str, Any]) -> Reference:
         raise ValueError(f"reference.strict={strict!r}: expected true or false")
     try:
         text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
-        kind = validator_for(json.loads(text), default=Draft202012Validator)
         if "$schema" in schema and validator_for(schema, default=None) is None:
-            raise ValueError(f"reference.schema: unknown $schema {schema['$schema']!r}")
-        kind.check_schema(json.loads(text))
+            raise ValueError(f"unknown $schema {schema['$schema']!r}")
+        made = validator(text)
     except SchemaError as error:
         path = "".join(f".{part}" for part in error.absolute_path)
         raise ValueError(f"reference.schema{path}: {error.message[:200]}") from None
     except (TypeError, RecursionError) as error:
         raise ValueError(f"reference.schema: not JSON: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"reference.schema: {error}") from None
     for path, part in _parts(schema, "reference.schema"):
         _check_part(schema, part, path)
     try:
-        kind(json.loads(text)).is_valid({})
+        made.is_valid({})
     except RecursionError:
         raise ValueError("reference.schema: it refers to itself without end") from None
     return Reference(text=text)
@@ -153,13 +150,12 @@ def unfenced(text: str) -> str:
         NotJsonError: there is text after the fence, or the fence does not close.
     """
     text = text.strip()
-    begin = _FENCE.match(text)
-    if begin is None:
+    if not text.startswith(("```", "~~~")):
         return text
-    end = text.find("\n```", begin.end() - 1)
-    if end < 0 or text[end + 4 :].strip():
+    found = fences(text)
+    if len(found) != 1 or found[0][2:] != (0, text.count("\n")) or found[0][0] not in ("", "json"):
         raise NotJsonError("not one fence alone")
-    return text[begin.end() : end]
+    return found[0][1]
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
@@ -189,14 +185,13 @@ def _depth(value: Any) -> int:
 
 def strictly(schema: Any) -> Any:
     """Copy of a schema in which all properties of every object are required, and no others are allowed."""
-    if isinstance(schema, list | tuple):
-        return [strictly(part) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    made = {key: value if key in _DATA else _strict_value(key, value) for key, value in schema.items()}
-    if isinstance(made.get("properties"), Mapping):
-        made |= {"required": list(made["properties"]), "additionalProperties": False}
-    return made
+
+    def strict(part: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(part.get("properties"), Mapping):
+            part |= {"required": list(part["properties"]), "additionalProperties": False}
+        return part
+
+    return rewritten(schema, strict)
 
 
 def prepare() -> None:
@@ -208,19 +203,10 @@ def problem(schema: str, text: str) -> str:
     """In a worker: reason why the schema refuses a JSON text; "" if it allows it. May take any time."""
     # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
-    loaded = json.loads(schema)
-    # An empty registry: jsonschema's default fetches unknown documents.
-    validator = validator_for(loaded, default=Draft202012Validator)(loaded, registry=Registry())
-    error = next(validator.iter_errors(json.loads(text)), None)
+    error = next(validator(schema).iter_errors(json.loads(text)), None)
     if error is None:
         return ""
     return f"{error.json_path[:100]}: {error.message[:200]}"
-
-
-def _strict_value(key: str, value: Any) -> Any:
-    if key in _NAMED and isinstance(value, Mapping):
-        return {name: strictly(part) for name, part in value.items()}
-    return strictly(value)
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -231,10 +217,10 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     elif isinstance(schema, Mapping):
         yield path, schema
         for key, value in schema.items():
-            if key in _NAMED and isinstance(value, Mapping):
+            if key in NAMED and isinstance(value, Mapping):
                 for name, part in value.items():
                     yield from _parts(part, f"{path}.{key}.{name}")
-            elif key not in _DATA:
+            elif key not in DATA:
                 yield from _parts(value, f"{path}.{key}")
 
 

@@ -152,11 +152,28 @@ def test_a_reference_that_no_verifier_can_use_is_found_before_the_run(jsonl: Cal
     tasks = plan_tasks({"path": str(path)}, steps=1, prompts=1)
 
     def check(task: Any) -> None:
-        if task.id == "a-2":
+        if task.id in ("a-0", "a-2"):
             raise ValueError("reference.answer: none")
 
-    with pytest.raises(ValueError, match=r"tasks.jsonl: task a-2: reference.answer: none"):
-        check_references(tasks, check)
+    lines = [rf"tasks.jsonl:{number}: task a-{number - 1}: reference.answer: none" for number in (1, 3)]
+    with pytest.raises(ValueError, match=r"\n.*".join(lines)):
+        check_references([tasks], check)
+
+
+def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> None:
+    task = '{"id": "%s", "environment": "math", "prompt": "?"}\n'
+    (tmp_path / "one.jsonl").write_text(task % "a" + "[1]\n" + task % "a" + task % "b" + task % "b")
+    (tmp_path / "two.jsonl").write_text(task % "a" + '{"id": 1\n' * 30)
+    settings = {"directory": str(tmp_path), "blend": {"one": {"share": 0.5}, "two": {"share": 0.5}}}
+
+    with pytest.raises(ValueError, match="a task is an object") as raised:
+        plan_tasks(settings, steps=1, prompts=2)
+
+    lines = str(raised.value).splitlines()
+    for line, start in zip(lines, ("2: a task", "3: the id 'a'", "5: the id 'b'"), strict=False):
+        assert f"one.jsonl:{start}" in line
+    assert "first in line 4" in lines[2]
+    assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
 
 
 def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) -> None:

@@ -402,7 +402,16 @@ def test_adversarial_answers_are_wrong(answer: str, sandbox: Sandbox) -> None:
         ("```cpp\na\n```", None),
         ("```python\na", None),
         ("```python\na\n```\n```python\nb", "a"),
-        ("  ```Python title\n  a\n  ```", "  a"),
+        ("  ```Python title\n  a\n  ```", "a"),
+        ("1. So:\n\n   ```python\n   if a:\n       b\n\n   ```", "if a:\n    b\n"),
+        ("- ```python\n  if a:\n      b\n  ```", "if a:\n    b"),
+        ("\t```python\n\tif a:\n\t\tb\n\t```", "if a:\n\tb"),
+        ("  ```python\na\n  b\n  ```", "a\nb"),
+        ('````python\na = """\n```\n"""\n````', 'a = """\n```\n"""'),
+        ("```python\na\n````", "a"),
+        ("~~~python\na\n~~~", "a"),
+        ("~~~python\na\n```\nb\n~~~", "a\n```\nb"),
+        ("````markdown\n```python\na\n```\n````\n```python\nb\n```", "b"),
         ("a", None),
     ],
 )
@@ -516,7 +525,7 @@ def test_outputs_compare_without_raising(one: bytes, other: bytes, tolerance: fl
 @given(st.lists(st.sampled_from(["```", "```python", "```cpp", "x", " ", "\n", "`", "\0", "\udcff"]), max_size=30))
 def test_finding_a_program_never_raises(parts: list[str]) -> None:
     found = code.program("".join(parts), "python")
-    assert found is None or found in "".join(parts)
+    assert found is None or all(line in "".join(parts) for line in found.split("\n"))
 
 
 @given(st.text(max_size=200))

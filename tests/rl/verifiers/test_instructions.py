@@ -266,6 +266,70 @@ def test_sentences_and_words() -> None:
     assert words("It's a well-known fact: 3 cats") == ["It's", "a", "well-known", "fact", "3", "cats"]
 
 
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("1. Buy milk.\n2. Buy eggs.", 2),
+        ("Do this:\n  1. Buy milk.\n  2) Buy eggs.\n- 3. Go.", 3),
+        ("a. Buy milk.\nb. Buy eggs.", 2),
+        ("1. Buy milk.\r\n\r\n2. Buy eggs.", 2),
+        ("How many? 42. Good.", 3),
+        ("It is 42.\nGood.", 2),
+        ("J. R. R. Tolkien wrote it. So did C.S. Lewis.", 2),
+        ("The U.S. Army came. George W. Bush too.", 2),
+        ("We met at 5 p.m. in town. It was 6 p.m. Then we left.", 3),
+        ("Pens, books, etc. are there. Pens, etc. We have all.", 3),
+        ("Use tools, e.g. Python, i.e. code. Yes.", 2),
+        ("See Fig. 3 and No. 5. Did he? No. He left.", 4),
+        ("Ask Gen. Grant vs. Col. Lee. Prof. Xu (Ph.D. of law) knows.", 2),
+        ("It was I. You know.", 2),
+        ("One.\n \t\nTwo", 2),
+    ],
+)
+def test_numbers_and_abbreviations_end_no_sentence(text: str, number: int) -> None:
+    assert len(sentences(text)) == number, sentences(text)
+
+
+@pytest.mark.parametrize("divider", ["\n\n", "\r\n\r\n", "\n  \n", "\n\t\n\n"])
+def test_blank_lines_divide_paragraphs(divider: str) -> None:
+    second = {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "then"}
+
+    assert outcome(f"First.{divider}Then.", ("paragraphs:paragraphs2", {})) == "correct"
+    assert outcome(f"First.{divider}Then.", ("length_constraints:nth_paragraph_first_word", second)) == "correct"
+    assert outcome("First.\nThen.", ("paragraphs:paragraphs2", {})) == "wrong"
+
+
+@pytest.mark.parametrize("accented", ["\u00e9", "e\u0301"])
+@pytest.mark.parametrize("asked", ["\u00e9", "e\u0301"])
+def test_letters_with_accents_are_letters(accented: str, asked: str) -> None:
+    word = f"caf{accented}s"
+    if len(asked) == 1:
+        letter = {"letter": asked, "let_frequency": 1, "let_relation": "at least"}
+        assert outcome(word, ("keywords:letter_frequency", letter)) == "correct"
+    assert outcome(word, ("letters:letter_counting", {"N": 5, "relation": "at least"})) == "correct"
+    assert outcome(word, ("letters:letter_counting", {"N": 6, "relation": "at least"})) == "wrong"
+    assert outcome(word, ("count:lowercase_counting", {"N": 0})) == "wrong"
+    assert outcome(word, ("length_constraints:number_words", {"num_words": 2, "relation": "less than"})) == "correct"
+    assert outcome(word, ("keywords:existence", {"keywords": [f"caf{asked}s"]})) == "correct"
+
+
+def test_keywords_inside_words_count_as_in_the_benchmark_or_not_at_all() -> None:
+    rules = [
+        ("keywords:existence", {"keywords": ["art"]}),
+        ("keywords:frequency", {"keyword": "art", "frequency": 1, "relation": "at least"}),
+        ("keywords:word_once", {"keyword": "art"}),
+        ("count:count_increment_word", {"keyword1": "art", "keyword2": "sea"}),
+    ]
+    for name, kwargs in rules:
+        for text, answers in (("Seas, a sea, a party", "correct wrong"), ("Sea, sea, art!", "correct correct")):
+            reference = {"instructions": [{"id": name, "kwargs": kwargs}]}
+            found = [
+                verify(parse_response(text), check(reference | {"whole_words": whole})).outcome
+                for whole in (False, True)
+            ]
+            assert found == answers.split(), name
+
+
 def test_languages() -> None:
     said = {
         "de": "Der Hund schläft im Garten, weil es heute sehr warm ist.",

@@ -59,6 +59,80 @@ def test_all_cases() -> None:
 
 
 @pytest.mark.parametrize(
+    ("reference", "right", "wrong"),
+    [
+        ("12:30 PM", "12:30 p.m.; 12:30\\text{ p.m.}", "12:30 a.m.; 12:30; 12:31 p.m."),
+        ("12", "12\\ ; 12\\; 12\\,.; 12\\quad; \\ 12; 12 \\\\", "12..; 12\\ 3; 12!"),
+        ("50\\,\\Omega", "50; 50\\text{ ohms}; 50\\ \\Omega; 0.05\\,k\\Omega", "5; 50\\text{ V}; 50\\,k\\Omega"),
+        ("5\\,\\mu\\text{F}", "5; 5\\,\\mu F", "5\\text{ mF}"),
+        ("100^\\circ\\text{C}", "100; 100\\,{}^{\\circ}\\text{C}", "10; 100^\\circ F"),
+        ("28\\%", "28\\text{ pct}; 28\\text{ percentage}", "29\\text{ pct}"),
+        ("3\\text{ more apples}", "3; 3\\text{ apples}; 3\\text{ more}", "3\\text{ fewer apples}; 4\\text{ apples}"),
+        (
+            "3",
+            "3\\text{ more apples}",
+            "3\\text{ or more}; 3\\text{ more than }4; 3\\text{ times more}; 3\\text{ more or less}",
+        ),
+        ("x=1, 2", "x=1, x=2; 1, 2; x=1\\text{ or }x=2; x\\in\\{1,2\\}", "y=1, 2; x=1; x=1, x=3; x=1, y=2; x=1, 2, 3"),
+        ("n=3, n=5, n=7", "n=3, 5, 7", "n=3, 5"),
+        ("1:2:3", "2:4:6; \\frac12:1:\\frac32", "1:3:2; \\frac16; 1:6; 1:2; 0:0:0"),
+        ("a:b:c=1:2:3", "1:2:3; a:b:c=2:4:6", "b:a:c=1:2:3; 3:2:1"),
+        ("\\frac{AB}{BC}=\\frac12", "\\frac12", "2; \\frac{BC}{AB}=\\frac12"),
+        ("\\frac{5}{36}", "13.8889\\%; 13.88889\\%", "13.8888\\%; 13.89\\%; 13.8889"),
+        ("x-3", "f^{-1}(x)=x-3", "f^{-1}(x)=x+3; f^{-1}(x)"),
+        ("f^{-1}(x)=x-3", "x-3; y=x-3", "f(x)=x-3"),
+        (
+            "12",
+            "\\gcd(24,36)=12; \\text{gcd}(24, 36)=12; \\max f=12; |A\\cup B|=12",
+            "\\gcd(24,36); \\gcd(2,3)=12; |x-1|=12",
+        ),
+        (
+            "\\frac13",
+            "P(A|B)=\\frac13; P(A\\mid B)=\\frac13; \\Pr(X>2)=\\frac13; \\mathbb{E}[X]=\\frac13",
+            "P(A|B)=\\frac14",
+        ),
+        (
+            "5",
+            "\\int_0^1 f(x)dx=5; x_{\\max}=5",
+            "\\max\\text{ maybe}=5; \\text{not }x=5; P(A)=5\\text{ or }6; \\log_2 x=5",
+        ),
+        ("220\\,\\text{V}", "220 V; 220\\text{ volts}", "221 V; 220 W; 220 x"),
+        ("12\\text{ m/s}", "12 m/s; 12\\frac{m}{s}", "12 m; 12 ms; 12 s/m"),
+        ("3\\pmod{4}", "3; x\\equiv 3\\pmod 4; 7 \\pmod 4; 3\\ (\\text{mod }4)", "3\\pmod 5; 7; x\\equiv 3; 2\\pmod 4"),
+        ("x\\equiv 1, 5\\pmod 6", "5, 1\\pmod 6", "1\\pmod 6; x=1"),
+        (
+            "\\sqrt{\\frac1n}",
+            "\\frac1{\\sqrt n}; n^{-1/2}; \\frac{\\sqrt n}{n}",
+            "\\sqrt n; -\\frac1{\\sqrt n}; \\sqrt{\\frac1{2n}}",
+        ),
+        ("2\\ln x", "\\ln x^2", "\\ln 2x"),
+        ("|x|", "\\sqrt{x^2}", "x"),
+        ("(-1)^n", "\\cos(n\\pi); (-1)^{n+2}", "1; -1; (-1)^{n+1}"),
+        ("(-1)^{n(n+1)/2}", "", "1; -1; (-1)^n"),
+        ("2k\\pi", "2n\\pi; 2\\pi m", "2x\\pi; k\\pi; (2n+1)\\pi"),
+        ("x=2k\\pi, k\\in\\mathbb{Z}", "2n\\pi; x=2\\pi n\\ (n\\in\\mathbb{Z})", "x=2n\\pi, n\\in\\mathbb{N}"),
+        ("n^2", "", "k^2"),
+        ("x^2+C", "x^2+c; C_1+x^2", "x^2; x^2+1; x^2+C^2; x^2+x"),
+        ("y=Ce^{x}", "y=ce^x", "y=e^x; y=Ce^{2x}"),
+        ("a+b+c", "", "a+b+C"),
+        ("\\{1,2\\}", "2, 1; \\{1\\}\\cup\\{2\\}", "\\{1\\},\\{2\\}; \\{\\{1\\},\\{2\\}\\}"),
+        ("\\{1\\},\\{2\\}", "\\{2\\},\\{1\\}", "\\{1,2\\}; 1, 2"),
+        ("A^{-1}B", "(A^{-1})B", "BA^{-1}; AB^{-1}"),
+        ("PDP^{-1}", "", "P^{-1}DP; D"),
+        ("(AB)^T", "B^TA^T", "A^TB^T"),
+        ("ab^{-1}", "b^{-1}a; \\frac ab", "a^{-1}b"),
+        ("C, A, B", "C,A,B", "A, B, C"),
+        ("A, C", "C, A", "A, B"),
+        ("a<b<c", "c>b>a", "a<c<b; c<b<a"),
+    ],
+)
+def test_answers_of_the_same_meaning(reference: str, right: str, wrong: str) -> None:
+    answers = {**dict.fromkeys(filter(None, right.split("; ")), "right"), **dict.fromkeys(wrong.split("; "), "wrong")}
+
+    assert {answer: outcome(reference, answer) for answer in answers} == answers
+
+
+@pytest.mark.parametrize(
     ("expected", "answer", "reason"),
     [
         ("92", "36 + 56", "not worked out"),

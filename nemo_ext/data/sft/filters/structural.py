@@ -12,8 +12,8 @@ from jsonschema.exceptions import SchemaError
 from pydantic.dataclasses import dataclass
 from referencing.exceptions import Unresolvable
 
+from nemo_ext.chat.json_schemas import validator
 from nemo_ext.chat.sample import Message, Sample
-from nemo_ext.chat.tool_calls import validator
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.job.settings import STRICT
 
@@ -117,7 +117,7 @@ def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] |
     if not parameters:
         return None
     try:
-        judge = validator(json.dumps(parameters, sort_keys=True), quick=False)
+        judge = validator(json.dumps(parameters, sort_keys=True))
         errors: Iterator[Any] = judge.iter_errors(arguments)
         error = next(errors, None)
     except (SchemaError, Unresolvable) as problem:

@@ -1,0 +1,255 @@
+"""Values of the expressions in an answer: exact or to many digits, with numbers or matrices for their symbols."""
+
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
+from typing import Any
+
+from mpmath import MPContext
+
+from nemo_ext.rl.verifiers.math_notation import Node
+
+_MAX_BITS = 100_000
+"""Maximum size of numbers in bits: 10 to the power of 30 000."""
+Number = Any
+"""Fraction, or a real or complex number of mpmath."""
+_Matrix = tuple[Fraction, Fraction, Fraction, Fraction]
+MATRIX_POWERS = (Node("neg", (Node("number", value=(Fraction(1), None)),)), Node("symbol", value="T"))
+
+
+class NoValue(ArithmeticError):
+    """An expression has no number as its value, or one that is too large."""
+
+
+class Values:
+    """Calculator of one comparison, with the precision of its numbers."""
+
+    mp = MPContext()
+    left_reals = False
+    """Whether something of the last value was complex although its operands were real."""
+
+    def matrix(self, node: Node, point: dict[str, Fraction]) -> _Matrix:
+        """Value of an expression in which a capital letter is a matrix and everything else a multiple of the unit."""
+        kind, parts = node.kind, node.parts
+        if kind == "words" and parts:
+            return self.matrix(parts[0], point)
+        if kind == "symbol" and is_capital(node):
+            number = point[node.value]
+            return number, number + 1, number * number, 3 - number
+        if kind == "pow":
+            a, b, c, d = self.matrix(parts[0], point)
+            if parts[1] == Node("symbol", value="T"):
+                return a, c, b, d
+            power = self.value(parts[1], point)
+            if not isinstance(power, Fraction) or power.denominator != 1 or abs(power) > 9:
+                raise NoValue("power of a matrix")
+            size = a * d - b * c
+            base = (d / size, -b / size, -c / size, a / size) if power < 0 else (a, b, c, d)
+            made: _Matrix = (Fraction(1), Fraction(0), Fraction(0), Fraction(1))
+            for _ in range(abs(int(power))):
+                made = _product(made, base)
+            return made
+        if kind in ("add", "mul", "div"):
+            left, right = (self.matrix(part, point) for part in parts)
+            if kind == "add":
+                return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
+            return _product(left, right) if kind == "mul" else self.matrix(_over(*parts), point)
+        if kind == "neg":
+            a, b, c, d = self.matrix(parts[0], point)
+            return -a, -b, -c, -d
+        number = self.value(node, point)
+        if not isinstance(number, Fraction):
+            raise NoValue("matrix")
+        return number, Fraction(0), Fraction(0), number
+
+    def sampled(self, wanted: Node, given: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
+        """Values of two expressions at points where both are real; at all points if hardly any is such a point."""
+        others: list[tuple[Number, Number]] = []
+        real = 0
+        for point in points(symbols):
+            self.left_reals = False
+            try:
+                first, second = self.value(wanted, point), self.value(given, point)
+            except (NoValue, ZeroDivisionError):
+                continue
+            if self.left_reals:
+                others.append((first, second))
+            else:
+                real += 1
+                yield first, second
+        if real < 2:
+            yield from others
+
+    def close(self, first: Number, second: Number) -> bool:
+        """Equal in the precision of the moment, less a tenth and 20 digits for what computing lost."""
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first == second
+        first, second = self.lift(first), self.lift(second)
+        if self.mp.isinf(first) or self.mp.isinf(second):
+            return bool(first == second)
+        size = max(abs(first), abs(second))
+        return bool(
+            abs(first - second)
+            <= size * self.mp.mpf(10) ** (20 - self.mp.dps * 9 // 10) + self.mp.mpf(10) ** -self.mp.dps * (size < 1e-20)
+        )
+
+    def lift(self, number: Number) -> Any:
+        return self.mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
+
+    def value(self, node: Node, point: dict[str, Fraction]) -> Number:
+        """Number that an expression is, with these values of its symbols.
+
+        Raises:
+            NoValue, ZeroDivisionError: it has none.
+        """
+        made = self._value(node, point)
+        if isinstance(made, Fraction):
+            if max(made.numerator.bit_length(), made.denominator.bit_length()) > _MAX_BITS:
+                raise NoValue("too large")
+        elif self.mp.isnan(made) or (not self.mp.isinf(made) and made != 0 and abs(self.mp.mag(made)) > _MAX_BITS):
+            raise NoValue("too large")
+        return made
+
+    def finite(self, node: Node, point: dict[str, Fraction]) -> Number:
+        made = self.value(node, point)
+        if not isinstance(made, Fraction) and self.mp.isinf(made):
+            raise NoValue("infinite")
+        return made
+
+    def _value(self, node: Node, point: dict[str, Fraction]) -> Number:
+        kind, parts = node.kind, node.parts
+        if kind == "number":
+            return node.value[0]
+        if kind == "symbol":
+            return point[node.value]
+        if kind == "constant":
+            return {"pi": +self.mp.pi, "e": +self.mp.e, "i": self.mp.mpc(0, 1), "oo": self.mp.inf}[node.value]
+        if kind in ("words", "unit") and parts:
+            return self.value(parts[0], point)
+        if kind == "neg":
+            return -self.value(parts[0], point)
+        if kind not in _OPERATIONS and kind != "call":
+            raise NoValue(kind)
+        if kind == "call" and node.value == "f":
+            raise NoValue("f")
+        values = [self.finite(part, point) for part in parts]
+        made = self.called(node.value, values) if kind == "call" else _OPERATIONS[kind](self, *values)
+        if (
+            isinstance(made, self.mp.mpc)
+            and made.imag != 0
+            and not any(isinstance(each, self.mp.mpc) for each in values)
+        ):
+            self.left_reals = True
+        return made
+
+    def sum(self, first: Number, second: Number) -> Number:
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first + second
+        return self.lift(first) + self.lift(second)
+
+    def product(self, first: Number, second: Number) -> Number:
+        if isinstance(first, Fraction) and isinstance(second, Fraction):
+            return first * second
+        return self.lift(first) * self.lift(second)
+
+    def quotient(self, first: Number, second: Number) -> Number:
+        if second == 0:
+            raise ZeroDivisionError
+        return self.product(first, 1 / second)
+
+    def power(self, base: Number, exponent: Number) -> Number:
+        if base == 0:
+            if not isinstance(exponent, Fraction) or exponent <= 0:
+                raise NoValue("power of 0")
+            return Fraction(0)
+        size = abs(self.mp.log(abs(self.lift(base)))) * abs(self.lift(exponent))
+        if size > _MAX_BITS * 0.69:
+            raise NoValue("too large")
+        exact = isinstance(base, Fraction) and isinstance(exponent, Fraction) and exponent.denominator == 1
+        if exact and max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
+            return base ** int(exponent)
+        return self.lift(base) ** self.lift(exponent)
+
+    def called(self, name: str, values: list[Number]) -> Number:
+        first = values[0]
+        if name == "abs":
+            return abs(first)
+        if name == "root":
+            return self.root(first, values[1])
+        if name == "!":
+            if isinstance(first, Fraction) and (first.denominator != 1 or not 0 <= first <= 5000):
+                raise NoValue("factorial")
+            return self.factorial(first)
+        if name in ("floor", "ceil"):
+            return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
+        if name == r"\binom":
+            top, bottom = values
+            if not all(isinstance(each, Fraction) and each.denominator == 1 and 0 <= each <= 5000 for each in values):
+                raise NoValue("binomial")
+            return Fraction(math.comb(int(top), int(bottom)))
+        number = self.lift(first)
+        if name in ("ln", "log", "lg"):
+            if number == 0:
+                raise NoValue("log 0")
+            base = values[1] if len(values) == 2 else Fraction(10) if name == "lg" else None
+            return self.mp.log(number) if base is None else self.mp.log(number) / self.mp.log(self.lift(base))
+        if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
+            raise NoValue("too large")
+        return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
+
+    def factorial(self, number: Number) -> Number:
+        if not isinstance(number, Fraction):
+            raise NoValue("factorial")
+        return Fraction(math.factorial(int(number)))
+
+    def root(self, number: Number, degree: Number) -> Number:
+        if degree == 0:
+            raise NoValue("root of degree 0")
+        if number == 0:
+            return Fraction(0)
+        odd = isinstance(degree, Fraction) and degree.denominator == 1 and degree % 2 == 1
+        if odd and isinstance(number, Fraction) and number < 0:
+            return -self.root(-number, degree)
+        if degree == 2:
+            return self.mp.sqrt(self.lift(number))
+        return self.power(self.lift(number), 1 / degree)
+
+
+_OPERATIONS: dict[str, Callable[..., Number]] = {
+    "add": Values.sum,
+    "mixed": Values.sum,
+    "mul": Values.product,
+    "div": Values.quotient,
+    "ratio": Values.quotient,
+    "pow": Values.power,
+}
+
+
+def is_capital(node: Node) -> bool:
+    return node.kind == "symbol" and bool(node.value[:1].isupper())
+
+
+def _product(left: _Matrix, right: _Matrix) -> _Matrix:
+    (a, b, c, d), (e, f, g, h) = left, right
+    return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
+
+
+def _over(above: Node, below: Node) -> Node:
+    return Node("mul", (above, Node("pow", (below, MATRIX_POWERS[0]))))
+
+
+def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
+    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names.
+
+    The last two are far out on either side, behind the corners of |x + 5|.
+    """
+    for turn in range(9 if symbols else 1):
+        # Of all remainders by 4, for (-1)^n and i^n.
+        points = {
+            name: Fraction(3 * place + (2, 5, 7, 12, 10)[turn // 2]) for place, name in enumerate(sorted(symbols))
+        }
+        if turn > 6:
+            points = {name: (-1) ** turn * (18 + 4 * number) / 3 for name, number in points.items()}
+        elif turn % 2:
+            points = {name: (turn - 2) * number / (9 + 2 * turn) for name, number in points.items()}
+        yield points
