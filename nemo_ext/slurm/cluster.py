@@ -167,13 +167,24 @@ def duration(text: str) -> timedelta:
     return timedelta(**{unit: int(number) for unit, number in found.groupdict().items() if number})
 
 
+_CALLERS = re.compile(
+    r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
+)
+"""Variables of the job that calls a command, and of its user: they change what a command shows, or whom it reaches, and
+a job that inherits them takes itself for a part of its caller."""
+_OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY")
+
+
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a Slurm command.
+    """Runs a Slurm command, without the variables of a job that calls it and without options in variables.
 
     Raises:
         ValueError: if the command is not on PATH.
     """
+    environment = {
+        name: value for name, value in os.environ.items() if name in _OF_THE_SITE or not _CALLERS.fullmatch(name)
+    }
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False)
+        return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError:
         raise ValueError(f"{words[0]} is not on PATH: use a login node of the cluster") from None

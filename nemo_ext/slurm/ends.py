@@ -30,6 +30,7 @@ _MEMORY = re.compile(r"exceeded \w*\s?memory limit|oom[_-]kill|Out Of Memory", r
 _NODE = re.compile(r"error: Node failure on (\S+)")
 _ENDED = re.compile(r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
 _KILLED = re.compile(r"srun: error: (.*(?:Killed|Segmentation fault|Bus error|Aborted).*)")
+_REFUSED = re.compile(r"(?:\d+: )?(srun: fatal: .*)")
 _LONGEST = 300
 
 
@@ -58,6 +59,8 @@ def first_error(log: Path, position: int = 0) -> str:
                 prefix = line.removesuffix(_TRACEBACK)
             elif own := _OWN.match(line):
                 found.setdefault("error", own[1])
+            elif refused := _REFUSED.match(line):
+                found.setdefault("error", refused[1])
             elif "error: " in line:
                 _of_slurm(line, found)
     best = next((found[kind] for kind in ("memory", "error", "node", "ended", "killed") if kind in found), "")

@@ -189,7 +189,7 @@ class Batch(ABC):
 
     def hostnames(self) -> list[str]:
         """Names of the job's nodes, this one first."""
-        done = call(["scontrol", "show", "hostnames"])
+        done = call(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
         done.check_returncode()
         return done.stdout.split()
 
@@ -206,7 +206,7 @@ class Batch(ABC):
 
     def signal_steps(self, name: str) -> None:
         """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
-        subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
+        call(["scancel", f"--signal={name}", self.name])
 
     def seconds_left(self) -> float | None:
         """Seconds left before this start's time limit, or None without a limit."""

@@ -1,5 +1,6 @@
 """`nemo-ext submit`: checks a job before it is queued, then calls sbatch with the site's options."""
 
+import os
 import shlex
 import signal
 import subprocess
@@ -185,6 +186,9 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         last = "" if tasks_of(job, configs[0], settings) > 1 else ", the last one task"
         arrays = f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before{last}"
         notes.append(Finding("note", arrays))
+    if dropped := sorted(name for name in os.environ if name.startswith("SBATCH_")):
+        options = "account=, time=, cluster.partition=, cluster.qos= and slurm.options= set what they would"
+        notes.append(Finding("note", f"without this shell's {', '.join(dropped)}: {options}"))
     # The script takes the launcher's values from the allocation.
     own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
