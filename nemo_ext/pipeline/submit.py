@@ -19,7 +19,7 @@ from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes
 from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
-from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
+from nemo_ext.slurm.status import PARENTS, PIPELINE, queued, queued_job
 from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
 from nemo_ext.slurm.submit import checked as checked_submission
 
@@ -54,7 +54,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             and finished(submission.base, submission.records, split(submission.words)[1])
             and not _needed(stage, jobs)
         )
-        waiting = [job for record in submission.records if (job := job_of(record)) in queue]
+        waiting = [job for record in submission.records if (job := queued_job(record, queue))]
         asking = _asking(stage, pipeline)
         if done or (asking and not any(jobs.get(name) == "" for name in asking)):
             console.print(f"{stage.name}: {'finished before' if done else 'no stage asks it now'}", markup=False)

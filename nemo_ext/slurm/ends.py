@@ -3,14 +3,19 @@
 import json
 import pwd
 import re
+import shlex
 import shutil
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 
+JOB, SUBMITTED = "job", "submit.txt"
+"""Files in a run's folder `slurm`: the id of the job that was submitted last, and the sbatch command."""
 CANCELLED = "cancelled.json"
 """File in a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
 _STATES = {
@@ -86,6 +91,8 @@ def _of_slurm(line: str, found: dict[str, str]) -> None:
 def why(folder: Path, job: str) -> str:
     """Reason why a job of a run (its folder `slurm`) ended, in one line; "" if neither Slurm nor its output says."""
     asked = _asked(job)
+    if not _is_of(folder, job, asked):
+        asked = {}  # another job has the number now
     output = folder / f"{job}.out"
     error = first_error(output)
     state = asked.get("JobState", "").partition(" ")[0].rstrip("+")
@@ -156,22 +163,55 @@ def _cancelled(asked: dict[str, str]) -> str:
     return " ".join(words) or "by somebody"
 
 
-def _asked(job: str) -> dict[str, str]:
-    """Slurm's fields of an ended job, from the controller for some minutes and from accounting if there is any."""
+def is_own(folder: Path, job: str) -> bool:
+    """False if the job that has this number in Slurm now is not the run's: Slurm's numbers may begin again."""
+    return _is_of(folder, job, _shown(job))
+
+
+def _is_of(folder: Path, job: str, asked: Mapping[str, str]) -> bool:
+    """True unless the name or the output in Slurm's fields is not that of the run's job; requeueing changes the times."""
+    starts = [each for each in attempts.read(folder.parent) if each.job == job]
+    known = {"JobName": {each.name for each in starts}, "StdOut": {each.output for each in starts}}
+    file, submitted, (array, _, task) = folder / JOB, folder / SUBMITTED, job.partition("_")
+    if file.is_file() and file.read_text().strip() == job and submitted.is_file():
+        words = (word.partition("=") for word in shlex.split(submitted.read_text()))
+        given = {name: value for name, _, value in words if name in ("--job-name", "--output")}
+        parts = {"%": "%", "j": job, "A": array, "a": task}
+        known["JobName"].add(given.get("--job-name", ""))
+        known["StdOut"].add(re.sub("%([%jAa])", lambda found: parts[found[1]], given.get("--output", "")))
+    told = {name: {_real(each) for each in values if each} for name, values in known.items()}
+    return all(not values or name not in asked or _real(asked[name]) in values for name, values in told.items())
+
+
+def _real(text: str) -> str:
+    """A path without symbolic links and without Slurm's escapes, as scontrol leaves %% alone; or a name."""
+    return str(Path(text.replace("%%", "%")).resolve()) if text.startswith("/") else text
+
+
+def _shown(job: str) -> dict[str, str]:
+    """The controller's fields of a job, which it has for some minutes after the job's end; empty if it has none."""
     said: dict[str, str] = {}
     if shutil.which("scontrol"):
         shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
-        for name in ("JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut"):
+        names = ("JobName", "JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut")
+        for name in names:
             # A path may have spaces.
             if found := re.search(rf"(?:^| ){name}=(.*?)(?= \w+(?::\w+)*=|\s*$)", shown, re.MULTILINE):
                 said[name] = found[1]
+    return said
+
+
+def _asked(job: str) -> dict[str, str]:
+    """Slurm's fields of an ended job, from the controller and from accounting if there is any."""
+    said = _shown(job)
     if said.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
-        names = ("State", "ExitCode", "Timelimit", "End", "NodeList")
+        names = ("State", "ExitCode", "Timelimit", "End", "NodeList", "JobName")
         asked = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
         lines = call(asked).stdout.splitlines()
-        if lines and lines[-1].count("|") == len(names) - 1:
-            state, code, limit, end, nodes = lines[-1].split("|")
+        if lines and lines[-1].count("|") >= len(names) - 1:
+            state, *values = lines[-1].split("|", len(names) - 1)
             word, _, by = state.partition(" by ")
-            told = {"JobState": word, "ExitCode": code, "TimeLimit": limit, "EndTime": end, "NodeList": nodes, "By": by}
+            fields = ("ExitCode", "TimeLimit", "EndTime", "NodeList", "JobName")
+            told = {"JobState": word, "By": by, **dict(zip(fields, values, strict=True))}
             said = {**told, **said}
     return said

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import write_text
-from nemo_ext.slurm import attempts, beside
+from nemo_ext.slurm import attempts, beside, ends
 from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
@@ -122,13 +122,20 @@ class Batch(ABC):
             if ready.step is not None and ready.target is not None and ready.step >= ready.target:
                 return self._finish(record, f"step {ready.step}{of} is saved in {record}")
             self._refuse_second(record)
+            output = _output()
             began = attempts.begin(
-                record, job=self.name, restart=self.restart, nodes=os.environ["SLURM_JOB_NODELIST"], step=ready.step
+                record,
+                job=self.name,
+                restart=self.restart,
+                nodes=os.environ["SLURM_JOB_NODELIST"],
+                step=ready.step,
+                name=os.environ.get("SLURM_JOB_NAME", ""),
+                output="" if output is None else str(output.resolve()),
             )
             _keep_record(record)
             at = "" if ready.step is None else f": step {ready.step}{of}"
             say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
-            log = ready.log or _output()
+            log = ready.log or output
             written = log.stat().st_size if log is not None and log.exists() else 0
             beside.wait(record, say, self.stopped)
             self.working = True
@@ -156,7 +163,9 @@ class Batch(ABC):
     def _refuse_second(self, record: Path) -> None:
         """Refuse a second job of a run, as both would write the same checkpoints."""
         before = attempts.read(record)
-        if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
+        if not before or before[-1].ended is not None or before[-1].job == self.name:
+            return
+        if before[-1].job in queued() and ends.is_own(record / attempts.FOLDER, before[-1].job):
             raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:

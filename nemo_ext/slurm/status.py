@@ -4,7 +4,7 @@ import getpass
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -18,16 +18,17 @@ from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, la
 from nemo_ext.serving.members import FOLDER
 from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.cluster import call
+from nemo_ext.slurm.ends import JOB
 from nemo_ext.slurm.jobs import saved_step
 
-JOB = "job"
-"""File in a run's folder `slurm` with the id of the job that was submitted last."""
 PARENTS = "after.txt"
 """File in a run's folder `slurm` with the folders of the runs that it waits for."""
 PIPELINE = "pipeline.yaml"
 """File in a pipeline's folder with its stages."""
 _SILENT = 60.0
 """Seconds without a touch after which a replica's file no longer says that it is up; clocks of nodes may differ."""
+_APART = 60.0
+"""Seconds between a start and a submission from which the later one is the newer, whatever their numbers."""
 _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` lets it go",
     "JobHeldAdmin": "an administrator holds it",
@@ -70,19 +71,20 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
+    is_queued = bool(queued_job(run_dir, queue))
     step, _ = newest(run_dir / METRICS)
     target = target_of(run_dir)
     at = _step_of(step) if step else last_checkpoint(run_dir) or 0
     left = None
     if step and target and step.get("seconds_per_step"):
         left = max(0, int(target) - at) * float(step["seconds_per_step"])
-    if (folder / attempts.FINISHED).is_file() and job not in queue:
+    if (folder / attempts.FINISHED).is_file() and not is_queued:
         state, left = "finished", None
-    elif job in queue:
+    elif is_queued:
         state = queue[job] + _serves(run_dir)
     elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
         # If the parent's job is still queued, this job was itself taken out of the queue.
-        own = ends.why(folder, job) if job_of(parent) in queue else ""
+        own = ends.why(folder, job) if queued_job(parent, queue) else ""
         state = f"not started: {own}; {parent.name} is " if own else f"not started: {parent.name} is "
         state += status_of(parent, queue).state
     else:
@@ -191,11 +193,23 @@ def job_of(run_dir: Path) -> str:
     starts = attempts.read(run_dir)
     given = submitted.read_text().strip() if submitted.is_file() else ""
 
+    if not given or not starts:
+        return given or (starts[-1].job if starts else "")
+    apart = starts[-1].began - submitted.stat().st_mtime
+    if abs(apart) > _APART:
+        return starts[-1].job if apart > 0 else given
+
     def number(job: str) -> int:
         first = job.partition("_")[0]
         return int(first) if first.isdecimal() else 0
 
-    return max((given, starts[-1].job if starts else ""), key=number)
+    return max((given, starts[-1].job), key=number)
+
+
+def queued_job(run_dir: Path, queue: Container[str]) -> str:
+    """Id of the run's newest job if it is in the queue, "" if not, or if another job has its number now."""
+    job = job_of(run_dir)
+    return job if job in queue and ends.is_own(run_dir / attempts.FOLDER, job) else ""
 
 
 def queued() -> dict[str, str]:
@@ -285,10 +299,12 @@ def cancel(run_dir: Path) -> list[str]:
         ValueError: if none is in the queue, or scancel fails.
     """
     runs, queue = runs_below([run_dir]), queued()
-    jobs = [job_of(each) for each in runs]
-    waiting = [job for job in jobs if job in queue]
+    jobs = [queued_job(each, queue) for each in runs]
+    waiting = [job for job in jobs if job]
     if not waiting:
-        raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
+        last = job_of(runs[-1])
+        others = ", a number that another job has now" if last in queue else ""
+        raise ValueError(f"{run_dir}: no job in the queue; the last was {last}{others}")
     # Dependent jobs first.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:

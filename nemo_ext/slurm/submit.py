@@ -18,11 +18,12 @@ from nemo_ext.job.config import check_choice, compose, hydra_value, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
+from nemo_ext.slurm.ends import JOB, SUBMITTED
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
 from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
-from nemo_ext.slurm.status import JOB, job_of, queued
+from nemo_ext.slurm.status import job_of, queued, queued_job
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -256,10 +257,9 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
     if not errors(found):
         records = [record for each in submission.every_round for record in each.records]
-        jobs = {record: job for record in records if (job := job_of(record))}
-        queue = queued() if jobs else {}
-        for record, job in jobs.items():
-            if job in queue:
+        queue = queued() if any(map(job_of, records)) else {}
+        for record in records:
+            if job := queued_job(record, queue):
                 found.append(Finding("error", f"{record}: job {job} of it is {queue[job]}"))
     if not errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
@@ -334,7 +334,7 @@ def _hand_over(submission: Submission) -> str:
         records = submission.records
         for number, record in enumerate(records):
             write_text(record / attempts.FOLDER / JOB, f"{job}\n" if len(records) == 1 else f"{job}_{number}\n")
-            write_text(record / attempts.FOLDER / "submit.txt", shlex.join(submission.command()) + "\n")
+            write_text(record / attempts.FOLDER / SUBMITTED, shlex.join(submission.command()) + "\n")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return job

@@ -118,7 +118,9 @@ def test_slurm_says_why(said: Path, tmp_path: Path, facts: dict[str, str], outpu
 
 
 def test_accounting_says_who_cancelled(said: Path, tmp_path: Path) -> None:
-    (said.parent / "bin" / "sacct").write_text("#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1'\n")
+    (said.parent / "bin" / "sacct").write_text(
+        "#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1|train r'\n"
+    )
 
     assert why(tmp_path, "7") == "cancelled by root at 2026-11-22T13:41:33"
 
@@ -165,10 +167,51 @@ def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -
 def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
     """It never began: that of the start before it is not its reason."""
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)")
-    (run / "slurm" / status.JOB).write_text("12\n")
+    (run / "slurm" / ends.JOB).write_text("12\n")
     said.write_text(JOB.format(state="FAILED", reason="JobLaunchFailure", code="0:53", nodes="n1"))
 
     assert state(run).startswith("stopped: the output file could not be opened on its node")
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "own"),
+    [
+        ("train r", "/no such/%j.out", True),
+        ("train r", "/no such/../no such/7.out", True),
+        ("train r", "/other/%j.out", False),
+        ("evaluate r", "/no such/7.out", False),
+    ],
+)
+def test_a_number_that_another_job_has_now_is_not_the_runs(
+    said: Path, tmp_path: Path, name: str, output: str, own: bool
+) -> None:
+    run = started(tmp_path / "a", reason="time limit (SIGUSR2)", given_up="")
+    (run / "slurm" / ends.JOB).write_text("7\n")
+    (run / "slurm" / ends.SUBMITTED).write_text(f"sbatch '--job-name={name}' '--output={output}' train.sbatch\n")
+    (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|RUNNING|None'\n")
+    cancelled = said.parent / "cancelled.txt"
+    (said.parent / "bin" / "scancel").write_text(f"#!/bin/sh\necho $* > {cancelled}\n")
+    (said.parent / "bin" / "scancel").chmod(0o755)
+    said.write_text(JOB.format(state="RUNNING", reason="None", code="0:0", nodes="n1"))
+
+    assert status.queued_job(run, status.queued()) == ("7" if own else "")
+    assert status.status_of(run, status.queued()).state.startswith("running" if own else "stopped: time limit")
+    if own:
+        assert status.cancel(run) == ["7"]
+    else:
+        with pytest.raises(ValueError, match="the last was 7, a number that another job has now"):
+            status.cancel(run)
+    assert cancelled.exists() == own
+    said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
+    assert why(run / "slurm", "7") == ("exit code 1" if own else "")
+
+
+def test_a_job_that_was_submitted_by_hand_has_its_starts_name_and_output(said: Path, tmp_path: Path) -> None:
+    said.write_text(JOB.format(state="RUNNING", reason="None", code="0:0", nodes="n1"))
+    for output, own in (("/no such/7.out", True), ("/no such/slurm-7.out", False)):
+        run = tmp_path / str(own)
+        attempts.begin(run, job="7", restart=0, nodes="n1", step=0, name="train r", output=output)
+        assert ends.is_own(run / "slurm", "7") == own
 
 
 def test_who_cancelled_with_our_command_is_noted(said: Path, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from nemo_ext.slurm import attempts, status
+from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.status import cancel, goodput, job_of, log_of, queued, runs_below, show, status_of
 
 
@@ -59,13 +60,16 @@ def test_states(tmp_path: Path) -> None:
 
 def test_the_newest_job_counts(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", job="7", reason="cancelled")
-    (folder / "slurm" / status.JOB).write_text("12\n")
+    (folder / "slurm" / ends.JOB).write_text("12\n")
 
     assert job_of(folder) == "12"
     assert status_of(folder, {"12": "pending (Resources)"}).state == "pending (Resources)"
     attempts.begin(folder, job="13", restart=0, nodes="n1", step=30)
     assert job_of(folder) == "13"
     assert status_of(folder, {}).restarts == 1
+    (folder / "slurm" / ends.JOB).write_text("3\n")
+    os.utime(folder / "slurm" / ends.JOB, (time.time() + 3600,) * 2)
+    assert job_of(folder) == "3", "Slurm's numbers began again"
 
 
 def test_the_queue_is_read(queue: Path) -> None:
