@@ -113,6 +113,14 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
     return attempts
 
 
+def stepped(run_dir: Path, start: Attempt) -> bool:
+    """True if a start logged a step."""
+    metrics = run_dir / METRICS
+    if not metrics.is_file() or metrics.stat().st_mtime < start.began:
+        return False
+    return any(line.get("step", 0) > start.first_step for line in last_lines(metrics))
+
+
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
     """Reason not to start a run again after the starts of one job, or None; `max_idle` without a checkpoint end it."""
     attempts = [each for each in attempts if not each.reason.startswith(PASSED_OVER)]  # guard.most limits them

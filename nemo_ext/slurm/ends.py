@@ -36,6 +36,20 @@ _NODE = re.compile(r"error: Node failure on (\S+)")
 _ENDED = re.compile(r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (\S+)(?: DUE TO ([A-Z ]+))?")
 _KILLED = re.compile(r"srun: error: (.*(?:Killed|Segmentation fault|Bus error|Aborted).*)")
 _REFUSED = re.compile(r"(?:\d+: )?(srun: fatal: .*)")
+_LASTING = re.compile(
+    r"out of memory \(|(?:[\w.]+\.)?(?:"
+    # Files, folders and modules that are not there or not readable, and disks without room.
+    r"(?:FileNotFound|NotADirectory|IsADirectory|Permission|ModuleNotFound|Import)Error\b|"
+    r"(?:OS|Runtime)Error: .*(?:No space left on device|Disk quota exceeded|Read-only file system)|"
+    # Settings, data and code.
+    r"(?:Attribute|Name|Type|Key|Index|Value|Assertion|NotImplemented|ZeroDivision|Syntax|Recursion)Error\b|"
+    r"(?:UnicodeDecode|UnicodeEncode|JSONDecode|Validation|Unpickling|Config\w*)Error\b|"
+    # Checkpoints of another model, and models that do not fit.
+    r"Checkpoint(?:ing)?(?:Error|Exception)\b|RuntimeError: (?:Error\(s\) in loading state_dict|.*size mismatch)|"
+    r"OutOfMemoryError\b|RuntimeError: CUDA out of memory)"
+)
+"""Kinds of errors of a start that made no step, which the next start would have as well. Others, such as those of a
+network, a device or a process that was killed, may not come again."""
 _LONGEST = 300
 
 
@@ -70,6 +84,11 @@ def first_error(log: Path, position: int = 0) -> str:
                 _of_slurm(line, found)
     best = next((found[kind] for kind in ("memory", "error", "node", "ended", "killed") if kind in found), "")
     return best if len(best) <= _LONGEST else f"{best[:_LONGEST]} ..."
+
+
+def lasts(error: str) -> bool:
+    """True for a first error that a new start cannot mend: what is missing, wrong or too large stays so."""
+    return _LASTING.match(error) is not None
 
 
 def _of_slurm(line: str, found: dict[str, str]) -> None:
@@ -169,7 +188,7 @@ def is_own(folder: Path, job: str) -> bool:
 
 
 def _is_of(folder: Path, job: str, asked: Mapping[str, str]) -> bool:
-    """True unless the name or the output in Slurm's fields is not that of the run's job; requeueing changes the times."""
+    """True unless the name or the output in Slurm's fields is not the run's job's; requeueing changes the times."""
     starts = [each for each in attempts.read(folder.parent) if each.job == job]
     known = {"JobName": {each.name for each in starts}, "StdOut": {each.output for each in starts}}
     file, submitted, (array, _, task) = folder / JOB, folder / SUBMITTED, job.partition("_")

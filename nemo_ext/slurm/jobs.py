@@ -159,6 +159,12 @@ def saved_step(job: str, record: Path) -> int | None:
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
+MODELS = (
+    *("megatron.pretrained_checkpoint", "distillation.teacher", "model", "from", "puzzle.parent", "sensitivity.model"),
+)
+"""Keys of `inputs` that name a checkpoint."""
+
+
 def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     """Files and folders that the job reads besides its data, each as key, path and advice if missing."""
     first, name = "train or convert it first", "name a folder"
@@ -166,6 +172,7 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     if job == "train":
         start = config["megatron"].get("pretrained_checkpoint")
         given = [("megatron.pretrained_checkpoint", start, "train or convert the stage before it")]
+        given.append(("distillation.teacher", (config.get("distillation") or {}).get("teacher"), first))
     elif job in ("rl", "online"):
         given = [("model", config["policy" if job == "rl" else "served"], "`nemo-ext convert` writes one")]
         for split in ("train", "validation"):

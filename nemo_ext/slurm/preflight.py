@@ -19,7 +19,10 @@ from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
@@ -31,6 +34,7 @@ from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, duration
 from nemo_ext.slurm.jobs import (
     MEANWHILE,
+    MODELS,
     ON_TRAINING_CONFIG,
     SERVING,
     inputs,
@@ -68,6 +72,7 @@ RUNS = {"mixture": ("nemo_ext.mixture.settings", "runs_of")}
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 MEMORY = "memory: "
 """Beginning of findings on the memory of GPUs."""
 ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
@@ -201,6 +206,11 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
 
 def is_there(path: Path, coming: Sequence[Path]) -> bool:
     """True if a file or folder exists or an earlier job writes it."""
+    return path.exists() or _is_made(path, coming)
+
+
+def _is_made(path: Path, coming: Sequence[Path]) -> bool:
+    """True if an earlier job writes a file or folder."""
     given = path.resolve()
 
     def made_at(place: Path) -> bool:
@@ -208,7 +218,7 @@ def is_there(path: Path, coming: Sequence[Path]) -> bool:
         prefixed = given.parent == place.parent and given.name.startswith(f"{place.name}_")
         return prefixed or given.is_relative_to(place) or place.is_relative_to(given)
 
-    return path.exists() or any(made_at(place.resolve()) for place in coming)
+    return any(made_at(place.resolve()) for place in coming)
 
 
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
@@ -438,6 +448,8 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
     for key, path, how in inputs(settings.job, config):
         if not is_there(path, coming):
             yield Finding("error", f"{key}={path}: not there; {how}")
+        elif key in MODELS and not _is_made(path, coming) and (wrong := _no_checkpoint(key, path)):
+            yield Finding("error", f"{key}={path}: {wrong}")
     record = record_of(settings.job, config, settings)
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(
@@ -453,6 +465,20 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
             pass
     except OSError as error:
         yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a directory that can be written")
+
+
+def _no_checkpoint(key: str, path: Path) -> str:
+    """Reason why a model's folder holds no checkpoint that the key takes; "" if it holds one."""
+    if not is_hugging_face(path):
+        try:
+            checkpoint_folder(path)
+        except CheckpointError as error:
+            return str(error).removeprefix(f"{path}: ")
+    elif key.startswith("megatron."):
+        return "is a Hugging Face checkpoint: `nemo-ext convert` writes one of Megatron"
+    elif not any(file.suffix in _WEIGHTS for file in path.iterdir()):
+        return f"has a config.json and no weights ({', '.join(_WEIGHTS)}): copy it again"
+    return ""
 
 
 def _container(cluster: Cluster) -> Iterator[Finding]:

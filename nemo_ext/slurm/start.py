@@ -24,7 +24,6 @@ from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts, beside, ends
 from nemo_ext.slurm.cluster import call, duration
-from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
 
@@ -155,10 +154,14 @@ class Batch(ABC):
                 attempts.end(record, step=step, reason=reason)
                 say(f"{reason}: starting again here")
                 continue
-            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
-                reason = ": ".join(filter(None, (reason, first_error(log, written))))
+            lasting = ""
             mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one
-            return self._again(ready, step, reason, mistake=mistake)
+            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
+                error = ends.first_error(log, written)
+                reason = ": ".join(filter(None, (reason, error)))
+                if ends.lasts(error) and not attempts.stepped(record, began[-1]):
+                    lasting = "a new start cannot mend that"
+            return self._again(ready, step, reason, lasting="it would end so again" if mistake else lasting, code=code)
 
     def _refuse_second(self, record: Path) -> None:
         """Refuse a second job of a run, as both would write the same checkpoints."""
@@ -240,15 +243,14 @@ class Batch(ABC):
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
-    def _again(self, ready: Prepared, step: int | None, reason: str, *, mistake: bool) -> int:
-        """Requeue the job, or say why not; returns the exit code."""
+    def _again(self, ready: Prepared, step: int | None, reason: str, *, lasting: str, code: int) -> int:
+        """Requeue the job, or say why not, as for a reason that is `lasting`; returns the exit code."""
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
         keeping = self.settings.slurm
         # Whatever stopped an earlier job may be repaired by now.
         own = [each for each in ended if each.job == self.name]
-        stop = "it would end so again" if mistake else None
-        stop = stop or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
+        stop = lasting or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
         if stop is None and not keeping.requeue:
             stop = "slurm.requeue=false"
         if stop is not None:
@@ -256,7 +258,7 @@ class Batch(ABC):
             at = "" if step is None else f" at step {step}"
             log = "" if ready.log is None else f"; log: {ready.log}"
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
-            return USER_ERROR if mistake else FAILED
+            return USER_ERROR if lasting and code == USER_ERROR else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
         done = call(["scontrol", "requeue", self.name])
@@ -308,7 +310,7 @@ def _output() -> Path | None:
 
 
 def _saved_in(record: Path, step: int | None) -> str:
-    return "" if step is None else f"step {step} is saved in {record}; "
+    return f"step {step} is saved in {record}; " if step else ""
 
 
 def _keep_record(record: Path) -> None:

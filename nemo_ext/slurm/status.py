@@ -81,7 +81,7 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     if (folder / attempts.FINISHED).is_file() and not is_queued:
         state, left = "finished", None
     elif is_queued:
-        state = queue[job] + _serves(run_dir)
+        state = queue[job] + _serves(run_dir) + _failures([each for each in starts if each.job == job])
     elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
         # If the parent's job is still queued, this job was itself taken out of the queue.
         own = ends.why(folder, job) if queued_job(parent, queue) else ""
@@ -135,6 +135,21 @@ def is_fresh(file: Path) -> bool:
         return time.time() - file.stat().st_mtime < _SILENT
     except FileNotFoundError:
         return False
+
+
+def _failures(starts: Sequence[attempts.Attempt]) -> str:
+    """Reasons of a queued job's failed starts since the last one that got on, each once; "" without any."""
+    planned = (attempts.TIME_LIMIT, attempts.PASSED_OVER)
+    failed = dict[str, list[int]]()
+    for number, each in enumerate(starts, start=1):
+        if each.progressed:
+            failed.clear()
+        elif each.reason and not each.reason.startswith(planned):
+            failed.setdefault(each.reason, []).append(number)
+    return "".join(
+        f"; start{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} failed: {reason}"
+        for reason, which in failed.items()
+    )
 
 
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.slurm import attempts, ends, status
-from nemo_ext.slurm.ends import first_error, why
+from nemo_ext.slurm.ends import first_error, lasts, why
 
 RANKS = """\
 0:  iteration 3/ 40 | error: none so far
@@ -81,6 +81,68 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
 
     assert first_error(log) == error
     assert first_error(log, len(text)) == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'",
+        "NotADirectoryError: [Errno 20] Not a directory: 'x/y'",
+        "IsADirectoryError: [Errno 21] Is a directory: 'x'",
+        "PermissionError: [Errno 13] Permission denied: 'x'",
+        "ModuleNotFoundError: No module named 'flash_attn'",
+        "ImportError: cannot import name 'x'",
+        "OSError: [Errno 28] No space left on device",
+        "OSError: [Errno 122] Disk quota exceeded: '/scratch/x'",
+        "RuntimeError: [enforce fail at inline_container.cc:595] . PytorchStreamWriter: No space left on device",
+        "OSError: [Errno 30] Read-only file system: 'x'",
+        "AttributeError: 'NoneType' object has no attribute 'shape'",
+        "NameError: name 'x' is not defined",
+        "TypeError: f() got an unexpected keyword argument",
+        "KeyError: 'model'",
+        "IndexError: list index out of range",
+        "ValueError: tensor parallel size 3 does not divide 8",
+        "AssertionError: batch size",
+        "AssertionError",
+        "NotImplementedError: FP8 on this device",
+        "ZeroDivisionError: division by zero",
+        "SyntaxError: invalid syntax",
+        "RecursionError: maximum recursion depth exceeded",
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte",
+        "json.decoder.JSONDecodeError: Expecting value",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error",
+        "_pickle.UnpicklingError: invalid load key",
+        "omegaconf.errors.ConfigAttributeError: Key 'x' is not in struct",
+        "nemo_ext.checkpoint.storage.CheckpointError: x: no complete checkpoint",
+        "megatron.core.dist_checkpointing.core.CheckpointingException: x is not a distributed checkpoint",
+        "RuntimeError: Error(s) in loading state_dict for GPTModel:",
+        "RuntimeError: Global shape mismatch: size mismatch for weight",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory.",
+        "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)",
+    ],
+)
+def test_errors_that_a_new_start_cannot_mend(error: str) -> None:
+    assert lasts(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "",
+        "torch.distributed.DistBackendError: NCCL error",
+        "ConnectionError: rank 0 is gone",
+        "TimeoutError: timed out",
+        "RuntimeError: CUDA error: unspecified launch failure",
+        "OSError: [Errno 5] Input/output error",
+        "OSError: [Errno 116] Stale file handle",
+        "node failure (n2)",
+        "n1: task 0: Killed: out of its node's memory, if nobody killed it",
+        "a word about a ValueError: that is no exception",
+    ],
+)
+def test_errors_that_may_not_come_again(error: str) -> None:
+    assert not lasts(error)
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,20 @@ def test_states(tmp_path: Path) -> None:
     assert status_of(runs["finished"], {}).seconds_left is None
 
 
+def test_a_queued_job_says_why_its_starts_failed(tmp_path: Path) -> None:
+    waits = {"7": "pending (BeginTime)"}
+    failed = "a rank failed (exit code 1): ConnectionError: gone"
+    for reason in (failed, "time limit (SIGUSR2)", failed, "node failure"):
+        folder = run(tmp_path / "a", reason=reason, step=0)
+
+    assert (
+        status_of(folder, waits).state
+        == f"pending (BeginTime); starts 1, 3 failed: {failed}; start 4 failed: node failure"
+    )
+    run(folder, reason=failed, step=30)
+    assert status_of(folder, waits).state == "pending (BeginTime)", "it got on"
+
+
 def test_the_newest_job_counts(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", job="7", reason="cancelled")
     (folder / "slurm" / ends.JOB).write_text("12\n")

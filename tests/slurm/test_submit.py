@@ -82,6 +82,31 @@ def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> Non
         assert "a backslash, a line break or another control character; choose another" in said
 
 
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    empty, hf, whole = (tmp_path / name for name in ("empty", "hf", "whole"))
+    for folder in (empty, hf, whole / "release"):
+        folder.mkdir(parents=True)
+    (hf / "config.json").write_text("{}")
+    (whole / "release" / ".metadata").touch()
+    (whole / "latest_checkpointed_iteration.txt").write_text("release")
+    train = ("recipe=olmo1/1b", "cluster=testbed", f"run_dir={tmp_path}/run")
+    key = "megatron.pretrained_checkpoint"
+
+    def about(key: str, *words: str) -> list[str]:
+        return [text for text in errors(*words, paths=True) if text.startswith(f"{key}=")]
+
+    assert "neither a Hugging Face checkpoint" in about(key, *train, f"{key}={empty}")[0]
+    assert "`nemo-ext convert` writes one" in about(key, *train, f"{key}={hf}")[0]
+    assert not about(key, *train, f"{key}={whole}")
+    (whole / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "no complete checkpoint; there are release" in about(key, *train, f"{key}={whole}")[0]
+    convert = ("job=convert", f"to={tmp_path}/to", "cluster=testbed")
+    assert about("from", *convert, f"from={empty}")
+    assert "no weights" in about("from", *convert, f"from={hf}")[0]
+    (hf / "model.safetensors").touch()
+    assert not about("from", *convert, f"from={hf}")
+
+
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
     eight = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo"])
     said = planned(["recipe=olmo3/7b_pretrain", "cluster=leonardo", "launcher.nodes=2", "launcher.nproc_per_node=4"])
