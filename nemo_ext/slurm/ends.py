@@ -193,11 +193,12 @@ def _is_of(folder: Path, job: str, asked: Mapping[str, str]) -> bool:
     known = {"JobName": {each.name for each in starts}, "StdOut": {each.output for each in starts}}
     file, submitted, (array, _, task) = folder / JOB, folder / SUBMITTED, job.partition("_")
     if file.is_file() and file.read_text().strip() == job and submitted.is_file():
-        words = (word.partition("=") for word in shlex.split(submitted.read_text()))
-        given = {name: value for name, _, value in words if name in ("--job-name", "--output")}
         parts = {"%": "%", "j": job, "A": array, "a": task}
-        known["JobName"].add(given.get("--job-name", ""))
-        known["StdOut"].add(re.sub("%([%jAa])", lambda found: parts[found[1]], given.get("--output", "")))
+        for field, options in (("JobName", ("--job-name", "-J")), ("StdOut", ("--output", "-o"))):
+            given = [word for word in shlex.split(submitted.read_text()) if word.startswith(options)]
+            if len(given) == 1:  # else slurm.options has another
+                name = given[0].partition("=")[2]
+                known[field].add(re.sub("%([%jAa])", lambda found: parts[found[1]], name))
     told = {name: {_real(each) for each in values if each} for name, values in known.items()}
     return all(not values or name not in asked or _real(asked[name]) in values for name, values in told.items())
 

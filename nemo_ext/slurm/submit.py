@@ -5,7 +5,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -281,7 +281,9 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
-    tell(console, submission, found := checked(submission))
+    tell(console, found := checked(submission))
+    for line in by_hand(submission):
+        console.print(line, markup=False)
     if errors(found):
         console.print("not submitted: mend the errors first")
         return 2
@@ -295,12 +297,35 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     return 0
 
 
-def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> None:
-    """Print the findings and the sbatch command."""
+def tell(console: Console, found: Sequence[Finding]) -> None:
+    """Print findings."""
     for one in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
         console.print(f"{one.kind}: {one.text}", style=style, markup=False)
-    console.print(shlex.join(submission.command()), markup=False)
+
+
+def variable(stage: str) -> str:
+    """The shell's variable with the id of a stage's job."""
+    return "$" + stage.replace("-", "_")
+
+
+def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
+    """Lines of a shell that submit the job, in as many arrays as there are rounds.
+
+    Args:
+        submission: the job.
+        stage: name whose `variable` holds the id of the last for other lines; None if there are none.
+    """
+    rounds, before = submission.every_round, ""
+    for number, each in enumerate(rounds, start=1):
+        command = (replace(each, after=(before,)) if before else each).command()
+        # Variables among the ids of other jobs are the shell's.
+        words = [f'"{word}"' if word.startswith("--dependency=") else shlex.quote(word) for word in command]
+        folder = shlex.quote(str(each.base.resolve() / attempts.FOLDER))
+        line = f"mkdir -p {folder} && {' '.join(words)}"
+        last = number == len(rounds)
+        before = variable(stage or "job") if last else f"{variable(stage or 'job')}_{number}"
+        yield line if last and stage is None else f"{before[1:]}=$({line})"
 
 
 def hand_over(submission: Submission) -> str:

@@ -224,7 +224,7 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
     def job(stage: str) -> str:
         return (root / stage / "slurm" / "job").read_text().strip()
 
-    assert "'--dependency=afterok:<tokenize>'" in submit("--dry-run")
+    assert '"--dependency=afterok:$tokenize"' in submit("--dry-run")
     assert not root.exists()
     standin(fails=True)
     submit("pretrain.slurm.max_idle=1")

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
 from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import settings_of
-from nemo_ext.slurm.submit import SCRIPTS, by_megatron, checked, hand_over, planned, submit
+from nemo_ext.slurm.submit import SCRIPTS, by_hand, by_megatron, checked, hand_over, planned, submit
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -105,6 +106,29 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     assert "no weights" in about("from", *convert, f"from={hf}")[0]
     (hf / "model.safetensors").touch()
     assert not about("from", *convert, f"from={hf}")
+
+
+def test_the_lines_of_a_dry_run_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch, folder = tmp_path / "bin" / "sbatch", tmp_path / "a $b"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        '#!/bin/bash\nfor word; do case "$word" in --output=*) cd "$(dirname "${word#*=}")" || exit 1;; esac; done\n'
+        f'echo "$@" >> {tmp_path}/said; wc -l < {tmp_path}/said\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=":")
+    submission = planned([*TASKS, f'slurm.folder="{folder}"'])
+    chain = [
+        *by_hand(replace(submission, rounds=2), "first-one"),
+        *by_hand(replace(submission, after=("$first_one",), beside=("7",))),
+    ]
+
+    assert subprocess.run(["bash", "-euc", "\n".join(chain)], check=True, capture_output=True).stdout == b"3\n"
+
+    first, second, third = (tmp_path / "said").read_text().splitlines()
+    assert "--dependency" not in first and f"--output={folder}/rounds/1/slurm/%j.out" in first
+    assert "--dependency=afterok:1 " in second and f"--output={folder}/slurm/%j.out" in second
+    assert "--dependency=afterok:2,after:7 " in third
 
 
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
