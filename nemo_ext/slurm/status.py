@@ -2,13 +2,16 @@
 
 import getpass
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -27,6 +30,8 @@ PIPELINE = "pipeline.yaml"
 """File in a pipeline's folder with its stages."""
 _SILENT = 60.0
 """Seconds without a touch after which a replica's file no longer says that it is up; clocks of nodes may differ."""
+_LOOK = 1.0
+"""Seconds between two looks for a log to follow."""
 _APART = 60.0
 """Seconds between a start and a submission from which the later one is the newer, whatever their numbers."""
 _TO_DO = {
@@ -305,6 +310,50 @@ def log_of(run_dir: Path) -> Path:
     if not outputs:
         raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet")
     return outputs[-1]
+
+
+def follow(run_dir: Path, lines: int) -> NoReturn:
+    """Show a run's log as it grows: waits for its job, and goes from the job's output to the ranks' log.
+
+    Args:
+        run_dir: run directory.
+        lines: number of lines to begin with.
+
+    Raises:
+        ValueError: there is no log, and no job of the run in the queue.
+    """
+    shown: Path | None = None
+    tail: subprocess.Popen[bytes] | None = None
+    said = ""
+    try:
+        while True:
+            try:
+                path = log_of(run_dir)
+            except ValueError:
+                queue = queued()
+                if not (job := queued_job(run_dir, queue)):
+                    raise
+                if said != (said := f"waiting for job {job}: {queue[job]}"):
+                    print(said, file=sys.stderr, flush=True)
+                time.sleep(_LOOK)
+                continue
+            # Tasks of one array write by turns: only the output of a later job is followed instead.
+            if shown is None or (path != shown and (path.name == LOG or _array(path) != _array(shown))):
+                if tail is not None:
+                    tail.terminate()
+                    tail.wait()
+                print(path, file=sys.stderr, flush=True)
+                tail = subprocess.Popen(["tail", f"--lines={lines}", "-F", f"--pid={os.getpid()}", str(path)])
+                shown = path
+            time.sleep(_LOOK)
+    finally:
+        if tail is not None:
+            tail.terminate()
+
+
+def _array(output: Path) -> str:
+    """The job that wrote an output, or its array."""
+    return output.stem.partition("_")[0]
 
 
 def cancel(run_dir: Path) -> list[str]:

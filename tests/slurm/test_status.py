@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 import yaml
 
 from nemo_ext.slurm import attempts, ends
-from nemo_ext.slurm.status import cancel, goodput, job_of, log_of, queued, runs_below, show, status_of
+from nemo_ext.slurm.status import cancel, follow, goodput, job_of, log_of, queued, runs_below, show, status_of
 
 
 def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finished: bool = False) -> Path:
@@ -115,6 +117,36 @@ def test_logs_are_the_ranks_or_the_jobs(tmp_path: Path) -> None:
     assert log_of(folder).name == "7.out"
     (folder / "train.log").write_text("step")
     assert log_of(folder).name == "train.log"
+
+
+def test_a_log_is_followed_from_the_queue_to_the_ranks(queue: Path, tmp_path: Path) -> None:
+    folder, told = tmp_path / "a", tmp_path / "told"
+    (folder / "slurm").mkdir(parents=True)
+    (folder / "slurm" / ends.JOB).write_text("7\n")
+    with pytest.raises(ValueError, match="no output of a job yet"):
+        follow(folder, 5)
+    queue.write_text("7|PENDING|Priority\n")
+    happens = [
+        ("waiting for job 7: pending (Priority)\n", "7_0.out", "start\n"),
+        ("start\n", "7_1.out", "another task\n"),
+        ("start\n", "../train.log", "step 1\n"),
+    ]
+    code = f"from nemo_ext.slurm.status import *; follow(Path({str(folder)!r}), 5)"
+    with told.open("wb") as out, subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out) as process:
+
+        def wait(for_text: str) -> None:
+            limit = time.monotonic() + 60
+            while not told.read_text().endswith(for_text) and process.poll() is None and time.monotonic() < limit:
+                time.sleep(0.02)
+
+        for text, name, written in happens:
+            wait(text)
+            (folder / "slurm" / name).write_text(written)
+        wait("step 1\n")
+        process.terminate()
+
+    lines = told.read_text().splitlines()
+    assert lines == [happens[0][0].strip(), f"{folder}/slurm/7_0.out", "start", f"{folder}/train.log", "step 1"]
 
 
 def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:
