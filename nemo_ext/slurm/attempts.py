@@ -148,6 +148,14 @@ def finished(run_dir: Path) -> list[str] | None:
     return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None
 
 
+def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Arguments that differ between a job that finished a run and one that would do it again.
+
+    On Slurm the allocation has the place of launcher's words, and several nodes have an operation.
+    """
+    return sorted(word for word in set(end) ^ set(own) if not word.startswith(("launcher.", "operation=")))
+
+
 def finished_at(run_dir: Path) -> float | None:
     """Unix time at which the run was marked as finished, or None if it is not finished."""
     path = run_dir / FOLDER / FINISHED

@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.ranks import GPUS
-from nemo_ext.job.settings import STRICT, nearest
+from nemo_ext.job.settings import STRICT
 
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
@@ -103,14 +103,10 @@ class Cluster:
     container: Container = field(default_factory=Container)
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.qos is not None and self.limits and self.qos not in self.limits:
-            raise ValueError(f"qos={self.qos}: {nearest(self.qos, self.limits)}")
-
     @property
     def limit(self) -> Limit | None:
         """Limit of the requested quality of service, or None if unknown."""
-        return self.limits[self.qos or next(iter(self.limits))] if self.limits else None
+        return self.limits.get(self.qos or next(iter(self.limits))) if self.limits else None
 
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank; values that the user set take precedence."""
@@ -168,7 +164,7 @@ def duration(text: str) -> timedelta:
 
 
 _CALLERS = re.compile(
-    r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
+    r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
 )
 """Variables of the job that calls a command, and of its user: they change what a command shows, or whom it reaches, and
 a job that inherits them takes itself for a part of its caller."""

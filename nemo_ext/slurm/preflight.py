@@ -28,10 +28,11 @@ from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
+from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import packed_attention
 from nemo_ext.megatron.fp8 import Precision, check_experts
 from nemo_ext.serving.settings import LOOPBACK
-from nemo_ext.slurm.cluster import Cluster, Limit, duration
+from nemo_ext.slurm.cluster import Cluster, Limit, call, duration
 from nemo_ext.slurm.jobs import (
     MEANWHILE,
     MODELS,
@@ -236,6 +237,9 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
         yield Finding("note", f"{gpus} of {cluster.node.gpus} GPUs of a node")
     limit = cluster.limit
+    if cluster.qos is not None and cluster.limits and limit is None:
+        yield Finding("error", f"cluster.qos={cluster.qos}: {nearest(cluster.qos, cluster.limits)}")
+        return
     if limit is None:
         yield Finding("note", f"cluster={cluster.name}: nothing is known of its limits and GPUs")
         return
@@ -245,6 +249,20 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     if settings.time is not None and duration(settings.time) > duration(limit.time):
         longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
+
+
+def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
+    """Errors for partitions and a quality of service that the site's own Slurm does not have, as far as it says."""
+    asked = {
+        "partition": ["sinfo", "--all", "--noheader", "--format=%R"],
+        "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name"],
+    }
+    for key, command in asked.items():
+        given = getattr(settings.cluster, key)
+        known = call(command).stdout.split() if given is not None and shutil.which(command[0]) else []
+        for name in (given or "").split(",") if known else ():
+            if name not in known:
+                yield Finding("error", f"cluster.{key}={name}: Slurm has none of that name: {nearest(name, known)}")
 
 
 def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
@@ -448,8 +466,13 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
     for key, path, how in inputs(settings.job, config):
         if not is_there(path, coming):
             yield Finding("error", f"{key}={path}: not there; {how}")
-        elif key in MODELS and not _is_made(path, coming) and (wrong := _no_checkpoint(key, path)):
-            yield Finding("error", f"{key}={path}: {wrong}")
+        elif _is_made(path, coming):
+            continue
+        elif key in MODELS:
+            if wrong := _no_checkpoint(key, path):
+                yield Finding("error", f"{key}={path}: {wrong}")
+        elif path.is_dir() and not any(path.iterdir()):
+            yield Finding("error", f"{key}={path}: is an empty folder; {how}")
     record = record_of(settings.job, config, settings)
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(
@@ -498,6 +521,9 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
     unset = [place for place in container.binds if os.path.expandvars(place).startswith("$")]
     if unset:
         yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not bound")
+    if absent := [place for place in cluster.binds() if not Path(place.partition(":")[0]).exists()]:
+        places = ", ".join(absent)
+        yield Finding("warning", f"cluster.container.binds: {places} not here; starts fail on nodes without")
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import JOB, SUBMITTED
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started
+from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started, unknown_to_slurm
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import job_of, queued, queued_job
@@ -255,6 +255,7 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
+    found += unknown_to_slurm(settings)
     if not errors(found):
         records = [record for each in submission.every_round for record in each.records]
         queue = queued() if any(map(job_of, records)) else {}
@@ -281,6 +282,13 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
+    own = split(submission.words)[1]
+    ends = [attempts.finished(record) for record in submission.records]
+    (end, *others), serves = ends, submission.settings.job == "serve"
+    if end is not None and not others and not serves and not attempts.other_words(end, own):
+        mark = submission.base / attempts.FOLDER / attempts.FINISHED
+        console.print(f"{submission.base}: finished before; remove {mark} to have it done again", markup=False)
+        return 0
     tell(console, found := checked(submission))
     for line in by_hand(submission):
         console.print(line, markup=False)

@@ -79,7 +79,6 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=leonardo", "cluster.qos=boost_qos_dgb"], "did you mean 'boost_qos_dbg'"),
         (["cluster=testbed", "cluster.container.image=a.sif"], "say which runtime"),
         (["time=tomorrow"], "time='tomorrow'"),
         (["slurm.max_idle=0"], "max_idle=0"),

@@ -16,9 +16,10 @@ from packaging.version import Version
 import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.megatron import packed_attention
+from nemo_ext.slurm import attempts
 from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
-from nemo_ext.slurm.preflight import Finding, findings
+from nemo_ext.slurm.preflight import Finding, findings, unknown_to_slurm
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, by_hand, by_megatron, checked, hand_over, planned, submit
 
@@ -129,6 +130,53 @@ def test_the_lines_of_a_dry_run_can_be_pasted(tmp_path: Path, monkeypatch: pytes
     assert "--dependency" not in first and f"--output={folder}/rounds/1/slurm/%j.out" in first
     assert "--dependency=afterok:1 " in second and f"--output={folder}/slurm/%j.out" in second
     assert "--dependency=afterok:2,after:7 " in third
+
+
+def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, says in {
+        "sinfo": "debug\nboost_usr_prod",
+        "sacctmgr": "normal\nboost_qos_dbg",
+        "singularity": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "tasks").mkdir()
+    words = [
+        *(
+            "job=rl",
+            "preset=domyn_math_grpo",
+            "model=nowhere",
+            f"tasks.train.path={tmp_path}/tasks",
+            f"run_dir={tmp_path}/run",
+        ),
+        *("cluster=leonardo", "cluster.qos=boost_qos_dgb", "cluster.partition=boost_usr_prd"),
+        *("cluster.container.image=/none.sif", "cluster.container.binds=[/none]"),
+    ]
+
+    found = {one.text.partition(":")[0]: one for one in checked(planned(words))}
+
+    wrong = {key for key, one in found.items() if one.kind == "error"}
+    assert wrong >= {
+        *("cluster.qos=boost_qos_dgb", "cluster.partition=boost_usr_prd", "cluster.container.image=/none.sif"),
+        *("model=nowhere", f"tasks.train.path={tmp_path}/tasks"),
+    }
+    assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
+    assert found["cluster.container.binds"].kind == "warning"
+    (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
+    assert "cluster.qos=boost_qos_lprod: Slurm has none of that name" in known.text, "only the site's file has it"
+
+
+def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TASKS, f"slurm.folder={tmp_path}"]
+    attempts.finish(tmp_path, step=None, words=["generator=arithmetic", "output=t.jsonl"])
+
+    assert submit(words, dry_run=False) == 0
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: finished before; remove {tmp_path}/slurm/finished.json to have it done again\n"
+    )
+    submit([*words, "count=7"], dry_run=True)
+    assert "finished before" not in capsys.readouterr().out, "it has more to do"
 
 
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
