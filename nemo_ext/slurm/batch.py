@@ -3,15 +3,19 @@
 exec python -m nemo_ext.slurm.batch train recipe=... cluster=leonardo key=value
 """
 
+import errno
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from nemo_ext.job.config import mistakes_are_one_line
 from nemo_ext.slurm.cluster import call
+from nemo_ext.slurm.ends import DISK_FULL
 from nemo_ext.slurm.jobs import SERVING, script_name
 from nemo_ext.slurm.settings import SHARDED, settings_of, split
+from nemo_ext.slurm.start import say
 from nemo_ext.slurm.sweep import MULTIRUN, points
 from nemo_ext.slurm.task import Task
 from nemo_ext.slurm.training import Training
@@ -57,7 +61,14 @@ def main() -> NoReturn:
         ours, theirs = split(own_words(job, words, os.environ))
         settings = settings_of([*ours, f"job={job}"])
         kind = Training if job == "train" else Task
-        sys.exit(kind(settings, theirs).run())
+        try:
+            sys.exit(kind(settings, theirs).run())
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            with suppress(OSError):  # the output may be on that disk
+                say(f"stopped: {error.strerror}: {error.filename}; not queued again: make room, then submit again")
+            sys.exit(DISK_FULL)
 
 
 if __name__ == "__main__":

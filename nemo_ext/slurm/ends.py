@@ -1,5 +1,6 @@
 """Why a job is no longer in the queue: what Slurm still knows of it, and the first error in its output."""
 
+import errno
 import json
 import pwd
 import re
@@ -26,6 +27,8 @@ _STATES = {
     "PREEMPTED": "preempted by another job",
     "DEADLINE": "Slurm's deadline passed",
 }
+DISK_FULL = errno.ENOSPC
+"""Exit code of a start that could not write its record, nor perhaps its output."""
 _NO_OUTPUT = "0:53"
 """Exit code that slurmd gives to a job whose output file it cannot open."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -37,7 +40,7 @@ _ENDED = re.compile(r"error: \*\*\* (?:JOB|STEP) \S+ ON \S+ CANCELLED AT (\S+)(?
 _KILLED = re.compile(r"srun: error: (.*(?:Killed|Segmentation fault|Bus error|Aborted).*)")
 _REFUSED = re.compile(r"(?:\d+: )?(srun: fatal: .*)")
 _LASTING = re.compile(
-    r"out of memory \(|(?:[\w.]+\.)?(?:"
+    r"out of memory \(|no (?:space|inode) left|(?:[\w.]+\.)?(?:"
     # Files, folders and modules that are not there or not readable, and disks without room.
     r"(?:FileNotFound|NotADirectory|IsADirectory|Permission|ModuleNotFound|Import)Error\b|"
     r"(?:OS|Runtime)Error: .*(?:No space left on device|Disk quota exceeded|Read-only file system)|"
@@ -130,6 +133,7 @@ def why(folder: Path, job: str) -> str:
         code, _, number = asked.get("ExitCode", "").partition(":")
         names = {str(each.value): each.name for each in signal.Signals}
         said = f"exit code {code}" if number in ("", "0") else f"killed by {names.get(number, f'signal {number}')}"
+        said = f"no space left in {folder.parent}" if code == str(DISK_FULL) else said
     if state == "TIMEOUT" and asked.get("TimeLimit"):
         said += f" of {asked['TimeLimit']}"
     if not said:

@@ -28,6 +28,7 @@ from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
+from nemo_ext.job.files import no_room
 from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import packed_attention
 from nemo_ext.megatron.fp8 import Precision, check_experts
@@ -38,6 +39,7 @@ from nemo_ext.slurm.jobs import (
     MODELS,
     ON_TRAINING_CONFIG,
     SERVING,
+    checkpoints_of,
     inputs,
     makes,
     nodes_and_gpus,
@@ -488,6 +490,16 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
             pass
     except OSError as error:
         yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a directory that can be written")
+        return
+    if room := no_room(above):
+        yield Finding("error", f"run_dir={record}: {room}: make room, or choose another disk")
+    if settings.job != "train" or not config["megatron"].get("train_iters"):
+        return
+    (count, size), free = checkpoints_of(config), shutil.disk_usage(above).free
+    if free < size * count:
+        has = f"run_dir={record}: {above} has {free / 1e9:,.1f} GB"
+        one = f"a checkpoint takes about {size / 1e9:,.1f} GB, and {count:,} are kept"
+        yield Finding("error" if free < size else "warning", f"{has}; {one}: make room, or choose another disk")
 
 
 def _no_checkpoint(key: str, path: Path) -> str:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
-from nemo_ext.job.files import write_text
+from nemo_ext.job.files import no_room, write_text
 from nemo_ext.slurm import attempts, beside, ends
 from nemo_ext.slurm.cluster import call, duration
 from nemo_ext.slurm.settings import Settings
@@ -158,6 +158,7 @@ class Batch(ABC):
             mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one
             if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
                 error = ends.first_error(log, written)
+                error = no_room(record, error) or error
                 reason = ": ".join(filter(None, (reason, error)))
                 if ends.lasts(error) and not attempts.stepped(record, began[-1]):
                     lasting = "a new start cannot mend that"

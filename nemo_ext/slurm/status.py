@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_ext.endpoint.address import FILE, read_address
+from nemo_ext.job.files import no_room
 from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, last_lines, newest, read_config
 from nemo_ext.serving.members import FOLDER
 from nemo_ext.slurm import attempts, ends
@@ -162,7 +163,9 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     folder = run_dir / attempts.FOLDER
     last = starts[-1] if starts and starts[-1].job == job else None
     if last is None or last.ended is None:
-        text = ends.why(folder, job) or ends.unknown(folder, job)
+        text = ends.why(folder, job) or no_room(run_dir) or ends.unknown(folder, job)
+        if (room := no_room(run_dir)) and room not in text:
+            text = f"{room}; {text}"
         if last is not None and last.counted:
             saved = max(saved_step(kind, run_dir) or 0 for kind in ("train", "rl"))
             text += f"; step {saved} is saved" if saved > last.first_step else "; nothing new was saved"

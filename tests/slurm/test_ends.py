@@ -92,6 +92,8 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
         "PermissionError: [Errno 13] Permission denied: 'x'",
         "ModuleNotFoundError: No module named 'flash_attn'",
         "ImportError: cannot import name 'x'",
+        "no space left in runs/a",
+        "no inode left in runs/a",
         "OSError: [Errno 28] No space left on device",
         "OSError: [Errno 122] Disk quota exceeded: '/scratch/x'",
         "RuntimeError: [enforce fail at inline_container.cc:595] . PytorchStreamWriter: No space left on device",
@@ -166,6 +168,7 @@ def test_errors_that_may_not_come_again(error: str) -> None:
         ),
         ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by SIGKILL: out of memory"),
         ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "1:0"}, RANKS, "exit code 1: FileNotFoundError: "),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "28:0"}, "", "no space left in "),
         ({"state": "NODE_FAIL", "reason": "NodeDown"}, None, "node failure"),
         ({"state": "TIMEOUT", "reason": "TimeLimit", "code": "0:15"}, "", "time limit of 00:10:00"),
         ({"state": "OUT_OF_MEMORY", "reason": "OutOfMemory", "code": "0:125"}, "", "out of memory"),
@@ -214,6 +217,15 @@ def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
     assert state(queued_again).endswith("then cancelled at 2026-11-22T13:41:33 while it was queued")
     said.write_text(JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:15", nodes="n1"))
     assert state(killed) == "stopped: time limit of 00:10:00; nothing new was saved"
+
+
+def test_a_run_on_a_full_disk_says_so(said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(tmp_path / "a")
+    monkeypatch.setattr(status, "no_room", lambda place: f"no space left in {place}")
+
+    assert state(run) == f"stopped: no space left in {run}; nothing new was saved"
+    said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
+    assert state(run) == f"stopped: no space left in {run}; exit code 1; nothing new was saved"
 
 
 def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -165,6 +166,23 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     assert found["cluster.container.binds"].kind == "warning"
     (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
     assert "cluster.qos=boost_qos_lprod: Slurm has none of that name" in known.text, "only the site's file has it"
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [(1e9, ["error", "has 1.0 GB; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
+)
+def test_a_disk_has_room_for_checkpoints(
+    free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=int(free)))
+    submission = planned(["recipe=olmo1/1b", "cluster=leonardo", f"run_dir={tmp_path}/run"])
+
+    (found,) = (one for one in findings(submission.config, submission.settings) if "make room" in one.text)
+
+    assert found.kind == said[0]
+    assert all(text in found.text for text in said[1:])
 
 
 def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
