@@ -219,7 +219,9 @@ class Batch(ABC):
 
     def signal_steps(self, name: str) -> None:
         """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
-        call(["scancel", f"--signal={name}", self.name])
+        done = call(["scancel", f"--signal={name}", self.name])
+        if done.returncode and "Invalid job id" not in done.stderr:  # after a cancel the steps are gone
+            say(f"scancel: {done.stderr.strip()}")
 
     def seconds_left(self) -> float | None:
         """Seconds left before this start's time limit, or None without a limit."""

@@ -291,9 +291,9 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
         return
     table = Table("run", "job", "state", "step", "left", "loss", "restarts", "goodput", box=None, pad_edge=False)
     for row in rows:
-        target = "?" if row.target is None else f"{row.target:,}"
+        steps = f"{row.step:,} / {'?' if row.target is None else f'{row.target:,}'}" if row.step or row.target else "-"
         loss = "" if row.loss is None else f"{row.loss:.3f}"
-        cells = (str(row.run_dir), row.job, row.state, f"{row.step:,} / {target}", _span(row.seconds_left), loss)
+        cells = (str(row.run_dir), row.job, row.state, steps, _span(row.seconds_left), loss)
         table.add_row(*cells, str(row.restarts), "" if row.goodput is None else f"{row.goodput:.0%}")
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:

@@ -105,7 +105,11 @@ def test_the_table(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0].split() == ["run", "job", "state", "step", "left", "loss", "restarts", "goodput"]
     assert lines[1].split()[1:] == ["7", "running", "30", "/", "100", "1:10", "h", "2.500", "0", "100%"]
     assert "stopped: cancelled" in lines[2]
-    show([tmp_path / "runs"], as_json=True)
+    (tmp_path / "runs" / "tasks" / "slurm").mkdir(parents=True)
+    (tmp_path / "runs" / "tasks" / "slurm" / ends.JOB).write_text("7\n")
+    show([tmp_path / "runs" / "tasks"])
+    assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["7", "running", "-", "0"], "a job without steps"
+    show([tmp_path / "runs" / "domyn", tmp_path / "runs" / "olmo"], as_json=True)
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["running", "stopped: cancelled"]
 
 
