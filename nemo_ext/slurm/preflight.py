@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -440,10 +441,15 @@ def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> It
                 f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
                 "serving.gpus gives a model more GPUs (serving.engine=vllm)",
             )
-    try:
-        getattr(import_module(module), name)(config, **more)
-    except ValueError as error:
-        yield Finding("error", str(error))
+    error = None
+    with redirect_stderr(StringIO()) as notices:
+        try:
+            getattr(import_module(module), name)(config, **more)
+        except ValueError as raised:
+            error = Finding("error", str(raised))
+    yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
+    if error is not None:
+        yield error
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:

@@ -88,6 +88,14 @@ class Submission:
             earlier.append(replace(self, base=base, words=words, rounds=1, shards=self.shards_before))
         return [*earlier, replace(self, rounds=1)]
 
+    @property
+    def cores(self) -> int | None:
+        """CPU cores that the job takes of each of its nodes; None if unknown."""
+        _, gpus = nodes_and_gpus(self.settings.job, self.config, self.settings)
+        ranks = gpus if self.settings.job == "train" else 1
+        each = _cores(self.settings, gpus, ranks)
+        return each and each * ranks
+
     def command(self) -> list[str]:
         """The whole sbatch command."""
         settings, job = self.settings, self.settings.job
