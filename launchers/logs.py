@@ -8,11 +8,11 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
 
-from nemo_ext.job.config import mistakes_are_one_line
+from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
 
 
 def main() -> None:
-    """Becomes `tail` on the run's log."""
+    """Shows the end of the run's log, or follows it until Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="nemo-ext logs", description="Show the log of a run's ranks, or its job's output."
     )
@@ -22,13 +22,17 @@ def main() -> None:
         "-n", "--lines", type=int, default=50, help="number of lines to begin with (default: %(default)s)"
     )
     arguments = parser.parse_args()
-    from nemo_ext.slurm.status import log_of
+    from nemo_ext.slurm.status import follow, log_of
 
     with mistakes_are_one_line():
+        if arguments.follow:
+            try:
+                follow(arguments.run_dir, arguments.lines)
+            except KeyboardInterrupt:
+                sys.exit(INTERRUPTED)
         path = log_of(arguments.run_dir)
     print(path, file=sys.stderr, flush=True)
-    follow = ["-F"] if arguments.follow else []
-    os.execvp("tail", ["tail", f"--lines={arguments.lines}", *follow, str(path)])
+    os.execvp("tail", ["tail", f"--lines={arguments.lines}", str(path)])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Ctrl-C into a checkpoint.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from nemo_ext.data.phases import Plan, data_of, plan_of
 from nemo_ext.data.training import index_digests
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import INTERRUPTED
-from nemo_ext.job.files import only_run_in
+from nemo_ext.job.files import no_room, only_run_in
 from nemo_ext.job.made_of import differing
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.ranks import ON_NODES, rank_environment, training_command
@@ -35,7 +34,6 @@ from nemo_ext.megatron.guard import Guard, forget_stacks, pending, stood, turn_b
 from nemo_ext.megatron.run import Run, target_of
 
 SECONDS_BETWEEN_LINES = 10.0
-MEBIBYTE = 1 << 20
 
 
 def prepare(config: Mapping[str, Any]) -> Path:
@@ -253,11 +251,12 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
         if standing := stood(run_dir, minutes):
             print(f"error: {standing}; the same command resumes", file=sys.stderr)
             sys.exit(1)
-        if shutil.disk_usage(run_dir).free < MEBIBYTE:
+        words = "\n".join(_last_words(run_dir / run_directory.LOG, position))
+        if room := no_room(run_dir, words):
             saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
-            print(f"error: no space left in {run_dir}: {saved}; the same command resumes", file=sys.stderr)
+            print(f"error: {room}; {saved}; the same command resumes", file=sys.stderr)
             sys.exit(1)
-        print("\n".join(_last_words(run_dir / run_directory.LOG, position)), file=sys.stderr)
+        print(words, file=sys.stderr)
         print(
             f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
             file=sys.stderr,

@@ -1,6 +1,7 @@
 """Files that get their name when complete, and folders that one process at a time writes in."""
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,27 @@ from pathlib import Path
 from typing import IO
 
 from filelock import FileLock, Timeout
+
+_MEBIBYTE = 1 << 20
+_FULL = re.compile(
+    r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|inline_container.*unexpected pos"
+)
+"""Parts of the errors of a write to a full disk, torch's too."""
+
+
+def no_room(place: Path, error: str = "") -> str:
+    """What a file system lacks for more files in a folder, or a full disk in an error's text; "" for neither.
+
+    A folder that is not there yet has the file system of the one above it.
+    """
+    there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
+    has = os.statvfs(there)
+    if has.f_files and not has.f_favail:
+        return f"no inode left in {place}"
+    if has.f_bavail * has.f_frsize < _MEBIBYTE:
+        return f"no space left in {place}"
+    line = next((line.strip() for line in error.splitlines() if _FULL.search(line)), "")
+    return line and f"no space left: {line}"  # perhaps on another disk, such as that of a cache
 
 
 @contextmanager

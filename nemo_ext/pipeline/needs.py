@@ -1,65 +1,127 @@
 """What a pipeline's stages will take of a cluster: nodes, hours and storage, before they are queued. No torch."""
 
+import math
+from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from nemo_ext.architecture.cost import peak_of, total_params, train_flops_per_token
 from nemo_ext.architecture.model import Architecture
-from nemo_ext.slurm.jobs import nodes_and_gpus
+from nemo_ext.checkpoint.beside import CONFIG, read_json
+from nemo_ext.checkpoint.description import to_config
+from nemo_ext.checkpoint.formats import read
+from nemo_ext.data.blends.hierarchy import read_tree
+from nemo_ext.data.training import data_sections
+from nemo_ext.slurm.cluster import duration
+from nemo_ext.slurm.jobs import CHECKPOINT_BYTES, checkpoints_of, makes, nodes_and_gpus
 from nemo_ext.slurm.submit import Submission
 
 MFU = 0.35
 """Share of a GPU's peak that is taken to be used: what Domyn-Small reports (section 3.2)."""
-CHECKPOINT_BYTES = 14
-"""Bytes of a parameter in a checkpoint: bf16 weights, fp32 weights and Adam's two states."""
+TOKEN_BYTES = 4
+"""Bytes of a token in tokenised data, of a vocabulary with more than 65,536 ids."""
+MODEL_BYTES = 2
+"""Bytes of a parameter in a model in bf16."""
 LEGEND = (
-    f"Hours of training at {MFU:.0%} of the GPUs' peak by exact FLOPs, without a teacher's; those of other jobs depend "
-    "on answers and data. TB of training's checkpoints alone: 14 bytes a parameter, all of them kept."
+    f"Hours of training at {MFU:.0%} of the GPUs' peak by exact FLOPs, without a teacher's. *: of an hour, as the time "
+    "of other jobs depends on answers and data. Core-hours are of the cores that a job reserves, as sites count them; "
+    "a node-hour has all cores of a node. TB: of training the checkpoints that retention keeps and the one being "
+    f"written, {CHECKPOINT_BYTES} bytes a parameter; of RL a checkpoint and a model; of tokenising at most "
+    f"{TOKEN_BYTES} bytes a token that training reads. -: not known, or none."
 )
+_HOURLY = ("node-hours", "core-hours", "GPU-hours")
 
 
 def needs_of(submissions: Mapping[str, Submission]) -> Table:
-    """A table of stages with nodes, GPUs, hours, GPU-hours, checkpoints and their TB, with their sums."""
+    """A table of stages with nodes, GPUs, starts, hours, amounts of hours, checkpoints and TB, with their sums."""
     table = Table("stage", "job", box=None, pad_edge=False, header_style="bold", caption=LEGEND, caption_justify="left")
-    for name in ("nodes", "GPUs", "hours", "GPU-hours", "checkpoints", "TB"):
+    for name in ("nodes", "GPUs", "starts", "hours", *_HOURLY, "checkpoints", "TB"):
         table.add_column(name, justify="right")
-    hours, stored = 0.0, 0.0
+    known, hourly, stored = Counter[str](), Counter[str](), 0.0
     for name, submission in submissions.items():
-        job = submission.settings.job
-        nodes, each = nodes_and_gpus(job, submission.config, submission.settings)
-        node = submission.settings.cluster.node
-        gpus = nodes * each * len(submission.records)
-        cells = ["", "", "", ""]
-        if job == "train" and submission.config["megatron"].get("train_iters"):  # else it counts samples
-            spent = _gpu_hours(submission.config, None if node is None else node.gpu)
-            count, size = _checkpoints(submission.config)
-            cells = ["-", "-", f"{count:,}", f"{size / 1e12:,.1f}"]
-            stored += size
-            if spent is not None:
-                cells[:2] = [f"{spent / gpus:,.1f}", f"{spent:,.0f}"]
-                hours += spent
-        table.add_row(name, job, str(nodes * len(submission.records)), str(gpus or "-"), *cells)
-    table.add_row("together", "", "", "", "", f"{hours:,.0f}", "", f"{stored / 1e12:,.1f}", style="bold")
+        job, settings = submission.settings.job, submission.settings
+        node, tasks = settings.cluster.node, len(submission.records)
+        nodes, each = nodes_and_gpus(job, submission.config, settings)
+        gpus = nodes * each * tasks
+        hours = _hours(submission, None if node is None else node.gpu, gpus)
+        cores = submission.cores
+        amounts: dict[str, float | None] = {
+            "node-hours": nodes * tasks if node is None or cores is None else nodes * tasks * cores / node.cpus,
+            "core-hours": None if cores is None else nodes * tasks * cores,
+            "GPU-hours": gpus or None,
+        }
+        sums = hourly if hours is None else known
+        sums.update({key: amount * (hours or 1) for key, amount in amounts.items() if amount})
+        size = _bytes(submission, submissions)
+        stored += size or 0
+        limit = settings.time or (settings.cluster.limit.time if settings.cluster.limit else None)
+        starts = math.ceil(hours * 3600 / duration(limit).total_seconds()) if hours and limit else None
+        star = "*" if hours is None else ""
+        table.add_row(
+            *(name, job, str(nodes * tasks), str(gpus or "-"), _shown(starts), _shown(hours, ".1f")),
+            *(f"{_shown(amount and amount * (hours or 1))}{star if amount else ''}" for amount in amounts.values()),
+            _shown(checkpoints_of(submission.config)[0] if _counts_steps(submission) else None),
+            _shown(size and size / 1e12, ".1f"),
+        )
+    parts = [[(known[key], ""), (hourly[key], "*")] for key in _HOURLY]
+    together = [" + ".join(f"{_shown(amount)}{star}" for amount, star in each if amount) or "-" for each in parts]
+    table.add_row("together", "", "", "", "", "", *together, "", _shown(stored and stored / 1e12, ".1f"), style="bold")
     return table
 
 
-def _gpu_hours(config: Mapping[str, Any], gpu: str | None) -> float | None:
-    """Hours of one GPU for all tokens of a training; None if the GPU's peak is unknown."""
-    peak = peak_of(gpu or "")
-    if peak is None:
-        return None
-    flags, architecture = config["megatron"], Architecture.from_config(config)
-    length = int(flags["seq_length"])
-    tokens = float(flags["train_iters"]) * int(flags["global_batch_size"]) * length
-    flops = train_flops_per_token(architecture, seq_length=length, frozen=bool(flags.get("freeze_all_layers")))
-    return tokens * flops / (peak * MFU) / 3600
+def _shown(amount: float | None, digits: str = ".0f") -> str:
+    """An amount in a cell, with a digit of what is below one; "-" for none."""
+    return f"{amount:,{'.1f' if amount < 1 else digits}}" if amount else "-"
 
 
-def _checkpoints(config: Mapping[str, Any]) -> tuple[int, float]:
-    """Number of a training's checkpoints, and the bytes of all."""
+def _counts_steps(submission: Submission) -> bool:
+    """True for a training whose steps are known, not its samples."""
+    return submission.settings.job == "train" and bool(submission.config["megatron"].get("train_iters"))
+
+
+def _tokens(config: Mapping[str, Any]) -> float:
+    """Number of tokens of a training."""
     flags = config["megatron"]
-    steps, interval = int(flags["train_iters"]), flags.get("save_interval")
-    count = -(-steps // int(interval)) if interval else 1
-    return count, float(count) * CHECKPOINT_BYTES * total_params(Architecture.from_config(config))
+    return float(flags["train_iters"]) * int(flags["global_batch_size"]) * int(flags["seq_length"])
+
+
+def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
+    """Hours of a training; None for other jobs and where the GPU's peak is unknown."""
+    peak = peak_of(gpu or "")
+    if peak is None or not _counts_steps(submission):
+        return None
+    flags, architecture = submission.config["megatron"], Architecture.from_config(submission.config)
+    frozen = bool(flags.get("freeze_all_layers"))
+    flops = train_flops_per_token(architecture, seq_length=int(flags["seq_length"]), frozen=frozen)
+    return _tokens(submission.config) * flops / (peak * MFU) / 3600 / gpus
+
+
+def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> float | None:
+    """Bytes that a job's output takes at most; None if unknown."""
+    job, config = submission.settings.job, submission.config
+    if _counts_steps(submission):
+        count, size = checkpoints_of(config)
+        return count * size
+    if job == "rl":
+        file = Path(str(config["policy"])).expanduser() / CONFIG
+        model = submission.model_to_come or (read_json(file) if file.is_file() else None)
+        try:
+            parts = None if model is None else to_config(read(model)[1])
+        except ValueError:  # of an architecture that Megatron has not
+            return None
+        each = CHECKPOINT_BYTES + MODEL_BYTES
+        return None if parts is None else float(each * total_params(Architecture.from_config(parts)))
+    if job != "tokenize":
+        return None
+    made = {place.resolve() for place in makes(job, config)}
+    readers = [each for each in submissions.values() if _counts_steps(each) and _prefixes(each.config) & made]
+    return sum(_tokens(each.config) for each in readers) * TOKEN_BYTES or None
+
+
+def _prefixes(config: Mapping[str, Any]) -> set[Path]:
+    """Prefixes of the tokenised files that a training reads."""
+    sections = [data for data in data_sections(config) if data.get("blend") or data.get("streams")]
+    return {leaf.prefix.resolve() for data in sections for leaf in read_tree(data).leaves()}

@@ -39,7 +39,7 @@ from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, SHARDS, makes, saved_step
 from nemo_ext.slurm.preflight import Finding, errors, findings, other_tokenizers
 from nemo_ext.slurm.settings import settings_of, split
-from nemo_ext.slurm.status import PIPELINE, job_of, queued, target_of
+from nemo_ext.slurm.status import PIPELINE, job_of, queued, queued_job, target_of
 from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
@@ -238,11 +238,13 @@ def _refuse_queued(works: Sequence[Work]) -> None:
     Raises:
         ValueError: naming the job, or squeue fails.
     """
-    jobs = {work.stage.name: job for work in works if work.state == "waiting" and (job := job_of(work.record))}
-    queue = queued() if jobs and shutil.which("squeue") else {}
-    for name, job in jobs.items():
-        if job in queue:
-            raise ValueError(f"{name}: job {job} of it is {queue[job]}: wait for it, or `nemo-ext cancel` it")
+    waiting = [work for work in works if work.state == "waiting" and job_of(work.record)]
+    queue = queued() if waiting and shutil.which("squeue") else {}
+    for work in waiting:
+        if job := queued_job(work.record, queue):
+            raise ValueError(
+                f"{work.stage.name}: job {job} of it is {queue[job]}: wait for it, or `nemo-ext cancel` it"
+            )
 
 
 def runs_here(run_dir: Path) -> bool:

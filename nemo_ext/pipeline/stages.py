@@ -325,8 +325,7 @@ def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
     ends = [attempts.finished(record) for record in records]
     if any(end is None for end in ends):
         return False
-    # On Slurm the allocation has the place of launcher's words, and several nodes have an operation.
-    changed = sorted(word for word in set(ends[0] or ()) ^ set(own) if not word.startswith(("launcher.", "operation=")))
+    changed = attempts.other_words(ends[0] or (), own)
     if len(ends) == 1 and changed:
         raise ValueError(
             f"{base}: finished with other words ({', '.join(changed)}): keep them, choose another run_dir, "

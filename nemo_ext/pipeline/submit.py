@@ -19,8 +19,8 @@ from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes
 from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
-from nemo_ext.slurm.status import PARENTS, PIPELINE, job_of, queued
-from nemo_ext.slurm.submit import Submission, hand_over, planned, tell
+from nemo_ext.slurm.status import PARENTS, PIPELINE, queued, queued_job
+from nemo_ext.slurm.submit import Submission, by_hand, hand_over, planned, tell, variable
 from nemo_ext.slurm.submit import checked as checked_submission
 
 
@@ -39,7 +39,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     submissions: dict[str, Submission] = {}
     jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
     queue = queued()
-    wrong = False
+    told, wrong = dict[Finding, list[str]](), False  # stages by finding
     for stage in _servers_last(pipeline):
         earlier = [
             (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs
@@ -54,7 +54,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             and finished(submission.base, submission.records, split(submission.words)[1])
             and not _needed(stage, jobs)
         )
-        waiting = [job for record in submission.records if (job := job_of(record)) in queue]
+        waiting = [job for record in submission.records if (job := queued_job(record, queue))]
         asking = _asking(stage, pipeline)
         if done or (asking and not any(jobs.get(name) == "" for name in asking)):
             console.print(f"{stage.name}: {'finished before' if done else 'no stage asks it now'}", markup=False)
@@ -75,13 +75,22 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
                 # What is wrong with an earlier stage stands there already.
                 *([] if wrong else _other_tokenizers(pipeline.before(stage), submissions, submission)),
             ]
-            console.print(f"{stage.name}:", style="bold", markup=False)
-            shown = {name: f"<{name}>" for name in (*_needed(stage, jobs), *stage.beside)}
-            tell(console, _following(submission, stage, shown), found)
+            for one in found:
+                told.setdefault(one, []).append(stage.name)
             wrong = wrong or errors(found)
+            console.print(f"{stage.name}: checked", markup=False)
     names = [stage.name for stage in pipeline.stages]
     if coming_up := {name: submissions[name] for name in names if jobs.get(name) == ""}:
-        console.print(needs_of(coming_up))
+        wide = Console(highlight=False, width=None if console.is_terminal else 200)  # a file or a pipe has room
+        wide.print(needs_of(coming_up))
+    shown = {name: job or variable(name) for name, job in jobs.items()}
+    for stage in pipeline.stages:
+        following = _following(submissions[stage.name], stage, shown)
+        for line in by_hand(following, stage.name) if stage.name in coming_up else ():
+            console.print(line, markup=False)
+    for kind in ("note", "warning", "error"):
+        of_kind = [(one, stages) for one, stages in told.items() if one.kind == kind]
+        tell(console, [replace(one, text=f"{one.text} ({', '.join(stages)})") for one, stages in of_kind])
     if wrong:
         console.print("not submitted: mend the errors first")
         return 2

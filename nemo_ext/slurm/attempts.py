@@ -35,6 +35,8 @@ class Attempt:
         reason: reason of its end; "" while it runs.
         counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
         lost: steps that it made after its last checkpoint, as far as they were logged.
+        name: name of the job; "" if not recorded, as in older runs.
+        output: path of the job's output; "" if it is no file or not recorded, as in older runs.
         given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
@@ -48,6 +50,8 @@ class Attempt:
     reason: str = ""
     counted: bool = True
     lost: int = 0
+    name: str = ""
+    output: str = ""
     given_up: str | None = None
 
     @property
@@ -69,7 +73,9 @@ def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
     write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(each) for each in attempts], indent=1) + "\n")
 
 
-def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None) -> list[Attempt]:
+def begin(
+    run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None, name: str = "", output: str = ""
+) -> list[Attempt]:
     """Record a start; earlier starts without an end are marked as killed with their node or by Slurm.
 
     The mark of a finished run is removed, as it now has more steps to do. `step` is None for jobs without steps.
@@ -85,7 +91,14 @@ def begin(run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None
         made = max((line["step"] for line in last_lines(run_dir / METRICS) if "step" in line), default=0)
         before[-1] = replace(before[-1], lost=max(0, made - step))
     start = Attempt(
-        job=job, restart=restart, nodes=nodes, began=time.time(), first_step=step or 0, counted=step is not None
+        job=job,
+        restart=restart,
+        nodes=nodes,
+        began=time.time(),
+        first_step=step or 0,
+        counted=step is not None,
+        name=name,
+        output=output,
     )
     attempts = [*before, start]
     write(run_dir, attempts)
@@ -98,6 +111,14 @@ def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> 
     attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason, given_up=given_up)]
     write(run_dir, attempts)
     return attempts
+
+
+def stepped(run_dir: Path, start: Attempt) -> bool:
+    """True if a start logged a step."""
+    metrics = run_dir / METRICS
+    if not metrics.is_file() or metrics.stat().st_mtime < start.began:
+        return False
+    return any(line.get("step", 0) > start.first_step for line in last_lines(metrics))
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
@@ -125,6 +146,14 @@ def finished(run_dir: Path) -> list[str] | None:
     """Arguments of the job that finished the run, or None if it is not finished."""
     path = run_dir / FOLDER / FINISHED
     return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None
+
+
+def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
+    """Arguments that differ between a job that finished a run and one that would do it again.
+
+    On Slurm the allocation has the place of launcher's words, and several nodes have an operation.
+    """
+    return sorted(word for word in set(end) ^ set(own) if not word.startswith(("launcher.", "operation=")))
 
 
 def finished_at(run_dir: Path) -> float | None:

@@ -8,7 +8,8 @@ from pathlib import Path
 from nemo_ext.endpoint.address import FILE
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.status import is_fresh, job_of, queued
+from nemo_ext.slurm.ends import is_own
+from nemo_ext.slurm.status import is_fresh, queued, queued_job
 
 SECONDS = 20.0
 """Time between two looks at the queue."""
@@ -38,7 +39,7 @@ def asking(record: Path) -> list[Path]:
 def is_asked(records: Sequence[Path]) -> bool:
     """True if one of the runs waits or runs, or the queue cannot be asked."""
     queue = _queue()
-    return queue is None or any(job_of(record).partition("_")[0] in queue for record in records)
+    return queue is None or any(queued_job(record, queue) for record in records)
 
 
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
@@ -52,15 +53,16 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
         while not is_fresh(address) and not stopped:
             if time.monotonic() - looked > SECONDS:
                 looked, queue = time.monotonic(), _queue()
-                if queue is not None and job not in queue:
+                ids = None if queue is None else {each.partition("_")[0] for each in queue}
+                if ids is not None and (job not in ids or not is_own(Path(run_dir) / attempts.FOLDER, job)):
                     say(f"job {job} has left the queue")
                     break
             time.sleep(1)
 
 
-def _queue() -> set[str] | None:
-    """Ids of the user's jobs, of arrays as a whole; None if Slurm does not answer."""
+def _queue() -> dict[str, str] | None:
+    """The user's jobs with their states; None if Slurm does not answer."""
     try:
-        return {job.partition("_")[0] for job in queued()}
+        return queued()
     except ValueError:
         return None

@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.ranks import GPUS
-from nemo_ext.job.settings import STRICT, nearest
+from nemo_ext.job.settings import STRICT
 
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
@@ -103,14 +103,10 @@ class Cluster:
     container: Container = field(default_factory=Container)
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.qos is not None and self.limits and self.qos not in self.limits:
-            raise ValueError(f"qos={self.qos}: {nearest(self.qos, self.limits)}")
-
     @property
     def limit(self) -> Limit | None:
         """Limit of the requested quality of service, or None if unknown."""
-        return self.limits[self.qos or next(iter(self.limits))] if self.limits else None
+        return self.limits.get(self.qos or next(iter(self.limits))) if self.limits else None
 
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank; values that the user set take precedence."""
@@ -167,13 +163,24 @@ def duration(text: str) -> timedelta:
     return timedelta(**{unit: int(number) for unit, number in found.groupdict().items() if number})
 
 
+_CALLERS = re.compile(
+    r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
+)
+"""Variables of the job that calls a command, and of its user: they change what a command shows, or whom it reaches, and
+a job that inherits them takes itself for a part of its caller."""
+_OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY")
+
+
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a Slurm command.
+    """Runs a Slurm command, without the variables of a job that calls it and without options in variables.
 
     Raises:
         ValueError: if the command is not on PATH.
     """
+    environment = {
+        name: value for name, value in os.environ.items() if name in _OF_THE_SITE or not _CALLERS.fullmatch(name)
+    }
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=False)
+        return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     except FileNotFoundError:
         raise ValueError(f"{words[0]} is not on PATH: use a login node of the cluster") from None

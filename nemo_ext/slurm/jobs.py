@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.architecture.cost import total_params
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.checkpoint.retention import Retention
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
@@ -145,6 +148,23 @@ def nodes_and_gpus(job: str, config: Mapping[str, Any], settings: Settings) -> t
     return settings.slurm.nodes, node.gpus
 
 
+CHECKPOINT_BYTES = 14
+"""Bytes of a parameter in a checkpoint of a training: bf16 weights, fp32 weights and Adam's two states."""
+
+
+def checkpoints_of(config: Mapping[str, Any]) -> tuple[int, float]:
+    """Number of checkpoints that a training's retention keeps, and the bytes of each.
+
+    One more than it keeps is written before another is removed.
+    """
+    flags, retention = config["megatron"], Retention.from_config(config)
+    steps, interval = int(flags["train_iters"]), flags.get("save_interval")
+    count = -(-steps // int(interval)) if interval else 1
+    if retention.last is not None:
+        count = min(count, retention.last + 1 + (steps // retention.every if retention.every else 0))
+    return count, float(CHECKPOINT_BYTES) * total_params(Architecture.from_config(config))
+
+
 def saved_step(job: str, record: Path) -> int | None:
     """Step of the newest checkpoint, 0 if there is none; None for jobs without steps.
 
@@ -159,6 +179,12 @@ def saved_step(job: str, record: Path) -> int | None:
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
+MODELS = (
+    *("megatron.pretrained_checkpoint", "distillation.teacher", "model", "from", "puzzle.parent", "sensitivity.model"),
+)
+"""Keys of `inputs` that name a checkpoint."""
+
+
 def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     """Files and folders that the job reads besides its data, each as key, path and advice if missing."""
     first, name = "train or convert it first", "name a folder"
@@ -166,6 +192,7 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
     if job == "train":
         start = config["megatron"].get("pretrained_checkpoint")
         given = [("megatron.pretrained_checkpoint", start, "train or convert the stage before it")]
+        given.append(("distillation.teacher", (config.get("distillation") or {}).get("teacher"), first))
     elif job in ("rl", "online"):
         given = [("model", config["policy" if job == "rl" else "served"], "`nemo-ext convert` writes one")]
         for split in ("train", "validation"):

@@ -6,10 +6,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
@@ -19,20 +20,27 @@ from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
+from nemo_ext.job.files import no_room
+from nemo_ext.job.settings import nearest
 from nemo_ext.megatron import packed_attention
 from nemo_ext.megatron.fp8 import Precision, check_experts
 from nemo_ext.serving.settings import LOOPBACK
-from nemo_ext.slurm.cluster import Cluster, Limit, duration
+from nemo_ext.slurm.cluster import Cluster, Limit, call, duration
 from nemo_ext.slurm.jobs import (
     MEANWHILE,
+    MODELS,
     ON_TRAINING_CONFIG,
     SERVING,
+    checkpoints_of,
     inputs,
     makes,
     nodes_and_gpus,
@@ -68,6 +76,7 @@ RUNS = {"mixture": ("nemo_ext.mixture.settings", "runs_of")}
 TIGHT = 0.9
 """Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 MEMORY = "memory: "
 """Beginning of findings on the memory of GPUs."""
 ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
@@ -201,6 +210,11 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
 
 def is_there(path: Path, coming: Sequence[Path]) -> bool:
     """True if a file or folder exists or an earlier job writes it."""
+    return path.exists() or _is_made(path, coming)
+
+
+def _is_made(path: Path, coming: Sequence[Path]) -> bool:
+    """True if an earlier job writes a file or folder."""
     given = path.resolve()
 
     def made_at(place: Path) -> bool:
@@ -208,7 +222,7 @@ def is_there(path: Path, coming: Sequence[Path]) -> bool:
         prefixed = given.parent == place.parent and given.name.startswith(f"{place.name}_")
         return prefixed or given.is_relative_to(place) or place.is_relative_to(given)
 
-    return path.exists() or any(made_at(place.resolve()) for place in coming)
+    return any(made_at(place.resolve()) for place in coming)
 
 
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
@@ -226,6 +240,9 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
         yield Finding("note", f"{gpus} of {cluster.node.gpus} GPUs of a node")
     limit = cluster.limit
+    if cluster.qos is not None and cluster.limits and limit is None:
+        yield Finding("error", f"cluster.qos={cluster.qos}: {nearest(cluster.qos, cluster.limits)}")
+        return
     if limit is None:
         yield Finding("note", f"cluster={cluster.name}: nothing is known of its limits and GPUs")
         return
@@ -235,6 +252,20 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
     if settings.time is not None and duration(settings.time) > duration(limit.time):
         longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
+
+
+def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
+    """Errors for partitions and a quality of service that the site's own Slurm does not have, as far as it says."""
+    asked = {
+        "partition": ["sinfo", "--all", "--noheader", "--format=%R"],
+        "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name"],
+    }
+    for key, command in asked.items():
+        given = getattr(settings.cluster, key)
+        known = call(command).stdout.split() if given is not None and shutil.which(command[0]) else []
+        for name in (given or "").split(",") if known else ():
+            if name not in known:
+                yield Finding("error", f"cluster.{key}={name}: Slurm has none of that name: {nearest(name, known)}")
 
 
 def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
@@ -410,10 +441,15 @@ def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> It
                 f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
                 "serving.gpus gives a model more GPUs (serving.engine=vllm)",
             )
-    try:
-        getattr(import_module(module), name)(config, **more)
-    except ValueError as error:
-        yield Finding("error", str(error))
+    error = None
+    with redirect_stderr(StringIO()) as notices:
+        try:
+            getattr(import_module(module), name)(config, **more)
+        except ValueError as raised:
+            error = Finding("error", str(raised))
+    yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
+    if error is not None:
+        yield error
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
@@ -438,6 +474,13 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
     for key, path, how in inputs(settings.job, config):
         if not is_there(path, coming):
             yield Finding("error", f"{key}={path}: not there; {how}")
+        elif _is_made(path, coming):
+            continue
+        elif key in MODELS:
+            if wrong := _no_checkpoint(key, path):
+                yield Finding("error", f"{key}={path}: {wrong}")
+        elif path.is_dir() and not any(path.iterdir()):
+            yield Finding("error", f"{key}={path}: is an empty folder; {how}")
     record = record_of(settings.job, config, settings)
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(
@@ -453,6 +496,30 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
             pass
     except OSError as error:
         yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a directory that can be written")
+        return
+    if room := no_room(above):
+        yield Finding("error", f"run_dir={record}: {room}: make room, or choose another disk")
+    if settings.job != "train" or not config["megatron"].get("train_iters"):
+        return
+    (count, size), free = checkpoints_of(config), shutil.disk_usage(above).free
+    if free < size * count:
+        has = f"run_dir={record}: {above} has {free / 1e9:,.1f} GB"
+        one = f"a checkpoint takes about {size / 1e9:,.1f} GB, and {count:,} are kept"
+        yield Finding("error" if free < size else "warning", f"{has}; {one}: make room, or choose another disk")
+
+
+def _no_checkpoint(key: str, path: Path) -> str:
+    """Reason why a model's folder holds no checkpoint that the key takes; "" if it holds one."""
+    if not is_hugging_face(path):
+        try:
+            checkpoint_folder(path)
+        except CheckpointError as error:
+            return str(error).removeprefix(f"{path}: ")
+    elif key.startswith("megatron."):
+        return "is a Hugging Face checkpoint: `nemo-ext convert` writes one of Megatron"
+    elif not any(file.suffix in _WEIGHTS for file in path.iterdir()):
+        return f"has a config.json and no weights ({', '.join(_WEIGHTS)}): copy it again"
+    return ""
 
 
 def _container(cluster: Cluster) -> Iterator[Finding]:
@@ -472,6 +539,9 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
     unset = [place for place in container.binds if os.path.expandvars(place).startswith("$")]
     if unset:
         yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not bound")
+    if absent := [place for place in cluster.binds() if not Path(place.partition(":")[0]).exists()]:
+        places = ", ".join(absent)
+        yield Finding("warning", f"cluster.container.binds: {places} not here; starts fail on nodes without")
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:

@@ -21,10 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from nemo_ext.job.config import FAILED, USER_ERROR
-from nemo_ext.job.files import write_text
-from nemo_ext.slurm import attempts, beside
+from nemo_ext.job.files import no_room, write_text
+from nemo_ext.slurm import attempts, beside, ends
 from nemo_ext.slurm.cluster import call, duration
-from nemo_ext.slurm.ends import first_error
 from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
 
@@ -122,13 +121,20 @@ class Batch(ABC):
             if ready.step is not None and ready.target is not None and ready.step >= ready.target:
                 return self._finish(record, f"step {ready.step}{of} is saved in {record}")
             self._refuse_second(record)
+            output = _output()
             began = attempts.begin(
-                record, job=self.name, restart=self.restart, nodes=os.environ["SLURM_JOB_NODELIST"], step=ready.step
+                record,
+                job=self.name,
+                restart=self.restart,
+                nodes=os.environ["SLURM_JOB_NODELIST"],
+                step=ready.step,
+                name=os.environ.get("SLURM_JOB_NAME", ""),
+                output="" if output is None else str(output.resolve()),
             )
             _keep_record(record)
             at = "" if ready.step is None else f": step {ready.step}{of}"
             say(f"start {len(began)} of {record}{at}, nodes {began[-1].nodes}")
-            log = ready.log or _output()
+            log = ready.log or output
             written = log.stat().st_size if log is not None and log.exists() else 0
             beside.wait(record, say, self.stopped)
             self.working = True
@@ -148,15 +154,22 @@ class Batch(ABC):
                 attempts.end(record, step=step, reason=reason)
                 say(f"{reason}: starting again here")
                 continue
-            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
-                reason = ": ".join(filter(None, (reason, first_error(log, written))))
+            lasting = ""
             mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one
-            return self._again(ready, step, reason, mistake=mistake)
+            if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
+                error = ends.first_error(log, written)
+                error = no_room(record, error) or error
+                reason = ": ".join(filter(None, (reason, error)))
+                if ends.lasts(error) and not attempts.stepped(record, began[-1]):
+                    lasting = "a new start cannot mend that"
+            return self._again(ready, step, reason, lasting="it would end so again" if mistake else lasting, code=code)
 
     def _refuse_second(self, record: Path) -> None:
         """Refuse a second job of a run, as both would write the same checkpoints."""
         before = attempts.read(record)
-        if before and before[-1].ended is None and before[-1].job != self.name and before[-1].job in queued():
+        if not before or before[-1].ended is not None or before[-1].job == self.name:
+            return
+        if before[-1].job in queued() and ends.is_own(record / attempts.FOLDER, before[-1].job):
             raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:
@@ -189,7 +202,7 @@ class Batch(ABC):
 
     def hostnames(self) -> list[str]:
         """Names of the job's nodes, this one first."""
-        done = call(["scontrol", "show", "hostnames"])
+        done = call(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]])
         done.check_returncode()
         return done.stdout.split()
 
@@ -206,7 +219,9 @@ class Batch(ABC):
 
     def signal_steps(self, name: str) -> None:
         """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
-        subprocess.run(["scancel", f"--signal={name}", self.name], check=False)
+        done = call(["scancel", f"--signal={name}", self.name])
+        if done.returncode and "Invalid job id" not in done.stderr:  # after a cancel the steps are gone
+            say(f"scancel: {done.stderr.strip()}")
 
     def seconds_left(self) -> float | None:
         """Seconds left before this start's time limit, or None without a limit."""
@@ -231,15 +246,14 @@ class Batch(ABC):
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
-    def _again(self, ready: Prepared, step: int | None, reason: str, *, mistake: bool) -> int:
-        """Requeue the job, or say why not; returns the exit code."""
+    def _again(self, ready: Prepared, step: int | None, reason: str, *, lasting: str, code: int) -> int:
+        """Requeue the job, or say why not, as for a reason that is `lasting`; returns the exit code."""
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
         keeping = self.settings.slurm
         # Whatever stopped an earlier job may be repaired by now.
         own = [each for each in ended if each.job == self.name]
-        stop = "it would end so again" if mistake else None
-        stop = stop or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
+        stop = lasting or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
         if stop is None and not keeping.requeue:
             stop = "slurm.requeue=false"
         if stop is not None:
@@ -247,7 +261,7 @@ class Batch(ABC):
             at = "" if step is None else f" at step {step}"
             log = "" if ready.log is None else f"; log: {ready.log}"
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
-            return USER_ERROR if mistake else FAILED
+            return USER_ERROR if lasting and code == USER_ERROR else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
         done = call(["scontrol", "requeue", self.name])
@@ -299,7 +313,7 @@ def _output() -> Path | None:
 
 
 def _saved_in(record: Path, step: int | None) -> str:
-    return "" if step is None else f"step {step} is saved in {record}; "
+    return f"step {step} is saved in {record}; " if step else ""
 
 
 def _keep_record(record: Path) -> None:

@@ -2,32 +2,39 @@
 
 import getpass
 import json
+import os
 import re
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
 
 from nemo_ext.endpoint.address import FILE, read_address
+from nemo_ext.job.files import no_room
 from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, last_lines, newest, read_config
 from nemo_ext.serving.members import FOLDER
 from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.cluster import call
+from nemo_ext.slurm.ends import JOB
 from nemo_ext.slurm.jobs import saved_step
 
-JOB = "job"
-"""File in a run's folder `slurm` with the id of the job that was submitted last."""
 PARENTS = "after.txt"
 """File in a run's folder `slurm` with the folders of the runs that it waits for."""
 PIPELINE = "pipeline.yaml"
 """File in a pipeline's folder with its stages."""
 _SILENT = 60.0
 """Seconds without a touch after which a replica's file no longer says that it is up; clocks of nodes may differ."""
+_LOOK = 1.0
+"""Seconds between two looks for a log to follow."""
+_APART = 60.0
+"""Seconds between a start and a submission from which the later one is the newer, whatever their numbers."""
 _TO_DO = {
     "JobHeldUser": "`scontrol release {job}` lets it go",
     "JobHeldAdmin": "an administrator holds it",
@@ -70,19 +77,20 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
+    is_queued = bool(queued_job(run_dir, queue))
     step, _ = newest(run_dir / METRICS)
     target = target_of(run_dir)
     at = _step_of(step) if step else last_checkpoint(run_dir) or 0
     left = None
     if step and target and step.get("seconds_per_step"):
         left = max(0, int(target) - at) * float(step["seconds_per_step"])
-    if (folder / attempts.FINISHED).is_file() and job not in queue:
+    if (folder / attempts.FINISHED).is_file() and not is_queued:
         state, left = "finished", None
-    elif job in queue:
-        state = queue[job] + _serves(run_dir)
+    elif is_queued:
+        state = queue[job] + _serves(run_dir) + _failures([each for each in starts if each.job == job])
     elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
         # If the parent's job is still queued, this job was itself taken out of the queue.
-        own = ends.why(folder, job) if job_of(parent) in queue else ""
+        own = ends.why(folder, job) if queued_job(parent, queue) else ""
         state = f"not started: {own}; {parent.name} is " if own else f"not started: {parent.name} is "
         state += status_of(parent, queue).state
     else:
@@ -135,12 +143,29 @@ def is_fresh(file: Path) -> bool:
         return False
 
 
+def _failures(starts: Sequence[attempts.Attempt]) -> str:
+    """Reasons of a queued job's failed starts since the last one that got on, each once; "" without any."""
+    planned = (attempts.TIME_LIMIT, attempts.PASSED_OVER)
+    failed = dict[str, list[int]]()
+    for number, each in enumerate(starts, start=1):
+        if each.progressed:
+            failed.clear()
+        elif each.reason and not each.reason.startswith(planned):
+            failed.setdefault(each.reason, []).append(number)
+    return "".join(
+        f"; start{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} failed: {reason}"
+        for reason, which in failed.items()
+    )
+
+
 def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
     """Reason why a run is no longer in the queue."""
     folder = run_dir / attempts.FOLDER
     last = starts[-1] if starts and starts[-1].job == job else None
     if last is None or last.ended is None:
-        text = ends.why(folder, job) or ends.unknown(folder, job)
+        text = ends.why(folder, job) or no_room(run_dir) or ends.unknown(folder, job)
+        if (room := no_room(run_dir)) and room not in text:
+            text = f"{room}; {text}"
         if last is not None and last.counted:
             saved = max(saved_step(kind, run_dir) or 0 for kind in ("train", "rl"))
             text += f"; step {saved} is saved" if saved > last.first_step else "; nothing new was saved"
@@ -191,11 +216,23 @@ def job_of(run_dir: Path) -> str:
     starts = attempts.read(run_dir)
     given = submitted.read_text().strip() if submitted.is_file() else ""
 
+    if not given or not starts:
+        return given or (starts[-1].job if starts else "")
+    apart = starts[-1].began - submitted.stat().st_mtime
+    if abs(apart) > _APART:
+        return starts[-1].job if apart > 0 else given
+
     def number(job: str) -> int:
         first = job.partition("_")[0]
         return int(first) if first.isdecimal() else 0
 
-    return max((given, starts[-1].job if starts else ""), key=number)
+    return max((given, starts[-1].job), key=number)
+
+
+def queued_job(run_dir: Path, queue: Container[str]) -> str:
+    """Id of the run's newest job if it is in the queue, "" if not, or if another job has its number now."""
+    job = job_of(run_dir)
+    return job if job in queue and ends.is_own(run_dir / attempts.FOLDER, job) else ""
 
 
 def queued() -> dict[str, str]:
@@ -254,9 +291,9 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
         return
     table = Table("run", "job", "state", "step", "left", "loss", "restarts", "goodput", box=None, pad_edge=False)
     for row in rows:
-        target = "?" if row.target is None else f"{row.target:,}"
+        steps = f"{row.step:,} / {'?' if row.target is None else f'{row.target:,}'}" if row.step or row.target else "-"
         loss = "" if row.loss is None else f"{row.loss:.3f}"
-        cells = (str(row.run_dir), row.job, row.state, f"{row.step:,} / {target}", _span(row.seconds_left), loss)
+        cells = (str(row.run_dir), row.job, row.state, steps, _span(row.seconds_left), loss)
         table.add_row(*cells, str(row.restarts), "" if row.goodput is None else f"{row.goodput:.0%}")
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
@@ -278,6 +315,50 @@ def log_of(run_dir: Path) -> Path:
     return outputs[-1]
 
 
+def follow(run_dir: Path, lines: int) -> NoReturn:
+    """Show a run's log as it grows: waits for its job, and goes from the job's output to the ranks' log.
+
+    Args:
+        run_dir: run directory.
+        lines: number of lines to begin with.
+
+    Raises:
+        ValueError: there is no log, and no job of the run in the queue.
+    """
+    shown: Path | None = None
+    tail: subprocess.Popen[bytes] | None = None
+    said = ""
+    try:
+        while True:
+            try:
+                path = log_of(run_dir)
+            except ValueError:
+                queue = queued()
+                if not (job := queued_job(run_dir, queue)):
+                    raise
+                if said != (said := f"waiting for job {job}: {queue[job]}"):
+                    print(said, file=sys.stderr, flush=True)
+                time.sleep(_LOOK)
+                continue
+            # Tasks of one array write by turns: only the output of a later job is followed instead.
+            if shown is None or (path != shown and (path.name == LOG or _array(path) != _array(shown))):
+                if tail is not None:
+                    tail.terminate()
+                    tail.wait()
+                print(path, file=sys.stderr, flush=True)
+                tail = subprocess.Popen(["tail", f"--lines={lines}", "-F", f"--pid={os.getpid()}", str(path)])
+                shown = path
+            time.sleep(_LOOK)
+    finally:
+        if tail is not None:
+            tail.terminate()
+
+
+def _array(output: Path) -> str:
+    """The job that wrote an output, or its array."""
+    return output.stem.partition("_")[0]
+
+
 def cancel(run_dir: Path) -> list[str]:
     """Cancel the jobs of a run or of all runs below a folder; returns their ids. Ranks save as far as KillWait allows.
 
@@ -285,10 +366,12 @@ def cancel(run_dir: Path) -> list[str]:
         ValueError: if none is in the queue, or scancel fails.
     """
     runs, queue = runs_below([run_dir]), queued()
-    jobs = [job_of(each) for each in runs]
-    waiting = [job for job in jobs if job in queue]
+    jobs = [queued_job(each, queue) for each in runs]
+    waiting = [job for job in jobs if job]
     if not waiting:
-        raise ValueError(f"{run_dir}: no job in the queue; the last was {jobs[-1]}")
+        last = job_of(runs[-1])
+        others = ", a number that another job has now" if last in queue else ""
+        raise ValueError(f"{run_dir}: no job in the queue; the last was {last}{others}")
     # Dependent jobs first.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:

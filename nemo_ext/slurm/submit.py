@@ -1,10 +1,11 @@
 """`nemo-ext submit`: checks a job before it is queued, then calls sbatch with the site's options."""
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,11 +18,12 @@ from nemo_ext.job.config import check_choice, compose, hydra_value, without_data
 from nemo_ext.job.files import write_text
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
+from nemo_ext.slurm.ends import JOB, SUBMITTED
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started
+from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started, unknown_to_slurm
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
-from nemo_ext.slurm.status import JOB, job_of, queued
+from nemo_ext.slurm.status import job_of, queued, queued_job
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -85,6 +87,14 @@ class Submission:
             words = (*own, f"slurm.folder={hydra_value(str(base))}")
             earlier.append(replace(self, base=base, words=words, rounds=1, shards=self.shards_before))
         return [*earlier, replace(self, rounds=1)]
+
+    @property
+    def cores(self) -> int | None:
+        """CPU cores that the job takes of each of its nodes; None if unknown."""
+        _, gpus = nodes_and_gpus(self.settings.job, self.config, self.settings)
+        ranks = gpus if self.settings.job == "train" else 1
+        each = _cores(self.settings, gpus, ranks)
+        return each and each * ranks
 
     def command(self) -> list[str]:
         """The whole sbatch command."""
@@ -185,6 +195,9 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         last = "" if tasks_of(job, configs[0], settings) > 1 else ", the last one task"
         arrays = f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before{last}"
         notes.append(Finding("note", arrays))
+    if dropped := sorted(name for name in os.environ if name.startswith("SBATCH_")):
+        options = "account=, time=, cluster.partition=, cluster.qos= and slurm.options= set what they would"
+        notes.append(Finding("note", f"without this shell's {', '.join(dropped)}: {options}"))
     # The script takes the launcher's values from the allocation.
     own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
@@ -250,12 +263,12 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
         found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
+    found += unknown_to_slurm(settings)
     if not errors(found):
         records = [record for each in submission.every_round for record in each.records]
-        jobs = {record: job for record in records if (job := job_of(record))}
-        queue = queued() if jobs else {}
-        for record, job in jobs.items():
-            if job in queue:
+        queue = queued() if any(map(job_of, records)) else {}
+        for record in records:
+            if job := queued_job(record, queue):
                 found.append(Finding("error", f"{record}: job {job} of it is {queue[job]}"))
     if not errors(found):
         asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
@@ -277,7 +290,16 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
-    tell(console, submission, found := checked(submission))
+    own = split(submission.words)[1]
+    ends = [attempts.finished(record) for record in submission.records]
+    (end, *others), serves = ends, submission.settings.job == "serve"
+    if end is not None and not others and not serves and not attempts.other_words(end, own):
+        mark = submission.base / attempts.FOLDER / attempts.FINISHED
+        console.print(f"{submission.base}: finished before; remove {mark} to have it done again", markup=False)
+        return 0
+    tell(console, found := checked(submission))
+    for line in by_hand(submission):
+        console.print(line, markup=False)
     if errors(found):
         console.print("not submitted: mend the errors first")
         return 2
@@ -291,12 +313,35 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     return 0
 
 
-def tell(console: Console, submission: Submission, found: Sequence[Finding]) -> None:
-    """Print the findings and the sbatch command."""
+def tell(console: Console, found: Sequence[Finding]) -> None:
+    """Print findings."""
     for one in found:
         style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
         console.print(f"{one.kind}: {one.text}", style=style, markup=False)
-    console.print(shlex.join(submission.command()), markup=False)
+
+
+def variable(stage: str) -> str:
+    """The shell's variable with the id of a stage's job."""
+    return "$" + stage.replace("-", "_")
+
+
+def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
+    """Lines of a shell that submit the job, in as many arrays as there are rounds.
+
+    Args:
+        submission: the job.
+        stage: name whose `variable` holds the id of the last for other lines; None if there are none.
+    """
+    rounds, before = submission.every_round, ""
+    for number, each in enumerate(rounds, start=1):
+        command = (replace(each, after=(before,)) if before else each).command()
+        # Variables among the ids of other jobs are the shell's.
+        words = [f'"{word}"' if word.startswith("--dependency=") else shlex.quote(word) for word in command]
+        folder = shlex.quote(str(each.base.resolve() / attempts.FOLDER))
+        line = f"mkdir -p {folder} && {' '.join(words)}"
+        last = number == len(rounds)
+        before = variable(stage or "job") if last else f"{variable(stage or 'job')}_{number}"
+        yield line if last and stage is None else f"{before[1:]}=$({line})"
 
 
 def hand_over(submission: Submission) -> str:
@@ -330,7 +375,7 @@ def _hand_over(submission: Submission) -> str:
         records = submission.records
         for number, record in enumerate(records):
             write_text(record / attempts.FOLDER / JOB, f"{job}\n" if len(records) == 1 else f"{job}_{number}\n")
-            write_text(record / attempts.FOLDER / "submit.txt", shlex.join(submission.command()) + "\n")
+            write_text(record / attempts.FOLDER / SUBMITTED, shlex.join(submission.command()) + "\n")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return job

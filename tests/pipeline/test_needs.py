@@ -1,5 +1,7 @@
 """What a pipeline will take of a cluster."""
 
+from pathlib import Path
+
 import pytest
 
 from nemo_ext.pipeline.needs import needs_of
@@ -25,12 +27,30 @@ def test_hours_follow_from_tokens_flops_and_peak(submissions: dict[str, Submissi
     assert columns["GPU-hours"][0] == "129,205"
     assert columns["hours"][0] == "504.7"
     assert (columns["nodes"], columns["GPUs"]) == (["64", "1", "3", ""], ["256", "-", "6", ""])
-    # 120,000 steps, one checkpoint in 1000; 9.815 B parameters.
-    assert (columns["checkpoints"][0], columns["TB"][0]) == ("120", "16.5")
-    assert columns["GPU-hours"][-1] == "129,205", "the sum"
+    # A checkpoint in 1000 of 120,000 steps, of which three stay and one in 10,000; 9.815 B parameters.
+    assert (columns["checkpoints"][0], columns["TB"][0]) == ("15", "2.1")
+    assert columns["starts"] == ["22", "-", "-", ""], "of 24 hours"
+    assert columns["hours"][1:] == ["-", "-", ""]
+    assert columns["node-hours"] == ["32,301", "1*", "2*", "32,301 + 2*"]
+    assert columns["core-hours"] == ["1,033,637", "32*", "48*", "1,033,637 + 80*"]
+    assert columns["GPU-hours"][1:] == ["-", "6*", "129,205 + 6*"], "the sum"
+    assert columns["TB"][1:] == ["-", "-", "2.1"]
+
+
+def test_data_and_models_of_rl_take_room(tmp_path: Path, random_llama: Path) -> None:
+    streams = f"data.directory={tmp_path}/d"
+    words = {
+        "tokenize": ["job=tokenize", "data=local_text", streams],
+        "pretrain": ["job=train", "recipe=olmo1/1b", "data=local_text", streams, "run_dir=r"],
+        "rl": ["job=rl", "preset=domyn_math_grpo", f"model={random_llama}", "tasks.train.path=t", "run_dir=rl"],
+    }
+    table = needs_of({name: planned([*each, "cluster=leonardo"]) for name, each in words.items()})
+
+    # 2T tokens of 4 bytes; 1.176 B parameters of 14 bytes, 50 times; a small model of RL.
+    assert list(table.columns[-1].cells) == ["8.0", "0.8", "0.0", "8.8"]
 
 
 def test_hours_are_not_guessed_for_unknown_gpus() -> None:
     table = needs_of({"pretrain": planned(["job=train", "recipe=olmo1/1b", "run_dir=r", "cluster=testbed"])})
 
-    assert next(iter(table.columns[4].cells)) == "-"
+    assert next(iter(table.columns[5].cells)) == "-"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.slurm import attempts, beside
-from nemo_ext.slurm.status import JOB
+from nemo_ext.slurm.ends import JOB
 
 
 @pytest.fixture

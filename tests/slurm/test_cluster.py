@@ -1,3 +1,4 @@
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -5,7 +6,8 @@ from typing import Any
 import pytest
 
 import hydra_conf
-from nemo_ext.slurm.cluster import Cluster, duration
+from nemo_ext.slurm.batch import forget_callers_array
+from nemo_ext.slurm.cluster import Cluster, call, duration
 from nemo_ext.slurm.settings import settings_of, split
 
 NAMES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "cluster").glob("*.yaml"))
@@ -77,7 +79,6 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=leonardo", "cluster.qos=boost_qos_dgb"], "did you mean 'boost_qos_dbg'"),
         (["cluster=testbed", "cluster.container.image=a.sif"], "say which runtime"),
         (["time=tomorrow"], "time='tomorrow'"),
         (["slurm.max_idle=0"], "max_idle=0"),
@@ -105,3 +106,33 @@ def test_no_facts_are_needed() -> None:
     cluster: Any = Cluster(name="x")
 
     assert (cluster.limit, cluster.node, cluster.variables()) == (None, None, {})
+
+
+def test_a_slurm_command_does_not_see_its_callers_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    callers = (
+        *("SLURM_ARRAY_TASK_ID", "SLURM_MEM_PER_CPU", "SLURM_RESTART_COUNT", "SLURM_TIME_FORMAT", "SBATCH_ARRAY_INX"),
+        *("SQUEUE_STATES", "SCANCEL_STATE", "SRUN_CPUS_PER_TASK", "PMI_RANK", "PMIX_RANK", "NEMO_EXT_SAVE_BY"),
+    )
+    others = ("SLURM_CONF", "SLURM_JWT", "WORK_OF_SLURM_USER", "NEMO_EXT_PYTHON")
+    for name in (*callers, *others):
+        monkeypatch.setenv(name, "3")
+
+    seen = {line.partition("=")[0] for line in call(["env"]).stdout.splitlines()}
+
+    assert not seen.intersection(callers)
+    assert seen.issuperset(others)
+
+
+@pytest.mark.parametrize(("said", "stays"), [("9|N/A", False), ("9|3\n8|2", True), ("", True)])
+def test_a_job_is_no_part_of_the_array_that_submitted_it(
+    said: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{said}'\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in {"SLURM_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "8"}.items():
+        monkeypatch.setenv(name, value)
+
+    forget_callers_array()
+
+    assert [name in os.environ for name in ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_JOB_ID")] == [stays] * 2

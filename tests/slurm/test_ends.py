@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.slurm import attempts, ends, status
-from nemo_ext.slurm.ends import first_error, why
+from nemo_ext.slurm.ends import first_error, lasts, why
 
 RANKS = """\
 0:  iteration 3/ 40 | error: none so far
@@ -56,6 +56,10 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (MEMORY, "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)"),
         ("error: run_dir=/proc/nope: no\n", "run_dir=/proc/nope: no"),
         (
+            "srun: fatal: SLURM_MEM_PER_CPU: one of them\n",
+            "srun: fatal: SLURM_MEM_PER_CPU: one of them",
+        ),
+        (
             "srun: error: Node failure on n2\nslurmstepd-n2: error: *** JOB 9 ON n2 CANCELLED AT 2026-11-22T13:41:33 "
             "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
             "node failure (n2)",
@@ -80,6 +84,70 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
 
 
 @pytest.mark.parametrize(
+    "error",
+    [
+        "FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'",
+        "NotADirectoryError: [Errno 20] Not a directory: 'x/y'",
+        "IsADirectoryError: [Errno 21] Is a directory: 'x'",
+        "PermissionError: [Errno 13] Permission denied: 'x'",
+        "ModuleNotFoundError: No module named 'flash_attn'",
+        "ImportError: cannot import name 'x'",
+        "no space left in runs/a",
+        "no inode left in runs/a",
+        "OSError: [Errno 28] No space left on device",
+        "OSError: [Errno 122] Disk quota exceeded: '/scratch/x'",
+        "RuntimeError: [enforce fail at inline_container.cc:595] . PytorchStreamWriter: No space left on device",
+        "OSError: [Errno 30] Read-only file system: 'x'",
+        "AttributeError: 'NoneType' object has no attribute 'shape'",
+        "NameError: name 'x' is not defined",
+        "TypeError: f() got an unexpected keyword argument",
+        "KeyError: 'model'",
+        "IndexError: list index out of range",
+        "ValueError: tensor parallel size 3 does not divide 8",
+        "AssertionError: batch size",
+        "AssertionError",
+        "NotImplementedError: FP8 on this device",
+        "ZeroDivisionError: division by zero",
+        "SyntaxError: invalid syntax",
+        "RecursionError: maximum recursion depth exceeded",
+        "UnicodeDecodeError: 'utf-8' codec can't decode byte",
+        "json.decoder.JSONDecodeError: Expecting value",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error",
+        "_pickle.UnpicklingError: invalid load key",
+        "omegaconf.errors.ConfigAttributeError: Key 'x' is not in struct",
+        "nemo_ext.checkpoint.storage.CheckpointError: x: no complete checkpoint",
+        "megatron.core.dist_checkpointing.core.CheckpointingException: x is not a distributed checkpoint",
+        "RuntimeError: Error(s) in loading state_dict for GPTModel:",
+        "RuntimeError: Global shape mismatch: size mismatch for weight",
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory.",
+        "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)",
+    ],
+)
+def test_errors_that_a_new_start_cannot_mend(error: str) -> None:
+    assert lasts(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "",
+        "torch.distributed.DistBackendError: NCCL error",
+        "ConnectionError: rank 0 is gone",
+        "TimeoutError: timed out",
+        "RuntimeError: CUDA error: unspecified launch failure",
+        "OSError: [Errno 5] Input/output error",
+        "OSError: [Errno 116] Stale file handle",
+        "node failure (n2)",
+        "n1: task 0: Killed: out of its node's memory, if nobody killed it",
+        "a word about a ValueError: that is no exception",
+    ],
+)
+def test_errors_that_may_not_come_again(error: str) -> None:
+    assert not lasts(error)
+
+
+@pytest.mark.parametrize(
     ("facts", "output", "expected"),
     [
         (
@@ -100,6 +168,7 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
         ),
         ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by SIGKILL: out of memory"),
         ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "1:0"}, RANKS, "exit code 1: FileNotFoundError: "),
+        ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "28:0"}, "", "no space left in "),
         ({"state": "NODE_FAIL", "reason": "NodeDown"}, None, "node failure"),
         ({"state": "TIMEOUT", "reason": "TimeLimit", "code": "0:15"}, "", "time limit of 00:10:00"),
         ({"state": "OUT_OF_MEMORY", "reason": "OutOfMemory", "code": "0:125"}, "", "out of memory"),
@@ -114,7 +183,9 @@ def test_slurm_says_why(said: Path, tmp_path: Path, facts: dict[str, str], outpu
 
 
 def test_accounting_says_who_cancelled(said: Path, tmp_path: Path) -> None:
-    (said.parent / "bin" / "sacct").write_text("#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1'\n")
+    (said.parent / "bin" / "sacct").write_text(
+        "#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1|train r'\n"
+    )
 
     assert why(tmp_path, "7") == "cancelled by root at 2026-11-22T13:41:33"
 
@@ -148,6 +219,15 @@ def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
     assert state(killed) == "stopped: time limit of 00:10:00; nothing new was saved"
 
 
+def test_a_run_on_a_full_disk_says_so(said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = started(tmp_path / "a")
+    monkeypatch.setattr(status, "no_room", lambda place: f"no space left in {place}")
+
+    assert state(run) == f"stopped: no space left in {run}; nothing new was saved"
+    said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
+    assert state(run) == f"stopped: no space left in {run}; exit code 1; nothing new was saved"
+
+
 def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -> None:
     """It does not say whether the job was queued again: what Slurm says is of the same end."""
     said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
@@ -161,10 +241,51 @@ def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -
 def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
     """It never began: that of the start before it is not its reason."""
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)")
-    (run / "slurm" / status.JOB).write_text("12\n")
+    (run / "slurm" / ends.JOB).write_text("12\n")
     said.write_text(JOB.format(state="FAILED", reason="JobLaunchFailure", code="0:53", nodes="n1"))
 
     assert state(run).startswith("stopped: the output file could not be opened on its node")
+
+
+@pytest.mark.parametrize(
+    ("name", "output", "own"),
+    [
+        ("train r", "/no such/%j.out", True),
+        ("train r", "/no such/../no such/7.out", True),
+        ("train r", "/other/%j.out", False),
+        ("evaluate r", "/no such/7.out", False),
+    ],
+)
+def test_a_number_that_another_job_has_now_is_not_the_runs(
+    said: Path, tmp_path: Path, name: str, output: str, own: bool
+) -> None:
+    run = started(tmp_path / "a", reason="time limit (SIGUSR2)", given_up="")
+    (run / "slurm" / ends.JOB).write_text("7\n")
+    (run / "slurm" / ends.SUBMITTED).write_text(f"sbatch '--job-name={name}' '--output={output}' train.sbatch\n")
+    (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|RUNNING|None'\n")
+    cancelled = said.parent / "cancelled.txt"
+    (said.parent / "bin" / "scancel").write_text(f"#!/bin/sh\necho $* > {cancelled}\n")
+    (said.parent / "bin" / "scancel").chmod(0o755)
+    said.write_text(JOB.format(state="RUNNING", reason="None", code="0:0", nodes="n1"))
+
+    assert status.queued_job(run, status.queued()) == ("7" if own else "")
+    assert status.status_of(run, status.queued()).state.startswith("running" if own else "stopped: time limit")
+    if own:
+        assert status.cancel(run) == ["7"]
+    else:
+        with pytest.raises(ValueError, match="the last was 7, a number that another job has now"):
+            status.cancel(run)
+    assert cancelled.exists() == own
+    said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
+    assert why(run / "slurm", "7") == ("exit code 1" if own else "")
+
+
+def test_a_job_that_was_submitted_by_hand_has_its_starts_name_and_output(said: Path, tmp_path: Path) -> None:
+    said.write_text(JOB.format(state="RUNNING", reason="None", code="0:0", nodes="n1"))
+    for output, own in (("/no such/7.out", True), ("/no such/slurm-7.out", False)):
+        run = tmp_path / str(own)
+        attempts.begin(run, job="7", restart=0, nodes="n1", step=0, name="train r", output=output)
+        assert ends.is_own(run / "slurm", "7") == own
 
 
 def test_who_cancelled_with_our_command_is_noted(said: Path, tmp_path: Path) -> None:

@@ -131,7 +131,25 @@ def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert text == GOLDEN.read_text()
 
 
-@pytest.mark.parametrize("script", sorted((REPOSITORY / "slurm").glob("*.sbatch")), ids=lambda script: script.stem)
+BATCH_SCRIPTS = pytest.mark.parametrize(
+    "script", sorted((REPOSITORY / "slurm").glob("*.sbatch")), ids=lambda script: script.stem
+)
+
+
+@BATCH_SCRIPTS
+def test_a_script_whose_python_has_no_nemo_ext_says_so(script: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho No module named nemo_ext >&2; exit 1\n")
+    python.chmod(0o755)
+    given = {"NEMO_EXT_PYTHON": str(python), "PATH": os.environ["PATH"]}
+
+    done = subprocess.run(["bash", str(script)], env=given, capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {python}, first on PATH or NEMO_EXT_PYTHON, has no nemo_ext: ")
+
+
+@BATCH_SCRIPTS
 def test_the_signal_before_the_limit_does_not_kill_a_script_that_has_no_handler_yet(
     script: Path, tmp_path: Path
 ) -> None:

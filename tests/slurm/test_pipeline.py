@@ -12,7 +12,7 @@ import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.pipeline.stages import read
-from nemo_ext.pipeline.submit import model_to_come
+from nemo_ext.pipeline.submit import model_to_come, submit
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import inputs, makes
 from nemo_ext.slurm.preflight import Finding, findings, is_there
@@ -195,6 +195,28 @@ def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
     path.write_text("# @package _global_\n" + yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False))
 
 
+def test_findings_stand_once_with_their_stages_below_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    words = [f"from={tmp_path}/nowhere"]
+    stages = {name: {"job": "convert", "words": [*words, f"to={tmp_path}/{name}"]} for name in ("a", "b-2")}
+    pipeline_file(tmp_path, "two", stages)
+
+    given = ["pipeline=two", f"--config-dir={tmp_path}", f"run_dir={tmp_path}/r", "cluster=leonardo"]
+    assert submit(given, dry_run=True) == 2
+
+    lines = capsys.readouterr().out.splitlines()
+    (error,) = (line for line in lines if line.startswith("error: "))
+    assert error == f"error: from={tmp_path}/nowhere: not there; name a checkpoint (a, b-2)"
+    assert lines.index(error) == len(lines) - 2
+    first, second = (line for line in lines if "sbatch --parsable" in line)
+    assert first.startswith("a=$(mkdir -p ") and second.startswith("b_2=$(mkdir -p ")
+    assert '"--dependency=afterok:$a"' in second
+
+
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
@@ -224,7 +246,7 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
     def job(stage: str) -> str:
         return (root / stage / "slurm" / "job").read_text().strip()
 
-    assert "'--dependency=afterok:<tokenize>'" in submit("--dry-run")
+    assert '"--dependency=afterok:$tokenize"' in submit("--dry-run")
     assert not root.exists()
     standin(fails=True)
     submit("pretrain.slurm.max_idle=1")

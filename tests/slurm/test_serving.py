@@ -182,7 +182,7 @@ def test_a_stage_asks_the_server_beside_it_and_ends_it(
     (tmp_path / "pipeline" / "asked.yaml").write_text(text)
     words = (f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r", vllm[0], vllm[2])
 
-    assert "--dependency=after:<judge>" in here("submit", *words, "--dry-run")
+    assert '"--dependency=after:$judge"' in here("submit", *words, "--dry-run")
     here("submit", *words)
     judge, asked = ((tmp_path / "r" / name / "slurm" / "job").read_text().strip() for name in stages)
 

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 import torch
 
-from nemo_ext.job.config import USER_ERROR
+from nemo_ext.job.config import FAILED, USER_ERROR
 from nemo_ext.slurm import attempts, start
 from nemo_ext.slurm.settings import Settings, settings_of
 from nemo_ext.slurm.start import Batch, Prepared
@@ -117,22 +117,64 @@ def own_signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("signals", "given_up"),
-    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would end so again")],
-)
-def test_what_the_time_limit_ends_is_queued_again_whatever_its_code(
-    signals: list[int], given_up: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None
-) -> None:
+@pytest.fixture
+def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None) -> Path:
+    """A running job that Slurm does not queue again; returns a folder for it."""
     for name, does in {"squeue": "echo 'RUNNING|0:20'", "scontrol": "echo 'not today' >&2; exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "65")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n1")
-    words = [str(tmp_path / "run"), *(str(int(number)) for number in signals)]
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("signals", "given_up"),
+    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would end so again")],
+)
+def test_what_the_time_limit_ends_is_queued_again_whatever_its_code(
+    signals: list[int], given_up: str, slurm_says_no: Path
+) -> None:
+    words = [str(slurm_says_no / "run"), *(str(int(number)) for number in signals)]
 
     Server(settings_of(["job=serve"]), words).run()
 
-    (start,) = attempts.read(tmp_path / "run")
+    (start,) = attempts.read(slurm_says_no / "run")
     assert start.given_up == given_up
+
+
+class Failing(Server):
+    """A training that fails at the step that its words name, with an error that the next start would have too."""
+
+    def prepare(self) -> Prepared:
+        record = Path(self.words[0])
+        return Prepared(record=record, step=0, target=9, log=record / "train.log")
+
+    def work(self) -> int:
+        record = Path(self.words[0])
+        if step := int(self.words[1]):
+            (record / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+        (record / "train.log").write_text("0: Traceback (most recent call last):\n0: KeyError: 'a'\n")
+        return FAILED
+
+    def saved(self) -> int:
+        return 0
+
+    def verdict(self, code: int) -> str:
+        return "a rank failed"
+
+
+@pytest.mark.parametrize(
+    ("step", "given_up"), [(0, "a new start cannot mend that"), (3, "scontrol requeue: not today")]
+)
+def test_a_start_without_a_step_is_not_tried_again_after_an_error_that_lasts(
+    step: int, given_up: str, slurm_says_no: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = slurm_says_no / "run"
+
+    assert Failing(settings_of(["job=train"]), [str(record), str(step)]).run() == FAILED
+
+    (start,) = attempts.read(record)
+    assert (start.reason, start.given_up) == ("a rank failed: KeyError: 'a'", given_up)
+    assert "is saved" not in capsys.readouterr().out

@@ -2,14 +2,17 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
-from nemo_ext.slurm import attempts, status
-from nemo_ext.slurm.status import cancel, goodput, job_of, log_of, queued, runs_below, show, status_of
+from nemo_ext.slurm import attempts, ends
+from nemo_ext.slurm.status import cancel, follow, goodput, job_of, log_of, queued, runs_below, show, status_of
 
 
 def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finished: bool = False) -> Path:
@@ -57,15 +60,32 @@ def test_states(tmp_path: Path) -> None:
     assert status_of(runs["finished"], {}).seconds_left is None
 
 
+def test_a_queued_job_says_why_its_starts_failed(tmp_path: Path) -> None:
+    waits = {"7": "pending (BeginTime)"}
+    failed = "a rank failed (exit code 1): ConnectionError: gone"
+    for reason in (failed, "time limit (SIGUSR2)", failed, "node failure"):
+        folder = run(tmp_path / "a", reason=reason, step=0)
+
+    assert (
+        status_of(folder, waits).state
+        == f"pending (BeginTime); starts 1, 3 failed: {failed}; start 4 failed: node failure"
+    )
+    run(folder, reason=failed, step=30)
+    assert status_of(folder, waits).state == "pending (BeginTime)", "it got on"
+
+
 def test_the_newest_job_counts(tmp_path: Path) -> None:
     folder = run(tmp_path / "a", job="7", reason="cancelled")
-    (folder / "slurm" / status.JOB).write_text("12\n")
+    (folder / "slurm" / ends.JOB).write_text("12\n")
 
     assert job_of(folder) == "12"
     assert status_of(folder, {"12": "pending (Resources)"}).state == "pending (Resources)"
     attempts.begin(folder, job="13", restart=0, nodes="n1", step=30)
     assert job_of(folder) == "13"
     assert status_of(folder, {}).restarts == 1
+    (folder / "slurm" / ends.JOB).write_text("3\n")
+    os.utime(folder / "slurm" / ends.JOB, (time.time() + 3600,) * 2)
+    assert job_of(folder) == "3", "Slurm's numbers began again"
 
 
 def test_the_queue_is_read(queue: Path) -> None:
@@ -85,7 +105,11 @@ def test_the_table(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert lines[0].split() == ["run", "job", "state", "step", "left", "loss", "restarts", "goodput"]
     assert lines[1].split()[1:] == ["7", "running", "30", "/", "100", "1:10", "h", "2.500", "0", "100%"]
     assert "stopped: cancelled" in lines[2]
-    show([tmp_path / "runs"], as_json=True)
+    (tmp_path / "runs" / "tasks" / "slurm").mkdir(parents=True)
+    (tmp_path / "runs" / "tasks" / "slurm" / ends.JOB).write_text("7\n")
+    show([tmp_path / "runs" / "tasks"])
+    assert capsys.readouterr().out.splitlines()[1].split()[1:] == ["7", "running", "-", "0"], "a job without steps"
+    show([tmp_path / "runs" / "domyn", tmp_path / "runs" / "olmo"], as_json=True)
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["running", "stopped: cancelled"]
 
 
@@ -97,6 +121,36 @@ def test_logs_are_the_ranks_or_the_jobs(tmp_path: Path) -> None:
     assert log_of(folder).name == "7.out"
     (folder / "train.log").write_text("step")
     assert log_of(folder).name == "train.log"
+
+
+def test_a_log_is_followed_from_the_queue_to_the_ranks(queue: Path, tmp_path: Path) -> None:
+    folder, told = tmp_path / "a", tmp_path / "told"
+    (folder / "slurm").mkdir(parents=True)
+    (folder / "slurm" / ends.JOB).write_text("7\n")
+    with pytest.raises(ValueError, match="no output of a job yet"):
+        follow(folder, 5)
+    queue.write_text("7|PENDING|Priority\n")
+    happens = [
+        ("waiting for job 7: pending (Priority)\n", "7_0.out", "start\n"),
+        ("start\n", "7_1.out", "another task\n"),
+        ("start\n", "../train.log", "step 1\n"),
+    ]
+    code = f"from nemo_ext.slurm.status import *; follow(Path({str(folder)!r}), 5)"
+    with told.open("wb") as out, subprocess.Popen([sys.executable, "-c", code], stdout=out, stderr=out) as process:
+
+        def wait(for_text: str) -> None:
+            limit = time.monotonic() + 60
+            while not told.read_text().endswith(for_text) and process.poll() is None and time.monotonic() < limit:
+                time.sleep(0.02)
+
+        for text, name, written in happens:
+            wait(text)
+            (folder / "slurm" / name).write_text(written)
+        wait("step 1\n")
+        process.terminate()
+
+    lines = told.read_text().splitlines()
+    assert lines == [happens[0][0].strip(), f"{folder}/slurm/7_0.out", "start", f"{folder}/train.log", "step 1"]
 
 
 def test_a_job_is_cancelled(queue: Path, tmp_path: Path) -> None:

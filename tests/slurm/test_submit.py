@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,12 @@ from packaging.version import Version
 import hydra_conf
 from nemo_ext.job.config import compose
 from nemo_ext.megatron import packed_attention
+from nemo_ext.slurm import attempts
 from nemo_ext.slurm import submit as submit_module
 from nemo_ext.slurm.jobs import JOBS
-from nemo_ext.slurm.preflight import Finding, findings
+from nemo_ext.slurm.preflight import Finding, findings, unknown_to_slurm
 from nemo_ext.slurm.settings import settings_of
-from nemo_ext.slurm.submit import SCRIPTS, by_megatron, checked, hand_over, planned, submit
+from nemo_ext.slurm.submit import SCRIPTS, by_hand, by_megatron, checked, hand_over, planned, submit
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted(
@@ -80,6 +83,118 @@ def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> Non
     for name in ("back\\slash", "new\nline"):
         (said,) = errors(*TASKS, f'slurm.folder="{tmp_path}/{name}"', paths=True)
         assert "a backslash, a line break or another control character; choose another" in said
+
+
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    empty, hf, whole = (tmp_path / name for name in ("empty", "hf", "whole"))
+    for folder in (empty, hf, whole / "release"):
+        folder.mkdir(parents=True)
+    (hf / "config.json").write_text("{}")
+    (whole / "release" / ".metadata").touch()
+    (whole / "latest_checkpointed_iteration.txt").write_text("release")
+    train = ("recipe=olmo1/1b", "cluster=testbed", f"run_dir={tmp_path}/run")
+    key = "megatron.pretrained_checkpoint"
+
+    def about(key: str, *words: str) -> list[str]:
+        return [text for text in errors(*words, paths=True) if text.startswith(f"{key}=")]
+
+    assert "neither a Hugging Face checkpoint" in about(key, *train, f"{key}={empty}")[0]
+    assert "`nemo-ext convert` writes one" in about(key, *train, f"{key}={hf}")[0]
+    assert not about(key, *train, f"{key}={whole}")
+    (whole / "latest_checkpointed_iteration.txt").write_text("7")
+    assert "no complete checkpoint; there are release" in about(key, *train, f"{key}={whole}")[0]
+    convert = ("job=convert", f"to={tmp_path}/to", "cluster=testbed")
+    assert about("from", *convert, f"from={empty}")
+    assert "no weights" in about("from", *convert, f"from={hf}")[0]
+    (hf / "model.safetensors").touch()
+    assert not about("from", *convert, f"from={hf}")
+
+
+def test_the_lines_of_a_dry_run_can_be_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch, folder = tmp_path / "bin" / "sbatch", tmp_path / "a $b"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        '#!/bin/bash\nfor word; do case "$word" in --output=*) cd "$(dirname "${word#*=}")" || exit 1;; esac; done\n'
+        f'echo "$@" >> {tmp_path}/said; wc -l < {tmp_path}/said\n'
+    )
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", str(sbatch.parent), prepend=":")
+    submission = planned([*TASKS, f'slurm.folder="{folder}"'])
+    chain = [
+        *by_hand(replace(submission, rounds=2), "first-one"),
+        *by_hand(replace(submission, after=("$first_one",), beside=("7",))),
+    ]
+
+    assert subprocess.run(["bash", "-euc", "\n".join(chain)], check=True, capture_output=True).stdout == b"3\n"
+
+    first, second, third = (tmp_path / "said").read_text().splitlines()
+    assert "--dependency" not in first and f"--output={folder}/rounds/1/slurm/%j.out" in first
+    assert "--dependency=afterok:1 " in second and f"--output={folder}/slurm/%j.out" in second
+    assert "--dependency=afterok:2,after:7 " in third
+
+
+def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, says in {
+        "sinfo": "debug\nboost_usr_prod",
+        "sacctmgr": "normal\nboost_qos_dbg",
+        "singularity": "",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{says}'\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "tasks").mkdir()
+    words = [
+        *(
+            "job=rl",
+            "preset=domyn_math_grpo",
+            "model=nowhere",
+            f"tasks.train.path={tmp_path}/tasks",
+            f"run_dir={tmp_path}/run",
+        ),
+        *("cluster=leonardo", "cluster.qos=boost_qos_dgb", "cluster.partition=boost_usr_prd"),
+        *("cluster.container.image=/none.sif", "cluster.container.binds=[/none]"),
+    ]
+
+    found = {one.text.partition(":")[0]: one for one in checked(planned(words))}
+
+    wrong = {key for key, one in found.items() if one.kind == "error"}
+    assert wrong >= {
+        *("cluster.qos=boost_qos_dgb", "cluster.partition=boost_usr_prd", "cluster.container.image=/none.sif"),
+        *("model=nowhere", f"tasks.train.path={tmp_path}/tasks"),
+    }
+    assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
+    assert found["cluster.container.binds"].kind == "warning"
+    (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
+    assert "cluster.qos=boost_qos_lprod: Slurm has none of that name" in known.text, "only the site's file has it"
+
+
+@pytest.mark.parametrize(
+    ("free", "said"),
+    [(1e9, ["error", "has 1.0 GB; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
+)
+def test_a_disk_has_room_for_checkpoints(
+    free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=int(free)))
+    submission = planned(["recipe=olmo1/1b", "cluster=leonardo", f"run_dir={tmp_path}/run"])
+
+    (found,) = (one for one in findings(submission.config, submission.settings) if "make room" in one.text)
+
+    assert found.kind == said[0]
+    assert all(text in found.text for text in said[1:])
+
+
+def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*TASKS, f"slurm.folder={tmp_path}"]
+    attempts.finish(tmp_path, step=None, words=["generator=arithmetic", "output=t.jsonl"])
+
+    assert submit(words, dry_run=False) == 0
+    assert capsys.readouterr().out == (
+        f"{tmp_path}: finished before; remove {tmp_path}/slurm/finished.json to have it done again\n"
+    )
+    submit([*words, "count=7"], dry_run=True)
+    assert "finished before" not in capsys.readouterr().out, "it has more to do"
 
 
 def test_gpus_are_kept_on_nodes_of_another_size() -> None:
