@@ -101,7 +101,7 @@ class Answer:
 
     Attributes:
         key, sample: those of the request.
-        answer: text of the answer; None if there is none.
+        answer: text of the answer, "" where the model ended without one; None beside calls alone, or after a problem.
         reasoning: text before it that the endpoint has told apart; None if there is none.
         tool_calls: calls as OpenAI's `tool_calls`.
         finish_reason: why the answer ended (stop, length, tool_calls ...).
@@ -523,8 +523,12 @@ def _read_answer(content: bytes, request: Request, seconds: float) -> Answer:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Failed("an answer that is no chat completion") from None
     if isinstance(text, list):
-        text = "".join(str(part.get("text", "")) for part in text if isinstance(part, dict))
-    if not isinstance(text, str) and not (text is None and (calls or reasoning)):
+        text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
+    if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):
+        text = (
+            ""  # cut off while thinking, filtered, refused or ended at once: another attempt would choose among answers
+        )
+    if not isinstance(text, str) and not (text is None and calls):
         raise Failed("a chat completion without text")
     return Answer(
         key=request.key,

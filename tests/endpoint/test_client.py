@@ -282,3 +282,36 @@ def test_half_a_character_becomes_a_mark(endpoint: Any, reply: Any, half: str) -
     (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
 
     assert (found.answer, found.completion_tokens) == ("half ?", None)
+
+
+@pytest.mark.parametrize(
+    ("message", "ended"),
+    [
+        ({"content": None}, "length"),
+        ({}, "length"),
+        ({"content": None, "reasoning_content": "Let me"}, "length"),
+        ({"content": None}, "content_filter"),
+        ({"content": None}, "stop"),
+        ({"content": None, "refusal": "I cannot"}, None),
+        ({"content": [{"type": "refusal", "refusal": "I cannot"}]}, "stop"),
+        ({"content": [{"type": "text", "text": None}]}, "length"),
+    ],
+    ids=str,
+)
+def test_a_model_that_ends_without_text_has_answered(endpoint: Any, reply: Any, message: Any, ended: Any) -> None:
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": ended}
+    endpoint.reply = lambda payload: reply(body=json.dumps({"choices": [choice]}).encode())
+
+    (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (found.answer, found.finish_reason, found.problem, len(endpoint.requests)) == ("", ended, "", 1)
+
+
+def test_calls_alone_have_no_text(endpoint: Any, reply: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    endpoint.reply = lambda payload: reply(body=json.dumps({"choices": [choice]}).encode())
+
+    (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (found.answer, found.tool_calls, found.problem) == (None, (call,), "")

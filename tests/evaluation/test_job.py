@@ -127,6 +127,24 @@ def test_what_the_endpoint_refuses_is_told(evaluate: Evaluate, results: Read, su
     assert len(answering.requests) > asked
 
 
+@pytest.mark.parametrize("end", ["length", "content_filter"])
+def test_answers_without_text_count_as_wrong(
+    evaluate: Evaluate, results: Read, suite: Suite, answering: Any, reply: type[Any], end: str
+) -> None:
+    def every_other(payload: dict[str, Any]) -> Any:
+        number = int(payload["messages"][-1]["content"].split()[2])
+        ended = {"message": {"role": "assistant", "content": None}, "finish_reason": end}
+        right = {"message": {"content": f"\\boxed{{{3 * number}}}"}, "finish_reason": "stop"}
+        return reply(body=json.dumps({"choices": [ended if number % 2 else right]}).encode())
+
+    answering.reply = every_other
+    evaluate(f"suite={suite(rows=8)}")
+
+    found = results()["benchmarks"]["sums"]
+    assert (found["accuracy"], found["n"], found["failed"]) == (0.5, 8, 0)
+    assert (found["truncated"], len(answering.requests)) == (0.5 if end == "length" else 0, 8)
+
+
 def test_a_judge_that_is_down_leaves_answers_without_a_score(
     evaluate: Evaluate, results: Read, suite: Suite, answering: Any, endpoints: Callable[[], Any], reply: type[Any]
 ) -> None:
