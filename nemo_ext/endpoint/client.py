@@ -32,11 +32,22 @@ if TYPE_CHECKING:
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
 
-AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Status codes worth another attempt: time-outs, conflicts, too many requests, server failures."""
+AGAIN = frozenset({408, 409, 425, 429})
+"""Status codes worth another attempt beside server failures: time-outs, conflicts, too many requests."""
 REFUSED = frozenset({401, 403})
 """Status codes of a key that is missing or wrong."""
 _OVERLOAD = frozenset({429, 503, 529})
+_MISPLACED = frozenset({404, 405, 410, 501})
+"""Status codes of a path that the endpoint does not have."""
+_BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
+"""Finish reasons of answers that the server broke off."""
+_CODES = {
+    "rate.?limit|overloaded|too.?many.?requests|quota": 429,
+    "invalid.?request|bad.?request|context.?length|invalid.?argument": 400,
+    "authentication|unauthorized|api.?key": 401,
+    "not.?found": 404,
+}
+"""Status codes of errors that are named in words."""
 _MAX_BYTES = 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _LONGEST_AFTER = 600.0
@@ -109,7 +120,7 @@ class Answer:
         seed: seed of the request; None if it had none.
         seconds: seconds of the attempt that succeeded, or of all attempts.
         body: the endpoint's whole response.
-        status: HTTP status of the last attempt; None without a response.
+        status: HTTP status of the last attempt, or the code of an error in its response; None without either.
         problem: reason why there is no answer; "" if there is one.
     """
 
@@ -198,10 +209,11 @@ class Client:
                 lengths = await self._models()
                 break
             except Failed as failed:
+                why = self._why(failed)
                 if not failed.again or time.monotonic() >= end:
-                    raise ValueError(f"{where}: {failed}") from None
+                    raise ValueError(f"{where}: {why}") from None
                 if not said:
-                    logging.getLogger(__name__).warning("%s: %s; trying for %.0f s", where, failed, _TO_COME_UP)
+                    logging.getLogger(__name__).warning("%s: %s; trying for %.0f s", where, why, _TO_COME_UP)
                 said = True
             await asyncio.sleep(_FIRST_WAIT)
             self._find()
@@ -217,9 +229,11 @@ class Client:
         """Lengths of the endpoint's models by name; None where it does not say it."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
-            return {str(model["id"]): count(model.get("max_model_len")) for model in json.loads(listed)["data"]}
+            models = _body(listed, "list of models", self.address.key)["data"]
+            return {str(model["id"]): count(model.get("max_model_len")) for model in models}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise Failed("/models answers with something else than a list of models", again=False) from None
+            said = _words(listed, self.address.key)
+            raise Failed(f"/models answers with something else than a list of models: {said}", again=False) from None
 
     async def answers(
         self, requests: Iterable[Request] | AsyncIterable[Request], *, store: Store | None = None
@@ -274,7 +288,7 @@ class Client:
     async def _kept(self, request: Request, store: Store | None) -> Answer:
         answer = await self.ask(request)
         if answer.status in REFUSED:
-            raise ValueError(f"{self.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.address.url}: {answer.problem}")
         if store is not None:
             store.add(request, answer)
         return answer
@@ -313,7 +327,7 @@ class Client:
                         answer = await self._answer(request)
                     break
                 except Failed as failed:
-                    problem, status = str(failed), failed.status
+                    problem, status = self._why(failed), failed.status
                     if failed.unreached and self.settings.patience:  # no fault of the request's
                         await self._rest(_FIRST_WAIT)
                         await self._until_reached()
@@ -366,18 +380,31 @@ class Client:
         asked = time.monotonic()
         try:
             content = await self._send("POST", request.path, body, self.settings.attempt_seconds)
+            seconds = time.monotonic() - asked
+            answer = _read_answer(content, request, seconds, self.address.key)
         except Failed as failed:
             if failed.overload:
                 self.pace.overloaded()
             raise
-        seconds = time.monotonic() - asked
-        answer = _read_answer(content, request, seconds)
         self.pace.answered(seconds)
         if self.settings.tokens_a_minute is not None and answer.completion_tokens is not None:
             used = (answer.prompt_tokens or 0) + answer.completion_tokens
             await self.pace.used(used - self._estimate(request))
             self._mean_tokens += 0.05 * (answer.completion_tokens - self._mean_tokens)
         return answer
+
+    def _why(self, failed: "Failed") -> str:
+        """Reason of a failure; for a refused key with the place it comes from."""
+        if failed.status not in REFUSED:
+            return str(failed)
+        place, _, variable = self._again or (None, None, None)
+        if self.address.key is None:
+            origin = ": none was sent: key_variable=NAME names the environment variable that holds it"
+        elif variable is not None:
+            origin = f": it comes from the environment variable {variable} (key_variable)"
+        else:
+            origin = f": it comes from {place}" if place else ""
+        return f"{failed}: the key is refused{origin}"
 
     async def _until_reached(self) -> None:
         """Waits until the endpoint answers again; all requests wait for the same look at it."""
@@ -435,14 +462,17 @@ class Client:
         finally:
             if session is not self._session:
                 await session.close()
-        if response.status == 200:
+        status = response.status
+        if status == 200:
             return content
-        raise Failed(
-            _refusal(response.status, content, key),
-            status=response.status,
-            again=response.status in AGAIN,
+        where = f": {self.address.url}/{path}" if status in _MISPLACED or 300 <= status < 400 else ""
+        if where and (to := response.headers.get("Location", "").partition("?")[0]):
+            where += f" leads to {to}: no redirect is followed: name that address as the endpoint"
+        raise Failed.of(
+            status,
+            f"HTTP {status}{where}",
+            _words(content, key),
             after=_retry_after(response.headers.get("Retry-After", "")),
-            overload=response.status in _OVERLOAD,
             unreached=AWAY in response.headers,
         )
 
@@ -455,8 +485,16 @@ class Failed(Exception):
         after: seconds that the endpoint asks to wait.
         overload: whether the endpoint has too much to do.
         unreached: whether nobody listens at its address.
-        status: HTTP status; None without a response.
+        status: HTTP status, or the code of an error in a response; None without either.
     """
+
+    @classmethod
+    def of(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
+        """A response with an error, by its status and the endpoint's words; without a status it may pass."""
+        # A server's message about a bad key may contain part of it.
+        said = f": {words}" if words and status not in REFUSED else ""
+        again = status is None or status in AGAIN or status >= 500
+        return cls(f"{problem}{said}", status=status, again=again, overload=status in _OVERLOAD, **more)
 
     def __init__(
         self,
@@ -507,10 +545,10 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
     return bytes(content)
 
 
-def _read_answer(content: bytes, request: Request, seconds: float) -> Answer:
+def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
     """The answer in a response of `/chat/completions` or `/completions`: its first choice."""
     try:
-        body = json.loads(content)
+        body = _body(content, "chat completion", key)
         if not _is_whole(again := json.dumps(body, ensure_ascii=False)):
             body = json.loads(again.encode(errors="replace"))
         choice, usage = body["choices"][0], body.get("usage") or {}
@@ -521,7 +559,9 @@ def _read_answer(content: bytes, request: Request, seconds: float) -> Answer:
         prompt_tokens, completion_tokens = (count(usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
         ended = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Failed("an answer that is no chat completion") from None
+        raise Failed(f"an answer that is no chat completion: {_words(content, key)}") from None
+    if isinstance(ended, str) and ended in _BROKEN_OFF:
+        raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in ended)
     if isinstance(text, list):
         text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):
@@ -560,15 +600,42 @@ def _is_whole(text: str) -> bool:
     return True
 
 
-def _refusal(status: int, content: bytes, key: str) -> str:
-    problem = f"HTTP {status}"
-    # A server's message about a bad key may contain part of it.
-    if status in REFUSED:
-        return problem
-    said = " ".join(content.decode(errors="replace").split())
-    if key:
-        said = said.replace(key, "***")
-    return f"{problem}: {said[:200]}" if said else problem
+def _body(content: bytes, expected: str, key: str | None) -> Any:
+    """The JSON of a response with status 200.
+
+    Raises:
+        Failed: it is an error, which is judged by its code if that is a status.
+        ValueError, RecursionError: it is no JSON.
+    """
+    body = json.loads(content)
+    parts = body if isinstance(body, list) else [body]
+    if isinstance(body, dict) and isinstance(choices := body.get("choices"), list):
+        parts = [body, *choices]
+    for part in (part for part in parts if isinstance(part, dict)):
+        if error := part.get("object") == "error" or part.get("error"):
+            error = error if isinstance(error, dict) else {**part, "message": part.get("message") or error}
+            raise _error(error, expected, key)
+    return body
+
+
+def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed":
+    kinds = [str(error[name]) for name in ("code", "status", "type") if error.get(name)]
+    status = next((int(kind) for kind in kinds if re.fullmatch("[45][0-9][0-9]", kind)), None)
+    if status is None:
+        named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))
+        status = next(named, None)
+    said = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
+    return Failed.of(
+        status, f"an answer that is no {expected} but an error", _words(said.encode(errors="replace"), key)
+    )
+
+
+def _words(content: bytes, key: str | None) -> str:
+    """The beginning of a text that an endpoint sends, on a line and without the key; of a page its title."""
+    text = content.decode(errors="replace").replace(key or "\0", "***")
+    if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
+        text = f"a page: {title[1]}"
+    return " ".join(text.split())[:200]
 
 
 def _retry_after(value: str) -> float:

@@ -198,7 +198,7 @@ class Asking:
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.client.address.url}: {answer.problem}")
         return answer
 
     def _sample(self, question: Question, number: int, answer: Answer) -> Sample:

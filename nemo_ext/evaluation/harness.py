@@ -302,7 +302,7 @@ class EndpointModel(lm_eval.api.model.LM):
             body["seed"] = digest(self.seed, "evaluate", *key, 0) >> 33  # some servers take no more than 31 bits
         answer = await client.ask(Request(body={**body, "prompt": prompt}, path="completions"))
         if answer.status in REFUSED:
-            raise Failed(f"{answer.problem}: the key is refused")
+            raise Failed(answer.problem)
         ended = answer.answer or ""
         for stop in body.get("stop", ()):
             ended = ended.partition(stop)[0]

@@ -180,7 +180,7 @@ class Likelihoods:
     async def _ask(self, body: dict[str, Any]) -> Answer:
         answer = await self.client.ask(Request(body=body, path="completions"))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.client.address.url}: {answer.problem}")
         return answer
 
 
