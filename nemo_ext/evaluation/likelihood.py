@@ -8,6 +8,7 @@ predicted. Only texts longer than that differ, and they are equal with `hf` and 
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -241,8 +242,12 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """True if the text's first token may be this one; a cut character counts."""
-    return isinstance(text, str) and bool(token) and text.startswith(token.rstrip("\ufffd"))
+    """True if the text's first token may be this one; a cut character counts, and a space before the text does not."""
+    if not isinstance(text, str) or not token:
+        return False
+    if token.startswith("bytes:"):  # a part of a character
+        return text.encode().startswith(bytes(int(byte, 16) for byte in re.findall(r"\\x([0-9a-f]{2})", token)))
+    return text.lstrip().startswith(token.lstrip().rstrip("\ufffd"))
 
 
 def _short(text: str) -> str:

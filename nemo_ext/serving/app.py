@@ -1,7 +1,6 @@
 """The HTTP server of the engine: OpenAI's API over Starlette."""
 
 import asyncio
-import itertools
 import json
 import time
 import uuid
@@ -9,6 +8,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -22,7 +22,7 @@ from nemo_ext.chat.response import OPEN
 from nemo_ext.serving.engine import Engine, Sampling, Token
 from nemo_ext.serving.guard import Guard, gone, metrics_page, refusal
 from nemo_ext.serving.protocol import Chat, Completion
-from nemo_ext.serving.text import Decoder, Splitter
+from nemo_ext.serving.text import Decoder, Splitter, TokenBytes
 
 _MOST_BYTES = 64 << 20
 _COMPLETION_TOKENS = 16
@@ -291,10 +291,10 @@ class Api:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def token_text(self, token: int) -> str:
-        """Text of one token."""
-        text: str = self.served.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes and texts of single tokens."""
+        return TokenBytes(self.served.tokenizer)
 
 
 @dataclass
@@ -416,8 +416,8 @@ class _ChatAnswers(_Answers):
         ]
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.api.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        known = self.api.token_bytes
+        return {"token": known.text(token), "logprob": logprob, "bytes": list(known(token))}
 
 
 class _CompletionAnswers(_Answers):
@@ -457,15 +457,15 @@ class _CompletionAnswers(_Answers):
         shown = [token for token in tokens if token.id >= 0 and (token.prompt or token.logprob is not None)]
         if not any(token.logprob is not None for token in shown):
             return None
-        texts = [self.api.token_text(token.id) for token in shown]
+        known = self.api.token_bytes
         return {
-            "tokens": texts,
+            "tokens": [known.text(token.id) for token in shown],
             "token_logprobs": [token.logprob for token in shown],
             "top_logprobs": [
-                None if token.logprob is None else {self.api.token_text(each): value for each, value in token.top}
+                None if token.logprob is None else {known.text(each): value for each, value in token.top}
                 for token in shown
             ],
-            "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=0)),
+            "text_offset": known.offsets(token.id for token in shown),
         }
 
 

@@ -89,6 +89,25 @@ def test_a_stream_says_the_same(client: TestClient) -> None:
     assert (parts[-1]["choices"], parts[-1]["usage"]) == ([], whole["usage"])
 
 
+def test_log_probabilities_of_parts_of_characters(client: TestClient, served: Served) -> None:
+    text = "a漢🎉"
+    asked = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 5, "echo": True}
+
+    found = client.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+
+    assert found["text_offset"] == [0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert found["tokens"][:4] == ["a", r"bytes:\xe6", r"bytes:\xbc", r"bytes:\xa2"]
+    # Bytes that stand for no character alone are told apart, so none takes another's place.
+    assert all(len(top) == 5 for top in found["top_logprobs"][1:])
+    assert not any("\ufffd" in name for top in found["top_logprobs"][1:] for name in top)
+    content = chat(client, logprobs=True, top_logprobs=20)["choices"][0]["logprobs"]["content"]
+    for each in (one for token in content for one in (token, *token["top_logprobs"])):
+        try:
+            assert bytes(each["bytes"]).decode() == each["token"].partition("token_id:")[0]
+        except UnicodeDecodeError:
+            assert each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
+
+
 def test_echo_and_log_probabilities_as_evaluation_asks(client: TestClient, served: Served) -> None:
     ids = served.tokenizer("one two")["input_ids"]
     asked = {"prompt": [ids, ids[:3]], "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
