@@ -102,6 +102,10 @@ class Api:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.metrics = _Metrics(served.engine)
+        self.model = {
+            **{"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "nemo_ext"},
+            "max_model_len": served.length,
+        }
 
     def app(self, key: str | None) -> Starlette:
         """The application; every route but /health wants the key, if there is one."""
@@ -109,6 +113,7 @@ class Api:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
@@ -123,8 +128,12 @@ class Api:
         return metrics_page(self.metrics.registry)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self.served.name, "object": "model", "owned_by": "nemo_ext", "max_model_len": self.served.length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.served.name:
+            return refusal(404, f"unknown model {name!r}: this is {self.served.name!r}")
+        return JSONResponse(self.model)
 
     async def _chat(self, request: Request) -> Response:
         given = await _read(request, Chat)

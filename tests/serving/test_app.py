@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 
 from nemo_ext.serving.app import Api, Served
 from nemo_ext.serving.engine import Token
+from nemo_ext.serving.listen import bind, server, url_of
 from nemo_ext.serving.settings import ServingSettings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -65,6 +68,27 @@ def test_a_chat(client: TestClient, served: Served) -> None:
     assert {choice["finish_reason"] for choice in choices} <= {"stop", "length"}
     assert choices[0]["message"]["content"] != choices[1]["message"]["content"]
     assert choices == chat(client, n=2, seed=3, temperature=1.0)["choices"]
+
+
+def test_a_strict_client_reads_the_list_of_models_and_one_by_its_name(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    name, socket = "org/a model", bind("127.0.0.1", 0)
+    running = server(Api(replace(served, name=name)).app(KEY))
+    thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
+    thread.start()
+    asking = openai.OpenAI(api_key=KEY, base_url=url_of("127.0.0.1", socket.getsockname()[1]))
+    try:
+        (listed,) = asking.models.list().data
+        one = asking.models.retrieve(name)
+        with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
+            asking.models.retrieve("other")
+    finally:
+        running.should_exit = True
+        thread.join()
+
+    openai.types.Model.model_validate(listed.model_dump(), strict=True)
+    assert listed == one
+    assert (one.id, one.object) == (name, "model") and one.created > 1_700_000_000
 
 
 def test_a_stream_says_the_same(client: TestClient) -> None:
