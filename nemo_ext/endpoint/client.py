@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext.endpoint.address import AWAY, Address, read_address
 from nemo_ext.endpoint.pace import Pace
-from nemo_ext.job.settings import STRICT, nearest
+from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 if TYPE_CHECKING:
     import aiohttp
@@ -80,6 +80,7 @@ class ClientSettings:
         concurrency: number of requests at a time; None finds it (`Pace`).
         requests_a_minute: most requests a minute; None for any.
         tokens_a_minute: most tokens a minute, of prompts and answers; None for any.
+        omit: fields left out of every request, which the endpoint refuses: seed, for one.
     """
 
     attempts: PositiveInt = 10
@@ -88,6 +89,13 @@ class ClientSettings:
     concurrency: PositiveInt | None = None
     requests_a_minute: PositiveInt | None = None
     tokens_a_minute: PositiveInt | None = None
+    omit: StringsOrNone = ()
+
+    def __post_init__(self) -> None:
+        if needed := {"model", "messages", "prompt"} & set(self.omit):
+            raise ValueError(
+                f"omit={', '.join(sorted(needed))}: no request is without: name other fields, such as seed"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,6 +316,9 @@ class Client:
         """
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
+        if self.settings.omit:
+            kept = {name: value for name, value in request.body.items() if name not in self.settings.omit}
+            request = replace(request, body=kept)
         attempts = AsyncRetrying(
             sleep=self._rest,
             stop=stop_after_attempt(self.settings.attempts),

@@ -399,3 +399,19 @@ def test_a_refused_key_is_named_by_its_place(
     assert "variable MY_KEY" in said(endpoint.url, model="m", key_variable="MY_KEY")
     assert str(tmp_path) in said(tmp_path)
     assert "none was sent: key_variable=NAME" in said(endpoint.url, model="m")
+
+
+def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any) -> None:
+    refused = b'{"object": "error", "message": "Extra inputs are not permitted: seed", "code": 422}'
+    endpoint.reply = lambda payload: reply(status=422, body=refused) if "seed" in payload else reply(text="yes")
+    asked = Request(body={"messages": [], "seed": 1, "temperature": 0.5})
+
+    async def answer(settings: ClientSettings) -> Answer:
+        async with Client(Address(url=endpoint.url), settings) as client:
+            return await client.ask(asked)
+
+    assert "HTTP 422" in asyncio.run(answer(ClientSettings())).problem
+    found = asyncio.run(answer(ClientSettings(omit=("seed",))))
+    assert (found.answer, found.seed, endpoint.requests[-1]["temperature"]) == ("yes", None, 0.5)
+    with pytest.raises(ValueError, match="omit=messages: no request is without"):
+        ClientSettings(omit=("messages", "seed"))

@@ -65,6 +65,16 @@ def test_more_samples_add_to_those_there(evaluate: Evaluate, results: Read, suit
     assert results()["benchmarks"]["sums"] == two
 
 
+def test_fields_are_left_out_of_what_is_asked(evaluate: Evaluate, suite: Suite, answering: Any) -> None:
+    words, ours = f"suite={suite(rows=4, sampling={'temperature': 1.0})}", answering.reply
+    answering.reply = lambda payload: ours({"seed": 1, **payload})
+    evaluate(words, "evaluate.omit=seed")
+    evaluate(words, "evaluate.omit=[seed, temperature]")
+
+    assert not any("seed" in request for request in answering.requests)
+    assert ["temperature" in request for request in answering.requests] == [True] * 4 + [False] * 4
+
+
 def test_a_limit_takes_always_the_same_problems(
     evaluate: Evaluate, suite: Suite, answering: Any, tmp_path: Path
 ) -> None:

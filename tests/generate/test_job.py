@@ -83,6 +83,21 @@ def test_an_output_is_of_one_setting(generate: Generate, written: Written, answe
         assert len(answering.requests) == asked
 
 
+def test_a_field_that_the_endpoint_refuses_is_left_out(
+    generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any
+) -> None:
+    ours = answering.reply
+    answering.reply = lambda payload: reply(status=422, body=b"no seed") if "seed" in payload else ours(payload)
+    words = (f"input={written(QUESTIONS)}", TEMPLATE, "generate.temperature=0.5")
+
+    code, said = generate(*words, "generate.omit=[seed]")
+
+    assert code == 0, said
+    assert {(row["seed"], row["answer"] is not None) for row in answers()} == {(None, True)}
+    code, said = generate(*words, "generate.omit=[seed, temperature]")
+    assert code == 2 and "was begun otherwise (omit: " in said
+
+
 def test_another_input_is_refused(generate: Generate, written: Written) -> None:
     generate(f"input={written(QUESTIONS)}", TEMPLATE)
 
