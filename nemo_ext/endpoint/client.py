@@ -22,6 +22,7 @@ from pydantic import Field, FiniteFloat, PositiveInt
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext.endpoint.address import AWAY, Address, read_address
+from nemo_ext.endpoint.failures import BROKEN_OFF, MISPLACED, REFUSED, Failed, body_of, words_of
 from nemo_ext.endpoint.pace import Pace
 from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
@@ -32,22 +33,6 @@ if TYPE_CHECKING:
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
 
-AGAIN = frozenset({408, 409, 425, 429})
-"""Status codes worth another attempt beside server failures: time-outs, conflicts, too many requests."""
-REFUSED = frozenset({401, 403})
-"""Status codes of a key that is missing or wrong."""
-_OVERLOAD = frozenset({429, 503, 529})
-_MISPLACED = frozenset({404, 405, 410, 501})
-"""Status codes of a path that the endpoint does not have."""
-_BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
-"""Finish reasons of answers that the server broke off."""
-_CODES = {
-    "rate.?limit|overloaded|too.?many.?requests|quota": 429,
-    "invalid.?request|bad.?request|context.?length|invalid.?argument": 400,
-    "authentication|unauthorized|api.?key": 401,
-    "not.?found": 404,
-}
-"""Status codes of errors that are named in words."""
 _MAX_BYTES = 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _LONGEST_AFTER = 600.0
@@ -237,10 +222,10 @@ class Client:
         """Lengths of the endpoint's models by name; None where it does not say it."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
-            models = _body(listed, "list of models", self.address.key)["data"]
+            models = body_of(listed, "list of models", self.address.key)["data"]
             return {str(model["id"]): count(model.get("max_model_len")) for model in models}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            said = _words(listed, self.address.key)
+            said = words_of(listed, self.address.key)
             raise Failed(f"/models answers with something else than a list of models: {said}", again=False) from None
 
     async def answers(
@@ -476,50 +461,16 @@ class Client:
         status = response.status
         if status == 200:
             return content
-        where = f": {self.address.url}/{path}" if status in _MISPLACED or 300 <= status < 400 else ""
+        where = f": {self.address.url}/{path}" if status in MISPLACED or 300 <= status < 400 else ""
         if where and (to := response.headers.get("Location", "").partition("?")[0]):
             where += f" leads to {to}: no redirect is followed: name that address as the endpoint"
         raise Failed.of(
             status,
             f"HTTP {status}{where}",
-            _words(content, key),
+            words_of(content, key),
             after=_retry_after(response.headers.get("Retry-After", "")),
             unreached=AWAY in response.headers,
         )
-
-
-class Failed(Exception):
-    """A failed attempt.
-
-    Attributes:
-        again: whether another attempt may succeed.
-        after: seconds that the endpoint asks to wait.
-        overload: whether the endpoint has too much to do.
-        unreached: whether nobody listens at its address.
-        status: HTTP status, or the code of an error in a response; None without either.
-    """
-
-    @classmethod
-    def of(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
-        """A response with an error, by its status and the endpoint's words; without a status it may pass."""
-        # A server's message about a bad key may contain part of it.
-        said = f": {words}" if words and status not in REFUSED else ""
-        again = status is None or status in AGAIN or status >= 500
-        return cls(f"{problem}{said}", status=status, again=again, overload=status in _OVERLOAD, **more)
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        again: bool = True,
-        after: float = 0.0,
-        overload: bool = False,
-        unreached: bool = False,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(problem)
-        self.again, self.after, self.overload, self.unreached = again, after, overload, unreached
-        self.status = status
 
 
 def _session() -> "aiohttp.ClientSession":
@@ -559,7 +510,7 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
     """The answer in a response of `/chat/completions` or `/completions`: its first choice."""
     try:
-        body = _body(content, "chat completion", key)
+        body = body_of(content, "chat completion", key)
         if not _is_whole(again := json.dumps(body, ensure_ascii=False)):
             body = json.loads(again.encode(errors="replace"))
         choice, usage = body["choices"][0], body.get("usage") or {}
@@ -570,8 +521,8 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         prompt_tokens, completion_tokens = (count(usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
         ended = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Failed(f"an answer that is no chat completion: {_words(content, key)}") from None
-    if isinstance(ended, str) and ended in _BROKEN_OFF:
+        raise Failed(f"an answer that is no chat completion: {words_of(content, key)}") from None
+    if isinstance(ended, str) and ended in BROKEN_OFF:
         raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in ended)
     if isinstance(text, list):
         text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
@@ -609,44 +560,6 @@ def _is_whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _body(content: bytes, expected: str, key: str | None) -> Any:
-    """The JSON of a response with status 200.
-
-    Raises:
-        Failed: it is an error, which is judged by its code if that is a status.
-        ValueError, RecursionError: it is no JSON.
-    """
-    body = json.loads(content)
-    parts = body if isinstance(body, list) else [body]
-    if isinstance(body, dict) and isinstance(choices := body.get("choices"), list):
-        parts = [body, *choices]
-    for part in (part for part in parts if isinstance(part, dict)):
-        if error := part.get("object") == "error" or part.get("error"):
-            error = error if isinstance(error, dict) else {**part, "message": part.get("message") or error}
-            raise _error(error, expected, key)
-    return body
-
-
-def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed":
-    kinds = [str(error[name]) for name in ("code", "status", "type") if error.get(name)]
-    status = next((int(kind) for kind in kinds if re.fullmatch("[45][0-9][0-9]", kind)), None)
-    if status is None:
-        named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))
-        status = next(named, None)
-    said = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
-    return Failed.of(
-        status, f"an answer that is no {expected} but an error", _words(said.encode(errors="replace"), key)
-    )
-
-
-def _words(content: bytes, key: str | None) -> str:
-    """The beginning of a text that an endpoint sends, on a line and without the key; of a page its title."""
-    text = content.decode(errors="replace").replace(key or "\0", "***")
-    if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
-        text = f"a page: {title[1]}"
-    return " ".join(text.split())[:200]
 
 
 def _retry_after(value: str) -> float:

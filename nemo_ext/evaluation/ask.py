@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
-from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.likelihood import Likelihoods
 from nemo_ext.evaluation.play import Playing

@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from nemo_ext.endpoint.client import REFUSED, EndpointGone, Request
+from nemo_ext.endpoint.client import EndpointGone, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.evaluation.ask import Question
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark, Kind
 from nemo_ext.evaluation.likelihood import Likelihoods, Scored

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.job.settings import Count
 
 _LENGTH = 2048

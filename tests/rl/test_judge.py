@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from nemo_ext.endpoint import client
 from nemo_ext.endpoint.address import FILE, Address, write_address
+from nemo_ext.endpoint.failures import Failed
 from nemo_ext.rl.judge import Answer, Judge, JudgeSettings
 
 SHORT = {"attempt_seconds": 1.0}
@@ -124,7 +125,7 @@ json_values = st.recursive(
 def test_any_body_is_text_or_no_answer(body: bytes) -> None:
     try:
         text = client._read_answer(body, client.Request(body={}), 0.0).answer
-    except client.Failed:
+    except Failed:
         return
     assert text is None or isinstance(text, str)
 
