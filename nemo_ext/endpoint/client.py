@@ -527,9 +527,8 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
     if isinstance(text, list):
         text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):
-        text = (
-            ""  # cut off while thinking, filtered, refused or ended at once: another attempt would choose among answers
-        )
+        # Cut off while thinking, filtered, refused or ended at once: another attempt would choose among answers.
+        text = ""
     if not isinstance(text, str) and not (text is None and calls):
         raise Failed("a chat completion without text")
     return Answer(
