@@ -33,6 +33,7 @@ Span = tuple[int, int]
 # Unicode noncharacters, reserved for a program's own use. One found in the data becomes ESCAPE and a digit.
 _OPEN, _CLOSE, _QUOTE, _UNQUOTE, _LAST_TURN, _ESCAPE = _MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
 _ANY_MARK = re.compile(f"([{_MARKS}])")
+_ANSWER = "\ue000"  # of the private use area, so no template writes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +142,19 @@ class Template:
         if path.is_file():
             return cls(given, path.read_text())
         raise ValueError(f"no chat template {given!r}, and no file or folder of this name: {nearest(given, names())}")
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any) -> "Template":
+        """The chat template of a Hugging Face tokenizer.
+
+        Raises:
+            ValueError: the tokenizer has none.
+        """
+        source = getattr(tokenizer, "chat_template", None)
+        if not isinstance(source, str):
+            raise ValueError("the tokenizer has no chat template: name one in template=")
+        special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        return cls("of the tokenizer", source, special)
 
     def render(
         self,
@@ -291,6 +305,15 @@ class Template:
         return on != off
 
     @cached_property
+    def closing(self) -> str:
+        """Text with which an answer's turn ends; "" where the template refuses a plain question with its answer."""
+        asked = (Message(role="user", content="a"), Message(role="assistant", content=_ANSWER))
+        try:
+            return self.render(Sample(id="closing", messages=asked)).text.rpartition(_ANSWER)[2]
+        except ValueError:
+            return ""
+
+    @cached_property
     def drops_reasoning(self) -> bool:
         """True if the reasoning of earlier turns is left out of the prompt, and that of the last turn is not."""
         said = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
@@ -302,6 +325,24 @@ class Template:
 def names() -> list[str]:
     """Names of the templates that come with nemo_ext."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
+
+
+def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any = None) -> frozenset[int]:
+    """Ids that end an answer: those of the generation config, the tokenizer's, and that of the template's end of turn.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+        template: chat template; None takes the tokenizer's, if it has one.
+        generation: transformers' GenerationConfig; None for none.
+    """
+    listed = getattr(generation, "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])} - {None}
+    if template is None and isinstance(getattr(tokenizer, "chat_template", None), str):
+        template = Template.of_tokenizer(tokenizer)
+    closing = template.closing.lstrip() if template is not None else ""
+    # A turn that ends with plain text has no such token: its first one may be anywhere in an answer.
+    ends |= {*tokenizer.encode(closing, add_special_tokens=False)[:1]} & tokenizer.added_tokens_decoder.keys()
+    return frozenset(ends)
 
 
 def thinks(sample: Sample) -> bool:

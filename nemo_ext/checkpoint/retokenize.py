@@ -10,7 +10,6 @@ tokenizer cuts its text into; special tokens, which have no text, the mean of al
 
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from nemo_ext.checkpoint.beside import read_json
 from nemo_ext.checkpoint.safetensors_files import CONFIG, SafetensorsReader
 from nemo_ext.checkpoint.storage import CheckpointError, Stored
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.data.text.byte_tokenizer import letters
+from nemo_ext.data.text.byte_tokenizer import BYTE_NAME, token_bytes
 from nemo_ext.data.text.tokenizers import read_tokenizer
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ NewRows = Literal["pieces", "mean", "zero"]
 ROLES = ("bos", "eos", "pad")
 _SPECIAL = b"\xff special "
 """Beginning of a special token among tokens as bytes: no text has it."""
-_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 _ROWS = 4096
 """Rows that are there in float32 at a time."""
 _LONGEST = 64
@@ -193,7 +191,7 @@ class _Tokens:
 
     def by_bytes(self) -> dict[bytes, int]:
         """Id of each token's bytes: the lowest, of a single byte's `<0x41>` only where there is no `A`."""
-        order = sorted(self.number, key=lambda name: (_BYTE.fullmatch(name) is None, -self.number[name]))
+        order = sorted(self.number, key=lambda name: (BYTE_NAME.fullmatch(name) is None, -self.number[name]))
         return {self.data[name]: self.number[name] for name in order}
 
 
@@ -209,16 +207,10 @@ def _tokens(folder: Path) -> _Tokens:
     tokenizer = Tokenizer.from_str(json.dumps(_adding_nothing(written)))
     tokenizer.encode_special_tokens = True
     added = {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
-    byte_of = {letter: bytes([byte]) for byte, letter in enumerate(letters())}
     number = tokenizer.get_vocab(with_added_tokens=True)
     data = {}
     for name in number:
-        if byte_level and name not in added:
-            data[name] = b"".join(byte_of.get(letter) or letter.encode() for letter in name)
-        elif _BYTE.fullmatch(name) and not byte_level:
-            data[name] = bytes([int(name[3:5], 16)])
-        else:
-            data[name] = (name if byte_level else name.replace("\u2581", " ")).encode()
+        data[name] = name.encode() if byte_level and name in added else token_bytes(name, byte_level=byte_level)
         if name in added and added[name].special:
             data[name] = _SPECIAL + data[name]
     return _Tokens(tokenizer, number, data)

@@ -22,8 +22,9 @@ from pydantic import Field, FiniteFloat, PositiveInt
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext.endpoint.address import AWAY, Address, read_address
+from nemo_ext.endpoint.failures import BROKEN_OFF, MISPLACED, REFUSED, Failed, body_of, words_of
 from nemo_ext.endpoint.pace import Pace
-from nemo_ext.job.settings import STRICT, nearest
+from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 if TYPE_CHECKING:
     import aiohttp
@@ -32,11 +33,6 @@ if TYPE_CHECKING:
 Seconds = Annotated[FiniteFloat, Field(gt=0)]
 SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
 
-AGAIN = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-"""Status codes worth another attempt: time-outs, conflicts, too many requests, server failures."""
-REFUSED = frozenset({401, 403})
-"""Status codes of a key that is missing or wrong."""
-_OVERLOAD = frozenset({429, 503, 529})
 _MAX_BYTES = 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _LONGEST_AFTER = 600.0
@@ -69,6 +65,7 @@ class ClientSettings:
         concurrency: number of requests at a time; None finds it (`Pace`).
         requests_a_minute: most requests a minute; None for any.
         tokens_a_minute: most tokens a minute, of prompts and answers; None for any.
+        omit: fields left out of every request, which the endpoint refuses: seed, for one.
     """
 
     attempts: PositiveInt = 10
@@ -77,6 +74,13 @@ class ClientSettings:
     concurrency: PositiveInt | None = None
     requests_a_minute: PositiveInt | None = None
     tokens_a_minute: PositiveInt | None = None
+    omit: StringsOrNone = ()
+
+    def __post_init__(self) -> None:
+        if needed := {"model", "messages", "prompt"} & set(self.omit):
+            raise ValueError(
+                f"omit={', '.join(sorted(needed))}: no request is without: name other fields, such as seed"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ class Answer:
 
     Attributes:
         key, sample: those of the request.
-        answer: text of the answer; None if there is none.
+        answer: text of the answer, "" where the model ended without one; None beside calls alone, or after a problem.
         reasoning: text before it that the endpoint has told apart; None if there is none.
         tool_calls: calls as OpenAI's `tool_calls`.
         finish_reason: why the answer ended (stop, length, tool_calls ...).
@@ -109,7 +113,7 @@ class Answer:
         seed: seed of the request; None if it had none.
         seconds: seconds of the attempt that succeeded, or of all attempts.
         body: the endpoint's whole response.
-        status: HTTP status of the last attempt; None without a response.
+        status: HTTP status of the last attempt, or the code of an error in its response; None without either.
         problem: reason why there is no answer; "" if there is one.
     """
 
@@ -198,10 +202,11 @@ class Client:
                 lengths = await self._models()
                 break
             except Failed as failed:
+                why = self._why(failed)
                 if not failed.again or time.monotonic() >= end:
-                    raise ValueError(f"{where}: {failed}") from None
+                    raise ValueError(f"{where}: {why}") from None
                 if not said:
-                    logging.getLogger(__name__).warning("%s: %s; trying for %.0f s", where, failed, _TO_COME_UP)
+                    logging.getLogger(__name__).warning("%s: %s; trying for %.0f s", where, why, _TO_COME_UP)
                 said = True
             await asyncio.sleep(_FIRST_WAIT)
             self._find()
@@ -217,9 +222,11 @@ class Client:
         """Lengths of the endpoint's models by name; None where it does not say it."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
-            return {str(model["id"]): count(model.get("max_model_len")) for model in json.loads(listed)["data"]}
+            models = body_of(listed, "list of models", self.address.key)["data"]
+            return {str(model["id"]): count(model.get("max_model_len")) for model in models}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise Failed("/models answers with something else than a list of models", again=False) from None
+            said = words_of(listed, self.address.key)
+            raise Failed(f"/models answers with something else than a list of models: {said}", again=False) from None
 
     async def answers(
         self, requests: Iterable[Request] | AsyncIterable[Request], *, store: Store | None = None
@@ -274,7 +281,7 @@ class Client:
     async def _kept(self, request: Request, store: Store | None) -> Answer:
         answer = await self.ask(request)
         if answer.status in REFUSED:
-            raise ValueError(f"{self.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.address.url}: {answer.problem}")
         if store is not None:
             store.add(request, answer)
         return answer
@@ -294,6 +301,9 @@ class Client:
         """
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
+        if self.settings.omit:
+            kept = {name: value for name, value in request.body.items() if name not in self.settings.omit}
+            request = replace(request, body=kept)
         attempts = AsyncRetrying(
             sleep=self._rest,
             stop=stop_after_attempt(self.settings.attempts),
@@ -313,7 +323,7 @@ class Client:
                         answer = await self._answer(request)
                     break
                 except Failed as failed:
-                    problem, status = str(failed), failed.status
+                    problem, status = self._why(failed), failed.status
                     if failed.unreached and self.settings.patience:  # no fault of the request's
                         await self._rest(_FIRST_WAIT)
                         await self._until_reached()
@@ -366,18 +376,31 @@ class Client:
         asked = time.monotonic()
         try:
             content = await self._send("POST", request.path, body, self.settings.attempt_seconds)
+            seconds = time.monotonic() - asked
+            answer = _read_answer(content, request, seconds, self.address.key)
         except Failed as failed:
             if failed.overload:
                 self.pace.overloaded()
             raise
-        seconds = time.monotonic() - asked
-        answer = _read_answer(content, request, seconds)
         self.pace.answered(seconds)
         if self.settings.tokens_a_minute is not None and answer.completion_tokens is not None:
             used = (answer.prompt_tokens or 0) + answer.completion_tokens
             await self.pace.used(used - self._estimate(request))
             self._mean_tokens += 0.05 * (answer.completion_tokens - self._mean_tokens)
         return answer
+
+    def _why(self, failed: "Failed") -> str:
+        """Reason of a failure; for a refused key with the place it comes from."""
+        if failed.status not in REFUSED:
+            return str(failed)
+        place, _, variable = self._again or (None, None, None)
+        if self.address.key is None:
+            origin = ": none was sent: key_variable=NAME names the environment variable that holds it"
+        elif variable is not None:
+            origin = f": it comes from the environment variable {variable} (key_variable)"
+        else:
+            origin = f": it comes from {place}" if place else ""
+        return f"{failed}: the key is refused{origin}"
 
     async def _until_reached(self) -> None:
         """Waits until the endpoint answers again; all requests wait for the same look at it."""
@@ -435,42 +458,19 @@ class Client:
         finally:
             if session is not self._session:
                 await session.close()
-        if response.status == 200:
+        status = response.status
+        if status == 200:
             return content
-        raise Failed(
-            _refusal(response.status, content, key),
-            status=response.status,
-            again=response.status in AGAIN,
+        where = f": {self.address.url}/{path}" if status in MISPLACED or 300 <= status < 400 else ""
+        if where and (to := response.headers.get("Location", "").partition("?")[0]):
+            where += f" leads to {to}: no redirect is followed: name that address as the endpoint"
+        raise Failed.of(
+            status,
+            f"HTTP {status}{where}",
+            words_of(content, key),
             after=_retry_after(response.headers.get("Retry-After", "")),
-            overload=response.status in _OVERLOAD,
             unreached=AWAY in response.headers,
         )
-
-
-class Failed(Exception):
-    """A failed attempt.
-
-    Attributes:
-        again: whether another attempt may succeed.
-        after: seconds that the endpoint asks to wait.
-        overload: whether the endpoint has too much to do.
-        unreached: whether nobody listens at its address.
-        status: HTTP status; None without a response.
-    """
-
-    def __init__(
-        self,
-        problem: str,
-        *,
-        again: bool = True,
-        after: float = 0.0,
-        overload: bool = False,
-        unreached: bool = False,
-        status: int | None = None,
-    ) -> None:
-        super().__init__(problem)
-        self.again, self.after, self.overload, self.unreached = again, after, overload, unreached
-        self.status = status
 
 
 def _session() -> "aiohttp.ClientSession":
@@ -507,10 +507,10 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
     return bytes(content)
 
 
-def _read_answer(content: bytes, request: Request, seconds: float) -> Answer:
+def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
     """The answer in a response of `/chat/completions` or `/completions`: its first choice."""
     try:
-        body = json.loads(content)
+        body = body_of(content, "chat completion", key)
         if not _is_whole(again := json.dumps(body, ensure_ascii=False)):
             body = json.loads(again.encode(errors="replace"))
         choice, usage = body["choices"][0], body.get("usage") or {}
@@ -521,10 +521,15 @@ def _read_answer(content: bytes, request: Request, seconds: float) -> Answer:
         prompt_tokens, completion_tokens = (count(usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
         ended = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Failed("an answer that is no chat completion") from None
+        raise Failed(f"an answer that is no chat completion: {words_of(content, key)}") from None
+    if isinstance(ended, str) and ended in BROKEN_OFF:
+        raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in ended)
     if isinstance(text, list):
-        text = "".join(str(part.get("text", "")) for part in text if isinstance(part, dict))
-    if not isinstance(text, str) and not (text is None and (calls or reasoning)):
+        text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
+    if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):
+        # Cut off while thinking, filtered, refused or ended at once: another attempt would choose among answers.
+        text = ""
+    if not isinstance(text, str) and not (text is None and calls):
         raise Failed("a chat completion without text")
     return Answer(
         key=request.key,
@@ -554,17 +559,6 @@ def _is_whole(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _refusal(status: int, content: bytes, key: str) -> str:
-    problem = f"HTTP {status}"
-    # A server's message about a bad key may contain part of it.
-    if status in REFUSED:
-        return problem
-    said = " ".join(content.decode(errors="replace").split())
-    if key:
-        said = said.replace(key, "***")
-    return f"{problem}: {said[:200]}" if said else problem
 
 
 def _retry_after(value: str) -> float:

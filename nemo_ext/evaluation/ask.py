@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
-from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.likelihood import Likelihoods
 from nemo_ext.evaluation.play import Playing
@@ -48,13 +49,16 @@ class Question:
         return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
 
 
-def questions(benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[str] = ()) -> Iterator[Question]:
+def questions(
+    benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
+) -> Iterator[Question]:
     """All questions of a benchmark.
 
     Args:
         benchmark: the benchmark.
         found: its problems.
         modes: the only modes to ask in; empty for all.
+        omit: fields that no request has.
     """
     likely = benchmark.kind in ("choice", "bits")
     for problem in found:
@@ -76,7 +80,8 @@ def questions(benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[st
                     body["chat_template_kwargs"] = {"enable_thinking": problem.thinking}
                 if problem.tools:
                     body["tools"] = list(problem.tools)
-                shown = {"messages": [*system, *messages]} | ({"tools": body["tools"]} if problem.tools else {})
+                body = {name: value for name, value in body.items() if name not in omit}
+                shown = {"messages": [*system, *messages]} | ({"tools": body["tools"]} if "tools" in body else {})
                 if text is not None:
                     shown = {"text": "\n\n".join(filter(None, (way.system, text)))}
                 yield Question(benchmark=benchmark, problem=problem, prompt=prompt, mode=mode, shown=shown, body=body)
@@ -193,12 +198,12 @@ class Asking:
         body |= {"prompt": question.shown["text"]} if messages is None else {"messages": list(messages)}
         path = "completions" if messages is None else "chat/completions"
         answer = await self.client.ask(Request(body=body, path=path))
-        if answer.status == 400 and messages is not None:
+        if answer.status == 400 and messages is not None and "max_tokens" in body:
             # The model may be too short for the prompt and all of max_tokens: then the endpoint takes what is left.
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.client.address.url}: {answer.problem}")
         return answer
 
     def _sample(self, question: Question, number: int, answer: Answer) -> Sample:

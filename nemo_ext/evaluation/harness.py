@@ -19,7 +19,8 @@ from typing import Any
 
 import yaml
 
-from nemo_ext.endpoint.client import REFUSED, EndpointGone, Request
+from nemo_ext.endpoint.client import EndpointGone, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.evaluation.ask import Question
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark, Kind
 from nemo_ext.evaluation.likelihood import Likelihoods, Scored
@@ -302,7 +303,7 @@ class EndpointModel(lm_eval.api.model.LM):
             body["seed"] = digest(self.seed, "evaluate", *key, 0) >> 33  # some servers take no more than 31 bits
         answer = await client.ask(Request(body={**body, "prompt": prompt}, path="completions"))
         if answer.status in REFUSED:
-            raise Failed(f"{answer.problem}: the key is refused")
+            raise Failed(answer.problem)
         ended = answer.answer or ""
         for stop in body.get("stop", ()):
             ended = ended.partition(stop)[0]

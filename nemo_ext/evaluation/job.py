@@ -243,7 +243,11 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
             continue
         modes = [mode for mode in settings.modes if mode in benchmark.modes]
         plans.append(
-            Plan(benchmark=benchmark, questions=list(questions(benchmark, found, modes)), verifier=scorer.digest)
+            Plan(
+                benchmark=benchmark,
+                questions=list(questions(benchmark, found, modes, settings.client.omit)),
+                verifier=scorer.digest,
+            )
         )
         scorers[benchmark.name] = scorer
     for why in missing.values():

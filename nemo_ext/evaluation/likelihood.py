@@ -8,12 +8,14 @@ predicted. Only texts longer than that differ, and they are equal with `hf` and 
 
 import asyncio
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.endpoint.client import REFUSED, Answer, Client, Request
+from nemo_ext.endpoint.client import Answer, Client, Request
+from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.job.settings import Count
 
 _LENGTH = 2048
@@ -180,7 +182,7 @@ class Likelihoods:
     async def _ask(self, body: dict[str, Any]) -> Answer:
         answer = await self.client.ask(Request(body=body, path="completions"))
         if answer.status in REFUSED:
-            raise ValueError(f"{self.client.address.url}: {answer.problem}: the key is refused")
+            raise ValueError(f"{self.client.address.url}: {answer.problem}")
         return answer
 
 
@@ -241,8 +243,12 @@ class Tokens:
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """True if the text's first token may be this one; a cut character counts."""
-    return isinstance(text, str) and bool(token) and text.startswith(token.rstrip("\ufffd"))
+    """True if the text's first token may be this one; a cut character counts, and a space before the text does not."""
+    if not isinstance(text, str) or not token:
+        return False
+    if token.startswith("bytes:"):  # a part of a character
+        return text.encode().startswith(bytes(int(byte, 16) for byte in re.findall(r"\\x([0-9a-f]{2})", token)))
+    return text.lstrip().startswith(token.lstrip().rstrip("\ufffd"))
 
 
 def _short(text: str) -> str:

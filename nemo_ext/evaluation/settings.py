@@ -1,14 +1,13 @@
 """Settings of `nemo-ext evaluate`, and of evaluations during training."""
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings
-from nemo_ext.job.settings import STRICT, Count, StringsOrNone, Whole, checked
+from nemo_ext.job.settings import STRICT, Count, StringsOrNone, Whole, checked_flat
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -54,7 +53,4 @@ class EvaluateSettings:
         Raises:
             ValueError: a setting is wrong; names the key, what it holds and what it may hold.
         """
-        own = dict(section)
-        known = {each.name for each in fields(ClientSettings)}
-        own["client"] = {key: own.pop(key) for key in list(own) if key in known}
-        return checked(cls, own, where="evaluate")
+        return checked_flat(cls, section, "evaluate", client=ClientSettings)

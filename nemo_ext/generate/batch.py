@@ -77,6 +77,8 @@ async def answer_all(
             notice(f"input: {index.repeated:,} rows equal an earlier one, and are answered once")
         asked = asks(index)
         identity = {"input": index.digest, "model": client.address.model, "checkpoint": client.address.digest}
+        if client.settings.omit:
+            identity["omit"] = ", ".join(client.settings.omit)
         with only_run_in(folder / OWN, "output", wait=A_DAY):
             _check_made_of(folder, {**identity, **asked.made_of, "nemo_ext": __version__}, otherwise)
         output = Output(

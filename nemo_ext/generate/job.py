@@ -160,8 +160,13 @@ def _show(index: Index, rows: Rows, prompts: Prompts, given: _Given, settings: G
     for row in first:
         with contextlib.suppress(ValueError):  # a dead letter then
             bodies.append(prompts.request(row, 0).body)
+    hidden = {"seed", *settings.client.omit}
     for body in bodies[:_SHOWN]:
-        print(json.dumps({name: value for name, value in body.items() if name != "seed"}, ensure_ascii=False, indent=1))
+        print(
+            json.dumps(
+                {name: value for name, value in body.items() if name not in hidden}, ensure_ascii=False, indent=1
+            )
+        )
     characters = sum(len(_text_of(body)) for body in bodies) / len(bodies)
     total = index.rows * given.samples
     prompt_tokens = characters / _CHARACTERS * total

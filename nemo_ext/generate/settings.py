@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, JsonValue, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings, Seconds
-from nemo_ext.job.settings import STRICT, Count, Share, checked
+from nemo_ext.job.settings import STRICT, Count, Share, checked_flat
 
 Format = Literal["parquet", "jsonl", "openai_batch"]
 
@@ -66,11 +66,7 @@ class BatchSettings:
         Raises:
             ValueError: a setting is wrong; names the key, what it holds and what it may hold.
         """
-        own = dict(section)
-        for name, kind in {"client": ClientSettings, **parts}.items():
-            known = {each.name for each in fields(cast(Any, kind))}
-            own[name] = {key: own.pop(key) for key in list(own) if key in known}
-        return checked(cls, own, where=where)
+        return checked_flat(cls, section, where, client=ClientSettings, **parts)
 
 
 BATCH = tuple(each.name for each in fields(BatchSettings))

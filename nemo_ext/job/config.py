@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 import hydra_conf
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.settings import nearest
+from nemo_ext.job.words import did_you_mean
 
 PACKAGE = "pkg://hydra_conf"
 FAILED = 1
@@ -423,7 +424,7 @@ def mistake(error: Exception, job: str) -> str:
             key = unknown[1]
             command = COMMANDS.get(job, job)
             why = MISPLACED.get(
-                (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has"
+                (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error)}"
             )
         return f"{unknown[0]}: {why}"
     if group := re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error)):
@@ -433,6 +434,13 @@ def mistake(error: Exception, job: str) -> str:
             "--config-dir, by which Hydra takes the word for one"
         )
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
+
+
+def _near(error: Exception) -> str:
+    """The nearest key of the section that Hydra did not have a key in; "" if none is near."""
+    cause: Any = error.__cause__
+    near = did_you_mean(str(cause.key), list(map(str, cause.parent_node or ())))
+    return f": {near}" if near else ""
 
 
 @contextmanager

@@ -113,6 +113,27 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     raise ValueError(f"{prefix}{key}={first['input']!r}: {why[:1].lower()}{why[1:]}")
 
 
+def checked_flat[T](kind: type[T], section: Mapping[str, Any], where: str, **parts: type[Any]) -> T:
+    """As `checked`, of a section where the keys of parts stand beside others.
+
+    Args:
+        kind: the dataclass.
+        section: the section.
+        where: its place in the config.
+        parts: dataclasses of fields of `kind` by the fields' names.
+
+    Raises:
+        ValueError: see `checked`.
+    """
+    own, known = dict(section), set(_adapter(cast(Any, kind))[1]) - set(parts)
+    for name, part in parts.items():
+        names = _adapter(cast(Any, part))[1]
+        known.update(names)
+        own[name] = {key: own.pop(key) for key in list(own) if key in names}
+    check_keys(section, sorted(known), required=(), where=where)
+    return checked(kind, own, where)
+
+
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 

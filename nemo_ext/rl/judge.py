@@ -120,7 +120,7 @@ class Judge:
             # The intended ending is unknown, and the text may have been cut inside a quotation.
             if answer.finish_reason == "length":
                 return "an answer that was cut off: give it more max_tokens"
-            if answer.answer is None:
+            if not answer.answer:
                 return "a chat completion without text"
             value = read(answer.answer)
             return f"an answer that cannot be read: {answer.answer[:100]!r}" if value is None else ""

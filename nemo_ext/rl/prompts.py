@@ -44,11 +44,7 @@ class Prompts:
         Raises:
             ValueError: the tokenizer has none.
         """
-        source = getattr(tokenizer, "chat_template", None)
-        if not isinstance(source, str):
-            raise ValueError("the tokenizer has no chat template: name one in template=")
-        special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-        return cls(Template("of the tokenizer", source, special), tokenizer.eos_token)
+        return cls(Template.of_tokenizer(tokenizer), tokenizer.eos_token)
 
     @classmethod
     def of(cls, tokenizer: Any, template: str | None) -> "Prompts":

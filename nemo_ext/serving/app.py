@@ -1,7 +1,6 @@
 """The HTTP server of the engine: OpenAI's API over Starlette."""
 
 import asyncio
-import itertools
 import json
 import time
 import uuid
@@ -25,7 +24,7 @@ from nemo_ext.chat.template import Template
 from nemo_ext.serving.engine import Engine, Sampling, Token
 from nemo_ext.serving.guard import Guard, gone, metrics_page, refusal
 from nemo_ext.serving.protocol import Chat, Completion
-from nemo_ext.serving.text import Decoder, Splitter
+from nemo_ext.serving.text import Decoder, Splitter, TokenBytes
 
 _MOST_BYTES = 64 << 20
 _COMPLETION_TOKENS = 16
@@ -105,6 +104,10 @@ class Api:
     def __init__(self, served: Served) -> None:
         self.served = served
         self.metrics = _Metrics(served.engine)
+        self.model = {
+            **{"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "nemo_ext"},
+            "max_model_len": served.length,
+        }
 
     def app(self, key: str | None) -> Starlette:
         """The application; every route but /health wants the key, if there is one."""
@@ -112,6 +115,7 @@ class Api:
             Route("/health", self._health),
             Route("/metrics", self._metrics),
             Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
@@ -126,8 +130,12 @@ class Api:
         return metrics_page(self.metrics.registry)
 
     async def _models(self, request: Request) -> Response:
-        model = {"id": self.served.name, "object": "model", "owned_by": "nemo_ext", "max_model_len": self.served.length}
-        return JSONResponse({"object": "list", "data": [model]})
+        return JSONResponse({"object": "list", "data": [self.model]})
+
+    async def _model(self, request: Request) -> Response:
+        if (name := request.path_params["name"]) != self.served.name:
+            return refusal(404, f"unknown model {name!r}: this is {self.served.name!r}")
+        return JSONResponse(self.model)
 
     async def _chat(self, request: Request) -> Response:
         given = await _read(request, Chat)
@@ -305,10 +313,10 @@ class Api:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    def token_text(self, token: int) -> str:
-        """Text of one token."""
-        text: str = self.served.tokenizer.decode([token], clean_up_tokenization_spaces=False)
-        return text
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes and texts of single tokens."""
+        return TokenBytes(self.served.tokenizer)
 
 
 @dataclass
@@ -430,8 +438,8 @@ class _ChatAnswers(_Answers):
         ]
 
     def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
-        text = self.api.token_text(token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        known = self.api.token_bytes
+        return {"token": known.text(token), "logprob": logprob, "bytes": list(known(token))}
 
 
 class _CompletionAnswers(_Answers):
@@ -471,15 +479,15 @@ class _CompletionAnswers(_Answers):
         shown = [token for token in tokens if token.id >= 0 and (token.prompt or token.logprob is not None)]
         if not any(token.logprob is not None for token in shown):
             return None
-        texts = [self.api.token_text(token.id) for token in shown]
+        known = self.api.token_bytes
         return {
-            "tokens": texts,
+            "tokens": [known.text(token.id) for token in shown],
             "token_logprobs": [token.logprob for token in shown],
             "top_logprobs": [
-                None if token.logprob is None else {self.api.token_text(each): value for each, value in token.top}
+                None if token.logprob is None else {known.text(each): value for each, value in token.top}
                 for token in shown
             ],
-            "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=0)),
+            "text_offset": known.offsets(token.id for token in shown),
         }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from nemo_ext.chat.template import end_tokens
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.quantization.job import resolved_device
 from nemo_ext.serving.app import Served
@@ -42,15 +43,13 @@ def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> 
     generation = GenerationConfig.from_model_config(model.config)
     if (folder / "generation_config.json").exists():
         generation = GenerationConfig.from_pretrained(folder)
-    ends = generation.eos_token_id
-    ends = {*(ends if isinstance(ends, list) else [ends]), tokenizer.eos_token_id} - {None}
     longest = getattr(model.config, "max_position_embeddings", None) or tokenizer.model_max_length
     defaults = {name: getattr(generation, name, None) for name in ("temperature", "top_p", "top_k")}
     return Served(
         name=settings.name,
         engine=Engine(model.to(device).eval(), max_batch=settings.max_batch),
         tokenizer=tokenizer,
-        ends=frozenset(ends),
+        ends=end_tokens(tokenizer, generation=generation),
         length=min(settings.max_length or longest, longest),
         defaults={name: value for name, value in defaults.items() if value is not None and generation.do_sample},
     )

@@ -1,13 +1,15 @@
 """Text out of tokens as they come: whole characters, stop strings, reasoning and tool calls told apart."""
 
+import codecs
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nemo_ext.chat.response import CLOSE, OPEN
 from nemo_ext.chat.tool_calls import parse_tool_calls
+from nemo_ext.data.text.byte_tokenizer import token_bytes
 
 Field = Literal["reasoning_content", "content"]
 TAGS = (
@@ -64,6 +66,47 @@ class Decoder:
 
     def _decoded(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class TokenBytes:
+    """Bytes of a tokenizer's tokens, those of a part of a character too.
+
+    Args:
+        tokenizer: Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        how = "" if decoder is None else json.dumps(json.loads(decoder.__getstate__()), ensure_ascii=False)
+        self._byte_level = '"ByteLevel"' in how
+        self._pieces = self._byte_level or '"ByteFallback"' in how or "\u2581" in how
+
+    def __call__(self, token: int) -> bytes:
+        """Bytes of a token; those of its text alone where the tokenizer's decoder is of another kind."""
+        name = self._tokenizer.convert_ids_to_tokens(token)
+        if name is None or token in self._tokenizer.added_tokens_decoder:
+            return (name or "").encode()
+        if self._pieces:
+            return token_bytes(name, byte_level=self._byte_level)
+        text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        return text.encode()
+
+    def text(self, token: int) -> str:
+        """Text of a token; `bytes:\\xe2\\x82`, as OpenAI has it, for a part of a character; `token_id:7` for none."""
+        data = self(token)
+        try:
+            return data.decode() or f"token_id:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+    def offsets(self, tokens: Iterable[int]) -> list[int]:
+        """Place of each token in the text of all, in characters; parts of a character have its place."""
+        decoder, place, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
+        for token in tokens:
+            places.append(place)
+            place += len(decoder.decode(self(token)))
+        return places
 
 
 def overlap(text: str, tag: str) -> int:

@@ -19,6 +19,7 @@ from nemo_ext.chat.template import (
     ControlTokens,
     Rendered,
     Template,
+    end_tokens,
     last_turn,
     names,
     split_turns,
@@ -553,3 +554,46 @@ def test_the_last_turn_begins_after_the_last_user_message() -> None:
 
     assert [message.content for message in last_turn(messages)] == ["assistant 2"]
     assert last_turn(messages[-1:]) == messages[-1:]
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PLAIN = "{% for m in messages %}### {{ m.role }}\n{{ m.content }}\n{% endfor %}### end"
+REFUSES = "{{ raise_exception('wants a system message') }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "listed", "ends"),
+    [
+        (CHATML, None, {"<|endoftext|>", "<|im_end|>"}),
+        (CHATML, "<|eot_id|>", {"<|endoftext|>", "<|im_end|>", "<|eot_id|>"}),
+        (CHATML, ["<|eot_id|>", "<|eom_id|>"], {"<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"}),
+        (CHATML.replace("<|im_end|>", " <|eot_id|>"), [], {"<|endoftext|>", "<|eot_id|>"}),
+        (PLAIN, None, {"<|endoftext|>"}),
+        (REFUSES, None, {"<|endoftext|>"}),
+        (None, ["<|eot_id|>"], {"<|endoftext|>", "<|eot_id|>"}),
+    ],
+)
+def test_tokens_that_end_an_answer(template: str | None, listed: str | list[str] | None, ends: set[str]) -> None:
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    plain = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|endoftext|>")
+    # Some tokenizers have the token of a turn's end without calling it special.
+    tokenizer.add_tokens([AddedToken(word, special=False) for word in ("<|im_end|>", "<|eot_id|>", "<|eom_id|>")])
+    tokenizer.chat_template = template
+    generation = GenerationConfig(eos_token_id=None if listed is None else tokenizer.convert_tokens_to_ids(listed))
+
+    found = end_tokens(tokenizer, generation=generation)
+
+    assert set(tokenizer.convert_ids_to_tokens(sorted(found))) == ends
+    if template is not None:
+        assert found == end_tokens(tokenizer, Template("other", template), generation)
+
+
+def test_what_ends_a_turn() -> None:
+    ends = {name: load(name).closing.strip() for name in TEMPLATES}
+
+    assert ends == dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama_nemotron": "<|eot_id|>"}

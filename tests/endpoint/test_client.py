@@ -44,7 +44,7 @@ def test_every_request_has_one_answer_in_the_order_in_which_they_come(endpoint: 
     assert found[-1].key == "0"
 
 
-@pytest.mark.parametrize("status", [408, 429, 500, 502, 503])
+@pytest.mark.parametrize("status", [408, 429, 500, 501, 502, 503, 505, 507, 520, 524, 529])
 def test_what_may_pass_is_tried_again(endpoint: Any, reply: Any, status: int) -> None:
     endpoint.reply = lambda payload: reply(text="yes", status=status if len(endpoint.requests) < 3 else 200)
 
@@ -98,7 +98,8 @@ def test_a_redirect_does_not_take_the_key_elsewhere(endpoints: Callable[[], Any]
 
     (answer,) = asyncio.run(collected(Client(Address(url=first.url, key=KEY)), [request(0)]))
 
-    assert answer.problem.startswith("HTTP 307")
+    assert answer.problem.startswith(f"HTTP 307: {first.url}/chat/completions")
+    assert f"leads to {other.url}/chat/completions" in answer.problem
     assert not other.requests
 
 
@@ -282,3 +283,135 @@ def test_half_a_character_becomes_a_mark(endpoint: Any, reply: Any, half: str) -
     (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
 
     assert (found.answer, found.completion_tokens) == ("half ?", None)
+
+
+@pytest.mark.parametrize(
+    ("message", "ended"),
+    [
+        ({"content": None}, "length"),
+        ({}, "length"),
+        ({"content": None, "reasoning_content": "Let me"}, "length"),
+        ({"content": None}, "content_filter"),
+        ({"content": None}, "stop"),
+        ({"content": None, "refusal": "I cannot"}, None),
+        ({"content": [{"type": "refusal", "refusal": "I cannot"}]}, "stop"),
+        ({"content": [{"type": "text", "text": None}]}, "length"),
+    ],
+    ids=str,
+)
+def test_a_model_that_ends_without_text_has_answered(endpoint: Any, reply: Any, message: Any, ended: Any) -> None:
+    choice = {"message": {"role": "assistant", **message}, "finish_reason": ended}
+    endpoint.reply = lambda payload: reply(body=json.dumps({"choices": [choice]}).encode())
+
+    (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (found.answer, found.finish_reason, found.problem, len(endpoint.requests)) == ("", ended, "", 1)
+
+
+def test_calls_alone_have_no_text(endpoint: Any, reply: Any) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    endpoint.reply = lambda payload: reply(body=json.dumps({"choices": [choice]}).encode())
+
+    (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (found.answer, found.tool_calls, found.problem) == (None, (call,), "")
+
+
+def test_a_path_that_is_missing_is_named(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(status=404, body=b'{"detail":"Not Found"}')
+    client = Client(Address(url=endpoint.url.removesuffix("/v1")))
+
+    with pytest.raises(ValueError, match=rf"HTTP 404: {endpoint.url.removesuffix('/v1')}/models: .*Not Found"):
+        asyncio.run(client.check())
+    (answer,) = asyncio.run(collected(client, [request(0)]))
+
+    assert f"HTTP 404: {client.address.url}/chat/completions" in answer.problem
+
+
+PAGE = b"<!DOCTYPE html><html><head><meta charset=utf-8><title>\n502 Bad Gateway</title></head>" + b"<p>x" * 100
+
+
+@pytest.mark.parametrize(
+    ("body", "attempts", "status", "said"),
+    [
+        ({"error": {"message": "no such field", "code": 400}}, 1, 400, "400: no such field"),
+        ({"error": {"message": "no such field", "code": "400"}}, 1, 400, "400: no such field"),
+        ({"error": {"message": "bad", "type": "invalid_request_error"}}, 1, 400, "invalid_request_error: bad"),
+        ({"object": "error", "message": "too long", "type": "BadRequestError", "code": 400}, 1, 400, "400: too long"),
+        ([{"error": {"message": "bad", "status": "INVALID_ARGUMENT", "code": 400}}], 1, 400, "400: bad"),
+        ({"error": "no model", "code": 404}, 1, 404, "404: no model"),
+        ({"error": {"message": "slower", "code": 429}}, 3, 429, "429: slower"),
+        ({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, 3, 429, "overloaded_error: busy"),
+        ({"error": {"message": "upstream", "code": 1305}}, 3, None, "1305: upstream"),
+        ({"error": "upstream"}, 3, None, "upstream"),
+        ({"choices": [{"error": {"message": "cut", "code": 502}, "message": {"content": "a"}}]}, 3, 502, "502: cut"),
+        (PAGE, 3, None, "a page: 502 Bad Gateway"),
+        (b'{"choices": [{"mess', 3, None, '{"choices": [{"mess'),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_an_error_in_place_of_an_answer(
+    endpoint: Any, reply: Any, body: Any, attempts: int, status: int | None, said: str
+) -> None:
+    endpoint.reply = lambda payload: reply(body=body if isinstance(body, bytes) else json.dumps(body).encode())
+    client = Client(Address(url=endpoint.url), ClientSettings(attempts=3))
+    overloaded = []
+    client.pace.overloaded = lambda: overloaded.append(1)  # type: ignore[method-assign]
+
+    (answer,) = asyncio.run(collected(client, [request(0)]))
+
+    assert (len(endpoint.requests), answer.status, answer.answer) == (attempts, status, None)
+    assert answer.problem.startswith("an answer that is no chat completion") and answer.problem.endswith(said)
+    assert len(overloaded) == (3 if status == 429 else 0)
+
+
+@pytest.mark.parametrize("end", ["error", "abort", "insufficient_system_resource"])
+def test_an_answer_that_the_server_breaks_off_is_asked_again(endpoint: Any, reply: Any, end: str) -> None:
+    endpoint.reply = lambda payload: (
+        reply(text="half of", finish_reason=end) if len(endpoint.requests) == 1 else reply(text="whole")
+    )
+
+    (answer,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (answer.answer, len(endpoint.requests)) == ("whole", 2)
+
+
+@pytest.mark.parametrize("status", [401, 403, 200])
+def test_a_refused_key_is_named_by_its_place(
+    endpoint: Any, reply: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int
+) -> None:
+    body = json.dumps({"error": {"message": f"bad key {KEY}", "code": 401}}).encode()
+    endpoint.reply = lambda payload: reply(status=status, body=body)
+    monkeypatch.setenv("MY_KEY", KEY)
+    write_address(tmp_path / "endpoint.json", Address(url=endpoint.url, model="m", key="of-the-file"))
+
+    def said(*where: Any, **more: Any) -> str:
+        texts = []
+        for ask in (lambda client: client.check(), lambda client: collected(client, [request(0)])):
+            with pytest.raises(ValueError, match="the key is refused: ") as raised:
+                asyncio.run(ask(Client(*where, **more)))
+            texts.append(str(raised.value).partition("the key is refused: ")[2])
+            assert KEY not in str(raised.value) and "of-the-file" not in str(raised.value)
+        assert texts[0] == texts[1]
+        return texts[0]
+
+    assert "variable MY_KEY" in said(endpoint.url, model="m", key_variable="MY_KEY")
+    assert str(tmp_path) in said(tmp_path)
+    assert "none was sent: key_variable=NAME" in said(endpoint.url, model="m")
+
+
+def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any) -> None:
+    refused = b'{"object": "error", "message": "Extra inputs are not permitted: seed", "code": 422}'
+    endpoint.reply = lambda payload: reply(status=422, body=refused) if "seed" in payload else reply(text="yes")
+    asked = Request(body={"messages": [], "seed": 1, "temperature": 0.5})
+
+    async def answer(settings: ClientSettings) -> Answer:
+        async with Client(Address(url=endpoint.url), settings) as client:
+            return await client.ask(asked)
+
+    assert "HTTP 422" in asyncio.run(answer(ClientSettings())).problem
+    found = asyncio.run(answer(ClientSettings(omit=("seed",))))
+    assert (found.answer, found.seed, endpoint.requests[-1]["temperature"]) == ("yes", None, 0.5)
+    with pytest.raises(ValueError, match="omit=messages: no request is without"):
+        ClientSettings(omit=("messages", "seed"))

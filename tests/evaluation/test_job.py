@@ -65,6 +65,16 @@ def test_more_samples_add_to_those_there(evaluate: Evaluate, results: Read, suit
     assert results()["benchmarks"]["sums"] == two
 
 
+def test_fields_are_left_out_of_what_is_asked(evaluate: Evaluate, suite: Suite, answering: Any) -> None:
+    words, ours = f"suite={suite(rows=4, sampling={'temperature': 1.0})}", answering.reply
+    answering.reply = lambda payload: ours({"seed": 1, **payload})
+    evaluate(words, "evaluate.omit=seed")
+    evaluate(words, "evaluate.omit=[seed, temperature]")
+
+    assert not any("seed" in request for request in answering.requests)
+    assert ["temperature" in request for request in answering.requests] == [True] * 4 + [False] * 4
+
+
 def test_a_limit_takes_always_the_same_problems(
     evaluate: Evaluate, suite: Suite, answering: Any, tmp_path: Path
 ) -> None:
@@ -125,6 +135,24 @@ def test_what_the_endpoint_refuses_is_told(evaluate: Evaluate, results: Read, su
     assert len(answering.requests) == asked
     evaluate(words, "evaluate.retry=true")
     assert len(answering.requests) > asked
+
+
+@pytest.mark.parametrize("end", ["length", "content_filter"])
+def test_answers_without_text_count_as_wrong(
+    evaluate: Evaluate, results: Read, suite: Suite, answering: Any, reply: type[Any], end: str
+) -> None:
+    def every_other(payload: dict[str, Any]) -> Any:
+        number = int(payload["messages"][-1]["content"].split()[2])
+        ended = {"message": {"role": "assistant", "content": None}, "finish_reason": end}
+        right = {"message": {"content": f"\\boxed{{{3 * number}}}"}, "finish_reason": "stop"}
+        return reply(body=json.dumps({"choices": [ended if number % 2 else right]}).encode())
+
+    answering.reply = every_other
+    evaluate(f"suite={suite(rows=8)}")
+
+    found = results()["benchmarks"]["sums"]
+    assert (found["accuracy"], found["n"], found["failed"]) == (0.5, 8, 0)
+    assert (found["truncated"], len(answering.requests)) == (0.5 if end == "length" else 0, 8)
 
 
 def test_a_judge_that_is_down_leaves_answers_without_a_score(

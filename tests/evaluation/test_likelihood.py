@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from nemo_ext.endpoint.client import Client, ClientSettings, Request
-from nemo_ext.evaluation.likelihood import Likelihoods, Scored, Tokens
+from nemo_ext.evaluation.likelihood import Likelihoods, Scored, Tokens, _begins_with
 
 PAIRS = [
     ("The sky is", [" blue", " a colour", "", "green"]),
@@ -204,3 +204,20 @@ def test_a_model_of_its_own_code_with_scaled_rope_has_a_tokenizer(served_folder:
     (folder / "config.json").write_text(json.dumps(config))
 
     assert Tokens(folder).encode("ab") == Tokens(served_folder).encode("ab")
+
+
+@pytest.mark.parametrize(
+    ("text", "token", "begins"),
+    [
+        ("one two", "one", True),
+        ("one two", " one", True),
+        ("one two", "<s>", False),
+        ("漢字", "\ufffd", True),
+        ("漢字", r"bytes:\xe6\xbc", True),
+        ("漢字", r"bytes:\xe7", False),
+        ("one", "", False),
+        ([1, 2], "one", False),
+    ],
+)
+def test_the_first_token_is_the_texts_or_the_tokenizers(text: str | list[int], token: str, begins: bool) -> None:
+    assert _begins_with(text, token) is begins

@@ -83,6 +83,21 @@ def test_an_output_is_of_one_setting(generate: Generate, written: Written, answe
         assert len(answering.requests) == asked
 
 
+def test_a_field_that_the_endpoint_refuses_is_left_out(
+    generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any
+) -> None:
+    ours = answering.reply
+    answering.reply = lambda payload: reply(status=422, body=b"no seed") if "seed" in payload else ours(payload)
+    words = (f"input={written(QUESTIONS)}", TEMPLATE, "generate.temperature=0.5")
+
+    code, said = generate(*words, "generate.omit=[seed]")
+
+    assert code == 0, said
+    assert {(row["seed"], row["answer"] is not None) for row in answers()} == {(None, True)}
+    code, said = generate(*words, "generate.omit=[seed, temperature]")
+    assert code == 2 and "was begun otherwise (omit: " in said
+
+
 def test_another_input_is_refused(generate: Generate, written: Written) -> None:
     generate(f"input={written(QUESTIONS)}", TEMPLATE)
 
@@ -389,7 +404,14 @@ def test_a_dry_run_shows_prompts_and_asks_nothing(
         (["generate.messages=questions"], "did you mean 'question'"),
         ([TEMPLATE, "generate.max_dead=2"], "generate: max_dead"),
         ([TEMPLATE, "generate.concurrency=0"], "generate: client.concurrency"),
-        ([TEMPLATE, "generate.attemps=3"], "generate has no such key"),
+        (
+            [TEMPLATE, "generate.attemps=3"],
+            "generate has no such key; `nemo-ext generate --help` names those it has: did",
+        ),
+        ([TEMPLATE, "generate.max_token=3"], "did you mean 'max_tokens'?"),
+        ([TEMPLATE, "serving.max_lenght=3"], "did you mean 'max_length'?"),
+        ([TEMPLATE, "+generate.max_token=3"], "generate: unknown key 'max_token': did you mean 'max_tokens'?"),
+        ([TEMPLATE, "+generate.client=3"], "generate: unknown key 'client'"),
         ([TEMPLATE, "samples=0"], "samples"),
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
         ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint (yet)"),

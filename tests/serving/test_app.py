@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from starlette.testclient import TestClient
 
 from nemo_ext.serving.app import Api, Served
 from nemo_ext.serving.engine import Token
+from nemo_ext.serving.listen import bind, server, url_of
 from nemo_ext.serving.settings import ServingSettings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -67,6 +70,27 @@ def test_a_chat(client: TestClient, served: Served) -> None:
     assert choices == chat(client, n=2, seed=3, temperature=1.0)["choices"]
 
 
+def test_a_strict_client_reads_the_list_of_models_and_one_by_its_name(served: Served) -> None:
+    openai = pytest.importorskip("openai")
+    name, socket = "org/a model", bind("127.0.0.1", 0)
+    running = server(Api(replace(served, name=name)).app(KEY))
+    thread = threading.Thread(target=running.run, args=([socket],), daemon=True)
+    thread.start()
+    asking = openai.OpenAI(api_key=KEY, base_url=url_of("127.0.0.1", socket.getsockname()[1]))
+    try:
+        (listed,) = asking.models.list().data
+        one = asking.models.retrieve(name)
+        with pytest.raises(openai.NotFoundError, match="unknown model 'other'"):
+            asking.models.retrieve("other")
+    finally:
+        running.should_exit = True
+        thread.join()
+
+    openai.types.Model.model_validate(listed.model_dump(), strict=True)
+    assert listed == one
+    assert (one.id, one.object) == (name, "model") and one.created > 1_700_000_000
+
+
 def test_a_stream_says_the_same(client: TestClient) -> None:
     whole = chat(client, logprobs=True, top_logprobs=2)
     parts = events(
@@ -87,6 +111,25 @@ def test_a_stream_says_the_same(client: TestClient) -> None:
     assert measured == whole["choices"][0]["logprobs"]["content"]
     assert all(each["top_logprobs"][0]["logprob"] >= each["logprob"] for each in measured)
     assert (parts[-1]["choices"], parts[-1]["usage"]) == ([], whole["usage"])
+
+
+def test_log_probabilities_of_parts_of_characters(client: TestClient, served: Served) -> None:
+    text = "a漢🎉"
+    asked = {"prompt": text, "max_tokens": 1, "temperature": 0, "logprobs": 5, "echo": True}
+
+    found = client.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+
+    assert found["text_offset"] == [0, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert found["tokens"][:4] == ["a", r"bytes:\xe6", r"bytes:\xbc", r"bytes:\xa2"]
+    # Bytes that stand for no character alone are told apart, so none takes another's place.
+    assert all(len(top) == 5 for top in found["top_logprobs"][1:])
+    assert not any("\ufffd" in name for top in found["top_logprobs"][1:] for name in top)
+    content = chat(client, logprobs=True, top_logprobs=20)["choices"][0]["logprobs"]["content"]
+    for each in (one for token in content for one in (token, *token["top_logprobs"])):
+        try:
+            assert bytes(each["bytes"]).decode() == each["token"].partition("token_id:")[0]
+        except UnicodeDecodeError:
+            assert each["token"] == "bytes:" + "".join(f"\\x{byte:02x}" for byte in each["bytes"])
 
 
 def test_echo_and_log_probabilities_as_evaluation_asks(client: TestClient, served: Served) -> None:

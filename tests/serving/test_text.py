@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.serving.text import Decoder, Splitter, overlap
+from nemo_ext.serving.text import Decoder, Splitter, TokenBytes, overlap
 
 CALL = '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
@@ -104,3 +104,60 @@ def test_other_answers(text: str, thinking: bool, tools: Sequence[Any], found: t
 
 def test_overlap() -> None:
     assert [overlap("ab<th", "<think>"), overlap("<think>", "<think>"), overlap("abc", "xyz")] == [3, 0, 0]
+
+
+SENTENCE = "naïve 漢字 🎉 end"
+
+
+def vocabularies() -> dict[str, Any]:
+    """A tokenizer of each kind that has tokens of parts of characters."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    level = Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
+    level.pre_tokenizer, level.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    names = ["<unk>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256)), *"naiveed"]
+    spelled = {name: number for number, name in enumerate(dict.fromkeys(names))}
+    pieces = Tokenizer(models.BPE(spelled, [], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    pieces.normalizer = normalizers.Sequence([normalizers.Replace(" ", "\u2581")])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    pieces.decoder = decoders.Sequence(parts)
+    return {
+        name: PreTrainedTokenizerFast(tokenizer_object=each, eos_token="<|end|>")
+        for name, each in (("byte_level", level), ("byte_fallback", pieces))
+    }
+
+
+@pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
+def test_tokens_have_their_bytes_and_the_places_of_their_characters(name: str) -> None:
+    tokenizer = vocabularies()[name]
+    ids = tokenizer(SENTENCE)["input_ids"]
+    known = TokenBytes(tokenizer)
+
+    found = [known(token) for token in ids]
+
+    assert b"".join(found) == SENTENCE.encode()
+    assert len(found) > len(SENTENCE)
+    before, places = b"", []
+    for data in found:
+        places.append(len(before.decode(errors="ignore")))
+        before += data
+    assert known.offsets(ids) == places
+    texts = [known.text(token) for token in ids]
+    assert not any("\ufffd" in text for text in texts)
+    assert {text for text in texts if not text.startswith("bytes:")} >= {"n", "a", "e"}
+    assert r"bytes:\xf0" in texts or r"bytes:\xf0\x9f\x8e\x89" in texts
+    assert known(tokenizer.convert_tokens_to_ids("<|end|>")) == b"<|end|>"
+
+
+def test_other_vocabularies_have_the_bytes_of_their_text() -> None:
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2}, unk_token="[UNK]"))
+    words.decoder = decoders.WordPiece()
+    known = TokenBytes(PreTrainedTokenizerFast(tokenizer_object=words))
+
+    assert known(1) == b"play"
+    assert (known(10_000), known.text(10_000)) == (b"", "token_id:10000")

@@ -3,6 +3,7 @@
 `nemo-ext byte_tokenizer` adds a chat template and its control tokens: the tokenizer of a model made from nothing.
 """
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,8 @@ TEMPLATE = (
 """Chat template of a tokenizer without one: roles and texts, as a model that never saw a chat may read them."""
 
 
+BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
+"""Name of the token of a single byte, in a vocabulary of pieces."""
 _CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 
@@ -77,3 +80,17 @@ def letters() -> list[str]:
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
+
+
+def token_bytes(name: str, *, byte_level: bool) -> bytes:
+    """Bytes of a token by its name in a byte-level vocabulary, or in one of pieces with `\u2581` for a space."""
+    if byte_level:
+        return b"".join(_byte_of().get(letter) or letter.encode() for letter in name)
+    if BYTE_NAME.fullmatch(name):
+        return bytes([int(name[3:5], 16)])
+    return name.replace("\u2581", " ").encode()
+
+
+@functools.cache
+def _byte_of() -> dict[str, bytes]:
+    return {letter: bytes([byte]) for byte, letter in enumerate(letters())}

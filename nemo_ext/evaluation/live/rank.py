@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from nemo_ext.chat.template import end_tokens
 from nemo_ext.data.text.tokenizers import vocabulary_of
 from nemo_ext.evaluation.live import folder_of, settings_of, tokenizer_of
 from nemo_ext.job.parent import end_with_parent
@@ -213,7 +214,7 @@ def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset
         loaded = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end)
     if loaded.chat_template is None:
         loaded.chat_template = byte_tokenizer.TEMPLATE
-    return loaded, frozenset({own.eod, loaded.eos_token_id} - {None}), folder
+    return loaded, end_tokens(loaded) | {own.eod}, folder
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from nemo_ext.chat.template import end_tokens
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.groups import GroupReward, Member
 from nemo_ext.rl.prompts import Prompts
@@ -53,6 +54,7 @@ class Rollouts:
         record: path of the JSONL file to append to.
         tokens: maximum number of tokens of a response, or of all responses and observations of a conversation.
         same: ids of tasks with the prompt and reference of another task, as which they count.
+        ends: ids that end a response, but for those of the model's generation config, which a trainer adds.
     """
 
     tokenizer: Any
@@ -68,7 +70,7 @@ class Rollouts:
     def __post_init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         Thread(target=self._loop.run_forever, name="rollouts", daemon=True).start()
-        self._ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        self.ends = end_tokens(self.tokenizer, self.prompts.template)
 
     @property
     def has_conversations(self) -> bool:
@@ -142,6 +144,8 @@ class Rollouts:
                     ended[index] = turn
                     continue
                 read = self.encoded([turn.observation])[0]
+                if end and read[:1] == tokens[index][-1:]:  # the turn's end, which the model has written
+                    read = read[1:]
                 if not end or len(tokens[index]) + len(read) >= self.tokens:
                     # No next turn after a cut-off response or with a full context; the state stays as it is.
                     ended[index] = self._run(self.environments[turn.following.task.environment].close(turn))
@@ -176,7 +180,7 @@ class Rollouts:
     def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
         """Record of a rollout; the token that ended the response, which `finished` tells, is not part of its text."""
         task, verdict = rollout.episode.task, rollout.turn.verdict
-        ended = rollout.tokens[-1:] and rollout.tokens[-1] in self._ends
+        ended = rollout.tokens[-1:] and rollout.tokens[-1] in self.ends
         line = {
             "id": task.id,
             "domain": task.domain,
@@ -220,12 +224,12 @@ class Rollouts:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def _text(self, ids: Sequence[int]) -> str:
-        while ids and ids[-1] in self._ends:
+        while ids and ids[-1] in self.ends:
             ids = ids[:-1]
         return str(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     def _finished(self, ids: Sequence[int]) -> bool:
-        return bool(ids) and ids[-1] in self._ends
+        return bool(ids) and ids[-1] in self.ends
 
     def _member(self, rollout: Rollout, reward: float) -> Member:
         response = rollout.turn.response

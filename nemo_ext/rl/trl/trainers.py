@@ -17,6 +17,7 @@ from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
 
+from nemo_ext.chat.template import end_tokens
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.seeds import digest
@@ -339,6 +340,7 @@ def policy_gradient(
         **arguments,
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
+    _end_at(trainer, end_tokens(tokenizer, rollouts.prompts.template, trainer.model.generation_config))
     if algorithm.algorithm == "grpo":
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
@@ -350,6 +352,17 @@ def policy_gradient(
         notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
     made: GRPOTrainer | RLOOTrainer = trainer
     return made
+
+
+def _end_at(trainer: Any, ends: frozenset[int]) -> None:
+    """Let generation, masks, verification and the saved model end a response at the same ids."""
+    ids = sorted(ends)
+    trainer.rollouts.ends = ends
+    trainer.eos_token_ids = trainer.model.generation_config.eos_token_id = ids
+    if trainer.use_vllm:
+        trainer.vllm_generation.generation_kwargs.setdefault("stop_token_ids", ids)
+    else:
+        trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ids
 
 
 def answer(
@@ -442,11 +455,10 @@ def _pairs(
     for pair in pairs:
         row: dict[str, Any] = dict(zip(_IDS, token_ids(pair, tokenizer), strict=True))
         rows.append(row | dict(zip(_SCORES, pair.rewards or (), strict=bool(pair.rewards))))
-    if unended := [pair for pair in pairs if not pair.chosen.endswith(tokenizer.eos_token)]:
+    ends = tuple(map(tokenizer.decode, sorted(end_tokens(tokenizer, None if prompts is None else prompts.template))))
+    if unended := [pair for pair in pairs if not pair.chosen.endswith(ends)]:
         said = f"the first of them ends with {unended[0].chosen[-20:]!r}: a model learns to end only where its token is"
-        notice(
-            f"{where}: {len(unended):,} of {len(pairs):,} chosen responses end without {tokenizer.eos_token}; {said}"
-        )
+        notice(f"{where}: {len(unended):,} of {len(pairs):,} chosen responses end without {' or '.join(ends)}; {said}")
     prompt, *sides = _IDS
     kept = [row for row in rows if most is None or all(len(row[prompt]) + len(row[side]) <= most for side in sides)]
     if not kept:

@@ -113,6 +113,35 @@ def test_ids_are_of_a_file_and_references_of_a_task(model: Path, tmp_path: Path)
     assert made.rewards(found) == [1.0, 1.0]
 
 
+def test_the_templates_end_of_turn_ends_a_response_whatever_the_tokenizers_is(model: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = "<|pad|>"
+    prompts = Prompts.of_tokenizer(tokenizer)
+    environments = {name: Episodes({"name": name}, prompts) for name in ("math", "bank")}
+    made = Rollouts(
+        tokenizer=tokenizer,
+        prompts=prompts,
+        environments=environments,
+        generations=2,
+        record=tmp_path / "r.jsonl",
+        tokens=4000,
+    )
+    (task,) = generate("bank", 1, seed=3, level=1)
+    steps = [*map(call, bank.solution(task)), "Done."]
+
+    (one,) = made.verified([made.prompt(math("7"))], [ids(made, "\\boxed{7}<|eot_id|>")])
+    (played,) = made.conversations(
+        [made.prompt(task)], lambda prompts, room: [ids(made, steps.pop(0) + "<|eot_id|>") for _ in prompts]
+    )
+
+    assert one.turn.response.finished and made.rewards([one]) == [1.0]
+    assert played.turn.verdict is not None and played.turn.verdict.outcome == "correct"
+    text = made.tokenizer.decode(played.tokens)
+    assert "<|eot_id|><|start_header_id|>" in text and "<|eot_id|><|eot_id|>" not in text
+
+
 def test_a_long_conversation_takes_no_others_room(model: Path, tmp_path: Path) -> None:
     *_, task = generate("bank", 2, seed=1)  # whose user has more to say
     made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=3000)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -266,6 +267,37 @@ def test_a_conversation_with_a_bank_is_trained_on(model: Path, tmp_path: Path) -
 
     assert [step for step, _ in rewards(tmp_path / "run")] == [1, 2]
     assert {line["domain"] for line in lines(tmp_path / "run" / "rollouts.jsonl")} == {"bank"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", ["rl_zero", "rloo_if"])
+def test_a_response_ends_where_the_templates_turn_does(
+    speaker: Path, letter_tasks: Path, tmp_path: Path, preset: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(speaker, tmp_path / "speaker")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = "<|begin_of_text|>"  # as base models have another than their templates
+    tokenizer.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 1]}))
+
+    job(
+        *(
+            "rl",
+            f"preset={preset}",
+            f"model={folder}",
+            f"tasks.train.path={letter_tasks}",
+            f"run_dir={tmp_path / 'run'}",
+        ),
+        *("environments={instructions: {}}", *SMALL, "rl.schedule.steps=1", "rl.lengths.response=48"),
+    )
+
+    made = lines(tmp_path / "run" / "rollouts.jsonl")
+    assert sum(line["finished"] for line in made) >= 0.75 * len(made) > 0
+    assert not any("<|" in line["response"] for line in made if line["finished"])
+    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
+    assert saved["eos_token_id"] == [0, 1, 3]
 
 
 @pytest.mark.slow

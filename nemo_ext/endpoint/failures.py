@@ -1,0 +1,95 @@
+"""Failed attempts at an endpoint: by status, or by an error in place of an answer."""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_AGAIN = frozenset({408, 409, 425, 429})
+"""Status codes worth another attempt beside server failures: time-outs, conflicts, too many requests."""
+REFUSED = frozenset({401, 403})
+"""Status codes of a key that is missing or wrong."""
+_OVERLOAD = frozenset({429, 503, 529})
+MISPLACED = frozenset({404, 405, 410, 501})
+"""Status codes of a path that the endpoint does not have."""
+BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
+"""Finish reasons of answers that the server broke off."""
+_CODES = {
+    "rate.?limit|overloaded|too.?many.?requests|quota": 429,
+    "invalid.?request|bad.?request|context.?length|invalid.?argument": 400,
+    "authentication|unauthorized|api.?key": 401,
+    "not.?found": 404,
+}
+"""Status codes of errors that are named in words."""
+
+
+class Failed(Exception):
+    """A failed attempt.
+
+    Attributes:
+        again: whether another attempt may succeed.
+        after: seconds that the endpoint asks to wait.
+        overload: whether the endpoint has too much to do.
+        unreached: whether nobody listens at its address.
+        status: HTTP status, or the code of an error in a response; None without either.
+    """
+
+    @classmethod
+    def of(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
+        """A response with an error, by its status and the endpoint's words; without a status it may pass."""
+        # A server's message about a bad key may contain part of it.
+        said = f": {words}" if words and status not in REFUSED else ""
+        again = status is None or status in _AGAIN or status >= 500
+        return cls(f"{problem}{said}", status=status, again=again, overload=status in _OVERLOAD, **more)
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        again: bool = True,
+        after: float = 0.0,
+        overload: bool = False,
+        unreached: bool = False,
+        status: int | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.again, self.after, self.overload, self.unreached = again, after, overload, unreached
+        self.status = status
+
+
+def body_of(content: bytes, expected: str, key: str | None) -> Any:
+    """The JSON of a response with status 200.
+
+    Raises:
+        Failed: it is an error, which is judged by its code if that is a status.
+        ValueError, RecursionError: it is no JSON.
+    """
+    body = json.loads(content)
+    parts = body if isinstance(body, list) else [body]
+    if isinstance(body, dict) and isinstance(choices := body.get("choices"), list):
+        parts = [body, *choices]
+    for part in (part for part in parts if isinstance(part, dict)):
+        if error := part.get("object") == "error" or part.get("error"):
+            error = error if isinstance(error, dict) else {**part, "message": part.get("message") or error}
+            raise _error(error, expected, key)
+    return body
+
+
+def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed":
+    kinds = [str(error[name]) for name in ("code", "status", "type") if error.get(name)]
+    status = next((int(kind) for kind in kinds if re.fullmatch("[45][0-9][0-9]", kind)), None)
+    if status is None:
+        named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))
+        status = next(named, None)
+    said = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
+    return Failed.of(
+        status, f"an answer that is no {expected} but an error", words_of(said.encode(errors="replace"), key)
+    )
+
+
+def words_of(content: bytes, key: str | None) -> str:
+    """The beginning of a text that an endpoint sends, on a line and without the key; of a page its title."""
+    text = content.decode(errors="replace").replace(key or "\0", "***")
+    if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
+        text = f"a page: {title[1]}"
+    return " ".join(text.split())[:200]
