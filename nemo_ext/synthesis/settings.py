@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import BatchSettings, Sampling
-from nemo_ext.job.settings import STRICT, Count, Share, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Share, checked, nearest
 from nemo_ext.synthesis.expressions import TEMPLATES
 
 
@@ -44,7 +44,7 @@ class Role:
         like: role whose endpoint this one takes where it has none of its own.
     """
 
-    endpoint: str | None = None
+    endpoint: Place | None = None
     model: str | None = None
     key_variable: str | None = None
     like: str | None = None

@@ -110,6 +110,33 @@ def test_plain_paths_are_not_quoted(plain: str) -> None:
     assert hydra_value(plain) == plain
 
 
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("train", "run_dir"),
+        ("train", "megatron.pretrained_checkpoint"),
+        ("convert", "from"),
+        ("generate", "input"),
+        ("rl", "tasks.train.path"),
+        ("rl", "model"),
+        ("slurm", "slurm.folder"),
+        ("pipeline", "start"),  # a key of a pipeline's file
+    ],
+)
+@pytest.mark.parametrize("name", ["runs/lr=1e-3", "a, b (2) #3/x.jsonl", "1e-3", "~/my runs"])
+def test_names_of_files_are_taken_as_they_are(job: str, key: str, name: str) -> None:
+    if (key, name) == ("start", "1e-3"):
+        return  # nothing says that such a key is no number
+    for value in (name, hydra_value(name)):
+        word = hydra_words([f"{key}={value}"], job)[-1]
+        assert OverridesParser.create().parse_override(word).value() == name
+
+
+@pytest.mark.parametrize("value", ["[a.jsonl,'b=1.jsonl']", "null", "'a','b'", "a\\=b", "{kind: byte}"])
+def test_lists_and_what_is_quoted_are_left_to_hydra(value: str) -> None:
+    assert hydra_words([f"input={value}"], "tokenize") == [f"input={value}"]
+
+
 def test_missing_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"train\.tokens"):
         compose("train", ["train.tokens=???"])
