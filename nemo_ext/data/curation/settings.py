@@ -134,7 +134,8 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
         if not _NAME.fullmatch(name) or name == "read":
             raise ValueError(f"curate.stages: {name!r} cannot be a name: write letters, digits, - and _, but not read")
         if name not in curate.blocks:
-            raise ValueError(f"curate.stages: {name!r}: {nearest(name, curate.blocks)}")
+            near = f"'curate.blocks.{name}={{}}' adds it" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
+            raise ValueError(f"curate.stages: {name!r}: the config has no such block; a preset has some; {near}")
         stages[name] = _stage(name, curate.blocks[name])
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
