@@ -504,6 +504,8 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     a `resumable` job that line says that the same command goes on.
     """
     register_resolvers()
+    # Threads that spin while they wait take the cores of jobs beside this one; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
         check_choice("recipe", sys.argv[1:], config_name)
         sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]

@@ -1,5 +1,6 @@
 """Composition: resolvers, overrides, missing values."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -94,6 +95,20 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(
         run_job("curriculum", job, resumable=resumable)
 
     assert (ended.value.code, *capfd.readouterr()) == (code, "", f"{line}\n")
+
+
+@pytest.mark.parametrize(("before", "during"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_a_job_wait_without_spinning(
+    before: str | None, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if before is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", before)
+    monkeypatch.setattr(sys, "argv", ["x", "output=o"])
+
+    run_job("curriculum", lambda _: None)
+
+    assert os.environ["OMP_WAIT_POLICY"] == during
 
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1))
