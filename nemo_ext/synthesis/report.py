@@ -96,7 +96,8 @@ def _card(
     parts += ["## What left", ""]
     for name, counts in {**steps, **outputs}.items():
         for reason, count in counts.dropped.most_common():
-            share = f"{count / counts.rows:.1%}" if 0 < count <= counts.rows else ""
+            of = counts.numbers.get("answers") or counts.rows  # several answers may be asked for a row
+            share = f"{count / of:.1%}" if 0 < count <= of else ""
             shown = "; ".join(counts.examples.get(reason, [])[:_SHOWN])
             parts += [f"- {name}, {reason}: {count:,} {f'({share})' if share else ''}: {shown}"]
     return "\n".join(parts) + "\n"
