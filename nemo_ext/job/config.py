@@ -446,6 +446,10 @@ def mistake(error: Exception, job: str) -> str:
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
     if isinstance(error, UnicodeDecodeError):
         return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        folder, _, name = error.missing_cfg_file.rpartition("/")
+        key = "preset" if PRESETS.get(job) == folder else folder
+        return f"{key}={name}: no such {key}: {nearest(name, error.options)}"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         why = str(error.__cause__).splitlines()[0]

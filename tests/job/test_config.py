@@ -1,6 +1,7 @@
 """Composition: resolvers, overrides, missing values."""
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -155,6 +156,19 @@ def test_lists_and_what_is_quoted_are_left_to_hydra(value: str) -> None:
 def test_missing_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"train\.tokens"):
         compose("train", ["train.tokens=???"])
+
+
+@pytest.mark.parametrize(
+    ("job", "word", "said"),
+    [
+        ("tokenize", "data=local_txt", "data=local_txt: no such data: did you mean 'local_text'? known: "),
+        ("train", "precision=x", "precision=x: no such precision: known: bf16, "),
+        ("curate", "preset=mine", "preset=mine: no such preset: known: dolma, "),
+    ],
+)
+def test_a_file_of_a_group_that_is_not_there_is_one_line(job: str, word: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\\n]*$"):
+        compose(job, [word])
 
 
 def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
