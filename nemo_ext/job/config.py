@@ -72,6 +72,9 @@ MODEL = {"rl": "policy"} | dict.fromkeys(
 )
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
 
+DRY_RUN = dict.fromkeys(("convert", "merge"), "dry_run") | {job: f"{job}.dry_run" for job in ("generate", "synthesize")}
+"""Keys that `--dry-run` sets, by job."""
+
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
 """Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
 
@@ -280,6 +283,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             value = hydra_value(value)
             word = f"{name}={value}"
         section = name.rpartition(".")[0]
+        if word == "--dry-run" and job in DRY_RUN:
+            word = f"{DRY_RUN[job]}=true"
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
         tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
         source = name.startswith("sources.") and job == "preference_data"

@@ -153,6 +153,14 @@ def test_lists_and_what_is_quoted_are_left_to_hydra(value: str) -> None:
     assert hydra_words([f"input={value}"], "tokenize") == [f"input={value}"]
 
 
+@pytest.mark.parametrize("job", ["convert", "merge", "generate", "synthesize"])
+def test_a_dry_run_is_spelled_alike_for_every_job(job: str) -> None:
+    words = ["from=x", "to=y"] if job in ("convert", "merge") else ["input=x", "output=y"]
+    config = compose(job, ["--dry-run", *words])
+
+    assert (config if "dry_run" in config else config[job])["dry_run"] is True
+
+
 def test_missing_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"train\.tokens"):
         compose("train", ["train.tokens=???"])
