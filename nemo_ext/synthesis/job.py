@@ -207,8 +207,12 @@ class _Run:
             label = f"step {number} of {len(self.recipe.steps)}, {name}"
             rows, identity, counts = made[name] = self._step(name, step, rows, identity, label)
             if not counts.made:
-                left = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.most_common(4))
-                _fail(f"steps.{name}: no row is left ({left}): {rows.path.parent / _DONE} has examples")
+                left = "; ".join(
+                    f"{count:,} {reason}, such as {counts.examples[reason][0]}"
+                    for reason, count in counts.dropped.most_common(4)
+                )
+                why = left or f"the step makes none of the {counts.rows:,} before it"
+                _fail(f"steps.{name}: no row is left: {why} ({rows.path.parent / _DONE} has more)")
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(made, read)
 

@@ -125,6 +125,14 @@ def test_garbage_is_counted_by_reason(
     assert first["examples"]["truncated"] == ["r2"]
 
 
+def test_where_no_row_is_left_the_reason_is_said(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
+) -> None:
+    code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
+
+    assert code == 1 and "steps.keep: no row is left: " in said and " odd one, such as r" in said
+
+
 def test_an_expression_that_never_fits_is_an_error(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
 ) -> None:
@@ -156,6 +164,7 @@ def test_rows_that_fail_are_named(
 
 WRONG = {
     "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
+    "steps.frist.max_tokens=9": "steps.frist: no such step, and without a kind no new one: did you mean 'first'",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
