@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from nemo_ext.job.config import compose
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
@@ -74,6 +76,9 @@ def test_the_card_says_what_was_done(
     assert card.startswith("---\nlicense: cc-by-4.0\n")
     assert "| keep | keep | 40 | 20 | 20 odd |" in card and "| teacher | m |" in card
     assert (tmp_path / "out" / "rows.png").stat().st_size > 1000
+    command = next(re.findall(r"`nemo-ext (.*)`", line)[0] for line in card.splitlines() if "documents: `" in line)
+    config = compose("curate", shlex.split(command)[1:])
+    assert (config["input"], config["output"]) == (str(tmp_path / "out" / "documents.jsonl"), "data/documents")
 
 
 def test_later_steps_are_made_again_and_answers_are_not(
