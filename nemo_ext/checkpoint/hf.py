@@ -43,6 +43,9 @@ from nemo_ext.checkpoint.writing import (
     cut_into_parts,
     write_checkpoint,
 )
+from nemo_ext.data.text import byte_tokenizer
+from nemo_ext.data.text.tokenizers import ByteTokenizer
+from nemo_ext.data.training import data_sections
 from nemo_ext.job.progress import notice
 
 if TYPE_CHECKING:
@@ -121,6 +124,7 @@ class Plan:
         extras: folder with tokenizer and other files, if any.
         tokenizer: folder of another tokenizer, whose files take the place of those of `extras`; None for none.
         remarks: notes for the user.
+        of_bytes: whether the model was trained on bytes, whose tokenizer is written.
     """
 
     reader: SafetensorsReader | TorchDistReader | Retokenized
@@ -133,6 +137,7 @@ class Plan:
     extras: Path | None
     remarks: Sequence[str]
     tokenizer: Path | None = None
+    of_bytes: bool = False
 
     @property
     def bytes(self) -> int:
@@ -225,7 +230,8 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     reader, description, remarks = _with_tokenizer(whole, TABLES, description, settings, beside=extras, pad=False)
     if remarks:
         entries = list(choose(description, settings.architecture)[0].entries(description))
-    made = _plan_to_hf(reader, entries, to, settings, description, extras)
+    named = next((found for data in data_sections(beside or {}) if (found := data.get("tokenizer"))), None)
+    made = _plan_to_hf(reader, entries, to, settings, description, extras, named)
     return replace(made, remarks=[*remarks, *made.remarks])
 
 
@@ -317,6 +323,7 @@ def _plan_to_hf(
     settings: Settings,
     description: Description,
     extras: Path | None,
+    tokenizer: Mapping[str, Any] | None = None,
 ) -> Plan:
     found, config = choose(description, settings.architecture)
     targets = list(found.entries(description))
@@ -325,6 +332,9 @@ def _plan_to_hf(
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
     kept = kept_keys(extras, found)
+    of_bytes = extras is None and tokenizer == {"kind": "byte"}
+    if of_bytes:
+        kept["eos_token_id"] = ByteTokenizer.eod
     if isinstance(reader, Retokenized):
         kept |= reader.rows.new_ids(kept)
     config = {**kept, **config, "dtype": _main_type(work)}
@@ -342,9 +352,10 @@ def _plan_to_hf(
         )
     if left_out:
         remarks.append(f"{left_out} tensors of optimizer state stay behind: Hugging Face has no place for them")
-    if extras is None:
+    if extras is None and not of_bytes:
+        own = f"; its data were tokenised by {tokenizer['path']}" if tokenizer and "path" in tokenizer else ""
         remarks.append(
-            "no tokenizer goes with it: files_from=FOLDER adds one, with generation config and chat template"
+            f"no tokenizer goes with it: files_from=FOLDER adds one, with generation config and chat template{own}"
         )
     return Plan(
         reader=reader,
@@ -357,6 +368,7 @@ def _plan_to_hf(
         extras=extras,
         tokenizer=settings.tokenizer,
         remarks=remarks,
+        of_bytes=of_bytes,
     )
 
 
@@ -506,6 +518,8 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
+    if plan.of_bytes:
+        byte_tokenizer.write(folder)
     _replace_tokenizer(plan, folder)
     (folder / CONFIG).write_text(json.dumps(plan.config, indent=2) + "\n")
     for name in plan.format.code:

@@ -112,7 +112,8 @@ class Vocabulary:
         pairs = zip(self.starts, self.counts, strict=True)
         now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}
         found: dict[str, Any] = {}
-        for key in (f"{role}_token_id" for role in ROLES):
+        own = [f"{role}_token_id" for role in ROLES]
+        for key in dict.fromkeys([*own, *(key for key in kept if key.endswith("_token_id"))]):
             before = kept.get(key)
             several = before if isinstance(before, list) else [before]
             after = [now[each] for each in several if each in now]
@@ -240,15 +241,15 @@ def _adding_nothing(part: Any) -> Any:
 
 
 def token_ids(folder: Path) -> dict[str, int]:
-    """Ids of the tokens that begin, end and pad a text, by their keys of config.json; those that a tokenizer names."""
+    """Ids of the tokens that a tokenizer names (`eos_token`, `unk_token`, ...), by their keys of config.json."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
     found = {}
-    for role in ROLES:
-        name = about.get(f"{role}_token")
-        number = known.token_to_id(name["content"] if isinstance(name, dict) else name) if name else None
+    for key, name in about.items():
+        name = name.get("content") if isinstance(name, dict) else name
+        number = known.token_to_id(name) if key.endswith("_token") and isinstance(name, str) else None
         if number is not None:
-            found[f"{role}_token_id"] = number
+            found[f"{key}_id"] = number
     return found
 
 

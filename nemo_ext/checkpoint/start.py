@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.beside import config_beside
+from nemo_ext.checkpoint.beside import config_beside, extras_beside
 from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
@@ -61,9 +61,31 @@ def with_model_of_start(config: Mapping[str, Any]) -> Mapping[str, Any]:
     path = checkpoints_of(Path(str(start)).expanduser())
     if not path.exists():
         return config
-    beside = _beside(path)
-    made = with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
+    made = _with_model_beside(config, _beside(path))
     return {**made, "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
+
+
+def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """A config of a job on a checkpoint with its model, and with its tokenizer where the config's data are bytes.
+
+    Tokens of another tokenizer are kept in the run directory, beside none of the recipe's.
+
+    Raises:
+        ValueError: there is no checkpoint, or no config beside it.
+    """
+    beside, data = _beside(checkpoint), config.get("data") or {}
+    made = {**config, **_with_model_beside(config, beside)}
+    extras = extras_beside(checkpoint, checkpoint_folder(checkpoint))
+    own = (beside.get("data") or {}).get("tokenizer")
+    if own is None and extras is not None and (extras / "tokenizer.json").is_file():
+        own = {"kind": "huggingface", "path": str(extras / "tokenizer.json")}
+    if data.get("tokenizer") == {"kind": "byte"} and own not in (None, {"kind": "byte"}):
+        made["data"] = {**data, "tokenizer": own, "directory": str(Path(config["run_dir"]) / "data")}
+    return made
+
+
+def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
+    return with_model(config, from_config(beside), str(beside["model"].get("name") or config["model"]["name"]))
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:

@@ -78,7 +78,8 @@ def tokenize_stream(
     """Write `<output_prefix>_train.{bin,idx}`, `_valid.{bin,idx}` and the manifest `<output_prefix>.json`.
 
     Run again after an interruption, it continues with the shards that are missing; if finished with the same
-    settings and input files, it only returns the manifest; with others it starts over and says so.
+    settings and input files, it only returns the manifest; with others it starts over and says so,
+    but for files by another tokenizer, which are refused.
 
     A document goes to validation if a hash of (seed, document id) falls below `validation_share`; a stream of two or
     more documents has at least one in each split, unless the share is 0. Every document ends with eod.
@@ -121,7 +122,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         }
     )
     directory = Path(f"{prefix}.shards")
-    finished = finished_manifest(prefix, config_hash)
+    finished = finished_manifest(prefix, config_hash, tokenizer.identity)
     if finished is not None:
         shutil.rmtree(directory, ignore_errors=True)
         notice(f"{stream.name}: already tokenised: {finished.contents()}")
@@ -172,7 +173,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         )
         write_manifest(manifest, directory)
         shutil.rmtree(directory, ignore_errors=True)
-    notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}")
+    notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}; {manifest.where()}")
     return manifest
 
 

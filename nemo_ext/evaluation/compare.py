@@ -27,7 +27,7 @@ from nemo_ext.evaluation.runs import (
     values_of,
 )
 from nemo_ext.evaluation.statistics import Difference, Floats
-from nemo_ext.job.settings import STRICT, Count, StringsOrNone, Whole, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, StringsOrNone, Whole, nearest
 
 OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinking", "no_reasoning")
 """Names of modes that are the first of a pair."""
@@ -53,12 +53,12 @@ class CompareSettings:
         seed: their seed.
     """
 
-    runs: Annotated[tuple[str, ...] | Mapping[str, str], BeforeValidator(_listed)]
-    baseline: str | None = None
+    runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_listed)]
+    baseline: Place | None = None
     paper: StringsOrNone = ()
-    checkpoints: StringsOrNone = ()
+    checkpoints: PlacesOrNone = ()
     benchmarks: StringsOrNone = ()
-    output: str = "runs/compare"
+    output: Place = "runs/compare"
     level: Annotated[float, Field(gt=0, lt=1)] = 0.95
     draws: Count = 10_000
     seed: Whole = 1234

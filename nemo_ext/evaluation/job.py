@@ -33,7 +33,7 @@ from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, checked, nearest
+from nemo_ext.job.settings import STRICT, Place, checked, nearest
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
@@ -53,13 +53,13 @@ class Given:
         key_variable: environment variable with the endpoint's key.
     """
 
-    run_dir: str
-    endpoint: str | None = None
+    run_dir: Place
+    endpoint: Place | None = None
     served: str | None = None
     key_variable: str | None = None
     evaluate: Mapping[str, Any] = field(default_factory=dict)
     serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: str | None = None
+    files_from: Place | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:

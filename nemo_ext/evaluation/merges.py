@@ -20,6 +20,7 @@ from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.merge import Plan, Settings, merge, plan
 from nemo_ext.evaluation import compare_page, job
 from nemo_ext.evaluation.frontier import COLOURS
+from nemo_ext.evaluation.report import BITS, figure, measured
 from nemo_ext.evaluation.runs import benchmark_is_low, counts
 from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.evaluation.store import RESULTS
@@ -31,6 +32,7 @@ from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
+_NONE_COUNTS = "sweep.objectives: no benchmark counts in a grand mean: name those that do"
 _EVALUATED = "evaluated.json"
 _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
@@ -86,6 +88,7 @@ class Candidate:
         model: folder of its checkpoint.
         objectives: value of each objective; larger is better.
         intervals: interval of each objective that is one benchmark; None for others.
+        metrics: metric of each objective that is a measure to minimise, whose value is negated.
         front: whether no other one is as good in all objectives and better in one.
         admitted: whether it has the least values that are asked for.
         chosen: whether it is the chosen one.
@@ -96,6 +99,7 @@ class Candidate:
     model: str
     objectives: Mapping[str, float]
     intervals: Mapping[str, Sequence[float] | None]
+    metrics: Mapping[str, str] = field(default_factory=dict)
     front: bool = False
     admitted: bool = True
     chosen: bool = False
@@ -111,6 +115,7 @@ def run(config: Mapping[str, Any]) -> None:
     given, sources, settings = _checked(config)
     weights = given.weights(len(sources))
     run_dir = Path(str(config["run_dir"])).expanduser()
+    _check_askable(given, settings)
     with only_run_in(run_dir):
         (run_dir / "merges").mkdir(exist_ok=True)
         plans = {name: _plan(sources, shares, run_dir / "merges" / name, given) for name, shares in weights.items()}
@@ -122,8 +127,9 @@ def run(config: Mapping[str, Any]) -> None:
             model = alone[0].resolve() if as_it_is else merge(plans[name])[0]
             runs[name] = run_dir / "evaluations" / name
             results = _evaluated(config, model, runs[name])
-            values, intervals = objectives(results, given.objectives)
-            found.append(Candidate(name=name, weights=shares, model=str(model), objectives=values, intervals=intervals))
+            values, intervals, metrics = objectives(results, given.objectives)
+            one = Candidate(name=name, weights=shares, model=str(model), objectives=values, intervals=intervals)
+            found.append(replace(one, metrics=metrics))
         candidates = choose(found, given.at_least)
         best = next(one for one in candidates if one.chosen)
         words = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
@@ -140,9 +146,9 @@ def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
     Raises:
         ValueError: see `run`.
     """
-    given, sources, _ = _checked(config)
+    given, sources, settings = _checked(config)
     run_dir = Path(str(config["run_dir"])).expanduser()
-    job.check(_of(config, str(sources[0]), run_dir))
+    _check_askable(given, settings)
     there = megatron and all(source.is_dir() for source in sources) and find_spec("torch") is not None
     if there or all(map(is_hugging_face, sources)):
         for name, shares in given.weights(len(sources)).items():
@@ -200,10 +206,29 @@ def _check_names(given: SweepSettings, benchmarks: Sequence[str]) -> None:
             raise ValueError(f"sweep.at_least: unknown name {name!r}: {nearest(name, known)}")
 
 
+def _check_askable(given: SweepSettings, settings: EvaluateSettings) -> None:
+    """Refuses objectives that no evaluation could give, before the first average."""
+    prepared = job.prepare(settings, Path(settings.data_root).expanduser(), job.chosen(settings))
+    for scorer in prepared.scorers.values():
+        scorer.close()
+    for objective, names in given.objectives.items():
+        for name in filter(prepared.missing.__contains__, names):
+            raise ValueError(f"sweep.objectives.{objective}: {name} cannot be asked: {prepared.missing[name]}")
+    asked = [one.benchmark for one in prepared.plans]
+    if (
+        not given.objectives
+        and not prepared.harness
+        and all(one.kind == "bits" or not one.higher_is_better or not one.weight for one in asked)
+    ):
+        raise ValueError(_NONE_COUNTS)
+
+
 def objectives(
     results: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
-) -> tuple[dict[str, float], dict[str, Sequence[float] | None]]:
-    """Objectives of an evaluation and their intervals, larger being better: measures to minimise are negated.
+) -> tuple[dict[str, float], dict[str, Sequence[float] | None], dict[str, str]]:
+    """Objectives of an evaluation, their intervals, and the metrics of those of measures to minimise.
+
+    Larger is better: measures to minimise are negated.
 
     Args:
         results: what results.json has.
@@ -215,9 +240,10 @@ def objectives(
     entries = results["benchmarks"]
     groups = groups or {name: (name,) for name, entry in entries.items() if counts(entry)}
     if not groups:
-        raise ValueError("sweep.objectives: no benchmark counts in a grand mean: name those that do")
+        raise ValueError(_NONE_COUNTS)
     values: dict[str, float] = {}
     intervals: dict[str, Sequence[float] | None] = {}
+    metrics: dict[str, str] = {}
     for objective, names in groups.items():
         missing = [name for name in names if entries.get(name, {}).get("accuracy") is None]
         if missing:
@@ -228,7 +254,9 @@ def objectives(
         values[objective] = sum(each) / len(each)
         interval = entries[names[0]].get("interval") if len(names) == 1 else None
         intervals[objective] = None if interval is None else sorted(signs[0] * float(end) for end in interval)
-    return values, intervals
+        if max(signs) < 0:
+            metrics[objective] = str(entries[names[0]].get("metric", ""))
+    return values, intervals, metrics
 
 
 def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
@@ -281,22 +309,23 @@ def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_d
             one.name,
             " ".join(f"{share:g}" for share in one.weights),
             *(_cell(one, name) for name in names),
-            f"{100 * _mean(one):.2f}",
+            figure(_mean(one), metric=BITS if any(map(measured, one.metrics.values())) else "").text,
             ("front" if one.front else "") + ("" if one.admitted else ", below the least values"),
             "chosen" if one.chosen else "",
         ]
         for one in candidates
     ]
-    table = markdown_table(("average", "weights", *names, "mean", "", ""), rows)
+    shown = [f"{name} ↓" if name in best.metrics else name for name in names]
+    table = markdown_table(("average", "weights", *shown, "mean", "", ""), rows)
     least = f" that have {_named(at_least)} at least" if at_least else ""
     drawn = _plot(candidates, run_dir / PLOT)
     picture = f"![front]({PLOT})\n\n" if drawn else ""
     write_text(
         run_dir / REPORT,
         f"# {run_dir.name}: averages of checkpoints\n\nChosen: **{best.name}**, of the averages on the Pareto front"
-        f"{least} the one with the highest mean of the objectives (equal weights). In percent, with intervals over "
-        f"problems; differences of less than these are chance: [compare/compare.md](compare/compare.md) tests each "
-        f"average against the chosen one.\n\n{picture}{table}\n",
+        f"{least} the one with the highest mean of the objectives (equal weights; ↓: less is better, "
+        f"negated in the mean). With intervals over problems; differences of less than these are chance: "
+        f"[compare/compare.md](compare/compare.md) tests each average against the chosen one.\n\n{picture}{table}\n",
     )
     write_text(run_dir / FRONT, json.dumps([asdict(one) for one in candidates], indent=1) + "\n")
     print(table)
@@ -304,9 +333,10 @@ def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_d
 
 
 def _cell(one: Candidate, name: str) -> str:
-    interval = one.intervals[name]
-    ends = "" if interval is None else f" ({100 * interval[0]:.1f} to {100 * interval[1]:.1f})"
-    return f"{100 * one.objectives[name]:.1f}{ends}"
+    value, ends = one.objectives[name], one.intervals[name]
+    if name in one.metrics:
+        value, ends = -value, None if ends is None else [-ends[1], -ends[0]]
+    return figure(value, ends, metric=one.metrics.get(name, "")).text
 
 
 def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
@@ -317,15 +347,21 @@ def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
         return False
     figure = new_figure(figsize=(6.5, 4.5))
     axes = figure.subplots()
+    scales = [1 if measured(candidates[0].metrics.get(name, "")) else 100 for name in names]
+
+    def place_of(one: Candidate) -> tuple[float, float]:
+        return scales[0] * one.objectives[names[0]], scales[1] * one.objectives[names[1]]
+
     for one in candidates:
-        place = (100 * one.objectives[names[0]], 100 * one.objectives[names[1]])
+        place = place_of(one)
         colour = COLOURS[1] if one.chosen else COLOURS[0] if one.front else "#999999"
         axes.plot(*place, "*" if one.chosen else "o", color=colour, markersize=13 if one.chosen else 7)
         axes.annotate(one.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    front = sorted([100 * one.objectives[name] for name in names] for one in candidates if one.front)
+    front = sorted(place_of(one) for one in candidates if one.front)
     axes.plot(*zip(*front, strict=True), "--", color="#999999", linewidth=1.1, zorder=0)
-    axes.set_xlabel(f"{names[0]} (%)")
-    axes.set_ylabel(f"{names[1]} (%)")
+    labels = [f"{name} (%)" if scale == 100 else f"{name} (negated)" for scale, name in zip(scales, names, strict=True)]
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
     axes.set_title("averages; dashed: the Pareto front; star: chosen", loc="left", fontsize=10)
     axes.margins(0.15)
     tidy(axes)

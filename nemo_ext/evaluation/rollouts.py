@@ -16,7 +16,7 @@ from nemo_ext.evaluation.store import ASKED, STORE, Sample, Store
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import STRICT, Count, Strings, checked
+from nemo_ext.job.settings import STRICT, Count, Places, checked
 from nemo_ext.rl.plan import TaskFile
 
 ROLLOUTS = "rollouts.jsonl"
@@ -34,7 +34,7 @@ class RolloutSettings:
         environments: settings of environments by name.
     """
 
-    tasks: Strings
+    tasks: Places
     samples: Count = 8
     temperature: float = 1.0
     top_p: float = 1.0

@@ -7,7 +7,7 @@ from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings
-from nemo_ext.job.settings import STRICT, Count, StringsOrNone, Whole, checked_flat
+from nemo_ext.job.settings import STRICT, Count, Place, StringsOrNone, Whole, checked_flat
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -36,9 +36,9 @@ class EvaluateSettings:
     limit: Count | None = None
     samples: Count | None = None
     modes: StringsOrNone = ()
-    data_root: str = "data/benchmarks"
+    data_root: Place = "data/benchmarks"
     tasks: StringsOrNone = ()
-    harness_tasks: str | None = None
+    harness_tasks: Place | None = None
     judge: Mapping[str, JsonValue] | None = None
     seed: Whole = 1234
     draws: Count = 10_000

@@ -22,7 +22,7 @@ from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.config import FAILED
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Strings, checked
+from nemo_ext.job.settings import STRICT, Count, Place, Places, checked
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
@@ -32,7 +32,7 @@ _CHARACTERS = 4
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Given:
+class Given:
     """The config's own keys.
 
     Attributes:
@@ -46,16 +46,16 @@ class _Given:
         generate: see `GenerateSettings`.
     """
 
-    input: Strings
-    output: str
-    endpoint: str | None = None
+    input: Places
+    output: Place
+    endpoint: Place | None = None
     samples: Count = 1
     served: str | None = None
     key_variable: str | None = None
     seed: int = 1234
     generate: Mapping[str, Any] = field(default_factory=dict)
     serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: str | None = None
+    files_from: Place | None = None
     trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
@@ -124,8 +124,8 @@ def _try(prompts: Prompts, rows: Sequence[Mapping[str, Any]]) -> None:
         raise problems[0]
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[_Given, GenerateSettings]:
-    given = checked(_Given, config)
+def _checked(config: Mapping[str, Any]) -> tuple[Given, GenerateSettings]:
+    given = checked(Given, config)
     settings = GenerateSettings.of(given.generate)
     if Path(given.output).expanduser().is_file():
         raise ValueError(f"output={given.output}: is a file: name a folder")
@@ -145,7 +145,7 @@ def _fail(text: str) -> None:
     sys.exit(FAILED)
 
 
-def _made_of(given: _Given, settings: GenerateSettings, prompts: Prompts) -> dict[str, Any]:
+def _made_of(given: Given, settings: GenerateSettings, prompts: Prompts) -> dict[str, Any]:
     return {
         "samples": given.samples,
         "seed": given.seed,
@@ -153,7 +153,7 @@ def _made_of(given: _Given, settings: GenerateSettings, prompts: Prompts) -> dic
     }
 
 
-def _show(index: Index, rows: Rows, prompts: Prompts, given: _Given, settings: GenerateSettings) -> None:
+def _show(index: Index, rows: Rows, prompts: Prompts, given: Given, settings: GenerateSettings) -> None:
     """Prints three requests and what all of them may take."""
     first, bodies = rows.read(index.ranges[0]), list[Mapping[str, Any]]()
     _try(prompts, first)

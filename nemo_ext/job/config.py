@@ -18,12 +18,14 @@ from typing import Any, NoReturn
 import hydra
 import yaml
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import hydra_conf
 from nemo_ext.job.interrupts import kept_interrupts
+from nemo_ext.job.places import is_place
 from nemo_ext.job.settings import nearest
 from nemo_ext.job.words import did_you_mean
 
@@ -70,6 +72,9 @@ MODEL = {"rl": "policy"} | dict.fromkeys(
     ("serve", "generate", "synthesize", "evaluate", "rollouts", "online"), "served"
 )
 """Jobs whose `model` is a folder or a name, by the key that holds it."""
+
+DRY_RUN = dict.fromkeys(("convert", "merge"), "dry_run") | {job: f"{job}.dry_run" for job in ("generate", "synthesize")}
+"""Keys that `--dry-run` sets, by job."""
 
 TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
 """Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
@@ -265,7 +270,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
     `streams` given whole replaces that of a file, too, as do `sources` of preference data.
     The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
-    those of `TEXTS`. Those of `WORDS` become lists.
+    those of `TEXTS`, and the names of files and folders (`is_place`). Those of `WORDS` become lists.
 
     Raises:
         ValueError: both `streams` and `data.directory`, from which streams are not read.
@@ -275,7 +280,12 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
     spelled = []
     for word in words:
         name, equals, value = word.partition("=")
+        if equals and not _is_plain(value) and _is_text(job, name.lstrip("+~"), value):
+            value = hydra_value(value)
+            word = f"{name}={value}"
         section = name.rpartition(".")[0]
+        if word == "--dry-run" and job in DRY_RUN:
+            word = f"{DRY_RUN[job]}=true"
         planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
         tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
         source = name.startswith("sources.") and job == "preference_data"
@@ -296,7 +306,7 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled += [f"{PRESETS[job]}={value}", f"preset={value}"]
         elif name == "model" and job in MODEL:
             # To Hydra `model` is the group of Megatron models.
-            spelled.append(f"{MODEL[job]}={hydra_value(value)}")
+            spelled.append(f"{MODEL[job]}={value if _QUOTED.fullmatch(value) else hydra_value(value)}")
         elif name == "suite" and job in ("evaluate", "merge_sweep"):  # to Hydra it is a group too
             spelled.append(f"evaluate.{word}")
         elif name == "environments" and job == "rl" and equals and value != "null":
@@ -348,8 +358,34 @@ def _is_literal(name: str, value: str) -> bool:
     return section or listed or bool(_NO_TEXT.fullmatch(value) or _QUOTED.fullmatch(value))
 
 
+def _is_text(job: str, name: str, value: str) -> bool:
+    """True for a name of a file or folder that Hydra would read as something else.
+
+    Lists, mappings, escapes and what is quoted, each value of a sweep too, are left to Hydra.
+    """
+    if value in ("", "null", "???") or "\\" in value or (value[0], value[-1]) in (("[", "]"), ("{", "}")):
+        return False
+    if re.fullmatch(rf"{_QUOTED.pattern}(,{_QUOTED.pattern.replace('1', '3')})*", value, re.DOTALL):
+        return False
+    return is_place(job, name) or (job == "pipeline" and "." not in name and not _is_readable(value))
+
+
+def _is_readable(value: str) -> bool:
+    """True if Hydra's grammar has the text as one value."""
+    try:
+        return not OverridesParser.create().parse_override(f"key={value}").is_sweep_override()
+    except HydraException:
+        return False
+
+
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
 """A text in quotes, as Hydra reads it."""
+
+
+def _is_plain(text: str) -> bool:
+    no_text = ("null", "true", "false", "inf", "nan")
+    plain = re.fullmatch(r"(\.{0,2}/|[A-Za-z])[A-Za-z0-9_./-]*", text)
+    return plain is not None and text.lower() not in no_text
 
 
 def hydra_value(text: str) -> str:
@@ -357,8 +393,7 @@ def hydra_value(text: str) -> str:
 
     A comma would be a sweep to it, `1e5` a number. An interpolation (`${...}`) stays one.
     """
-    no_text = ("null", "true", "false", "inf", "nan")
-    if re.fullmatch(r"(\.{0,2}/|[A-Za-z])[A-Za-z0-9_./-]*", text) and text.lower() not in no_text:
+    if _is_plain(text):
         return text
     # In quotes a backslash is one, except before a quote.
     doubled = re.sub(r'(\\+)("|$)', r"\1\1\2", text)
@@ -366,12 +401,12 @@ def hydra_value(text: str) -> str:
 
 
 def check_place(key: str, place: object) -> None:
-    """Refuses a folder whose name cannot stand in words of jobs.
+    """Refuses a folder whose name cannot stand in quotes in words of jobs.
 
     Raises:
         ValueError: naming the characters.
     """
-    if wrong := set(",=(){}[]'\"") & set(str(place)):
+    if wrong := {each for each in ("'", '"', "\\", "${") if each in str(place)}:
         raise ValueError(f"{key}={place}: choose one without {' '.join(sorted(wrong))}: it stands in words")
 
 
@@ -417,6 +452,10 @@ def mistake(error: Exception, job: str) -> str:
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
     if isinstance(error, UnicodeDecodeError):
         return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        folder, _, name = error.missing_cfg_file.rpartition("/")
+        key = "preset" if PRESETS.get(job) == folder else folder
+        return f"{key}={name}: no such {key}: {nearest(name, error.options)}"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         why = str(error.__cause__).splitlines()[0]
@@ -482,6 +521,8 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     a `resumable` job that line says that the same command goes on.
     """
     register_resolvers()
+    # Threads that spin while they wait take the cores of jobs beside this one; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
         check_choice("recipe", sys.argv[1:], config_name)
         sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]

@@ -32,6 +32,14 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """Texts of a config, such as paths: one or a list of them."""
 StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
 """The same, with null for none."""
+PLACE = "file or folder"
+"""Mark of types whose values name files or folders, which the command line takes as they are."""
+Place = Annotated[str, PLACE]
+"""Name of a file or folder, or of what may stand in its place, such as an endpoint's URL."""
+Places = Annotated[Strings, PLACE]
+"""One such name or a list of them."""
+PlacesOrNone = Annotated[StringsOrNone, PLACE]
+"""The same, with null for none."""
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
 """Whole number from 0 that may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]

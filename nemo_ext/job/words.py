@@ -7,7 +7,7 @@ from collections.abc import Iterable
 def nearest(word: str, words: Iterable[str]) -> str:
     """The end of an error message on an unknown word: the nearest known one, and all of them."""
     known = sorted(words)
-    return f"{did_you_mean(word, known)} known: {', '.join(known)}".lstrip()
+    return f"{did_you_mean(word, known)} known: {', '.join(known) or 'none'}".lstrip()
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

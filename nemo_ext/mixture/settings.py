@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Shard, Share, Strings, checked, nearest, part_of
+from nemo_ext.job.settings import STRICT, Count, Place, Shard, Share, Strings, checked, nearest, part_of
 
 RUNS_A_STREAM = 5
 """Runs for each stream where their number is not given (OLMo 3)."""
@@ -89,7 +89,7 @@ class Settings:
 
     train: Annotated[Strings, Field(min_length=1)]
     evaluate: Annotated[Strings, Field(min_length=1)]
-    output: Annotated[str, Field(min_length=1)]
+    output: Annotated[Place, Field(min_length=1)]
     shard: Shard | None
 
     @property

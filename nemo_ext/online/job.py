@@ -200,8 +200,14 @@ class _Run:
         tasks = self.of_round(number)
         notice(f"round {number}/{self.rounds}: {len(tasks):,} prompts x {self.samples} answers of {policy}")
         found = answered({**self.config, "served": str(policy)}, tasks, self.asked, folder / "answers")
+        answers = summary(found, seed=self.config["seed"])
+        if number == 1 and answers["cut"] == 1:
+            raise ValueError(
+                f"{folder}: all answers were cut off at online.max_tokens={self.asked.max_tokens}, which "
+                "leaves no pairs: begin anew with more tokens"
+            )
         pairs = self._pairs(folder, policy)
-        values = {**summary(found, seed=self.config["seed"]), "pairs": pairs}
+        values = {**answers, "pairs": pairs}
         notice(f"round {number}/{self.rounds}: {shown(values)}, {pairs:,} pairs")
         self._note(number - 1, values)
         if pairs < self.training.batch:

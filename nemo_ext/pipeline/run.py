@@ -214,7 +214,7 @@ def _finished_at(record: Path) -> float | None:
 
 def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_run: bool) -> bool:
     """Check the configs of all stages to run, and print errors, in a dry run also commands; True without errors."""
-    named, wrong = {work.stage.name: work for work in works}, False
+    named, wrong = {work.stage.name: work for work in works}, list[str]()
     for work in works:
         if work.state != "waiting":
             if dry_run:
@@ -227,8 +227,10 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
             found += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])
         if dry_run and work.stage.job == "train" and not errors(found):
             found += by_megatron(work.config, written)
-        wrong = wrong or errors(found)
+        wrong += [f"error: {work.stage.name}: {one.text}" for one in found if one.kind == "error"]
         _tell(work, found, console, dry_run=dry_run)
+    for line in wrong:  # below all commands, where they are read
+        console.print(line, style="red", markup=False)
     return not wrong
 
 
@@ -259,8 +261,8 @@ def _tell(work: Work, found: Sequence[Finding], console: Console, *, dry_run: bo
     if dry_run:
         console.print(f"{work.stage.name}:", style="bold", markup=False)
     for one in found:
-        if dry_run or one.kind != "note":
-            style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
+        if one.kind == "warning" or (dry_run and one.kind == "note"):
+            style = "yellow" if one.kind == "warning" else ""
             console.print(
                 f"{one.kind}: {'' if dry_run else f'{work.stage.name}: '}{one.text}", style=style, markup=False
             )

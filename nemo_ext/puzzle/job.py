@@ -17,7 +17,7 @@ from typing import Any
 from nemo_ext import launch
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.description import Description, from_config
-from nemo_ext.checkpoint.start import description_of
+from nemo_ext.checkpoint.start import as_checkpoint, description_of
 from nemo_ext.data.training import check_validation, tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.progress import notice
@@ -110,8 +110,10 @@ class Job:
     def __init__(self, config: dict[str, Any]) -> None:
         check_machine(config)
         self.chosen: Settings = check(config)
-        if self.chosen.parent is not None and not Path(self.chosen.parent).exists():
-            raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
+        if self.chosen.parent is not None:
+            if not Path(self.chosen.parent).exists():
+                raise ValueError(f"puzzle.parent={self.chosen.parent}: no such run, checkpoint or converted folder")
+            config = as_checkpoint(config, Path(self.chosen.parent))
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
         if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):

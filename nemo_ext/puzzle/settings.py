@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, checked, nearest
+from nemo_ext.job.settings import STRICT, Place, checked, nearest
 from nemo_ext.puzzle.choice.problem import Limit
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
@@ -83,7 +83,7 @@ class Training:
     together: PositiveInt = 16
     clip: PositiveFloat = 1.0
     save_interval: PositiveInt = 100
-    inputs: str | None = None
+    inputs: Place | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,7 +98,7 @@ class Measure:
 
     enabled: bool = False
     min_seconds: PositiveFloat = 0.2
-    table: str | None = None
+    table: Place | None = None
 
     def __post_init__(self) -> None:
         if self.enabled and self.table is not None:
@@ -229,7 +229,7 @@ class Heal:
 class Settings:
     """Everything under `puzzle:` (hydra_conf/puzzle.yaml explains the keys)."""
 
-    parent: str | None = None
+    parent: Place | None = None
     child: Name = "child"
     stages: list[str] | None = None
     shard: str | None = None

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,8 @@ from nemo_ext.quantization.settings import read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_WITHOUT_MODELOPT = "nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]'"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ def run(config: Mapping[str, Any]) -> None:
             "made with calibration.held_out=0 and precision_plan.kv_cache=bf16"
         )
     check_target(work.to)
+    if find_spec("modelopt") is None and not was_published(work.to, work.identity()):
+        raise ValueError(_WITHOUT_MODELOPT)
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
             shutil.rmtree(work.converted, ignore_errors=True)
@@ -301,7 +306,7 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
     try:
         import modelopt.torch.quantization as mtq
     except ImportError as error:
-        raise ValueError(f"nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]' ({error})") from None
+        raise ValueError(f"{_WITHOUT_MODELOPT} ({error})") from None
     config = quantize_config(work.plan, work.listed, names)
     # The last position's logits are enough, unless the output layer has a scale that needs all positions.
     head = any(matrix.weight.block is None and matrix.precision == "fp8" for matrix in work.listed)

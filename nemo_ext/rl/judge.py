@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from nemo_ext.endpoint import client
 from nemo_ext.endpoint.address import Address
 from nemo_ext.endpoint.client import Client, ClientSettings, Seconds
-from nemo_ext.job.settings import checked
+from nemo_ext.job.settings import Place, checked
 
 Messages = Sequence[Mapping[str, Any]]
 _TO_COME_UP = 60.0
@@ -46,7 +46,7 @@ class JudgeSettings:
         ValueError: naming the setting.
     """
 
-    endpoint: Annotated[str, Field(min_length=1)]
+    endpoint: Annotated[Place, Field(min_length=1)]
     model: Annotated[str, Field(min_length=1)] | None = None
     key_variable: str | None = None
     sampling: Mapping[str, JsonValue] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 4096})

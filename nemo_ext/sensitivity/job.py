@@ -7,7 +7,7 @@ from typing import Any
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.blockwise.rank import check_machine, start
 from nemo_ext.checkpoint.beside import is_hugging_face
-from nemo_ext.checkpoint.start import description_of
+from nemo_ext.checkpoint.start import as_checkpoint, description_of
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.training import tokenize_streams, with_data
 from nemo_ext.job.files import only_run_in
@@ -41,6 +41,7 @@ def run(config: dict[str, Any]) -> None:
         raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
     if is_hugging_face(model):
         raise ValueError(f"sensitivity.model={model}: of Hugging Face: `nemo-ext convert from={model} to=...` first")
+    config = as_checkpoint(config, model)
     if config["precision_plan"] is None:
         config["precision_plan"] = DEFAULT_PLAN
     # Measured with torch's FP8 products everywhere, even where Transformer Engine is installed.

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.training import check_validation
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import STRICT, Place, checked
 from nemo_ext.puzzle.settings import Batches
 
 
@@ -26,7 +26,7 @@ class Settings:
         evaluation: validation data that plans are compared on.
     """
 
-    model: str
+    model: Place
     per: Literal["block", "part"] = "block"
     metric: Literal["kl", "loss"] = "kl"
     share: Annotated[float, Field(gt=0, le=1)] = 0.5

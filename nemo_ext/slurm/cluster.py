@@ -12,7 +12,7 @@ from pydantic import PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.ranks import GPUS
-from nemo_ext.job.settings import STRICT
+from nemo_ext.job.settings import STRICT, Place
 
 _TIME = re.compile(r"(?:(?P<hours>\d+):)?(?P<minutes>\d+):(?P<seconds>\d+)")
 _DAYS = re.compile(r"(?P<days>\d+)-(?P<hours>\d+)(?::(?P<minutes>\d+)(?::(?P<seconds>\d+))?)?")
@@ -65,7 +65,7 @@ class Container:
     """
 
     runtime: Literal["none", "singularity", "apptainer", "pyxis"] = "none"
-    image: str | None = None
+    image: Place | None = None
     options: tuple[str, ...] = ()
     binds: tuple[str, ...] = ()
 

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.checkpoint.beside import is_hugging_face
-from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.start import as_checkpoint, with_model_of_start
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.blends.hierarchy import read_tree
@@ -71,6 +71,8 @@ SETTINGS = {
     "train": ("nemo_ext.evaluation.live", "check"),
 }
 """Module and function that read each job's settings."""
+_STARTS = {"puzzle": ("puzzle", "parent"), "sensitivity": ("sensitivity", "model")}
+"""Section and key of the checkpoint whose model a job works on, by job."""
 RUNS = {"mixture": ("nemo_ext.mixture.settings", "runs_of")}
 """Module and function that say what other jobs a job starts, with their configs."""
 TIGHT = 0.9
@@ -112,6 +114,10 @@ def findings(
     cluster = settings.cluster
     if settings.job == "train":
         config = with_model_of_start(config)
+    section, key = _STARTS.get(settings.job, ("", ""))
+    if section and (place := config[section].get(key)) and Path(str(place)).exists():
+        with suppress(ValueError):  # the job's own check says what is wrong
+            config = as_checkpoint(config, Path(str(place)))
     found = [] if here else [*_queue(config, settings)]
     if settings.job == "train":
         found += [*_memory(config, cluster), *_precision(config, cluster)]

@@ -8,7 +8,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_choice, compose, config_folders
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import STRICT, Place, checked
 from nemo_ext.slurm.cluster import Cluster, duration
 
 SHARDED = ("curate", "mixture")
@@ -27,7 +27,7 @@ class Keeping:
     requeue: bool
     nodes: PositiveInt = 1
     shards: PositiveInt = 1
-    folder: str | None = None
+    folder: Place | None = None
     rehearse: bool | None = None
     options: tuple[str, ...] = ()
 

@@ -83,6 +83,13 @@ def final(text: str | None) -> str:
     return last_boxed(text or "") or final_answer(text or "") or ""
 
 
+def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
+    r"""A question, or messages with one, that asks for its final answer in \boxed{}, unless it names a box itself."""
+    if not isinstance(asked, str):
+        return [*asked[:-1], {**asked[-1], "content": in_box(asked[-1]["content"])}]
+    return asked if r"\boxed" in asked else f"{asked}\n\nPut the final answer in \\boxed{{}}."
+
+
 def words(text: str | None) -> int:
     """Number of words; a character of a script without spaces is one."""
     return len(words_of(text or ""))
@@ -203,7 +210,21 @@ TEMPLATES = Templates(
     filters={
         each.__name__: each
         for each in (
-            *(tagged, all_tagged, number, json_of, code, parses, final, words, mean, majority, overlap, language),
+            *(
+                tagged,
+                all_tagged,
+                number,
+                json_of,
+                code,
+                parses,
+                final,
+                in_box,
+                words,
+                mean,
+                majority,
+                overlap,
+                language,
+            ),
             *(shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
         )
     }

@@ -23,7 +23,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest, note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Strings, check_keys, checked
+from nemo_ext.job.settings import STRICT, Place, Places, check_keys, checked
 from nemo_ext.rl.environments import make, settings_of
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
@@ -41,14 +41,14 @@ _TRIED = 50
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
-class _Given:
+class Given:
     """The config's own keys; the rest is a `Recipe` and `WorkSettings`."""
 
-    input: Strings
-    output: str
+    input: Places
+    output: Place
     recipe: str
     about: str | None = None
-    endpoint: str | None = None
+    endpoint: Place | None = None
     served: str | None = None
     key_variable: str | None = None
     license: str | None = None
@@ -58,7 +58,7 @@ class _Given:
     outputs: Mapping[str, Any] = field(default_factory=dict)
     synthesize: Mapping[str, Any] = field(default_factory=dict)
     serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: str | None = None
+    files_from: Place | None = None
     trust_remote_code: bool = False
 
 
@@ -113,8 +113,8 @@ def check(config: Mapping[str, Any]) -> None:
         _first_request(given, recipe)
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[_Given, Recipe, WorkSettings]:
-    given = checked(_Given, config)
+def _checked(config: Mapping[str, Any]) -> tuple[Given, Recipe, WorkSettings]:
+    given = checked(Given, config)
     recipe, work = Recipe.of(config), WorkSettings.of(given.synthesize)
     if Path(given.output).expanduser().is_file():
         raise ValueError(f"output={given.output}: is a file: name a folder")
@@ -157,7 +157,7 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 
 
 @contextmanager
-def _places(config: Mapping[str, Any], given: _Given, recipe: Recipe, folder: Path) -> Iterator[dict[str, _Place]]:
+def _places(config: Mapping[str, Any], given: Given, recipe: Recipe, folder: Path) -> Iterator[dict[str, _Place]]:
     """Where each role is asked; a folder in `model` is served meanwhile."""
     own = {role: recipe.place(role) for role in recipe.asked()}
     places = {
@@ -191,7 +191,7 @@ class _Run:
         places: where each role is asked.
     """
 
-    given: _Given
+    given: Given
     recipe: Recipe
     work: WorkSettings
     folder: Path
@@ -207,8 +207,12 @@ class _Run:
             label = f"step {number} of {len(self.recipe.steps)}, {name}"
             rows, identity, counts = made[name] = self._step(name, step, rows, identity, label)
             if not counts.made:
-                left = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.most_common(4))
-                _fail(f"steps.{name}: no row is left ({left}): {rows.path.parent / _DONE} has examples")
+                left = "; ".join(
+                    f"{count:,} {reason}, such as {counts.examples[reason][0]}"
+                    for reason, count in counts.dropped.most_common(4)
+                )
+                why = left or f"the step makes none of the {counts.rows:,} before it"
+                _fail(f"steps.{name}: no row is left: {why} ({rows.path.parent / _DONE} has more)")
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(made, read)
 
@@ -323,7 +327,7 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _first_request(given: _Given, recipe: Recipe) -> tuple[str, Any] | None:
+def _first_request(given: Given, recipe: Recipe) -> tuple[str, Any] | None:
     """The first step that asks, and what it asks, as far as the steps before it can be done without others.
 
     Raises:
@@ -346,7 +350,7 @@ def _first_request(given: _Given, recipe: Recipe) -> tuple[str, Any] | None:
     return None
 
 
-def _show(given: _Given, recipe: Recipe) -> None:
+def _show(given: Given, recipe: Recipe) -> None:
     """Prints the steps, and the first request."""
     for number, (name, step) in enumerate(recipe.steps.items(), start=1):
         print(f"{number}. {name}: {' '.join(filter(None, (step.kind, ', '.join(step.roles()))))}")

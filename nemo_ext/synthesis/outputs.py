@@ -15,13 +15,13 @@ from nemo_ext.synthesis.rows import ID, Row, written
 from nemo_ext.synthesis.settings import OutputKind, OutputSettings
 
 READERS: Mapping[OutputKind, str] = {
-    "conversations": "nemo-ext sft_data 'sources=[{{name: {name}, path: {path}}}]'",
-    "generations": "nemo-ext preference_data 'sources={{{name}: {{kind: {pairing}, path: {path}}}}}'",
-    "tasks": "nemo-ext rl tasks.train.path={path}",
-    "documents": "nemo-ext curate input={path}",
-    "prompts": "nemo-ext synthesize recipe=verified_traces input={path}",
+    "conversations": "nemo-ext sft_data 'sources=[{{name: {name}, path: {path}}}]' template=nemotron3_nano output={to}",
+    "generations": "nemo-ext preference_data 'sources={{{name}: {{kind: {pairing}, path: {path}}}}}' output={to}",
+    "tasks": "nemo-ext rl preset=rl_zero model=FOLDER 'tasks.train.path={path}' run_dir={to}",
+    "documents": "nemo-ext curate preset=dolma 'input={path}' output={to}",
+    "prompts": "nemo-ext synthesize recipe=verified_traces model=FOLDER 'input={path}' output={to}",
 }
-"""Command that reads the files of each kind."""
+"""Command that reads the files of each kind; FOLDER is a model's."""
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.job.config import hydra_value
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.synthesis.context import Counts
@@ -82,7 +83,8 @@ def _card(
     parts += ["## Files", "", _files(outputs), ""]
     for name, counts in outputs.items():
         file = recipe.outputs[name]
-        command = READERS[file.kind].format(name=name, path=f"{folder.name}/{name}.jsonl", pairing=file.pairing)
+        path = hydra_value(str(folder.absolute() / f"{name}.jsonl"))
+        command = READERS[file.kind].format(name=name, path=path, pairing=file.pairing, to=f"data/{name}")
         parts += [f"`{name}.jsonl`, {counts.made:,} {file.kind}: `{command}`", ""]
     parts += ["## Steps", "", f"![rows after each step]({PICTURE})", "", _steps(recipe, steps), ""]
     judged = [(name, each.numbers) for name, each in steps.items() if "canaries" in each.numbers]
@@ -96,7 +98,8 @@ def _card(
     parts += ["## What left", ""]
     for name, counts in {**steps, **outputs}.items():
         for reason, count in counts.dropped.most_common():
-            share = f"{count / counts.rows:.1%}" if 0 < count <= counts.rows else ""
+            of = counts.numbers.get("answers") or counts.rows  # several answers may be asked for a row
+            share = f"{count / of:.1%}" if 0 < count <= of else ""
             shown = "; ".join(counts.examples.get(reason, [])[:_SHOWN])
             parts += [f"- {name}, {reason}: {count:,} {f'({share})' if share else ''}: {shown}"]
     return "\n".join(parts) + "\n"

@@ -1,7 +1,7 @@
 """Settings of `nemo-ext synthesize`: roles, steps and outputs of a recipe."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import BatchSettings, Sampling
-from nemo_ext.job.settings import STRICT, Count, Share, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Share, checked, nearest
 from nemo_ext.synthesis.expressions import TEMPLATES
 
 
@@ -44,7 +44,7 @@ class Role:
         like: role whose endpoint this one takes where it has none of its own.
     """
 
-    endpoint: str | None = None
+    endpoint: Place | None = None
     model: str | None = None
     key_variable: str | None = None
     like: str | None = None
@@ -492,7 +492,8 @@ class Recipe:
             if not isinstance(config[key], Mapping):
                 raise ValueError(f"{key}={config[key]!r}: expected a section with names")
         roles = {str(name): checked(Role, role or {}, where=f"roles.{name}") for name, role in config["roles"].items()}
-        steps = {str(name): _step(str(name), step) for name, step in config["steps"].items() if step is not None}
+        known = [name for name, step in config["steps"].items() if isinstance(step, Mapping) and "kind" in step]
+        steps = {str(name): _step(str(name), step, known) for name, step in config["steps"].items() if step is not None}
         if not steps:
             raise ValueError("steps: there are none: name a recipe, such as recipe=verified_traces")
         outputs = {
@@ -556,11 +557,13 @@ def _check_name(where: str, name: str) -> None:
         raise ValueError(f"{where}: a name has letters, digits and _ alone")
 
 
-def _step(name: str, section: Any) -> Step:
+def _step(name: str, section: Any, known: Sequence[str]) -> Step:
     if not isinstance(section, Mapping):
         raise ValueError(f"steps.{name}={section!r}: expected a section with keys")
     own = dict(section)
-    kind = own.pop("kind", None)
+    if "kind" not in own:
+        raise ValueError(f"steps.{name}: no such step, and without a kind no new one: {nearest(name, known)}")
+    kind = own.pop("kind")
     if kind not in KINDS:
         raise ValueError(f"steps.{name}.kind={kind}: {nearest(str(kind), KINDS)}")
     return checked(KINDS[kind], own, where=f"steps.{name}")

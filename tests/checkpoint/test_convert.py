@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from nemo_ext.checkpoint import hf, writing
 from nemo_ext.checkpoint.beside import extras_beside
@@ -202,6 +204,20 @@ def test_everything_beside_the_weights_travels_through_training(source: Path, tm
     assert all((export / name).read_bytes() == (source / name).read_bytes() for name in beside)
     assert {key: config_of(export)[key] for key in CONFIG} == CONFIG
     assert_same(weights_of(export), weights_of(source))
+
+
+def test_a_run_on_bytes_is_exported_with_their_tokenizer(source: Path, tmp_path: Path) -> None:
+    megatron, to = converted(source, tmp_path / "megatron"), tmp_path / "to"
+    shutil.rmtree(megatron / "hf_files")
+    (model,) = (megatron / "model").glob("*.yaml")
+    data = {"tokenizer": {"kind": "byte"}}
+    (megatron / "config.yaml").write_text(yaml.safe_dump(yaml.safe_load(model.read_text()) | {"data": data}))
+
+    converted(megatron, to)
+
+    tokenizer = Tokenizer.from_file(str(to / "tokenizer.json"))
+    assert tokenizer.encode("aé").ids == [97, 195, 169]
+    assert config_of(to)["eos_token_id"] == tokenizer.token_to_id("<|endoftext|>") == 256
 
 
 def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Path) -> None:
@@ -607,7 +623,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("dry_run=maybe",), "dry_run=maybe: expected true or false"),
         (("shard_gigabytes=null",), "shard_gigabytes=None: input should be a valid number"),
         (("shard_gigabytes=some",), "shard_gigabytes='some': input should be a valid number"),
-        (("files_from=3",), "files_from=3: input"),
+        (("files_from=3",), "files_from=3: no such folder"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
         (("iteration=7",), "iteration=7 is for a run of Megatron"),
     ],

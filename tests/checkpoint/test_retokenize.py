@@ -208,11 +208,14 @@ def test_the_same_tokenizer_again_changes_nothing(model: Callable[..., Path], tm
 def test_what_ends_a_text_takes_over_and_other_ids_follow(model: Callable[..., Path], tmp_path: Path) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>", "<|turn|>", "<|pad|>")))
     config = json.loads((source / "config.json").read_text())
-    ids = {"eos_token_id": [300, 301], "pad_token_id": 302, "bos_token_id": 5}
+    ids = {"eos_token_id": [300, 301], "pad_token_id": 302, "bos_token_id": 5, "unk_token_id": 302}
+    ids |= {"decoder_start_token_id": 6, "image_token_id": 302}
     (source / "config.json").write_text(json.dumps(config | ids | {"initializer_range": 0.5}))
     (source / "generation_config.json").write_text(json.dumps(ids | {"temperature": 0.6}))
     (source / "LICENSE").write_text("mine")
     new = byte_level(tmp_path / "new", 310, 2, ("<|stop|>", "<|turn|>"))
+    about = json.loads((new / "tokenizer_config.json").read_text())
+    (new / "tokenizer_config.json").write_text(json.dumps(about | {"unk_token": {"content": "<|turn|>"}}))
     (new / "modeling_evil.py").write_text("raise SystemExit")
     (new / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 3}))
 
@@ -223,8 +226,10 @@ def test_what_ends_a_text_takes_over_and_other_ids_follow(model: Callable[..., P
     old = load_file(source / "model.safetensors")
     assert torch.equal(made[TABLES[0]][310], old[TABLES[0]][300])
     before, after = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (source, new))
-    wanted = {"eos_token_id": [310, 311], "pad_token_id": None}
-    wanted["bos_token_id"] = after.token_to_id(before.id_to_token(5))
+    wanted: dict[str, Any] = {"eos_token_id": [310, 311], "pad_token_id": None}
+    wanted |= {"unk_token_id": 311, "image_token_id": None}
+    wanted["bos_token_id"] = after.token_to_id(str(before.id_to_token(5)))
+    wanted["decoder_start_token_id"] = after.token_to_id(str(before.id_to_token(6)))
     for folder in (tmp_path / "made", tmp_path / "back"):
         for name, more in (
             ("config.json", {"initializer_range": 0.5}),

@@ -8,7 +8,7 @@ import yaml
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.pickles import METADATA
-from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.start import as_checkpoint, with_model_of_start
 from nemo_ext.job.config import compose
 
 WORDS = ("run_dir=unused", "data=mock", "model=llama_nemotron_tiny", "megatron.lr=0.5")
@@ -62,3 +62,22 @@ def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
     (child / "model" / "child.yaml").unlink()
     with pytest.raises(ValueError, match="its model is not known"):
         with_model_of_start(run_of(child))
+
+
+def test_a_job_on_a_checkpoint_takes_its_model_and_its_tokenizer(child: Path) -> None:
+    (child / "hf_files").mkdir()
+    described = yaml.safe_load((child / "model" / "child.yaml").read_text())
+    described["megatron"]["padded_vocab_size"] = 1280
+    (child / "model" / "child.yaml").write_text(yaml.safe_dump(described))
+    (child / "hf_files" / "tokenizer.json").touch()
+    config = compose("puzzle", ["recipe=puzzle/quickstart", f"puzzle.parent={child}", "run_dir=r"])
+
+    made = as_checkpoint(config, child)
+
+    assert made["model"]["pattern"] == "*-*{kv=2}-"
+    assert made["megatron"]["padded_vocab_size"] == 1280
+    assert made["puzzle"] == config["puzzle"]
+    assert made["data"]["tokenizer"] == {"kind": "huggingface", "path": str(child / "hf_files" / "tokenizer.json")}
+    assert made["data"]["directory"] == "r/data"
+    named = {**config, "data": {**config["data"], "tokenizer": {"kind": "huggingface", "path": "mine"}}}
+    assert as_checkpoint(named, child)["data"] == named["data"]

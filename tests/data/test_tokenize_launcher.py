@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import launchers
 import nemo_ext
@@ -44,6 +46,9 @@ def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path, co
     for key in ("input", "output", "kind", "text_key", "tokenizer", "validation_share", "workers", "data"):
         assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
     assert "input: null\n" in composed.stdout
+    (whole,) = re.findall(r"'(tokenizer=\{.*\})'", helped.stdout)
+    value = OverridesParser.create().parse_override(whole).value()
+    assert isinstance(value, dict) and value["eod"] == "<|endoftext|>"
     assert "kind: python_stdlib" in composed.stdout
 
 
@@ -59,7 +64,10 @@ def test_ones_own_file_is_tokenised_once(
 
     manifest = read_manifest(tmp_path / "made/mine")
     assert (first.returncode, first.stdout) == (second.returncode, second.stdout) == (0, "")
-    assert first.stderr == f"mine: {manifest.contents()}; skipped 1 duplicate\n"
+    assert (
+        first.stderr
+        == f"mine: {manifest.contents()}; skipped 1 duplicate; made/mine_*.bin and .idx, documents end with id 256\n"
+    )
     assert second.stderr == f"mine: already tokenised: {manifest.contents()}\n"
     assert sorted(before) == ["mine.json", "mine_train.bin", "mine_train.idx", "mine_valid.bin", "mine_valid.idx"]
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before

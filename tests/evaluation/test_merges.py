@@ -122,10 +122,13 @@ def test_an_objective_is_the_mean_of_its_benchmarks_and_bits_are_negated() -> No
         "two": {"accuracy": 0.6, "metric": "avg@1", "interval": [0.5, 0.7]},
         "bits": {"accuracy": 0.9, "metric": "bits_per_byte", "interval": [0.8, 1.0]},
     }
-    values, intervals = objectives({"benchmarks": entries}, {"both": ("one", "two"), "text": ("bits",)})
+    values, intervals, metrics = objectives({"benchmarks": entries}, {"both": ("one", "two"), "text": ("bits",)})
 
     assert values == {"both": pytest.approx(0.4), "text": -0.9}
     assert intervals == {"both": None, "text": [-1.0, -0.8]}
+    assert metrics == {"text": "bits_per_byte"}
+    one = Candidate(name="x", weights=[1], model="x", objectives=values, intervals=intervals, metrics=metrics)
+    assert [merges._cell(one, name) for name in values] == ["40.0%", "0.9000 [0.8000, 1.0000]"]
     assert set(objectives({"benchmarks": entries}, {})[0]) == {"one", "two"}
     with pytest.raises(ValueError, match="three was not evaluated"):
         objectives({"benchmarks": entries}, {"x": ("three",)})
@@ -138,11 +141,16 @@ def test_an_objective_is_the_mean_of_its_benchmarks_and_bits_are_negated() -> No
         ("sweep.mixtures=[[0.5,0.5,0]]", "3 weights for 2 checkpoints"),
         ("sweep.objectives={x: [sum]}", "did you mean 'sums'"),
         ("sweep.at_least={less: 0.1}", "sweep.at_least: unknown name 'less'"),
+        ("suite=quick; evaluate.benchmarks=[python_bits]", "no benchmark counts in a grand mean"),
+        (
+            "suite=[quick,olmo3_think]; evaluate.limit=2; sweep.objectives={x: [aime24]}",
+            "sweep.objectives.x: aime24 cannot",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(sweep: Callable[..., list[str]], words: str, said: str) -> None:
     with pytest.raises(ValueError, match=r".") as told:
-        sweep(words)
+        sweep(*words.split("; "))
 
     assert said in str(told.value)
 

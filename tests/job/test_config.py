@@ -1,5 +1,7 @@
 """Composition: resolvers, overrides, missing values."""
 
+import os
+import re
 import sys
 from pathlib import Path
 
@@ -96,6 +98,20 @@ def test_a_job_that_cannot_go_on_ends_with_one_line(
     assert (ended.value.code, *capfd.readouterr()) == (code, "", f"{line}\n")
 
 
+@pytest.mark.parametrize(("before", "during"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_of_a_job_wait_without_spinning(
+    before: str | None, during: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if before is not None:
+        monkeypatch.setenv("OMP_WAIT_POLICY", before)
+    monkeypatch.setattr(sys, "argv", ["x", "output=o"])
+
+    run_job("curriculum", lambda _: None)
+
+    assert os.environ["OMP_WAIT_POLICY"] == during
+
+
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), min_size=1))
 @example("1e5")
 @example("null")
@@ -110,9 +126,57 @@ def test_plain_paths_are_not_quoted(plain: str) -> None:
     assert hydra_value(plain) == plain
 
 
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("train", "run_dir"),
+        ("train", "megatron.pretrained_checkpoint"),
+        ("convert", "from"),
+        ("generate", "input"),
+        ("rl", "tasks.train.path"),
+        ("rl", "model"),
+        ("slurm", "slurm.folder"),
+        ("pipeline", "start"),  # a key of a pipeline's file
+    ],
+)
+@pytest.mark.parametrize("name", ["runs/lr=1e-3", "a, b (2) #3/x.jsonl", "1e-3", "~/my runs"])
+def test_names_of_files_are_taken_as_they_are(job: str, key: str, name: str) -> None:
+    if (key, name) == ("start", "1e-3"):
+        return  # nothing says that such a key is no number
+    for value in (name, hydra_value(name)):
+        word = hydra_words([f"{key}={value}"], job)[-1]
+        assert OverridesParser.create().parse_override(word).value() == name
+
+
+@pytest.mark.parametrize("value", ["[a.jsonl,'b=1.jsonl']", "null", "'a','b'", "a\\=b", "{kind: byte}"])
+def test_lists_and_what_is_quoted_are_left_to_hydra(value: str) -> None:
+    assert hydra_words([f"input={value}"], "tokenize") == [f"input={value}"]
+
+
+@pytest.mark.parametrize("job", ["convert", "merge", "generate", "synthesize"])
+def test_a_dry_run_is_spelled_alike_for_every_job(job: str) -> None:
+    words = ["from=x", "to=y"] if job in ("convert", "merge") else ["input=x", "output=y"]
+    config = compose(job, ["--dry-run", *words])
+
+    assert (config if "dry_run" in config else config[job])["dry_run"] is True
+
+
 def test_missing_values_are_named() -> None:
     with pytest.raises(ValueError, match=r"train\.tokens"):
         compose("train", ["train.tokens=???"])
+
+
+@pytest.mark.parametrize(
+    ("job", "word", "said"),
+    [
+        ("tokenize", "data=local_txt", "data=local_txt: no such data: did you mean 'local_text'? known: "),
+        ("train", "precision=x", "precision=x: no such precision: known: bf16, "),
+        ("curate", "preset=mine", "preset=mine: no such preset: known: dolma, "),
+    ],
+)
+def test_a_file_of_a_group_that_is_not_there_is_one_line(job: str, word: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\\n]*$"):
+        compose(job, [word])
 
 
 def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:

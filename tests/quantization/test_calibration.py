@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -159,3 +160,17 @@ def test_batches_hold_every_sample_once_without_padding(lengths: list[int], batc
     assert sorted(map(tuple, rows)) == sorted(map(tuple, samples))
     assert all(batch.size <= batch_tokens or len(batch) == 1 for batch in made)
     assert [batch.shape[1] for batch in made] == sorted((batch.shape[1] for batch in made), reverse=True)
+
+
+@pytest.mark.skipif(find_spec("modelopt") is not None, reason="ModelOpt is installed")
+def test_without_modelopt_no_model_is_loaded(
+    random_llama: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    turns = [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "hi, all of you"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    monkeypatch.setattr("nemo_ext.quantization.job._quantise", pytest.fail)
+
+    words = [f"from={random_llama}", f"to={tmp_path / 'to'}", f"calibration.data={tmp_path / 'chat.jsonl'}"]
+    code, _, err = command("quantize", *words, "precision=fp8_current")
+
+    assert (code, err) == (2, "error: nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]'\n")

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 
+from nemo_ext.job.config import compose
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
@@ -74,6 +76,9 @@ def test_the_card_says_what_was_done(
     assert card.startswith("---\nlicense: cc-by-4.0\n")
     assert "| keep | keep | 40 | 20 | 20 odd |" in card and "| teacher | m |" in card
     assert (tmp_path / "out" / "rows.png").stat().st_size > 1000
+    command = next(re.findall(r"`nemo-ext (.*)`", line)[0] for line in card.splitlines() if "documents: `" in line)
+    config = compose("curate", shlex.split(command)[1:])
+    assert (config["input"], config["output"]) == (str(tmp_path / "out" / "documents.jsonl"), "data/documents")
 
 
 def test_later_steps_are_made_again_and_answers_are_not(
@@ -125,6 +130,14 @@ def test_garbage_is_counted_by_reason(
     assert first["examples"]["truncated"] == ["r2"]
 
 
+def test_where_no_row_is_left_the_reason_is_said(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
+) -> None:
+    code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
+
+    assert code == 1 and "steps.keep: no row is left: " in said and " odd one, such as r" in said
+
+
 def test_an_expression_that_never_fits_is_an_error(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
 ) -> None:
@@ -156,6 +169,7 @@ def test_rows_that_fail_are_named(
 
 WRONG = {
     "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
+    "steps.frist.max_tokens=9": "steps.frist: no such step, and without a kind no new one: did you mean 'first'",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",

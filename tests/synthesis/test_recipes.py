@@ -61,6 +61,32 @@ def test_traces_are_verified_and_the_shortest_stay(
     assert all(task["reference"] == {"answer": str(sum_of(task["prompt"]))} for task in tasks)
 
 
+def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        assert asked.count("\\boxed{") == 1
+        if payload["seed"] % 4 == 0:
+            return {"content": "It depends."}
+        return {
+            "content": f"\\boxed{{{sum_of(asked)}}}",
+            "finish_reason": "length" if payload["seed"] % 4 == 1 else "stop",
+        }
+
+    rows = [{"question": f"What is {number} + 5?", "answer": number + 5} for number in range(5)]
+    rows += [{"question": "What is 9 + 9? Write \\boxed{sum}.", "environment": "math", "reference": {"answer": "18"}}]
+    teacher = model(solve)
+
+    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+
+    assert code == 0, said
+    seeds = [payload["seed"] % 4 for payload in teacher.requests]
+    assert report()["steps"]["right"]["dropped"] == {"no answer in the form that is verified": seeds.count(0)}
+    cut = seeds.count(1)
+    assert f"solve, truncated: {cut} ({cut / len(seeds):.1%})" in (tmp_path / "out" / "README.md").read_text()
+    assert all("\\boxed" in task["prompt"] for task in records("tasks"))
+
+
 def test_without_a_reference_answers_vote(
     model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
 ) -> None:

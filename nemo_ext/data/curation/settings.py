@@ -20,7 +20,7 @@ from nemo_ext.data.curation.stages.rules import RULES
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Shard, StringsOrNone, checked, nearest, part_of
+from nemo_ext.job.settings import STRICT, Count, Place, Shard, StringsOrNone, checked, nearest, part_of
 from nemo_ext.job.workers import usable_cores
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -54,7 +54,7 @@ class Curate:
     blocks: dict[str, dict[str, Any]]
     keep_dropped: Literal["none", "sample", "all"]
     divide: StringsOrNone
-    tokenizer: str | dict[str, Any] | None
+    tokenizer: Place | dict[str, Any] | None
     unit: Count
     memory: Count
 
@@ -71,7 +71,7 @@ class Settings:
     """
 
     preset: str | None
-    output: Annotated[str, Field(min_length=1)]
+    output: Annotated[Place, Field(min_length=1)]
     workers: Count | None
     shard: Shard | None
 
@@ -134,7 +134,8 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
         if not _NAME.fullmatch(name) or name == "read":
             raise ValueError(f"curate.stages: {name!r} cannot be a name: write letters, digits, - and _, but not read")
         if name not in curate.blocks:
-            raise ValueError(f"curate.stages: {name!r}: {nearest(name, curate.blocks)}")
+            near = f"'curate.blocks.{name}={{}}' adds it" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
+            raise ValueError(f"curate.stages: {name!r}: the config has no such block; a preset has some; {near}")
         stages[name] = _stage(name, curate.blocks[name])
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:

@@ -23,7 +23,7 @@ from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy, write_page
 from nemo_ext.job.run_directory import OWN, REPORT
-from nemo_ext.job.settings import STRICT, Count, Share, Strings, checked
+from nemo_ext.job.settings import STRICT, Count, Place, Places, Share, checked
 
 PICTURE = "calibration.png"
 _NAMES = ("positives", "negatives")
@@ -49,11 +49,11 @@ class Settings:
         seed: seed of what is held out.
     """
 
-    positives: Strings
-    negatives: Strings
+    positives: Places
+    negatives: Places
     kind: str | None
     text_key: str | None
-    output: Annotated[str, Field(min_length=1)]
+    output: Annotated[Place, Field(min_length=1)]
     engine: Literal["fasttext", "hashed"] | None
     share: Annotated[Share, Field(gt=0, lt=1)]
     most: Count

@@ -7,9 +7,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Share, StringsOrNone, checked
+from nemo_ext.job.settings import STRICT, Place, PlacesOrNone, Share, checked
 
 Text = Annotated[str, Field(min_length=1)]
+_Place = Annotated[Place, Field(min_length=1)]
 
 LINE, PROMPT = "line", "prompt"
 """Ids that are not a key of a record: the number of its line, from 0 over all files, and the text of its prompt."""
@@ -105,11 +106,11 @@ class Settings:
         workers: number of reading processes; null for one per CPU.
     """
 
-    output: Text
-    prompts: StringsOrNone = ()
-    rollouts: StringsOrNone = ()
-    profile: Text | None = None
-    previous: Text | None = None
+    output: _Place
+    prompts: PlacesOrNone = ()
+    rollouts: PlacesOrNone = ()
+    profile: _Place | None = None
+    previous: _Place | None = None
     previous_steps: NonNegativeInt | None = None
     batch: PositiveInt = 128
     steps: PositiveInt | None = None

@@ -13,7 +13,7 @@ from nemo_ext.data.preference.hallucination import HallucinationRules
 from nemo_ext.data.preference.pairs import Rules
 from nemo_ext.data.preference.records import RecordKeys
 from nemo_ext.data.text.tokenizers import load_tokenizer
-from nemo_ext.job.settings import STRICT, Share, Strings, StringsOrNone, checked, nearest
+from nemo_ext.job.settings import STRICT, Place, PlacesOrNone, Share, Strings, StringsOrNone, checked, nearest
 
 Kind = Literal["delta", "judged", "tool_hallucination", "safety", "pairs", "genrm"]
 OUTPUTS = ("trl", "nemo_rl")
@@ -49,7 +49,7 @@ class SourceSettings(Rules, HallucinationRules):
 
     name: str
     kind: Kind
-    path: StringsOrNone = ()
+    path: PlacesOrNone = ()
     strong: StringsOrNone = ()
     weak: StringsOrNone = ()
     file_kind: Literal["jsonl", "parquet"] | None = None
@@ -91,13 +91,13 @@ class Settings:
     """Checked settings of the job; `filters` are those of every source that does not replace them."""
 
     preset: str | None = None
-    output: str
+    output: Place
     sources: tuple[SourceSettings, ...]
     filters: Filters = field(default_factory=Filters)
     outputs: Strings = OUTPUTS
     limit: PositiveInt | None = None
     tokenizer: dict[str, Any] | None = None
-    template: str | None = None
+    template: Place | None = None
     validation_share: Annotated[Share, Field(lt=1)] = 0.0
     swap: bool = True
     max_bad_share: Share = 0.01

@@ -14,7 +14,7 @@ from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
 from nemo_ext.data.sft.sources import ConversationSource
 from nemo_ext.data.text.tokenizers import named_tokenizer
-from nemo_ext.job.settings import STRICT, Share, checked
+from nemo_ext.job.settings import STRICT, Place, Share, checked
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -59,7 +59,7 @@ class SftSettings:
     preset: str | None
     output: Path
     tokenizer: dict[str, Any]
-    template: str
+    template: Place
     turns: Literal["split", "last", "whole"]
     sources: tuple[ConversationSource, ...]
     filters: dict[str, dict[str, Any] | None]

@@ -64,6 +64,11 @@ class Manifest:
         why = "validation_share is 0" if self.validation_share == 0 else "one document cannot be split"
         return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
+    def where(self) -> str:
+        """Its files, and the token that ends documents."""
+        end = self.tokenizer.get("eod")
+        return f"{self.prefix}_*.bin and .idx, documents end with {f'{end}, ' if end else ''}id {self.eod}"
+
     def left_out(self) -> str:
         """End of that line: what was read and not used."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
@@ -90,17 +95,23 @@ def read_manifest(prefix: str | Path) -> Manifest:
         raise ValueError(f"{path} is damaged ({error!r}): remove it and tokenise the stream again") from error
 
 
-def finished_manifest(prefix: Path, config_hash: str) -> Manifest | None:
+def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifest | None:
     """Return the manifest if the stream was finished with these settings and its files are complete; else None.
 
     The reason is printed, unless there is no manifest.
 
     Raises:
-        ValueError: There is a file of that name that is not a manifest.
+        ValueError: There is a file of that name that is not a manifest, or one of files by another tokenizer than
+            that of this identity.
     """
     values = stored(Path(f"{prefix}.json"), _KEYS)
     if values is None:
         return None
+    if values.get("tokenizer_identity", tokenizer) != tokenizer:
+        raise ValueError(
+            f"{prefix}.json: the files beside it are tokenised by another tokenizer, {values.get('tokenizer')}: name "
+            "another place (output, or data_root or data.directory of a blend), or remove them"
+        )
     if values["config_hash"] != config_hash:
         notice(f"{prefix}: made from other settings or input files, or by another version: starting over")
         return None

@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, record_source, utf8_text
 from nemo_ext.data.text.words import Hashes, Words, ngram_hashes, word_hashes
-from nemo_ext.job.settings import STRICT, Share, Strings, StringsOrNone
+from nemo_ext.job.settings import STRICT, Places, Share, StringsOrNone
 
 USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", "text")
 
@@ -38,7 +38,7 @@ class TestSet:
     __test__ = False  # keeps pytest from collecting it
 
     name: str
-    path: Strings
+    path: Places
     keys: StringsOrNone = ()
 
 

@@ -10,7 +10,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.job.settings import STRICT, Count, checked
+from nemo_ext.job.settings import STRICT, Count, Place, checked
 
 FOLDER = "evaluate"
 """Folder, in a run directory, of the evaluations of its steps."""
@@ -33,7 +33,7 @@ class LiveSettings:
     """
 
     every: Count | None = None
-    tokenizer: str | None = None
+    tokenizer: Place | None = None
     max_batch: Count = 64
 
 

@@ -102,8 +102,6 @@ def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phas
 
 
 def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
-    # Threads that spin while they wait take the verifiers' cores; read when torch is loaded.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
     notice("loading torch, transformers and TRL")
     try:

@@ -64,7 +64,8 @@ def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: byte
     ("stages", "words", "said"),
     [
         ({}, (), "curate.stages is empty: choose a preset"),
-        (LENGTH, ("curate.stages=[lengths]",), r"curate.stages: 'lengths': did you mean 'length'"),
+        (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths': .*did you mean 'length'"),
+        ({}, ("curate.stages=[length]",), "curate.stages: 'length': .*'curate.blocks.length={}' adds it"),
         ({"length": "{kind: lenght}"}, (), "curate.blocks.length: kind: 'lenght': did you mean 'length'"),
         ({"length": "{least: 3, mots: 4}"}, (), "curate.blocks.length: unknown key 'mots': did you mean 'most'"),
         ({"c4": "{rules: {min_sentences: 3}}"}, (), "curate.blocks.c4: rules: unknown key 'min_sentences'"),

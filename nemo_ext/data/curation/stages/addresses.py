@@ -14,7 +14,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.curation.stage import Judge, Stage, url_of
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.user_files import find_files, open_lines
-from nemo_ext.job.settings import STRICT, StringsOrNone
+from nemo_ext.job.settings import STRICT, PlacesOrNone, StringsOrNone
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -32,11 +32,11 @@ class Listed(Stage):
     """
 
     kind: ClassVar[str] = "listed"
-    domains: StringsOrNone = ()
-    urls: StringsOrNone = ()
-    ids: StringsOrNone = ()
-    words: StringsOrNone = ()
-    robots: StringsOrNone = ()
+    domains: PlacesOrNone = ()
+    urls: PlacesOrNone = ()
+    ids: PlacesOrNone = ()
+    words: PlacesOrNone = ()
+    robots: PlacesOrNone = ()
     agents: Annotated[StringsOrNone, Field(min_length=1)] = ("CCBot", "GPTBot", "Google-Extended", "ClaudeBot")
     without_url: Annotated[str, Field(pattern="^(keep|drop)$")] = "keep"
 

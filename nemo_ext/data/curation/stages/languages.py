@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.curation.stage import Judge, Stage, shown
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.sft.filters.language import identifier
-from nemo_ext.job.settings import STRICT, Share, StringsOrNone, nearest
+from nemo_ext.job.settings import STRICT, Place, Share, StringsOrNone, nearest
 
 _NO_LETTERS = re.compile(r"[\W\d_]+")
 _MOST = 1_000_000
@@ -35,7 +35,7 @@ class Language(Stage):
     languages: StringsOrNone = ()
     least: Share = 0.5
     by_language: dict[str, Share] = Field(default_factory=dict)
-    model: str | None = None
+    model: Place | None = None
     characters: PositiveInt = 2000
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from nemo_ext.data.curation.stage import Judge, Stage, language_of, shown
 from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.test_sets import TestSets, index_of
 from nemo_ext.data.text.words import Words
-from nemo_ext.job.settings import STRICT, Share
+from nemo_ext.job.settings import STRICT, Place, Share
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -31,8 +31,8 @@ class Perplexity(Stage):
     """
 
     kind: ClassVar[str] = "perplexity"
-    models: dict[str, str] = Field(min_length=1)
-    sentencepiece: dict[str, str] = Field(default_factory=dict)
+    models: dict[str, Place] = Field(min_length=1)
+    sentencepiece: dict[str, Place] = Field(default_factory=dict)
     normalize: Literal["none", "ccnet"] = "none"
     least: float = 0.0
     most: float = math.inf
@@ -106,7 +106,7 @@ class Classifier(Stage):
     """
 
     kind: ClassVar[str] = "classifier"
-    model: str
+    model: Place
     label: str | None = None
     key: str = "quality"
     least: Share | Literal["recommended"] = 0.0

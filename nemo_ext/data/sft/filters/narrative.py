@@ -19,7 +19,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.text.user_files import utf8_text
 from nemo_ext.data.text.words import Hashes, ngram_hashes, word_hashes, words_of
-from nemo_ext.job.settings import STRICT, Strings, StringsOrNone
+from nemo_ext.job.settings import STRICT, PlacesOrNone, Strings, StringsOrNone
 
 PAPER = (r"\bour\s+(?:great\s+|beloved\s+)?(?:nation|party)\b", r"\bour\s+values\b")
 
@@ -40,7 +40,7 @@ class Narrative(Filter):
     name: ClassVar[str] = "narrative"
     patterns: Strings = PAPER
     keywords: StringsOrNone = ()
-    files: StringsOrNone = ()
+    files: PlacesOrNone = ()
 
     def check(self) -> None:
         _compiled.cache_clear()

@@ -1,0 +1,59 @@
+"""Keys whose values name files or folders."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from nemo_ext.job.places import SECTIONS, is_place
+from nemo_ext.megatron.arguments import MANAGED, megatron_parser
+
+_NAME = re.compile(r"(\w*_)?(dir|directory|path|file|folder|root|input|output)")
+
+
+@pytest.mark.parametrize(
+    ("job", "key"),
+    [
+        ("curate", "curate.blocks.english.models.en"),
+        ("compare", "runs"),
+        ("evaluate", "evaluate.judge.endpoint"),
+        ("puzzle", "puzzle.distill.inputs"),
+        ("preference_data", "sources.chat.path"),
+        ("rl", "rl.environments.judge.settings.judge.endpoint"),
+        ("sft_data", "filters.narrative.files"),
+        ("synthesize", "roles.teacher.endpoint"),
+        ("train", "phases.anneal.data.directory"),
+    ],
+)
+def test_keys_are_found_below_sections(job: str, key: str) -> None:
+    assert is_place(job, key)
+
+
+@pytest.mark.parametrize("key", ["train.tokens", "megatron.lr", "model.pattern", "evaluate.every", "puzzle", "no.key"])
+def test_other_keys_are_none(key: str) -> None:
+    assert not is_place("train", key)
+
+
+@pytest.mark.parametrize("job", SECTIONS)
+def test_keys_that_are_called_so_are_known(job: str) -> None:
+    with initialize_config_module("hydra_conf", version_base="1.3"):
+        config = OmegaConf.to_container(compose(job), resolve=False)
+
+    assert not [key for key in _keys(config) if _NAME.fullmatch(key.rpartition(".")[2]) and not is_place(job, key)]
+
+
+def test_paths_among_megatrons_flags_are_known() -> None:
+    flags = [flag for flag in megatron_parser()._actions if flag.type is str and flag.dest not in MANAGED]
+
+    assert not [
+        flag.dest for flag in flags if _NAME.fullmatch(flag.dest) and not is_place("train", f"megatron.{flag.dest}")
+    ]
+
+
+def _keys(config: object, above: str = "") -> Iterator[str]:
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield f"{above}{key}"
+            yield from _keys(value, f"{above}{key}.")
