@@ -140,7 +140,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         values |= LOCAL_BACKEND
     else:
         values["transformer_impl"] = "transformer_engine"
-        if given.get("bf16"):
+        if given.get("bf16") and not given.get("deterministic_mode"):  # with which Megatron refuses it
             values["cross_entropy_loss_fusion"] = True
     if not torch.cuda.is_available():
         values |= CPU
