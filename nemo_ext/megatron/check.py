@@ -105,7 +105,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(
-            f"model.vocab_size={ids}: more ids than megatron.padded_vocab_size={rows} has rows, so that the model could "
+            f"model.vocab_size={ids}: more ids than megatron.padded_vocab_size={rows} has rows, so the model could "
             "not be converted: set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
         )
     check_stability(config)
