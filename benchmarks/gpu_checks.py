@@ -144,7 +144,8 @@ def packs() -> tuple[Case, ...]:
 
 def full_width(name: str, pattern: str | None, length: int, batch: int, steps: int = 20) -> tuple[str, ...]:
     """Words of a model at its full width, with the blocks of `pattern` alone, on synthetic data."""
-    cut = () if pattern is None else (f"model.pattern={pattern}", "megatron.padded_vocab_size=32768")
+    rows = ("megatron.padded_vocab_size=32768", "++model.vocab_size=null")
+    cut = () if pattern is None else (f"model.pattern={pattern}", *rows)
     return (
         "data=mock",
         f"model={name}",

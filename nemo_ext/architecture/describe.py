@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from nemo_ext.architecture import cost, pattern
+from nemo_ext.architecture import cost, pattern, pipeline
 from nemo_ext.architecture.blocks import FLAGS, NAMES, VALUES, Block
 from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
@@ -117,8 +117,9 @@ def _kinds(blocks: Iterable[Mapping[str, Any]]) -> Description:
 def _spread(architecture: Architecture, layout: Layout, length: int) -> Description:
     stages = cost.per_stage(architecture, layout, seq_length=length)
     gpus = cost.per_gpu(architecture, layout, seq_length=length)
+    idle = pipeline.idle_share([stage.forward_flops_per_token for stage in stages], layout)
     return {
-        "layout": {**asdict(layout), "world_size": layout.world_size, "bubble": layout.bubble},
+        "layout": {**asdict(layout), "world_size": layout.world_size, "idle_share": idle},
         "stages": [
             {
                 "stage": stage.stage,
@@ -263,9 +264,9 @@ def _gpu_table(figures: Description) -> "Table":
     layout = figures["layout"]
     names = {"tensor": "TP", "pipeline": "PP", "context": "CP", "expert": "EP", "data": "DP"}
     title = " ".join(f"{short}{layout[f'{name}_parallel']}" for name, short in names.items())
-    bubble = f", idle for {layout['bubble']:.1%} of a step" if layout["bubble"] else ""
+    idle = f", idle for {layout['idle_share']:.1%} of a step" if layout["idle_share"] else ""
     table = _table(
-        f"one GPU of each pipeline rank ({title}, {layout['world_size']} GPUs{bubble}, activations estimated)",
+        f"one GPU of each pipeline rank ({title}, {layout['world_size']} GPUs{idle}, activations estimated)",
         *("rank", "params", "weights", "gradients", "optimizer", "activations", "together"),
     )
     for gpu in figures["gpus"]:

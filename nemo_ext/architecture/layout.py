@@ -99,17 +99,6 @@ class Layout:
         return self.tensor_parallel * self.pipeline_parallel * self.context_parallel * self.data_parallel
 
     @property
-    def bubble(self) -> float | None:
-        """Share of a step for which pipeline ranks idle, if all stages take as long; None without `micro_batches`.
-
-        (PP - 1) / (virtual stages x micro-batches + PP - 1), of Megatron's schedules (arXiv 2104.04473, section 2.2).
-        """
-        if self.micro_batches is None:
-            return None
-        idle = self.pipeline_parallel - 1
-        return idle / (self.virtual_stages * self.micro_batches + idle)
-
-    @property
     def optimizer_shards(self) -> tuple[int, int]:
         """Number of ranks that share the optimizer state of dense and of expert parameters."""
         if not self.distributed_optimizer:

@@ -10,11 +10,13 @@ without exceeding the optimal stage, while that lowers the most costly rank. Tha
 rank's cost is not proven optimal.
 """
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 from nemo_ext.architecture import cost as costs
+from nemo_ext.architecture.layout import Layout
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import Pattern
 from nemo_ext.architecture.widths import layers
@@ -107,6 +109,51 @@ def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
 def rank_costs(stage_costs: tuple[float, ...], pipeline_parallel: int) -> tuple[float, ...]:
     """Cost of each pipeline rank: the sum of its stages."""
     return tuple(sum(stage_costs[rank::pipeline_parallel]) for rank in range(pipeline_parallel))
+
+
+def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
+    """Share of a step for which pipeline ranks idle, by playing Megatron's 1F1B schedule, interleaved or not.
+
+    A micro-batch has 2 x stages tasks in a row: forward through all stages, then backward, which takes twice as long.
+    A task starts when its rank is free and the one before it has ended; sending takes no time. With equal stages it is
+    (PP - 1) / (virtual stages x micro-batches + PP - 1) (arXiv 2104.04473, section 2.2).
+
+    Args:
+        stage_costs: Cost of each stage's forward pass for a micro-batch.
+        layout: PP, virtual stages and micro-batches.
+
+    Returns:
+        None without `micro_batches`, or where the interleaved schedule needs another number: a multiple of PP.
+    """
+    ranks, batches = layout.pipeline_parallel, layout.micro_batches
+    if batches is None or (layout.virtual_stages > 1 and batches % ranks):
+        return None
+    lengths = [*stage_costs, *(2 * cost for cost in reversed(stage_costs))]
+    ended = {(-1, batch): 0.0 for batch in range(batches)}
+    free, orders = [0.0] * ranks, [_order(layout, batches, rank) for rank in range(ranks)]
+    while any(orders):
+        for rank, order in enumerate(orders):
+            while order and (before := (order[0][0] - 1, order[0][1])) in ended:
+                task, batch = order.popleft()
+                free[rank] = ended[task, batch] = max(free[rank], ended[before]) + lengths[task]
+    return 1 - batches * sum(lengths) / (ranks * max(free))
+
+
+def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
+    """(task, micro-batch) of a rank in the order of Megatron's schedule."""
+    ranks, chunks = layout.pipeline_parallel, layout.virtual_stages
+    table = [
+        (chunk * ranks, batch)
+        for first in range(0, batches, ranks)
+        for chunk in range(chunks)
+        for batch in range(first, min(first + ranks, batches))
+    ]
+    forward = [(first + rank, batch) for first, batch in table]
+    backward = [((chunks + 1) * ranks - 1 - rank + first, batch) for first, batch in table]
+    after = ranks - 1 - rank
+    warm_up = min(after if chunks == 1 else 2 * after + (chunks - 1) * ranks, len(table))
+    pairs = chain.from_iterable(zip(forward[warm_up:], backward, strict=False))
+    return deque([*forward[:warm_up], *pairs, *backward[len(table) - warm_up :]])
 
 
 def _ends(known: BlockCosts) -> list[float]:

@@ -164,6 +164,8 @@ class Parent:
 
     def _run(self, tokens: Tensor | None, hidden: Tensor | None = None) -> Tensor:
         """HybridModel's forward pass without its output layer, from tokens or from the first layer's input."""
+        from nemo_ext.megatron.transformer_engine import explained
+
         if tokens is None:
             assert hidden is not None
             # Only the shape of these tokens is used: the embedding is bypassed.
@@ -171,7 +173,8 @@ class Parent:
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         head, self.model.post_process = self.model.post_process, False
         try:
-            return self.model(tokens, positions, None, decoder_input=hidden)
+            with explained():
+                return self.model(tokens, positions, None, decoder_input=hidden)
         finally:
             self.model.post_process = head
 

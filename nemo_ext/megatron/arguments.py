@@ -131,6 +131,8 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
     for name, reason in WITHOUT_EFFECT.items():
         if given.get(name):
             raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
+    if given.get("defer_embedding_wgrad_compute"):  # whose last step imports apex's kernel, too
+        raise ValueError("megatron.defer_embedding_wgrad_compute: HybridModel has no buffers for it; remove it")
     if given.get("cross_entropy_loss_fusion") and not given.get("bf16"):
         raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
     if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
@@ -140,7 +142,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         values |= LOCAL_BACKEND
     else:
         values["transformer_impl"] = "transformer_engine"
-        if given.get("bf16"):
+        if given.get("bf16") and not given.get("deterministic_mode"):  # with which Megatron refuses it
             values["cross_entropy_loss_fusion"] = True
     if not torch.cuda.is_available():
         values |= CPU

@@ -88,7 +88,7 @@ def check(config: Mapping[str, Any]) -> argparse.Namespace:
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
-    """Refuse an unknown key, a switch that is neither true nor false, or switches that exclude each other.
+    """Refuse an unknown key, a switch that is neither true nor false, or values that exclude each other.
 
     Raises:
         ValueError: names the key, and the nearest known one if it is unknown.
@@ -102,6 +102,12 @@ def check_keys(config: Mapping[str, Any]) -> None:
             value = config[block].get(name, False)
             if not isinstance(value, bool):
                 raise ValueError(f"{block}.{name}={value!r}: set it to true or false")
+    ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
+    if ids and rows and int(ids) > int(rows):
+        raise ValueError(
+            f"model.vocab_size={ids}: more ids than megatron.padded_vocab_size={rows} has rows, so the model could "
+            "not be converted: set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
+        )
     check_stability(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
         raise ValueError(

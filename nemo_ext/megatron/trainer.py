@@ -182,26 +182,36 @@ def resume_with_settings(arguments: argparse.Namespace) -> None:
     """Have a resumed optimizer take its rates, betas and epsilon from the config, with override_opt_param_scheduler.
 
     Megatron looks a checkpoint's groups of parameters up by their learning rates, among others, so a changed rate ends
-    the run; betas and epsilon would be the saved ones.
+    the run; betas and epsilon would be the saved ones. Groups that differ in nothing but their rates, as with
+    `decoupled_lr`, are paired in the order of their rates.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
+
+    def by_kind(groups: list[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+        kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for group in sorted(groups, key=lambda group: group.get("max_lr") or 0):
+            kinds.setdefault(tuple(group.get(key) for key in same), []).append(group)
+        return kinds
 
     def with_settings(load: Callable[[Any, dict[str, Any]], None]) -> Callable[[Any, dict[str, Any]], None]:
         def load_state_dict(self: Any, state: dict[str, Any]) -> None:
             names = ("optimizer", "optimizer_state_dict")
             saved: dict[str, Any] = next((state[name] for name in names if name in state), state)
-            for group in saved["param_groups"]:
-                alike = [now for now in self.optimizer.param_groups if all(now.get(k) == group.get(k) for k in same)]
-                for key in ("max_lr", "min_lr", "betas", "eps"):
-                    values = {now[key] for now in alike if key in now}
-                    if len(values) == 1:  # with several rates for groups that are otherwise equal, Megatron decides
-                        group[key] = values.pop()
+            now = by_kind(self.optimizer.param_groups)
+            for kind, groups in by_kind(saved["param_groups"]).items():
+                alike = now.get(kind, [])
+                if len(alike) == 1:  # a pipeline rank has not all groups that differ in their rates
+                    alike *= len(groups)
+                if len(alike) == len(groups):  # else Megatron decides
+                    for group, current in zip(groups, alike, strict=True):
+                        group.update({key: current[key] for key in settings if key in current})
             load(self, state)
 
         return load_state_dict
 
     if arguments.override_opt_param_scheduler:
-        same = set(optimizer.param_group_identifier_keys) - {"max_lr", "min_lr"}
+        settings = ("max_lr", "min_lr", "betas", "eps", "default_config")  # the last marks whose rate is logged
+        same = [key for key in optimizer.param_group_identifier_keys if key not in settings]
         kinds = (optimizer.FP32Optimizer, optimizer.Float16OptimizerWithFloat16Params)
         for kind in (*kinds, distrib_optimizer.DistributedOptimizer):
             kind.load_state_dict = with_settings(kind.load_state_dict)

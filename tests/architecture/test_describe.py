@@ -58,11 +58,14 @@ def test_sequence_length_changes_flops_and_caches_only(architecture_of: Architec
 def test_a_layout_adds_stages_and_gpus(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid")
     model = model.with_pattern(balance(model, pipeline_parallel=2))
-    figures = describe(model, layout=Layout(pipeline_parallel=2, tensor_parallel=2))
+    figures = describe(model, layout=Layout(pipeline_parallel=2, tensor_parallel=2, micro_batches=4))
     assert [stage["rank"] for stage in figures["stages"]] == [0, 1]
     assert sum(len(stage["layers"]) for stage in figures["stages"]) == 8
     assert len(figures["gpus"]) == 2
     assert figures["layout"]["world_size"] == 4
+    flops = [stage["forward_flops_per_token"] for stage in figures["stages"]]
+    assert figures["layout"]["idle_share"] > 1 - sum(flops) / (2 * max(flops)) > 0
+    assert f"idle for {figures['layout']['idle_share']:.1%} of a step" in " ".join(render_text(figures).split())
     assert "stages" not in describe(model)
 
 

@@ -17,6 +17,7 @@ from nemo_ext.architecture.pipeline import (
     balance,
     even_cuts,
     forward_flops,
+    idle_share,
     parameter_counts,
     rank_costs,
 )
@@ -138,6 +139,27 @@ def test_parameters_as_cost_count_a_tied_output_layer_twice(architecture_of: Arc
     assert sum(untied.blocks) + untied.embedding + untied.head == cost.total_params(
         architecture_of("olmo1_1b", untie_embeddings_and_output_weights=True)
     )
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "batches"), [(1, 1, 3), (4, 1, 8), (4, 1, 2), (2, 3, 2), (4, 4, 16)])
+def test_equal_stages_idle_by_the_formula(ranks: int, chunks: int, batches: int) -> None:
+    layout = Layout(pipeline_parallel=ranks, virtual_stages=chunks, micro_batches=batches)
+
+    assert idle_share([2.0] * ranks * chunks, layout) == pytest.approx((ranks - 1) / (chunks * batches + ranks - 1))
+
+
+def test_ranks_idle_for_the_slowest_stage() -> None:
+    # Rank 1 waits for 1, works for 2 x (2 + 4), then rank 0's last backward pass takes 2: 15 in all.
+    assert idle_share([1, 2], Layout(pipeline_parallel=2, micro_batches=2)) == pytest.approx(1 - 18 / 30)
+    # Of many micro-batches, the ramps vanish: the mean by the largest, of stages or of ranks with all their stages.
+    assert idle_share([1, 2], Layout(pipeline_parallel=2, micro_batches=1000)) == pytest.approx(1 / 4, abs=0.001)
+    level = Layout(pipeline_parallel=2, virtual_stages=2, micro_batches=1000)
+    assert idle_share([1, 2, 2, 1], level) == pytest.approx(0, abs=0.002)
+
+
+def test_an_unknown_schedule_has_no_idle_share() -> None:
+    assert idle_share([1, 1], Layout(pipeline_parallel=2)) is None
+    assert idle_share([1] * 4, Layout(pipeline_parallel=2, virtual_stages=2, micro_batches=3)) is None
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,19 @@ def test_a_window_variant_sees_less(opened: Callable[..., Any]) -> None:
         near = [parent.logits(each)[:, 10:] for each in (first, second)]
 
     assert torch.equal(*far) and not torch.equal(*near)
+
+
+def test_attention_without_a_kernel_says_what_to_install(opened: Callable[..., Any]) -> None:
+    def no_kernel(*_: Any) -> None:
+        raise ValueError("No dot product attention backend is available for the provided inputs. Please run with")
+
+    parent, _, _ = opened("olmo1_tiny")
+    layer = parent.layers[0]
+    handle = layer.register_forward_pre_hook(no_kernel)
+    try:
+        with torch.no_grad(), pytest.raises(ValueError, match="install flash-attn"):
+            parent.logits(tokens())
+        with torch.no_grad(), pytest.raises(ValueError, match="install flash-attn"):
+            parent.block_output(0, torch.zeros(24, 2, parent.model.config.hidden_size), layer)
+    finally:
+        handle.remove()

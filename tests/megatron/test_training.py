@@ -47,6 +47,25 @@ def test_a_distributed_optimizer_resumes_without_fused_kernels(
     ]
 
 
+def test_a_resumed_run_with_a_decoupled_rate_takes_both_rates_from_the_config(
+    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    def train(run_dir: Path, lr: float, decoupled: float, steps: int) -> list[dict[str, Any]]:
+        rates = f"megatron.lr={lr}", "megatron.min_lr=0", f"megatron.decoupled_lr={decoupled}"
+        return train_ranks(run_dir, *rates, f"megatron.train_iters={steps}", "megatron.lr_decay_iters=10")
+
+    train(tmp_path / "same", 2e-3, 1e-3, 5)
+    for name in ("slower", "embedding"):
+        shutil.copytree(tmp_path / "same", tmp_path / name)
+    same = train(tmp_path / "same", 2e-3, 1e-3, 7)[-2:]
+    slower = train(tmp_path / "slower", 1e-4, 5e-4, 7)[-2:]  # now the lower of both
+    embedding = train(tmp_path / "embedding", 2e-3, 5e-4, 7)[-2:]
+
+    assert [line["lr"] for line in slower] == pytest.approx([line["lr"] / 20 for line in same], rel=1e-3)
+    assert [line["lr"] for line in embedding] == [line["lr"] for line in same]
+    assert embedding[0]["loss"] == same[0]["loss"] and embedding[1]["loss"] != same[1]["loss"]
+
+
 def test_what_is_written_needs_no_process_unless_another_one_writes(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,5 +104,7 @@ def test_bf16_runs_fuse_the_cross_entropy(bf16: bool, fused: bool, monkeypatch: 
     config = compose("train", ["run_dir=unused", "data=mock", f"megatron.bf16={str(bf16).lower()}"])
 
     assert ("--cross-entropy-loss-fusion" in command_line(config)) == fused
+    exact = {**config, "megatron": {**config["megatron"], "deterministic_mode": True}}  # Megatron refuses both
+    assert "--cross-entropy-loss-fusion" not in command_line(exact)
     with pytest.raises(ValueError, match=r"cross_entropy_loss_fusion needs megatron.bf16=true"):
         command_line({**config, "megatron": {**config["megatron"], "bf16": False, "cross_entropy_loss_fusion": True}})

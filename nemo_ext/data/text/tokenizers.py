@@ -179,13 +179,13 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Number of token ids of a training config's model: `model.vocab_size`, else all rows of its embedding.
+    """Number of token ids of a training config's model: `model.vocab_size`, but no more than its embedding has rows.
 
     Returns:
         The number; None where neither is set, so that Megatron takes it from the data.
     """
-    ids = (config.get("model") or {}).get("vocab_size") or config["megatron"].get("padded_vocab_size")
-    return None if ids is None else int(ids)
+    sizes = ((config.get("model") or {}).get("vocab_size"), config["megatron"].get("padded_vocab_size"))
+    return min((int(size) for size in sizes if size), default=None)
 
 
 def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:

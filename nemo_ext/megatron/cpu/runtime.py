@@ -2,6 +2,8 @@
 
 import os
 import platform
+from contextlib import suppress
+from datetime import timedelta
 
 from nemo_ext.job.ranks import GPUS
 from nemo_ext.megatron.cpu import mamba_modules, patches
@@ -71,7 +73,12 @@ def check_ranks() -> None:
         store.set("counted", "")
     store.wait(["counted"])
     count = store.add("with_gpu", 0)
+    if store.add("read", 1) == world:
+        store.set("told", "")
     if 0 < count < world:
+        if rank == 0:  # the others read from its process
+            with suppress(RuntimeError):
+                store.wait(["told"], timedelta(seconds=60))
         raise ValueError(
             f"{count} of {world} ranks have a GPU that torch {torch.__version__} can use; rank {rank} on "
             f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; CUDA_VISIBLE_DEVICES= on "

@@ -200,6 +200,8 @@ def test_padded_rows_are_no_tokens_for_a_tokenizer() -> None:
     check_vocabulary(10**6, {"megatron": {}, "model": {}})
     with pytest.raises(ValueError, match="the tokenizer has 301 ids, the model 300 "):
         check_vocabulary(301, {**rows, "model": {"vocab_size": 300}})
+    with pytest.raises(ValueError, match="the tokenizer has 385 ids, the model 384 "):
+        check_vocabulary(385, {**rows, "model": {"vocab_size": 400}})
 
 
 def test_megatron_agrees_on_size_and_eod_without_transformers(bpe_file: Path) -> None:

@@ -70,31 +70,46 @@ def test_a_site_says_what_its_ranks_have(rank: pytest.MonkeyPatch, site: str, to
 
 
 RANK = """
-import sys, torch
+import sys, time, torch
 torch.cuda.is_available = lambda: {able}
+waited = torch.distributed.PrefixStore.wait
+def wait(self, keys, *timeout):
+    waited(self, keys, *timeout)
+    time.sleep({late})
+torch.distributed.PrefixStore.wait = wait
 from nemo_ext.megatron.cpu import runtime
 try:
     runtime.check_ranks()
 except ValueError as error:
-    print(error)
+    sys.exit(print(error))
 torch.distributed.init_process_group("gloo")  # the same address and port again
 """
 
 
-def test_ranks_with_and_without_gpus_do_not_wait_for_each_other() -> None:
+def said_by_ranks(*able: bool) -> list[str]:
+    """Output of ranks of which the second is late."""
     with reserve_port() as port:
         base = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
         processes = [
             subprocess.Popen(
-                [sys.executable, "-c", RANK.format(able=able)],
+                [sys.executable, "-c", RANK.format(able=each, late=rank)],
                 env={**os.environ, **base, "RANK": str(rank)},
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank, able in enumerate((True, False))
+            for rank, each in enumerate(able)
         ]
         said = [process.communicate(timeout=120)[0] for process in processes]
-
     assert [process.returncode for process in processes] == [0, 0]
+    return said
+
+
+def test_ranks_with_and_without_gpus_do_not_wait_for_each_other() -> None:
+    said = said_by_ranks(True, False)
+
     assert re.search("1 of 2 ranks have a GPU .* rank 0 on .* has one", said[0])
     assert re.search("1 of 2 ranks have a GPU .* rank 1 on .* has none: check nvidia-smi", said[1])
+
+
+def test_ranks_that_are_alike_start() -> None:
+    assert said_by_ranks(False, False) == ["", ""]
