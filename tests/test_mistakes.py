@@ -31,7 +31,7 @@ def mine(tmp_path: Path) -> Path:
         (["max_bad_share=0.5"], "Could not override 'max_bad_share': it is of a source: in place of input=FILE"),
         (["inptu=x"], "Could not override 'inptu': tokenize has no such key; `nemo-ext tokenize --help` names"),
         (["data=evil"], "data/evil.yaml, line 4: could not determine a constructor for the tag"),
-        (["data=nosuch"], "Could not find 'data/nosuch'"),
+        (["data=nosuch"], "data=nosuch: no such data: known: "),
         (["data=latin"], "a YAML file of this config is not UTF-8"),
         (["+launcher=null"], "launcher=None: expected a section"),
         (["+phases=3"], "phases=3: expected a section"),

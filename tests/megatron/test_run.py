@@ -61,7 +61,7 @@ def test_without_phases_ranks_start_once() -> None:
 @pytest.mark.parametrize(
     ("word", "error"),
     [
-        ("run_dir=5", "run_dir=5: name a folder"),
+        ("run_dir=[a]", r"run_dir=\['a'\]: name a folder"),
         ("stability=5", "stability=5: it is a section"),
         ("evaluate=x", "evaluate='x': it is a section"),
         ("megatron.train_iters=[x]", "megatron.train_iters must be a whole number"),

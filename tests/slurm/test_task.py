@@ -42,7 +42,7 @@ def test_a_sweep_has_a_run_directory_for_each_point() -> None:
     with pytest.raises(ValueError, match="no key has several values; write megatron"):
         points("train", ["--multirun", "recipe=olmo1/1b", "slurm.options=[a,b]", "model.pattern='(*-)x4'"])
     with pytest.raises(ValueError, match="job=convert has no run directory"):
-        points("convert", ["--multirun", "from=a", "to=b,c"])
+        points("convert", ["--multirun", "from=a", "to='b','c'"])
 
 
 def test_a_task_of_an_array_has_words_of_its_own() -> None:
