@@ -133,7 +133,8 @@ class Prompts:
             return value
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a text or a list of messages")
-        return value
+        # Tables written as JSON have every key in every message; an endpoint refuses `tool_calls: null`.
+        return [{name: held for name, held in each.items() if held is not None or name == "content"} for each in value]
 
 
 def _messages(text: str) -> list[Any] | None:
