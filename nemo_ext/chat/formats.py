@@ -447,8 +447,8 @@ def _decoded(value: Any, where: str) -> Any:
         except (ValueError, RecursionError) as error:
             raise FormatError(f"{where}: text that is not JSON ({error})") from None
     if value:
-        try:  # half a surrogate pair, or a Parquet type that JSON lacks, such as a date
-            json.dumps(value, ensure_ascii=False).encode()
+        try:  # half a surrogate pair, NaN, or a Parquet type that JSON lacks, such as a date
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"{where}: {error}") from None
     return value

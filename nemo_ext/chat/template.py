@@ -309,16 +309,20 @@ class Template:
         """Text with which an answer's turn ends; "" where the template refuses a plain question with its answer."""
         asked = (Message(role="user", content="a"), Message(role="assistant", content=_ANSWER))
         try:
-            return self.render(Sample(id="closing", messages=asked)).text.rpartition(_ANSWER)[2]
+            _, answer, closing = self.render(Sample(id="closing", messages=asked)).text.rpartition(_ANSWER)
         except ValueError:
             return ""
+        return closing if answer else ""  # a template of parts of content writes no text
 
     @cached_property
     def drops_reasoning(self) -> bool:
         """True if the reasoning of earlier turns is left out of the prompt, and that of the last turn is not."""
         said = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
         said += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="last trace")]
-        text = self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
+        try:
+            text = self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
+        except ValueError:  # it takes no second turn, say: it refuses a sample with one by the sample's name
+            return False
         return "last trace" in text and "earlier trace" not in text
 
 

@@ -22,7 +22,7 @@ from pydantic import Field, FiniteFloat, PositiveInt
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext.endpoint.address import AWAY, Address, read_address
-from nemo_ext.endpoint.failures import BROKEN_OFF, MISPLACED, REFUSED, Failed, body_of, words_of
+from nemo_ext.endpoint.failures import BROKEN_OFF, CUT_OFF, MISPLACED, REFUSED, Failed, body_of, words_of
 from nemo_ext.endpoint.pace import Pace
 from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
@@ -522,8 +522,11 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         ended = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Failed(f"an answer that is no chat completion: {words_of(content, key)}") from None
-    if isinstance(ended, str) and ended in BROKEN_OFF:
-        raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in ended)
+    reason = str(ended).lower()
+    if reason in BROKEN_OFF:
+        raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in reason)
+    if reason in CUT_OFF:
+        ended = "length"
     if isinstance(text, list):
         text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):

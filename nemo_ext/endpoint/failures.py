@@ -14,9 +14,12 @@ MISPLACED = frozenset({404, 405, 410, 501})
 """Status codes of a path that the endpoint does not have."""
 BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
 """Finish reasons of answers that the server broke off."""
+CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
+"""Finish reasons of answers that a limit cut off: OpenAI's, Anthropic's and Gemini's, Mistral's."""
 _CODES = {
-    "rate.?limit|overloaded|too.?many.?requests|quota": 429,
-    "invalid.?request|bad.?request|context.?length|invalid.?argument": 400,
+    "rate.?limit|overloaded|too.?many.?requests|quota|resource.?exhausted": 429,
+    "invalid.?request|bad.?request|context.?length|invalid.?argument|validation": 400,
+    "too.?large": 413,
     "authentication|unauthorized|api.?key": 401,
     "not.?found": 404,
 }
@@ -76,7 +79,7 @@ def body_of(content: bytes, expected: str, key: str | None) -> Any:
 
 
 def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed":
-    kinds = [str(error[name]) for name in ("code", "status", "type") if error.get(name)]
+    kinds = [str(error[name]) for name in ("code", "status", "type", "error_type") if error.get(name)]
     status = next((int(kind) for kind in kinds if re.fullmatch("[45][0-9][0-9]", kind)), None)
     if status is None:
         named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))

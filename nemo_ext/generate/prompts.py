@@ -133,7 +133,15 @@ class Prompts:
             return value
         if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
             raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a text or a list of messages")
-        return value
+        return without_nulls(value)
+
+
+def without_nulls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Messages without keys that are null, but for content: a table written as JSON has every key in every message.
+
+    Endpoints refuse `tool_calls: null`.
+    """
+    return [{name: held for name, held in each.items() if held is not None or name == "content"} for each in messages]
 
 
 def _messages(text: str) -> list[Any] | None:

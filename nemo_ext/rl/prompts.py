@@ -80,9 +80,14 @@ class Prompts:
             answers: the tools' messages.
             tools: declared tools.
             thinking: requested mode.
+
+        Raises:
+            ValueError: the template refuses the answers, or leaves one out.
         """
         before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))
+        # Some templates write tools' answers beside the calls alone, which responses have as text.
+        self.template.check_complete(sample, thinking=thinking is not False)
         text, opened = self._ending(sample, thinking)
         # Take the last one, in case a template repeats messages.
         following = text.rpartition(_ANSWER)[2]

@@ -13,6 +13,7 @@ from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
 from nemo_ext.generate.batch import A_DAY, Asks, answer_all, held_part_rows, made_of
 from nemo_ext.generate.output import Output
+from nemo_ext.generate.prompts import without_nulls
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import BATCH, GenerateSettings
 from nemo_ext.job import seeds
@@ -240,6 +241,7 @@ class Asking:
             isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found)
         ):
             raise ValueError(f"steps.{self.context.name}: {str(found)[:60]!r}: expected a text or messages")
+        found = found if isinstance(found, str) else without_nulls(found)
         system = self.context.text("system", self.step.system, names) if self.step.system else ""
         if not system:
             return found
@@ -261,6 +263,8 @@ class Asking:
         names = ("prompt", "reference", "tools")
         environment = self.step.environment or row.get("environment")
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
+        if isinstance(given := record.get("reference"), Mapping):
+            record["reference"] = {key: held for key, held in given.items() if held is not None}
         return Task.of(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:

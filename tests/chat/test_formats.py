@@ -372,3 +372,10 @@ def test_whatever_a_record_holds_it_is_a_sample_or_a_format_error(record: Any) -
     if isinstance(record, dict):
         with contextlib.suppress(FormatError):
             assert to_sample(record, id="1").messages
+
+
+def test_a_number_that_json_does_not_have_is_refused_in_arguments() -> None:
+    call = {"function": {"name": "f", "arguments": '{"x": NaN}'}}
+
+    with pytest.raises(FormatError, match=r"messages\[1\].tool_calls\[0\].arguments: Out of range float"):
+        to_sample({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]}, id="s")

@@ -597,3 +597,23 @@ def test_what_ends_a_turn() -> None:
     ends = {name: load(name).closing.strip() for name in TEMPLATES}
 
     assert ends == dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama_nemotron": "<|eot_id|>"}
+
+
+PARTS_ONLY = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{% if part.type == "text" %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}"""
+
+
+def test_a_template_that_writes_no_text_says_nothing_of_the_end_of_a_turn() -> None:
+    assert Template("parts", PARTS_ONLY).closing == ""
+
+
+def test_a_template_that_refuses_conversations_refuses_a_sample_by_its_name() -> None:
+    once = "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
+    template = Template("one", once + CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+    (text,) = template.renderings(ask())
+
+    assert trained([text]) == ["4<|im_end|>"]
+    with pytest.raises(ValueError, match=r"sample s: .*one turn"):
+        template.renderings(Sample(id="s", messages=CHAT))

@@ -343,6 +343,9 @@ PAGE = b"<!DOCTYPE html><html><head><meta charset=utf-8><title>\n502 Bad Gateway
         ({"error": "no model", "code": 404}, 1, 404, "404: no model"),
         ({"error": {"message": "slower", "code": 429}}, 3, 429, "429: slower"),
         ({"type": "error", "error": {"type": "overloaded_error", "message": "busy"}}, 3, 429, "overloaded_error: busy"),
+        ({"error": {"message": "full", "status": "RESOURCE_EXHAUSTED", "code": 8}}, 3, 429, "8: full"),
+        ({"error": {"message": "long", "type": "request_too_large"}}, 1, 413, "request_too_large: long"),
+        ({"error": "too many tokens", "error_type": "validation"}, 1, 400, "validation: too many tokens"),
         ({"error": {"message": "upstream", "code": 1305}}, 3, None, "1305: upstream"),
         ({"error": "upstream"}, 3, None, "upstream"),
         ({"choices": [{"error": {"message": "cut", "code": 502}, "message": {"content": "a"}}]}, 3, 502, "502: cut"),
@@ -366,7 +369,17 @@ def test_an_error_in_place_of_an_answer(
     assert len(overloaded) == (3 if status == 429 else 0)
 
 
-@pytest.mark.parametrize("end", ["error", "abort", "insufficient_system_resource"])
+@pytest.mark.parametrize("end", ["length", "max_tokens", "MAX_TOKENS", "model_length"])
+def test_a_cut_off_answer_says_so_by_one_name(endpoint: Any, reply: Any, end: str) -> None:
+    choice = {"message": {"role": "assistant", "content": None}, "finish_reason": end}
+    endpoint.reply = lambda payload: reply(body=json.dumps({"choices": [choice]}).encode())
+
+    (answer,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
+
+    assert (answer.answer, answer.finish_reason, answer.problem) == ("", "length", "")
+
+
+@pytest.mark.parametrize("end", ["error", "ERROR", "abort", "insufficient_system_resource"])
 def test_an_answer_that_the_server_breaks_off_is_asked_again(endpoint: Any, reply: Any, end: str) -> None:
     endpoint.reply = lambda payload: (
         reply(text="half of", finish_reason=end) if len(endpoint.requests) == 1 else reply(text="whole")

@@ -358,6 +358,17 @@ def test_batch_files_in_and_out(generate: Generate, written: Written, answering:
     assert {(request["model"], request["max_tokens"]) for request in answering.requests} == {("m", 5)}
 
 
+def test_messages_of_a_table_are_sent_without_their_nulls(generate: Generate, written: Written, answering: Any) -> None:
+    nothing = dict.fromkeys(("tool_calls", "tool_call_id", "name"))
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [{"role": "user", "content": "hi", **nothing}, {**nothing, **asks}]
+
+    assert generate(f"input={written([{'messages': messages}])}")[0] == 0
+
+    assert answering.requests[0]["messages"] == [{"role": "user", "content": "hi"}, asks]
+
+
 def test_messages_tools_and_a_system_message(generate: Generate, written: Written, answering: Any) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     rows = [{"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "answer": "an older one"}]

@@ -67,6 +67,18 @@ def test_a_recipe_of_the_users_own_is_one_file(
     assert len(served.requests) == again
 
 
+def test_messages_of_a_table_are_sent_without_their_nulls(
+    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
+) -> None:
+    served = model(echo)
+    messages = "[{'role': 'user', 'content': 'Say ' ~ n, 'tool_calls': none}]"
+    words = [*own(rows=1), f"endpoint={served.url}", "steps.first.prompt=null", f'steps.first.messages="{messages}"']
+
+    assert synthesize(*words)[0] == 0
+
+    assert served.requests[0]["messages"] == [{"role": "user", "content": "Say 0"}]
+
+
 def test_the_card_says_what_was_done(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
 ) -> None:
