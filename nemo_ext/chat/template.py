@@ -27,6 +27,7 @@ from nemo_ext.chat.sample import Message, Sample, ToolCall, has_reasoning, opena
 from nemo_ext.job.settings import nearest
 
 FOLDER = Path(__file__).parent / "templates"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 Span = tuple[int, int]
 
@@ -102,13 +103,15 @@ class Template:
     Args:
         name: name of the template in error messages.
         source: Jinja source.
-        variables: further variables of the template, such as `bos_token`.
+        variables: further variables of the template, such as `bos_token`; None where the tokenizer is not known, so
+            that a template that writes `bos_token` or `eos_token` fails.
     """
 
     def __init__(self, name: str, source: str, variables: Mapping[str, Any] | None = None) -> None:
         self.name = name
         self.source = source
         self.variables = dict(variables or {})
+        self._unknown = _UNKNOWN if variables is None else {}
         environment = _environment()
         try:
             self._template = environment.from_string(source)
@@ -121,8 +124,8 @@ class Template:
         self.literals = "\0".join(texts)
         self.marks_generation = _OPEN in self.literals
 
-    def __reduce__(self) -> tuple[type["Template"], tuple[str, str, dict[str, Any]]]:
-        return Template, (self.name, self.source, self.variables)
+    def __reduce__(self) -> tuple[type["Template"], tuple[str, str, dict[str, Any] | None]]:
+        return Template, (self.name, self.source, None if self._unknown else self.variables)
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Template":
@@ -140,7 +143,8 @@ class Template:
         if path.is_dir():
             return _of_folder(path)
         if path.is_file():
-            return cls(given, path.read_text())
+            beside = path.parent / TOKENIZER_CONFIG
+            return cls(given, path.read_text(), _tokens(_config(beside)) if beside.is_file() else None)
         raise ValueError(f"no chat template {given!r}, and no file or folder of this name: {nearest(given, names())}")
 
     @classmethod
@@ -197,7 +201,7 @@ class Template:
         return _read(text, thinking=mode)
 
     def _written(self, messages: Any, tools: Any, **more: Any) -> str:
-        return self._template.render(messages=messages, tools=tools, **more, **self.variables)
+        return self._template.render(messages=messages, tools=tools, **more, **self._unknown, **self.variables)
 
     def renderings(
         self,
@@ -487,14 +491,33 @@ def _raise(message: str) -> NoReturn:
 
 def _of_folder(folder: Path) -> Template:
     """Load the template from a Hugging Face tokenizer's folder."""
-    config_file, template_file = folder / "tokenizer_config.json", folder / "chat_template.jinja"
-    try:
-        config = json.loads(config_file.read_bytes()) if config_file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{config_file}: cannot be read ({error}): mend or remove it") from error
+    config_file, template_file = folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"
+    config = _config(config_file) if config_file.is_file() else {}
     source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
     if not isinstance(source, str):
         raise ValueError(f"{folder}: no chat_template.jinja and no chat_template in a tokenizer_config.json")
+    return Template(str(folder), source, _tokens(config))
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: cannot be read ({error}): mend or remove it") from error
+    return config
+
+
+def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens of a tokenizer_config.json, as variables of templates."""
     tokens = {name: config.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
     words = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
-    return Template(str(folder), source, {name: word for name, word in words.items() if isinstance(word, str)})
+    return {name: word for name, word in words.items() if isinstance(word, str)}
+
+
+def _not_known(name: str) -> jinja2.StrictUndefined:
+    return jinja2.StrictUndefined(
+        f"{name} is not known: name the tokenizer's folder, or put {TOKENIZER_CONFIG} beside the file"
+    )
+
+
+_UNKNOWN: dict[str, Any] = {name: _not_known(name) for name in ("bos_token", "eos_token")}

@@ -520,6 +520,19 @@ def test_the_folder_of_a_tokenizer_gives_its_own_template(tmp_path: Path) -> Non
     assert Template.load(FOLDER / "olmo3.jinja").render(ask()) == Template.load("olmo3").render(ask())
 
 
+def test_a_file_takes_the_tokens_of_the_tokenizer_config_beside_it(tmp_path: Path) -> None:
+    """Without it `</s>` would be missing after each answer that is trained on."""
+    file, config = tmp_path / "own.jinja", tmp_path / "tokenizer_config.json"
+    file.write_text("{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}")
+
+    with pytest.raises(ValueError, match=r"eos_token is not known: .* tokenizer_config\.json"):
+        Template.load(file).render(ask())
+    with pytest.raises(ValueError, match="eos_token is not known"):
+        pickle.loads(pickle.dumps(Template.load(file))).render(ask())
+    config.write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
+    assert Template.load(file).render(ask()).text == "2+2?</s>4</s>"
+
+
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'olmo3'"):
         Template.load("olmo_3")
