@@ -1,5 +1,6 @@
 """Sweeps in the syntax of Hydra's `--multirun`: `megatron.lr=1e-4,2e-4 megatron.seed=1,2` gives four runs."""
 
+import re
 from collections.abc import Sequence
 from itertools import product
 
@@ -7,6 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nemo_ext.job.config import compose, hydra_value, hydra_words
+from nemo_ext.job.places import is_place
 from nemo_ext.slurm.settings import split
 
 MULTIRUN = "--multirun"
@@ -31,7 +33,7 @@ def points(job: str, words: Sequence[str]) -> list[list[str]]:
         if run_dir is None:
             raise ValueError(f"{MULTIRUN}: job={job} has no run directory; submit each by itself")
         # One folder for all: a run directory that follows the recipe differs in what is swept only.
-        name = ",".join(values[number].replace("/", "_") for number in swept)
+        name = ",".join(re.sub("[\"']", "", values[number]).replace("/", "_") for number in swept)
         found.append([*ours, *values, f"run_dir={hydra_value(f'{run_dir}/{name}')}"])
     return found
 
@@ -40,12 +42,13 @@ def _values(job: str, word: str) -> list[str]:
     """One override for each value that `word` gives its key."""
     if word.startswith("-"):
         return [word]
-    spelled = hydra_words([word], job)
+    name = word.partition("=")[0]
+    parse = OverridesParser.create().parse_overrides
     try:
-        parsed = OverridesParser.create().parse_overrides(spelled)
+        # Names of files are texts elsewhere; here a comma between them divides values, except in quotes.
+        parsed = parse([word] if is_place(job, name.lstrip("+~")) else hydra_words([word], job))
     except HydraException:
         return [word]  # composing says what is wrong with it
     if len(parsed) != 1 or not parsed[0].is_sweep_override():
         return [word]
-    name = word.partition("=")[0]
     return [f"{name}={value}" for value in parsed[0].sweep_string_iterator()]

@@ -289,7 +289,7 @@ def test_what_megatron_cannot_compute_is_refused_by_its_key(
 def test_yarns_attention_factor_is_mscale_over_mscale_all_dim(random_sections: Callable[[str, int], Sections]) -> None:
     """As in transformers' modeling_rope_utils.py; each is 0.1 x scale x ln(factor) + 1."""
     _, config = choose(from_config(random_sections("LlamaForCausalLM", 3)))
-    yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+    yarn = {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.5, "finetuned": True}
 
     _, found = read(through_json(config) | {"rope_scaling": yarn})
 

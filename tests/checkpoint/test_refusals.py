@@ -103,7 +103,9 @@ def test_settings_that_are_switched_off_are_listed() -> None:
     assert ignored({**CONFIG, **off}) == list(off)
 
 
-@pytest.mark.parametrize("key", ["image_token_id", "_experiment", "torchao_version", "unsloth_fixed", "resid_dropout"])
+@pytest.mark.parametrize(
+    "key", ["image_token_id", "_experiment", "torchao_version", "unsloth_fixed", "resid_dropout", "is_llama_config"]
+)
 def test_what_trainers_write_beside_a_model_passes(key: str) -> None:
     assert ignored({**CONFIG, key: 1}) == []
 
@@ -124,6 +126,12 @@ DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
             {**NANO, "attention_head_dim": 64},
             "attention_head_dim=64 .* expected 128",
         ),
+        (
+            {**NANO, "rms_norm_eps": 1e-5, "num_query_groups": NANO["num_key_value_heads"], "time_step_rank": 256},
+            {**NANO, "rms_norm_eps": 1e-6},
+            "rms_norm_eps=1e-06 .* expected 1e-05",
+        ),
+        ({**NANO, "num_query_groups": None}, {**NANO, "num_query_groups": 1}, "num_query_groups=1 .* expected"),
         (
             {**NEMOTRON, "kv_channels": 8, "rope_percent": 0.5},
             {**NEMOTRON, "rope_percent": 1.0},

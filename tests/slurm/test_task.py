@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from nemo_ext.job.config import compose
 from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import own_words
@@ -43,6 +44,21 @@ def test_a_sweep_has_a_run_directory_for_each_point() -> None:
         points("train", ["--multirun", "recipe=olmo1/1b", "slurm.options=[a,b]", "model.pattern='(*-)x4'"])
     with pytest.raises(ValueError, match="job=convert has no run directory"):
         points("convert", ["--multirun", "from=a", "to='b','c'"])
+
+
+@pytest.mark.parametrize("values", ["/a,/b", '"/a","/b"', "choice(/a,/b)"])
+def test_checkpoints_are_swept(values: str) -> None:
+    found = points("train", ["--multirun", "recipe=olmo1/1b", f"megatron.pretrained_checkpoint={values}", "run_dir=r"])
+
+    assert [compose("train", run)["megatron"]["pretrained_checkpoint"] for run in found] == ["/a", "/b"]
+    names = [f"r/megatron.pretrained_checkpoint=_{name}" for name in "ab"]
+    assert [compose("train", run)["run_dir"] for run in found] == names
+
+
+def test_a_comma_in_quotes_does_not_sweep() -> None:
+    words = ["--multirun", "recipe=olmo1/1b", 'data_root="/a,b"', "megatron.lr=1e-4,2e-4", "run_dir=r=1"]
+
+    assert [compose("train", run)["data_root"] for run in points("train", words)] == ["/a,b"] * 2
 
 
 def test_a_task_of_an_array_has_words_of_its_own() -> None:

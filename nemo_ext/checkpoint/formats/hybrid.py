@@ -57,6 +57,7 @@ KNOWN = frozenset(
         # how transformers computes, and how it initialises a model
         *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32", "norm_eps"),
         *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
+        "time_step_rank",  # Mamba 1's
         # attention has no positions; multi-token prediction without layers
         *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters", "mtp_layers_block_type"),
         # the same as hybrid_override_pattern
@@ -179,6 +180,8 @@ def _read(keys: Keys) -> Description:
         raise ValueError(
             f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer knows {GATED_NORM_EPSILON} only"
         )
+    keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
+    keys.only("num_query_groups", keys.get("num_key_value_heads"))
     router = _router(keys) if "E" in kinds else None
     return described(
         keys,

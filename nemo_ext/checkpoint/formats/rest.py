@@ -26,6 +26,7 @@ AROUND = frozenset(
         # what published folders carry beside it
         *("max_sequence_length", "model_max_length", "max_seq_len", "max_seq_length", "seq_length", "n_ctx"),
         *("name_or_path", "tokenizer_model", "chat_template", "license", "transformers.js_config"),
+        "is_llama_config",
     )
 )
 """Keys that say nothing about the model."""

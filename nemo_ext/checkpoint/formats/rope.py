@@ -85,8 +85,11 @@ def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = D
 
 
 def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings without nulls, which say the same as no key; but transformers reads `truncate: null` as false."""
-    values = {name: value for name, value in parameters.items() if value is not None}
+    """RoPE settings without nulls, which say the same as no key; but transformers reads `truncate: null` as false.
+
+    `finetuned` (Yarn-Llama-2) says nothing about the embedding.
+    """
+    values = {name: value for name, value in parameters.items() if value is not None and name != "finetuned"}
     return values | ({"truncate": False} if parameters.get("truncate", True) is None else {})
 
 

@@ -391,7 +391,9 @@ def open_lines(path: str) -> IO[bytes]:
         encoding = ""  # reading it says so
     if encoding:
         file.close()
-        raise ValueError(f"{path}: not UTF-8{encoding}: convert it, for example with iconv -f UTF-16 -t UTF-8")
+        raise ValueError(
+            f"{path}: not UTF-8{encoding}: convert it, for example with iconv -f {encoding[-7:-1]} -t UTF-8"
+        )
     return cast(IO[bytes], file)
 
 

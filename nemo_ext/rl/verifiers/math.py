@@ -53,6 +53,7 @@ _RESULT = re.compile(
 _EQUALS = re.compile(r"\\.|[(\[{]|[)\]}]|(?<![<>!:=])=(?!=)", re.DOTALL)
 _OF_NUMBERS = re.compile(r"\\?(?:[a-z]+\s*\{\s*)?(gcd|lcm)\s*\}?\s*\(([\d\s,]+)\)", re.IGNORECASE)
 _PLAIN = re.compile(r"\\(?:text|mathrm|operatorname|mathbb|left|right|mid|[,;: ])|[\s{}\\|]")
+_ROUND = str.maketrans("[]", "()")  # E[X] is E(X)
 _MODULO = re.compile(
     r"(?:(?P<name>[A-Za-z])\s*\\equiv\s*)?(?P<value>-?\d+(?:\s*(?:,|\\text\s*\{\s*(?:or|and)\s*\})\s*-?\d+)*)"
     r"(?:\s|~|\\[,;: ]|\\q?quad)*(?:\\[pb]?mod\s*\{?|\\text\s*\{\s*mod\s*\}"
@@ -251,7 +252,7 @@ def _without_name(text: str) -> tuple[str, str]:
         function = math.gcd if numbers[1].lower() == "gcd" else math.lcm
         if str(function(*map(int, numbers[2].replace(",", " ").split()))) != rest:
             return "", text  # it says what is not so
-    return _PLAIN.sub("", name), _without_name(rest)[1]
+    return _PLAIN.sub("", name).translate(_ROUND), _without_name(rest)[1]
 
 
 def _residues(found: re.Match[str]) -> tuple[int, set[int]]:

@@ -236,7 +236,7 @@ class _Comparison(Values):
         if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
             wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
         kinds = [name.kind for name in (wanted_name, given_name) if name]
-        if wanted_name != given_name and kinds in (["symbol"] * 2, ["ratio"] * 2, ["div"] * 2):
+        if wanted_name != given_name and kinds in ([kind] * 2 for kind in ("symbol", "ratio", "div", "call")):
             return False
         if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1

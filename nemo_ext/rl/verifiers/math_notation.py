@@ -109,7 +109,7 @@ time 1/1000 ms millisecond; year 1 yr year; volume 1 l L liter litre; volume 1/1
 angle 1 degree deg; radian 1 rad radian; dollar 1 dollar usd USD; dollar 1/100 cent; euro 1 euro eur EUR; joule 1 J
 ohm 1 ohm; ohm 1000 kohm kiloohm kilohm; ohm 1000000 Mohm megaohm megohm; ohm 1/1000 mohm milliohm
 length 1/1000000 micrometer micrometre micron; time 1/1000000 microsecond; mass 1/1000000 microgram
-watt 1 W watt; newton 1 N newton; volt 1 V volt; kelvin 1 K"""
+watt 1 W watt; ampere 1 A amp ampere; newton 1 N newton; volt 1 V volt; kelvin 1 K"""
 UNITS = {
     name: (dimension, Fraction(factor))
     for dimension, factor, *names in (line.split() for line in re.split("[;\n]", _UNITS))
@@ -398,7 +398,8 @@ class _Parser:
                 raise UnknownNotation(f"{word!r} behind a value")
             elif lower in MORE:
                 dimensions[lower] = 1
-            elif lower not in ("a", "an", "the", "of", "in"):
+            elif word != "a" and lower not in ("an", "the", "of") and (lower != "in" or self.kind() != "word"):
+                # amperes, and inches: not "3 in a row"
                 names = (word, lower, lower.removesuffix("s"), lower.removesuffix("es"))
                 name = next((name for name in names if name in UNITS), "")
                 unknown += not name

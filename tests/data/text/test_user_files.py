@@ -104,7 +104,10 @@ def test_another_encoding_of_unicode_is_named(tmp_path: Path, encoding: str, suf
     path.write_bytes(gzip.compress(content) if suffix else content)
     (tmp_path / "a.txt").write_bytes(content)
 
-    with pytest.raises(ValueError, match=rf"a\.jsonl{suffix}: not UTF-8 \(it seems to be {encoding[:6].upper()}\)"):
+    with pytest.raises(
+        ValueError,
+        match=rf"a\.jsonl{suffix}: not UTF-8 \(it seems to be {encoding[:6].upper()}\).* -f {encoding[:6].upper()} ",
+    ):
         load_source({"kind": "jsonl", "path": str(path)}).check()
     text = load_source({"kind": "text", "path": str(tmp_path / "a.txt")})
     with pytest.raises(ValueError, match=rf"it seems to be {encoding[:6].upper()}"):

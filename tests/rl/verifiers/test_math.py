@@ -66,6 +66,13 @@ def test_all_cases() -> None:
         ("50\\,\\Omega", "50; 50\\text{ ohms}; 50\\ \\Omega; 0.05\\,k\\Omega", "5; 50\\text{ V}; 50\\,k\\Omega"),
         ("5\\,\\mu\\text{F}", "5; 5\\,\\mu F", "5\\text{ mF}"),
         ("100^\\circ\\text{C}", "100; 100\\,{}^{\\circ}\\text{C}", "10; 100^\\circ F"),
+        ("5\\text{ cm}", "5\\text{ cm}", "5\\text{ in}; 5\\text{ A}; 5\\text{ in.}"),
+        ("5\\text{ in}", "5; 5\\text{ inches}; 12.7\\text{ cm}", "5\\text{ cm}; 5\\text{ ft}; 5\\text{ in}^2"),
+        ("5\\text{ square inches}", "5\\text{ in}^2; 5\\text{ sq in}", "5\\text{ in}; 5\\text{ cm}^2"),
+        ("50\\text{ A}", "50; 50\\text{ amps}; 50\\mathrm{~A}; 50 A", "50\\text{ V}; 50\\,\\Omega"),
+        ("3\\text{ in a row}", "3; 3\\text{ in a row}", "4\\text{ in a row}"),
+        ("E(X)=2", "2; E[X]=2; \\mathbb{E}[X]=2", "\\mathrm{Var}(X)=2; E[X]=3"),
+        ("f(2)=3", "3; f(2)=3", "g(2)=3"),
         ("28\\%", "28\\text{ pct}; 28\\text{ percentage}", "29\\text{ pct}"),
         ("3\\text{ more apples}", "3; 3\\text{ apples}; 3\\text{ more}", "3\\text{ fewer apples}; 4\\text{ apples}"),
         (
