@@ -164,8 +164,8 @@ class Api:
 
     @cached_property
     def _arguments_as_text(self) -> bool:
-        template = self.served.tokenizer.chat_template
-        return isinstance(template, str) and Template("of the tokenizer", template).takes_argument_text
+        tokenizer = self.served.tokenizer
+        return isinstance(tokenizer.chat_template, str) and Template.of_tokenizer(tokenizer).takes_argument_text
 
     def _rendered(self, given: Chat) -> str:
         """Text of the prompt by the tokenizer's chat template."""

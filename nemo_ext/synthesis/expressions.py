@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 
+from nemo_ext.chat.formats import template_messages
 from nemo_ext.data.text.words import words_of
 from nemo_ext.job.records import strict_json
 from nemo_ext.job.seeds import generator, uniform
@@ -86,7 +87,8 @@ def final(text: str | None) -> str:
 def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
     r"""A question, or messages with one, that asks for its final answer in \boxed{}, unless it names a box itself."""
     if not isinstance(asked, str):
-        return [*asked[:-1], {**asked[-1], "content": in_box(asked[-1]["content"])}]
+        *before, last = template_messages(asked, "messages")
+        return [*before, {**last, "content": in_box(last["content"])}]
     return asked if r"\boxed" in asked else f"{asked}\n\nPut the final answer in \\boxed{{}}."
 
 

@@ -174,7 +174,8 @@ def _name(node: Node) -> Node | None:
     if node.kind == "call":
         return node if node.value == "f" or (node.value == "abs" and _name(node.parts[0])) else None
     if node.kind == "mul" and node.parts[0].kind == "symbol" and node.parts[0].value.rstrip("'") in _FUNCTION_NAMES:
-        return Node("call", node.parts[:1], "f")
+        at_a_number = any(leaf.kind == "number" for part in node.parts[1:] for leaf in _leaves(part))
+        return Node("call", node.parts if at_a_number else node.parts[:1], "f")
     if node.kind == "ratio" or (node.kind == "div" and all(map(is_capital, _leaves(node)))):
         return node if all(map(_name, node.parts)) else None  # a : b : c, AB / BC
     return node if node.kind == "mul" and all(map(_name, node.parts)) else None

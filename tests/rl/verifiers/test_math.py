@@ -72,7 +72,7 @@ def test_all_cases() -> None:
         ("50\\text{ A}", "50; 50\\text{ amps}; 50\\mathrm{~A}; 50 A", "50\\text{ V}; 50\\,\\Omega"),
         ("3\\text{ in a row}", "3; 3\\text{ in a row}", "4\\text{ in a row}"),
         ("E(X)=2", "2; E[X]=2; \\mathbb{E}[X]=2", "\\mathrm{Var}(X)=2; E[X]=3"),
-        ("f(2)=3", "3; f(2)=3", "g(2)=3"),
+        ("f(2)=3", "3; f(2)=3; f\\left(2\\right)=3", "g(2)=3; f(3)=3; f(x)=3"),
         ("28\\%", "28\\text{ pct}; 28\\text{ percentage}", "29\\text{ pct}"),
         ("3\\text{ more apples}", "3; 3\\text{ apples}; 3\\text{ more}", "3\\text{ fewer apples}; 4\\text{ apples}"),
         (
