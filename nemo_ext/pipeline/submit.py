@@ -38,8 +38,14 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         )
     submissions: dict[str, Submission] = {}
     jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
-    queue = queued()
     told, wrong = dict[Finding, list[str]](), False  # stages by finding
+    try:
+        queue = queued()
+    except ValueError as error:  # a dry run has more to show without Slurm
+        if not dry_run:
+            raise
+        queue, wrong = {}, True
+        told[Finding("error", str(error))] = ["the queue"]
     for stage in _servers_last(pipeline):
         earlier = [
             (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs

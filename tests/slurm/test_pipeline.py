@@ -216,6 +216,12 @@ def test_findings_stand_once_with_their_stages_below_the_commands(
     assert first.startswith("a=$(mkdir -p ") and second.startswith("b_2=$(mkdir -p ")
     assert '"--dependency=afterok:$a"' in second
 
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'squeue: fatal: no controller' >&2\nexit 1\n")
+    assert submit(given, dry_run=True) == 2
+    assert "error: squeue: fatal: no controller (the queue)" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no controller"):
+        submit(given, dry_run=False)
+
 
 @pytest.mark.slow
 @pytest.mark.slurm
