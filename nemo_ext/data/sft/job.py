@@ -56,7 +56,11 @@ def run(config: Mapping[str, Any]) -> Path:
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
     work = Work(settings, settings.output / ".work")
-    _ = work.encoder  # fails on an unusable template or tokenizer before anything is read
+    if not work.encoder.ends_turns:  # fails on an unusable template or tokenizer before anything is read
+        notice(
+            f"chat template {work.encoder.template.name} ends no turn with a token of its tokenizer: a model that is "
+            "trained on these texts may not end its answers"
+        )
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
     pieces = _pieces(settings)

@@ -98,6 +98,11 @@ class ChatEncoder:
         kept = ~(opens | closes)
         return Encoded(ids[kept], inside[kept], rendered.thinking)
 
+    @property
+    def ends_turns(self) -> bool:
+        """True if the template ends a turn with a control token; a byte tokenizer has none."""
+        return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
+
     def count(self, text: str) -> int:
         """Number of tokens of a text in which nothing is a control token."""
         return len(self._ends(text)[0])

@@ -248,6 +248,15 @@ def test_truncation_to_a_budget_of_tokens(kind: str, tokenizer_of: TokenizerOf, 
         assert encoder.count(cut) <= budget if kind != "unigram" else len(cut) < len(text)
 
 
+def test_a_template_without_an_end_of_turn_is_told(tokenizer_of: TokenizerOf) -> None:
+    tokenizer = tokenizer_of("byte_level")
+    bare = Template("bare", "{% for message in messages %}{{ message.content }}\n{% endfor %}")
+
+    assert all(ChatEncoder(load(name), tokenizer, allow_missing=True).ends_turns for name in TEMPLATES)
+    assert not ChatEncoder(bare, tokenizer).ends_turns
+    assert ChatEncoder(bare, ByteTokenizer()).ends_turns
+
+
 def test_an_encoder_survives_pickling(tool_chat: Sample, tokenizer_of: TokenizerOf) -> None:
     encoder = ChatEncoder(load("nemotron3_nano"), tokenizer_of("byte_level"))
     again = pickle.loads(pickle.dumps(encoder))
