@@ -126,7 +126,9 @@ def findings(
     if settings.job in SETTINGS:
         found += [*_settings(settings.job, config, coming)]
     if paths:
-        found += [*_inputs(config, settings, coming), *_container(cluster)]
+        said = [one.text for one in found]
+        found += [one for one in _inputs(config, settings, coming) if not any(text in one.text for text in said)]
+        found += _container(cluster)
         if settings.job == "train" and not here:
             found += _packs(config, cluster)
     if paths and settings.job in ON_TRAINING_CONFIG:

@@ -127,7 +127,9 @@ def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callab
 
     files = [file.relative_to(tmp_path / "initial") for file in (tmp_path / "initial").rglob("*.safetensors")]
     assert len(files) == 4
-    ulp = {"rtol": 2**-7, "atol": 1e-4}  # of BF16, and of a step: the parts' norms add up in another order
+    # Of BF16, and of half a step: the parts' norms add up in another order, and where a gradient is about 0 Adam's
+    # steps are of any size.
+    ulp = {"rtol": 2**-7, "atol": Training().lr / 2}
     for way, other, tolerance in (
         ("shared_1e+09", "plain_1e+09", {"rtol": 0, "atol": 0}),
         ("shared_0.05", "plain_0.05", ulp),
