@@ -104,8 +104,10 @@ class TokenBytes:
         """Place of each token in the text of all, in characters; parts of a character have its place."""
         decoder, place, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
         for token in tokens:
-            places.append(place)
-            place += len(decoder.decode(self(token)))
+            held, data = decoder.getstate()[0], self(token)
+            broken = bool(held) and data[:1] != b"" and not 0x80 <= data[0] < 0xC0  # a character that does not go on
+            places.append(place + broken)
+            place += len(decoder.decode(data))
         return places
 
 

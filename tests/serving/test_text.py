@@ -151,6 +151,16 @@ def test_tokens_have_their_bytes_and_the_places_of_their_characters(name: str) -
     assert known(tokenizer.convert_tokens_to_ids("<|end|>")) == b"<|end|>"
 
 
+def test_a_token_after_broken_bytes_has_its_place() -> None:
+    tokenizer = vocabularies()["byte_level"]
+    known = TokenBytes(tokenizer)
+    of_byte = {known(token): token for token in tokenizer.get_vocab().values()}
+
+    cut = [of_byte[byte] for byte in (b"\xe2", b"a", b"\xf0", b"\x9f", b"\xe2", b"\x82")]
+
+    assert known.offsets(cut) == [0, 1, 2, 2, 3, 3]
+
+
 def test_other_vocabularies_have_the_bytes_of_their_text() -> None:
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
