@@ -313,12 +313,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     """RoPE of blocks with full attention, where `rope_scaling` applies; without those, of blocks with a window."""
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():
-        if parameters:
-            raise ValueError(
-                "config.json: rope_parameters: OLMo 3 has a mapping for each kind of layer, full_attention and "
-                "sliding_attention: put them under these keys"
-            )
-        rope = read_rope(keys, default_base=OLMO3_BASE)
+        rope = read_rope(keys, default_base=OLMO3_BASE)  # the first versions of transformers 5 had one mapping
     else:
         base = {"rope_theta": keys.get("rope_theta", OLMO3_BASE)}
         scaling = {"full_attention": present(keys.get("rope_scaling", {}))}
