@@ -204,7 +204,7 @@ class _Run:
         if number == 1 and answers["cut"] == 1:
             raise ValueError(
                 f"{folder}: all answers were cut off at online.max_tokens={self.asked.max_tokens}, which "
-                "leaves no pairs: begin anew with more tokens"
+                "leaves no pairs: start again with more tokens"
             )
         pairs = self._pairs(folder, policy)
         values = {**answers, "pairs": pairs}

@@ -30,7 +30,7 @@ LEGEND = (
     "of other jobs depends on answers and data. Core-hours are of the cores that a job reserves, as sites count them; "
     "a node-hour has all cores of a node. TB: of training the checkpoints that retention keeps and the one being "
     f"written, {CHECKPOINT_BYTES} bytes a parameter; of RL a checkpoint and a model; of tokenising at most "
-    f"{TOKEN_BYTES} bytes a token that training reads. -: not known, or none."
+    f"{TOKEN_BYTES} bytes per token that training reads. -: unknown, or none."
 )
 _HOURLY = ("node-hours", "core-hours", "GPU-hours")
 

@@ -326,7 +326,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
             raise ValueError(
                 "config.json: rope_parameters.sliding_attention: expected rope_type default and the same rope_theta"
             )
-        rope = full or windowed  # type: ignore[assignment]
+        rope = full or by_type["sliding_attention"]
     if not rope.truncate:
         raise ValueError(
             "config.json: RoPE's truncate=false: transformers ignores it in OLMo 3, and vLLM does not: remove it"

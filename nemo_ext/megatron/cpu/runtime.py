@@ -74,11 +74,11 @@ def check_ranks() -> None:
     store.wait(["counted"])
     count = store.add("with_gpu", 0)
     if store.add("read", 1) == world:
-        store.set("told", "")
+        store.set("all_read", "")
     if 0 < count < world:
         if rank == 0:  # the others read from its process
             with suppress(RuntimeError):
-                store.wait(["told"], timedelta(seconds=60))
+                store.wait(["all_read"], timedelta(seconds=60))
         raise ValueError(
             f"{count} of {world} ranks have a GPU that torch {torch.__version__} can use; rank {rank} on "
             f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; CUDA_VISIBLE_DEVICES= on "
