@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
-from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan
+from nemo_ext.architecture.precision_plan import NANO_IN_BF16, Plan, assigned
 from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.cached_inputs import CachedInputs
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.blockwise.sharded import open_parent
 from nemo_ext.blockwise.token_batches import TokenBatches
@@ -157,7 +158,7 @@ class Measurements:
         self.parent, self.batches, self.file = parent, batches, file
         count = sum(tokens.shape[0] * (tokens.shape[1] - 1) for tokens in batches)
         self.tokens = int(data_parallel.summed(torch.tensor(count)))
-        self.last: list[Tensor] = []
+        self.inputs = CachedInputs(parent, batches)
         self.known: dict[str, Sensitivity] = {}
         if file is not None:
             self.known = {
@@ -175,20 +176,25 @@ class Measurements:
 
     @torch.no_grad()
     def _measure(self, precision: Precision | None) -> tuple[float, float]:
-        if not self.last:
-            self.last = [self.parent.hidden(tokens) for tokens in self.batches]
+        first = 0 if precision is None else _first_block(precision)
         sums = torch.zeros(3, dtype=torch.double)
-        for tokens, last in zip(self.batches, self.last, strict=True):
+        for tokens, inputs, last in self.inputs.at(first):
             exact = self.parent.logits_of(last)[:, :-1]
             hidden, logits = last, exact
             if precision is not None:
                 with in_float8(self.parent.model, precision):
-                    hidden = self.parent.hidden(tokens)
+                    hidden = self.parent.hidden_from(first, inputs)
                     logits = self.parent.logits_of(hidden)[:, :-1]
             reference = log_softmax(exact.float(), -1)
             sums += loss_sums(reference, logits, tokens[:, 1:], last[:-1], hidden[:-1]).cpu()
         kl, loss, _ = (data_parallel.summed(sums) / self.tokens).tolist()
         return kl, loss
+
+
+def _first_block(precision: Precision) -> int:
+    """0-based number of the first block with a weight in FP8; the last block if only the output layer has one."""
+    weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
+    return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
 
 def _score(

@@ -6,7 +6,7 @@ before the replaced one are not run again: their outputs are cached. Results are
 scored again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
 
 from nemo_ext.blockwise import data_parallel
+from nemo_ext.blockwise.cached_inputs import CachedInputs
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.puzzle.score_file import Score, append_scores, read_scores
 from nemo_ext.puzzle.variants import Variant
@@ -52,7 +53,7 @@ def score_blocks(
         raise ValueError(
             f"{file} holds scores of {other.tokens} tokens, the calibration set has {total}: remove the file"
         )
-    cache = _Cache(parent, calibration)
+    cache = CachedInputs(parent, calibration)
     for each in found:
         new = [variant for variant in each if (variant.number + 1, variant.name) not in known]
         if new:
@@ -63,35 +64,11 @@ def score_blocks(
     return [known[variant.number + 1, variant.name] for each in found for variant in each]
 
 
-class _Cache:
-    """Inputs of one block for every calibration batch, advanced block by block, and the final hidden states."""
-
-    def __init__(self, parent: Parent, calibration: Sequence[Tensor]) -> None:
-        self.parent, self.calibration = parent, calibration
-        self.number = 0
-        self.inputs: list[Tensor] = []
-        self.last: list[Tensor] = []
-
-    def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Tokens `[batch, seq]`, the block's input and the output layer's input (both `[seq, batch, hidden]`)."""
-        if not self.inputs:
-            for tokens in self.calibration:
-                with self.parent.recorded([0]) as record:
-                    self.last.append(self.parent.hidden(tokens))
-                self.inputs.append(record[0][0])
-        for block in range(self.number, number):
-            layer = self.parent.layers[block]
-            for place, hidden in enumerate(self.inputs):  # one by one: two of all batches would be much
-                self.inputs[place] = self.parent.block_output(block, hidden, layer)
-        self.number = number
-        return zip(self.calibration, self.inputs, self.last, strict=True)
-
-
 def _score_block(
     parent: Parent,
     new: Sequence[Variant],
     layer_of: Callable[[Variant], torch.nn.Module | None],
-    cache: _Cache,
+    cache: CachedInputs,
     total: int,
 ) -> list[Score]:
     number = new[0].number

@@ -1,0 +1,44 @@
+"""Inputs of one block for every batch, so that a measurement of one block runs only that block and the blocks after it."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from nemo_ext.blockwise.parent import Parent
+
+
+class CachedInputs:
+    """Inputs of one block at a time, and the hidden states before the output layer, for every batch.
+
+    Args:
+        parent: the model.
+        batches: this rank's tokens, each `[batch, seq]`.
+    """
+
+    def __init__(self, parent: Parent, batches: Sequence[Tensor]) -> None:
+        self.parent, self.batches = parent, batches
+        self.number = 0
+        self.inputs: list[Tensor] = []
+        self.last: list[Tensor] = []
+
+    def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Tokens `[batch, seq]`, the input of a block and the output layer's input, both `[seq, batch, hidden]`.
+
+        Later blocks cost the blocks in between; an earlier block costs a whole run of the model.
+
+        Args:
+            number: 0-based number of the block.
+        """
+        if not self.inputs or number < self.number:
+            self.inputs, self.last = [], []
+            for tokens in self.batches:
+                with self.parent.recorded([number]) as record:
+                    self.last.append(self.parent.hidden(tokens))
+                self.inputs.append(record[0][0])
+            self.number = number
+        for block in range(self.number, number):
+            layer = self.parent.layers[block]
+            for place, hidden in enumerate(self.inputs):  # one batch at a time: both states of all batches would be much
+                self.inputs[place] = self.parent.block_output(block, hidden, layer)
+        self.number = number
+        return zip(self.batches, self.inputs, self.last, strict=True)
