@@ -1,4 +1,4 @@
-"""Inputs of one block for every batch, so that a measurement of one block runs only that block and the blocks after it."""
+"""Inputs of one block for every batch: a measurement of a block runs only that block and the blocks after it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -38,7 +38,7 @@ class CachedInputs:
             self.number = number
         for block in range(self.number, number):
             layer = self.parent.layers[block]
-            for place, hidden in enumerate(self.inputs):  # one batch at a time: both states of all batches would be much
+            for place, hidden in enumerate(self.inputs):  # one at a time: twice all batches would be much
                 self.inputs[place] = self.parent.block_output(block, hidden, layer)
         self.number = number
         return zip(self.batches, self.inputs, self.last, strict=True)
