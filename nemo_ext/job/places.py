@@ -69,6 +69,7 @@ SECTIONS: Mapping[str, Any] = {
     "curriculum": "nemo_ext.data.curriculum.settings:Settings",
     "describe": _TRAINING | {"draw": Place},
     "evaluate": ("nemo_ext.evaluation.job:Given", _SERVED, _ASKED),
+    "fetch": {"to": Place, "wheel": Place},
     "generate": "nemo_ext.generate.job:Given",
     "gym": {"output": Place, "tasks": Places},
     "merge": {"from": Places, "to": Place},
