@@ -54,7 +54,10 @@ SECTIONS: Mapping[str, Any] = {
     "blend": _TEXT,
     "byte_tokenizer": {"output": Place, "template": Place},
     "compare": "nemo_ext.evaluation.compare:CompareSettings",
-    "convert": {"from": Place, "to": Place, "files_from": Place, "tokenizer": Place, "old_tokenizer": Place},
+    "convert": {
+        **dict.fromkeys(("from", "to", "files_from", "tokenizer", "old_tokenizer"), Place),
+        "parity": {"data": Place},
+    },
     "curate": (
         _TEXT,
         "nemo_ext.data.curation.settings:Settings",
