@@ -45,7 +45,7 @@ from nemo_ext.job import report, run_directory
 from nemo_ext.job.ranks import reserve_port, training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
-from tests import composing
+from tests import composing, real_tokenizers
 
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
@@ -857,6 +857,24 @@ def _made_once(factory: pytest.TempPathFactory, name: str, *words: str) -> Path:
                 pytest.skip(f"no package index: {ended.stderr.splitlines()[-1]}")
             assert ended.returncode == 0, ended.stderr
     return place
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Folder of a published model's tokenizer: those of tests/real_tokenizers.py, or `smollm2`."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        if name == "smollm2":
+            return request.getfixturevalue("real_model")
+        folder = tmp_path_factory.mktemp("tokenizer") / name
+        folder.mkdir()
+        real_tokenizers.FOLDERS[name](folder)
+        return folder
+
+    return made
 
 
 _PRINT = builtins.print
