@@ -20,6 +20,7 @@ def main() -> None:
         if not config["parity"]["prompts"]:
             run(config)
             return
+        require("torch", "megatron-core")
         from nemo_ext import parity
 
         settings = parity.read_settings(config)

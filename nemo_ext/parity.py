@@ -1,6 +1,6 @@
 """Parity of a conversion: logits of transformers on the Hugging Face folder, and of Megatron on its checkpoint.
 
-        real text -> prompts of 16 tokens and more -> both models in fp32 -> differences of logits, in parity.json
+real text -> prompts of 16 tokens and more -> both models in fp32 -> differences of logits, in parity.json
 """
 
 import importlib.util
@@ -25,7 +25,6 @@ from nemo_ext.data.text.indexed_dataset import Ids
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.data.vocabulary.sample import PIECE, draw
 from nemo_ext.data.vocabulary.settings import Weighted
-from nemo_ext.engines import require
 from nemo_ext.job.config import compose, hydra_value
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice, progress_of
@@ -81,8 +80,8 @@ class Parity:
     def told(self) -> str:
         """One line for the user."""
         return (
-            f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by {self.largest:.2g} at most, "
-            f"{self.mean:.2g} on average (their deviation is {self.deviation:.2g}); "
+            f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by {self.largest:.2g} at "
+            f"most, {self.mean:.2g} on average (their deviation is {self.deviation:.2g}); "
             f"{self.equal_tokens:,} of {self.tokens:,} most likely tokens are equal"
         )
 
@@ -91,7 +90,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     """The section of a convert job's config; None where nothing is compared.
 
     Raises:
-        ValueError: a setting is wrong, the conversion changes what the model computes, or an engine is missing.
+        ValueError: a setting is wrong, the conversion changes what the model computes, or transformers is missing.
     """
     settings = checked(Settings, config["parity"], "parity")
     if not settings.prompts:
@@ -102,7 +101,6 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     source = Path(str(config["from"])).expanduser()
     if is_hugging_face(source) == (config["to_format"] == "huggingface") and is_hugging_face(source):
         raise ValueError("parity.prompts compares transformers with Megatron: leave to_format=huggingface out")
-    require("torch", "megatron-core")
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("parity.prompts needs transformers: pip install 'transformers>=5.0'")
     return settings

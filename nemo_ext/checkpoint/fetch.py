@@ -120,7 +120,7 @@ def run(config: Mapping[str, Any]) -> None:
         except BaseException as error:
             with suppress(FileNotFoundError):
                 output.clear()
-            if isinstance(error, Exception) and (lack := no_room(to, str(error))):  # safetensors has an error of its own
+            if isinstance(error, Exception) and (lack := no_room(to, str(error))):
                 raise CheckpointError(f"to={to}: {lack}: make room and run the same command again") from error
             raise
         finally:

@@ -129,7 +129,9 @@ def test_later_stages_of_a_pipeline_take_the_model(tmp_path: Path) -> None:
     }
     text = yaml.safe_dump({"pipeline": "mine", "stages": stages}, sort_keys=False)
     (tmp_path / "pipeline" / "mine.yaml").write_text(f"# @package _global_\n{text}")
-    words = {stage.name: stage.words for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages}
+    words = {
+        stage.name: stage.words for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages
+    }
 
     assert "from=r/hf" in words["convert"] and "model=r/hf" in words["bench"]
 

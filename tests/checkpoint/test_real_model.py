@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(name="real_model")]
 Command = Callable[..., Any]
@@ -23,7 +22,9 @@ def test_the_folder_speaks_and_cuts_text_as_the_model_was_trained(real_model: Pa
     tokenizer = AutoTokenizer.from_pretrained(real_model)
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    said = tokenizer.decode(model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :])
+    said = tokenizer.decode(
+        model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt.input_ids.shape[1] :]
+    )
 
     assert model.dtype == torch.bfloat16 and model.config.rms_norm_eps == 1e-5
     assert "Paris" in said
@@ -49,7 +50,9 @@ def test_it_goes_to_megatron_and_back_bit_for_bit_and_computes_the_same(
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) and first[name].dtype == second[name].dtype for name in first)
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (real_model, tmp_path / "back"))
-    assert {key: after[key] for key in before if key not in ("transformers_version", "rope_parameters")}.items() <= before.items()
+    assert {
+        key: after[key] for key in before if key not in ("transformers_version", "rope_parameters")
+    }.items() <= before.items()
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"):
         assert (real_model / name).read_bytes() == (tmp_path / "back" / name).read_bytes()
 

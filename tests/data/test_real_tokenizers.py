@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from nemo_ext.chat.sample import Message, Sample, ToolCall, openai_messages
 from nemo_ext.chat.template import Template, end_tokens
 from nemo_ext.data.sft.masks import ChatEncoder
-from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, ids_of, megatron_arguments
-from nemo_ext.job.config import compose
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, megatron_arguments
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(name="real_tokenizers")]
 Command = Callable[..., Any]
@@ -126,7 +125,9 @@ def chats(*, tools: bool) -> list[Sample]:
     found = [
         Sample(id="turns", messages=tuple(turns)),
         Sample(id="system", messages=(Message(role="system", content="Be brief."), *turns[:2])),
-        Sample(id="spelled", messages=(Message(role="user", content=spelled), Message(role="assistant", content=spelled))),
+        Sample(
+            id="spelled", messages=(Message(role="user", content=spelled), Message(role="assistant", content=spelled))
+        ),
     ]
     if tools:
         asked = (Message(role="user", content="Weather?"), Message(role="assistant", tool_calls=(CALL,)))
@@ -175,7 +176,10 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
 
 def test_sft_data_packs_all_of_it(kind: str, folder: Path, tmp_path: Path, command: Command) -> None:
     records = [
-        {"id": f"s{n}", "messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}: {text}"}]}
+        {
+            "id": f"s{n}",
+            "messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}: {text}"}],
+        }
         for n, text in enumerate(SAID * 10)
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -185,7 +189,10 @@ def test_sft_data_packs_all_of_it(kind: str, folder: Path, tmp_path: Path, comma
     assert ended.returncode == 0, ended.stderr
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    tokens, masks = IndexedDataset(str(tmp_path / "packs" / "train")), IndexedDataset(str(tmp_path / "packs" / "train_loss"))
+    tokens, masks = (
+        IndexedDataset(str(tmp_path / "packs" / "train")),
+        IndexedDataset(str(tmp_path / "packs" / "train_loss")),
+    )
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     trained = []
     for row, mask in zip(tokens, masks, strict=True):
@@ -220,7 +227,8 @@ def test_a_model_takes_the_vocabulary_of_another_family(
     told = re.search(r"vocabulary: ([\d,]+) of", ended.stderr)
     assert told is not None
     added = {token.content for token in new.get_added_tokens_decoder().values()}
-    same = [(old.get_vocab()[name], number) for name, number in vocab.items() if name in old.get_vocab() and name not in added]
+    ids = old.get_vocab()
+    same = [(ids[name], number) for name, number in vocab.items() if name in ids and name not in added]
     assert len(same) > 20_000 and int(told[1].replace(",", "")) >= len(same)
     places = torch.tensor(same)
     assert torch.equal(first[places[:, 0]], second[places[:, 1]])
