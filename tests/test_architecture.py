@@ -20,6 +20,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 ROOMS = (
     *("job", "architecture", "chat", "endpoint", "memory", "data", "checkpoint", "megatron", "launch"),
     *(
+        "parity",
         "blockwise",
         "puzzle",
         "sensitivity",

@@ -17,7 +17,9 @@ from nemo_ext.checkpoint.storage import CheckpointError
 EXTRAS = "hf_files"
 """Folder in a converted Megatron checkpoint for the other files of the Hugging Face folder: tokenizer, template, ..."""
 EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
-NOT_EXTRA = ("model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
+PARITY = "parity.json"
+"""Logits of transformers beside those of Megatron, in the folder of a conversion."""
+NOT_EXTRA = (PARITY, "model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

