@@ -4,7 +4,7 @@ Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from w
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
@@ -351,6 +351,9 @@ class Stages:
         def drop() -> tuple[list[Variant], Library]:
             return greedy(self.found, lambda v: getattr(scores[v.number + 1, v.name], metric), cost, most), self.best
 
+        def draw(seed: int) -> tuple[list[Variant], Library]:
+            return at_random(self.found, cost, most, seed), self.best
+
         parent = json.loads((self.workspace.folder / "comparison.json").read_text())[0]
         own = json.loads((self.workspace.folder / "choice.json").read_text())
         rows = []
@@ -358,15 +361,14 @@ class Stages:
             picked = self._named(alone["variants"])
             name = f"search with {choices['resource']} limited alone"
             rows.append(self._row(name, picked, self.best) | {"score": alone["score"]})
-        for name, make in {
+        chance = range(1, RANDOM_CHOICES + 1)
+        methods: dict[str, Callable[[], tuple[list[Variant], Library]]] = {
             "uniform width pruning": narrow,
             "greedy dropping": drop,
             "last blocks dropped": lambda: (last(self.found, cost, most), self.best),
-            **{
-                f"random choice {seed}": lambda seed=seed: (at_random(self.found, cost, most, seed), self.best)
-                for seed in range(1, RANDOM_CHOICES + 1)
-            },
-        }.items():
+            **{f"random choice {seed}": partial(draw, seed) for seed in chance},
+        }
+        for name, make in methods.items():
             try:
                 rows.append(self._row(name, *make()))
             except CannotReach as reason:
