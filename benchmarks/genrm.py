@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_ext.chat.sample import Message
-from nemo_ext.evaluation.statistics import bootstrap
+from nemo_ext.job.statistics import bootstrap
 from nemo_ext.rl.rewards.genrm import instructed_messages
 
 SPECIAL = ("<|begin|>", "<|role|>", "<|text|>", "<|end|>", "<|pad|>")

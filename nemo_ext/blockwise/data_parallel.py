@@ -41,6 +41,15 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def joined(own: Tensor) -> Tensor:
+    """Tensors `[n]` of all ranks one after the other; ranks may have different numbers; all ranks together."""
+    sizes = torch.zeros(count(), dtype=torch.long)
+    sizes[number()] = len(own)
+    before, everything = int(summed(sizes)[: number()].sum()), own.new_zeros(int(sizes.sum()))
+    everything[before : before + len(own)] = own
+    return summed(everything)
+
+
 def part_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor's numbers, flat and in memory of its own; as long on all ranks, zeros at the end."""
     numbers = tensor.reshape(-1)

@@ -12,7 +12,6 @@ import numpy as np
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from nemo_ext.evaluation import statistics
 from nemo_ext.evaluation.benchmark import read_yaml
 from nemo_ext.evaluation.runs import (
     Answers,
@@ -26,8 +25,9 @@ from nemo_ext.evaluation.runs import (
     read_run,
     values_of,
 )
-from nemo_ext.evaluation.statistics import Difference, Floats
+from nemo_ext.job import statistics
 from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, StringsOrNone, Whole, nearest
+from nemo_ext.job.statistics import Difference, Floats
 
 OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinking", "no_reasoning")
 """Names of modes that are the first of a pair."""

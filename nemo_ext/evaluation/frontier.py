@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nemo_ext.evaluation import statistics
 from nemo_ext.evaluation.compare import CompareSettings
 from nemo_ext.evaluation.runs import Run, Values, benchmark_is_low, counts, entries_of, names_of, values_of
+from nemo_ext.job import statistics
 from nemo_ext.job.report import new_figure, save_figure, tidy
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import binomtest
 
-from nemo_ext.evaluation import statistics
 from nemo_ext.evaluation.ask import Question
 from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.store import Key, Store
+from nemo_ext.job import statistics
 from nemo_ext.job.settings import Count
 
 _BITS = "bits_per_byte"

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from nemo_ext.evaluation import statistics
-from nemo_ext.evaluation.statistics import Floats
 from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Store
+from nemo_ext.job import statistics
+from nemo_ext.job.statistics import Floats
 
 BITS = "bits_per_byte"
 

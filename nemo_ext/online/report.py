@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from nemo_ext.evaluation.statistics import bootstrap
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
+from nemo_ext.job.statistics import bootstrap
 from nemo_ext.rl.algorithms import Preference
 
 PLOT = "rounds.png"

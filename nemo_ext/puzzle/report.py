@@ -5,6 +5,7 @@ No torch.
 
 import json
 from collections.abc import Mapping, Sequence
+from math import log
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -12,11 +13,11 @@ from typing import Any
 from nemo_ext.architecture.draw import draw_blocks
 from nemo_ext.checkpoint.start import checkpoints_of, description_of
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table
+from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.workspace import Workspace
 
-REPORT = "report.md"
+REPORT, LOSSES = "report.md", "losses.png"
 STATES = {
     "parent": "the parent",
     "child": "the child, put together",
@@ -40,9 +41,11 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
     seq_length = chosen.serving.context
     draw_blocks(description_of(workspace.parent).architecture, folder / "blocks_parent.png", seq_length=seq_length)
     draw_blocks(description_of(workspace.newest()).architecture, folder / "blocks_child.png", seq_length=seq_length)
+    draw_losses(rows, comparison, folder / LOSSES)
     sections = [
         f"# {workspace.child}\n\n{_summary(rows)}",
         _states(rows),
+        f"![loss against parameters]({LOSSES})",
         _comparison(comparison, json.loads((folder / "choices.json").read_text())["resource"]),
         *_pictures(folder),
         _blocks(rows),
@@ -85,6 +88,8 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
             [
                 STATES[row["name"]],
                 f"{row['loss']:.4f}",
+                "" if row is parent else _with_interval(row.get("from_parent")),
+                f"{bits:.3f}" if (bits := _bits_per_byte(row)) else "-",
                 str(row["blocks"]),
                 f"{costs['parameters']:,.0f} ({costs['parameters'] / whole['parameters']:.0%})",
                 f"{costs['active_parameters'] / whole['active_parameters']:.0%}",
@@ -92,17 +97,68 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{whole['prefill_seconds'] / costs['prefill_seconds']:.2f}x",
                 f"{whole['decode_seconds'] / costs['decode_seconds']:.2f}x",
                 _measured(row, parent),
+                f"{row['tokens'] / row['forward_seconds']:,.0f}" if "forward_seconds" in row else "-",
             ]
         )
-    head = ["", "loss", "blocks in sequence", "parameters", "active", "cache", "prefill*", "decode*", "measured**"]
+    head = ["", "loss", "difference***", "bits per byte", "blocks in sequence", "parameters", "active", "cache"]
+    head += ["prefill*", "decode*", "measured**", "tokens/s**"]
     tokens = parent["tokens"]
     return (
         f"{markdown_table(head, cells)}\n\n"
         "\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
         f"forward pass over {tokens:,} tokens on this machine, in turn with the parent "
         f"({parent['forward_seconds'] * 1000:.1f} ms): the median round and, in brackets, the slowest and the "
-        "fastest. Noise: rounds on either side of 1x, or two ranges that overlap."
+        "fastest. Noise: rounds on either side of 1x, or two ranges that overlap. "
+        "\\*\\*\\* from the parent, on the same sequences, with the 95% interval of a bootstrap over them."
     )
+
+
+def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
+    """Loss per byte of the text; None where the tokenizer is not known."""
+    return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
+
+
+def _with_interval(difference: Mapping[str, Any] | None) -> str:
+    """A paired difference with its interval; nothing where it was not measured."""
+    if difference is None:
+        return ""
+    if difference["interval"] is None:
+        return f"{difference['mean']:+.4f}"
+    low, high = difference["interval"]
+    return f"{difference['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
+
+
+def _tested(difference: Mapping[str, Any] | None) -> str:
+    """A paired difference with its interval and p."""
+    return "" if difference is None else f"{_with_interval(difference)}, p = {difference['p']:.2g}"
+
+
+def draw_losses(states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Draws loss above the parent's against parameters, with intervals: the child's states and the baselines."""
+    from matplotlib import colormaps
+
+    figure = new_figure(figsize=(8, 4.5))
+    axes = figure.subplots()
+    known = [("o", row["name"], row) for row in states] + [("s", row["name"], row) for row in tried[1:]]
+    shown = [each for each in known if "from_parent" in each[2] and not each[1].startswith("choice")]
+    for number, (marker, name, row) in enumerate(shown):
+        mean, interval = row["from_parent"]["mean"], row["from_parent"]["interval"] or (row["from_parent"]["mean"],) * 2
+        axes.errorbar(
+            row["costs"]["parameters"] / 1e6,
+            mean,
+            yerr=[[max(0.0, mean - interval[0])], [max(0.0, interval[1] - mean)]],
+            marker=marker,
+            linestyle="",
+            capsize=3,
+            color=colormaps["tab20"](number % 20),
+            label=name,
+        )
+    axes.set_xlabel("parameters, millions")
+    axes.set_ylabel("loss above the parent's, nats per token")
+    axes.set_yscale("symlog", linthresh=0.1)
+    tidy(axes)
+    figure.legend(loc="outside right upper", fontsize=8)
+    save_figure(figure, path)
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
@@ -120,22 +176,31 @@ def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
 def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
     parent = rows[0]
     cells = [
-        [row["name"], row["cannot"], "", "", ""]
+        [row["name"], row["cannot"], "", "", "", ""]
         if "cannot" in row
         else [
             row["name"],
             f"{row['loss']:.4f}",
-            f"{row['loss'] - parent['loss']:+.4f}",
+            _with_interval(row.get("from_parent")) or f"{row['loss'] - parent['loss']:+.4f}",
+            _tested(row.get("from_child")),
             f"{row['costs'][resource] / parent['costs'][resource]:.1%}" if parent["costs"][resource] else "-",
             "" if "score" not in row else f"{row['score']:.4f}",
         ]
         for row in rows
     ]
-    head = ["before fusion and healing", "loss", "beside the parent", resource.replace("_", " "), "score"]
+    head = [
+        "before fusion and healing",
+        "loss",
+        "from the parent",
+        "from the child",
+        resource.replace("_", " "),
+        "score",
+    ]
     return (
         f"## What was tried\n\n{markdown_table(head, cells)}\n\n"
         "The choices keep to all limits; pruning, dropping and the "
-        f"search beside them to that on {resource.replace('_', ' ')} alone."
+        f"search beside them to that on {resource.replace('_', ' ')} alone. Differences are paired by sequence, with "
+        "95% intervals (bootstrap) and p (permutation of signs); sequences of one document are not independent."
     )
 
 

@@ -30,7 +30,7 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "search": ("score", "cost"),
     "front": ("search",),
     "compare": ("search",),
-    "baselines": ("search",),
+    "baselines": ("compare",),
     "realise": ("compare",),
     "fuse": ("realise",),
     "heal": ("fuse",),

@@ -126,6 +126,7 @@ def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
         assert (child / name).stat().st_size > 200, name
     assert "report:" in said and "Traceback" not in said
     report = (child / "report.md").read_text()
+    assert "bits per byte" in report and "p = " in report and (child / "losses.png").is_file()
     for picture in ("pareto.png", "dependency.png", "blocks_parent.png", "blocks_child.png"):
         assert f"]({picture})" in report
     evaluation = json.loads((child / "evaluation.json").read_text())
@@ -136,7 +137,14 @@ def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
     assert [row["name"] for row in comparison] == ["parent", "choice 1", "choice 2"]
     baselines = json.loads((child / "baselines.json").read_text())
     alone = "search with parameters limited alone"
-    assert [row["name"] for row in baselines] == [alone, "uniform width pruning", "greedy dropping"]
+    chance = [f"random choice {seed}" for seed in (1, 2, 3)]
+    pruned = ["uniform width pruning", "greedy dropping", "last blocks dropped"]
+    assert [row["name"] for row in baselines] == [alone, *pruned, *chance]
+    own = next(row for row in comparison if row["name"] == json.loads((child / "choice.json").read_text())["name"])
+    for row in baselines:
+        if "cannot" not in row:
+            assert row["loss"] == pytest.approx(sum(row["losses"]) / len(row["losses"]))
+            assert row["from_child"]["mean"] == pytest.approx(row["loss"] - own["loss"], abs=1e-9)
     best = json.loads((child / "choice.json").read_text())
     assert best["calibration_loss"] == min(row["calibration_loss"] for row in comparison[1:])
     # The checkpoint that was written computes what the parent with replaced blocks did.

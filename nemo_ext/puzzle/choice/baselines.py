@@ -1,7 +1,8 @@
-"""Baselines for a search at the same cost: uniform width pruning, and dropping the blocks with the lowest scores."""
+"""Baselines for a search at the same cost: uniform widths, blocks dropped by score or from the end, random choices."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from random import Random
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
@@ -83,10 +84,31 @@ def greedy(
     Raises:
         CannotReach: the limit is not met even when all blocks that may go are gone, or no block is left.
     """
+    no_ops = [variant for each in found for variant in each if variant.name == NO_OP]
+    return _dropped(found, sorted(no_ops, key=score), cost, most)
+
+
+def last(
+    found: Sequence[Sequence[Variant]], cost: Callable[[Sequence[Block | None]], float], most: float
+) -> list[Variant]:
+    """Drop blocks from the end, the last one first, until a cost limit is met (depth pruning); otherwise as `greedy`.
+
+    Raises:
+        CannotReach: see `greedy`.
+    """
+    no_ops = [variant for each in found for variant in each if variant.name == NO_OP]
+    return _dropped(found, no_ops[::-1], cost, most)
+
+
+def _dropped(
+    found: Sequence[Sequence[Variant]],
+    no_ops: Sequence[Variant],
+    cost: Callable[[Sequence[Block | None]], float],
+    most: float,
+) -> list[Variant]:
     choice = [each[0] for each in found]
     spent = cost([each.block for each in choice])
-    no_ops = [variant for each in found for variant in each if variant.name == NO_OP]
-    for variant in sorted(no_ops, key=score):
+    for variant in no_ops:
         if spent <= most:
             break
         without = [*choice[: variant.number], variant, *choice[variant.number + 1 :]]
@@ -94,4 +116,39 @@ def greedy(
             choice, spent = without, less
     if spent > most or not any(variant.block for variant in choice):
         raise CannotReach(f"dropping blocks cannot reach {most:,.0f}: nothing would be left")
+    return choice
+
+
+def at_random(
+    found: Sequence[Sequence[Variant]],
+    cost: Callable[[Sequence[Block | None]], float],
+    most: float,
+    seed: int,
+) -> list[Variant]:
+    """A random variant of every block, and then others where needed to come as close to a cost limit as they can.
+
+    Blocks in random order get a random cheaper variant until the limit is met, and then the costliest that still fits.
+
+    Raises:
+        CannotReach: the limit is not met even by the cheapest variants, or no block is left.
+    """
+    random = Random(f"random choice {seed}")
+    choice = [random.choice(each) for each in found]
+
+    def with_(variant: Variant) -> float:
+        return cost([v.block for v in (*choice[: variant.number], variant, *choice[variant.number + 1 :])])
+
+    spent = cost([each.block for each in choice])
+    while spent > most:
+        cheaper = [(v, less) for each in found for v in each if (less := with_(v)) < spent]
+        if not cheaper:
+            raise CannotReach(f"random choice cannot reach {most:,.0f}: the cheapest variants cost {spent:,.0f}")
+        variant, spent = random.choice(cheaper)
+        choice[variant.number] = variant
+    for each in random.sample(list(found), len(found)):
+        variant, more = max(((v, with_(v)) for v in each), key=lambda pair: (pair[1] <= most, min(pair[1], most)))
+        if spent < more <= most:
+            choice[variant.number], spent = variant, more
+    if not any(variant.block for variant in choice):
+        raise CannotReach(f"random choice cannot reach {most:,.0f}: nothing would be left")
     return choice

@@ -3,36 +3,41 @@
 from collections.abc import Sequence
 from functools import partial
 from math import ceil
+from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.benchmark import Timer
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent, Replaced
 from nemo_ext.puzzle.stages.measure import ROUNDS
+from nemo_ext.puzzle.stages.score import token_log_probabilities
 
 SECONDS = 0.2
 """Least time of each model in a round."""
 
 
-def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
-    """Mean loss in nats per token, over all ranks.
+def losses(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[float]:
+    """Mean loss of every sequence in nats per token, of all ranks; in the same order for every model.
 
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`; the next token is the label.
         replaced: replacement layers, None for a block that is left out.
     """
-    total = torch.zeros(2, dtype=torch.double)
     with torch.no_grad():
-        for tokens in batches:
-            logits, labels = parent.logits(tokens, replaced)[:, :-1], tokens[:, 1:]
-            total[0] += cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum").cpu()
-            total[1] += labels.numel()
-    summed = data_parallel.summed(total)
-    return float(summed[0] / summed[1])
+        found = [
+            -token_log_probabilities(parent.logits(tokens, replaced)[:, :-1], tokens[:, 1:]).mean(1).cpu()
+            for tokens in batches
+        ]
+    joined: list[float] = data_parallel.joined(torch.cat(found)).tolist()
+    return joined
+
+
+def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
+    """Mean loss in nats per token, over all ranks; see `losses`."""
+    return fmean(losses(parent, batches, replaced))
 
 
 def forward_seconds(parent: Parent, other: Parent, tokens: Tensor) -> tuple[list[float], list[float]]:

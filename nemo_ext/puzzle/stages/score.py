@@ -11,14 +11,17 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity, cross_entropy, kl_div, log_softmax
+from torch import Tensor, einsum
+from torch.nn.functional import cosine_similarity, log_softmax
 
 from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.cached_inputs import CachedInputs
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.puzzle.score_file import Score, append_scores, read_scores
 from nemo_ext.puzzle.variants import Variant
+
+CACHED, ON_GPU = 1 << 20, 1 << 26
+"""Logits that are worked on at a time: few, so that they stay in a processor's cache; more on a GPU."""
 
 
 def score_blocks(
@@ -76,11 +79,14 @@ def _score_block(
     sums = {name: torch.zeros(3, dtype=torch.double) for name in layers}
     with torch.no_grad():
         for tokens, hidden, last in cache.at(number):
-            reference = log_softmax(parent.logits_of(last)[:, :-1].float(), -1)
+            reference, labels = log_softmax(parent.logits_of(last)[:, :-1].float(), -1), tokens[:, 1:]
             for name, layer in layers.items():
+                if layer is parent.layers[number]:  # what would be computed is there already
+                    sums[name][1] -= token_log_probabilities(reference, labels, normalised=True).sum().cpu()
+                    continue
                 changed = parent.hidden_from(number, hidden, {number: layer})
                 made = parent.logits_of(changed)[:, :-1]
-                sums[name] += loss_sums(reference, made, tokens[:, 1:], last[:-1], changed[:-1]).cpu()
+                sums[name] += loss_sums(reference, made, labels, last[:-1], changed[:-1]).cpu()
     scores = []
     for variant in new:
         kl, loss, cosine = (data_parallel.summed(sums[variant.name]) / total).tolist()
@@ -89,9 +95,38 @@ def _score_block(
 
 
 def loss_sums(reference: Tensor, logits: Tensor, labels: Tensor, hidden: Tensor, changed: Tensor) -> Tensor:
-    """Sums of KL, loss and cosine distance over tokens."""
-    found = log_softmax(logits.float(), -1)
-    divergence = kl_div(found, reference, log_target=True, reduction="sum")
-    loss = cross_entropy(found.flatten(0, 1), labels.flatten(), reduction="sum")
+    """Sums of KL, loss and cosine distance over tokens.
+
+    Args:
+        reference: the parent's log-probabilities `[batch, seq, vocabulary]`, in FP32.
+        logits: the changed model's, of the same shape.
+        labels: next tokens `[batch, seq]`.
+        hidden, changed: last hidden states of both `[seq, batch, hidden]`.
+    """
+    sums = torch.zeros(2, dtype=torch.double, device=logits.device)
+    for expected, made, label in _chunks(reference, logits, labels):
+        found = log_softmax(made.float(), -1)
+        sums[1] -= found.gather(-1, label[:, None]).sum()
+        sums[0] += einsum("tv,tv->t", expected.exp(), expected - found).double().sum()
     distance = (1 - cosine_similarity(hidden.float(), changed.float(), dim=-1)).sum()
-    return torch.stack([divergence.double(), loss.double(), distance.double()])
+    return torch.cat([sums, distance.double()[None]])
+
+
+def token_log_probabilities(logits: Tensor, labels: Tensor, *, normalised: bool = False) -> Tensor:
+    """Log-probability `[batch, seq]` of each label, in double precision, from logits `[batch, seq, vocabulary]`.
+
+    Args:
+        normalised: True if the logits are log-probabilities already.
+    """
+    if normalised:
+        return logits.gather(-1, labels[..., None])[..., 0].double()
+    found = [log_softmax(made.float(), -1).gather(-1, label[:, None]) for made, label in _chunks(logits, labels)]
+    return torch.cat(found).reshape(labels.shape).double()
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of tensors `[batch, seq, ...]`, the first of which has logits: as many at a time as a cache holds."""
+    size = tensors[0].shape[-1]
+    rows = max(1, (CACHED if tensors[0].device.type == "cpu" else ON_GPU) // size)
+    for each in zip(*tensors, strict=True):  # without a copy, whichever way the batch lies in memory
+        yield from zip(*(one.split(rows) for one in each), strict=True)

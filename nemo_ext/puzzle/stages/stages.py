@@ -4,12 +4,12 @@ Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from w
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -27,10 +27,12 @@ from nemo_ext.checkpoint.description import Description, megatron_arguments, to_
 from nemo_ext.checkpoint.start import description_of
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.checkpoint.writing import MEGATRON, Work, cut_into_parts, write_checkpoint
+from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
+from nemo_ext.job.statistics import difference
 from nemo_ext.megatron.session import data_parallel as process_group
-from nemo_ext.puzzle.choice.baselines import CannotReach, greedy, uniform
+from nemo_ext.puzzle.choice.baselines import CannotReach, at_random, greedy, last, uniform
 from nemo_ext.puzzle.choice.choose import Costs
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
@@ -58,6 +60,7 @@ from nemo_ext.puzzle.variants import KEEP, Variant, variants
 from nemo_ext.puzzle.workspace import Workspace
 
 SHARD_GIGABYTES = 5.0
+RANDOM_CHOICES = 3
 
 
 def run(config_path: str, names: Sequence[str]) -> None:
@@ -93,6 +96,7 @@ class Stages:
         self.workspace = Workspace(config, self.chosen)
         self.description = description_of(self.workspace.parent)
         self.found = variants(self.description.architecture, self.chosen.variants)
+        self._costs: dict[Block | None, dict[str, float]] = {}
 
     @cached_property
     def parent(self) -> Parent:
@@ -282,6 +286,7 @@ class Stages:
             row = self._row(f"choice {number}", picked, self.best)
             rows.append(row | {"score": each["score"], "calibration_loss": calibration})
         best = min(rows[1:], key=lambda row: row["calibration_loss"]) if len(choices) > 1 else rows[1]
+        rows = [_compared(row, rows[0]) for row in rows]
         self._write_json("comparison.json", rows)
         self._write_json("choice.json", best)
 
@@ -292,9 +297,11 @@ class Stages:
 
     def _row(self, name: str, picked: Sequence[Variant], library: Library) -> dict[str, Any]:
         blocks = [variant.block for variant in picked]
+        losses = evaluate.losses(self.parent, self.validation, self._replaced(picked, library))
         return {
             "name": name,
-            "loss": evaluate.loss(self.parent, self.validation, self._replaced(picked, library)),
+            "loss": fmean(losses),
+            "losses": losses,
             "costs": {resource: self._total(blocks, resource) for resource in RESOURCES},
             "variants": [variant.name for variant in picked],
             "pattern": format_pattern(child(self.description, picked).architecture.pattern),
@@ -317,11 +324,12 @@ class Stages:
     def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
         """Total of a resource for the whole model with these blocks."""
         architecture, serving = self.description.architecture, self.chosen.serving
-        each = (block_costs(architecture, block, serving)[resource] for block in blocks)
-        return sum(each, outside_costs(architecture, serving)[resource])
+        for block in {*blocks} - self._costs.keys():
+            self._costs[block] = block_costs(architecture, block, serving)
+        return sum((self._costs[block][resource] for block in blocks), outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Evaluate the baselines at the same cost, and the search limited by that resource alone."""
+        """Evaluate the baselines at the same cost, and the search limited by that resource alone, beside the child."""
         if not self.chosen.baselines:
             return False
         choices = json.loads((self.workspace.folder / "choices.json").read_text())
@@ -343,17 +351,30 @@ class Stages:
         def drop() -> tuple[list[Variant], Library]:
             return greedy(self.found, lambda v: getattr(scores[v.number + 1, v.name], metric), cost, most), self.best
 
+        def draw(seed: int) -> tuple[list[Variant], Library]:
+            return at_random(self.found, cost, most, seed), self.best
+
+        parent = json.loads((self.workspace.folder / "comparison.json").read_text())[0]
+        own = json.loads((self.workspace.folder / "choice.json").read_text())
         rows = []
         if (alone := choices["alone"]) is not None:
             picked = self._named(alone["variants"])
             name = f"search with {choices['resource']} limited alone"
             rows.append(self._row(name, picked, self.best) | {"score": alone["score"]})
-        for name, make in (("uniform width pruning", narrow), ("greedy dropping", drop)):
+        chance = range(1, RANDOM_CHOICES + 1)
+        methods: dict[str, Callable[[], tuple[list[Variant], Library]]] = {
+            "uniform width pruning": narrow,
+            "greedy dropping": drop,
+            "last blocks dropped": lambda: (last(self.found, cost, most), self.best),
+            **{f"random choice {seed}": partial(draw, seed) for seed in chance},
+        }
+        for name, make in methods.items():
             try:
                 rows.append(self._row(name, *make()))
             except CannotReach as reason:
                 rows.append({"name": name, "cannot": str(reason)})
-        self._write_json("baselines.json", rows)
+        compared = [row if "cannot" in row else _compared(row, parent, own) for row in rows]
+        self._write_json("baselines.json", compared)
         return True
 
     def realise(self) -> None:
@@ -431,8 +452,9 @@ class Stages:
             "healed": self.workspace.healed,
             "trained on": self.workspace.pretrained,
         }
-        rows = []
-        tokens = self.validation[0]
+        rows: list[dict[str, Any]] = []
+        tokens, read_bytes = self.validation[0], self._bytes()
+        predicted = int(data_parallel.summed(torch.tensor(sum(each[:, 1:].numel() for each in self.validation))))
         for name, checkpoint in states.items():
             if not checkpoint.is_dir():
                 continue
@@ -442,7 +464,10 @@ class Stages:
             rows.append(
                 {
                     "name": name,
-                    "loss": evaluate.loss(opened, self.validation),
+                    "loss": fmean(losses := evaluate.losses(opened, self.validation)),
+                    "losses": losses,
+                    "bytes": read_bytes,
+                    "predicted": predicted,
                     "blocks": len(description.blocks),
                     "forward_seconds": median(seconds),
                     "speedups": [parent / own for parent, own in zip(beside, seconds, strict=True)],
@@ -452,7 +477,24 @@ class Stages:
                 }
             )
             del opened  # before the next one is read
-        self._write_json("evaluation.json", rows)
+        self._write_json("evaluation.json", [_compared(row, rows[0]) for row in rows])
+
+    def _bytes(self) -> int | None:
+        """Bytes of text whose tokens are predicted in the validation set; None where the config names no tokenizer."""
+        tokenizer = (self.config.get("data") or {}).get("tokenizer")
+        if tokenizer is None:
+            return None
+        loaded = load_tokenizer(tokenizer)
+        texts = (loaded.decode(row[1:].tolist()) for tokens in self.validation for row in tokens)
+        return int(data_parallel.summed(torch.tensor(sum(len(text.encode(errors="replace")) for text in texts))))
+
+
+def _compared(row: dict[str, Any], parent: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A row with its losses' paired differences, by sequence, from the parent's and from the child's."""
+    sides = {"from_parent": parent, "from_child": own}
+    return row | {
+        name: asdict(difference(side["losses"], row["losses"], seed=1234)) for name, side in sides.items() if side
+    }
 
 
 def _as_json(made: Description) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Uniform width pruning and greedy dropping."""
+"""Uniform width pruning, blocks dropped by score and from the end, random choices."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import pytest
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import compose
-from nemo_ext.puzzle.choice.baselines import greedy, uniform
+from nemo_ext.puzzle.choice.baselines import at_random, greedy, last, uniform
 from nemo_ext.puzzle.cost import Serving, block_costs
 from nemo_ext.puzzle.variants import variants
 
@@ -87,3 +87,30 @@ def test_greedy_dropping_leaves_what_saves_nothing(architecture: Architecture) -
     kept = [[variant for variant in each if variant.name != "no_op"] for each in found]
     with pytest.raises(ValueError, match="dropping blocks cannot reach 0"):
         greedy(kept, lambda variant: 0.0, attention, 0)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_random_choices_come_close_to_the_limit_and_differ(architecture: Architecture, share: float) -> None:
+    cost, found = cost_of(architecture), variants(architecture)
+    most = share * cost(architecture.sizes)
+
+    made = [at_random(found, cost, most, seed) for seed in (1, 2, 1)]
+
+    for choice in made:
+        assert 0.9 * most < cost([variant.block for variant in choice]) <= most
+        assert all(variant in each for variant, each in zip(choice, found, strict=True))
+    assert made[0] == made[2] != made[1]
+    with pytest.raises(ValueError, match="random choice cannot reach -1"):
+        at_random(found, cost, -1, 1)
+
+
+def test_depth_pruning_drops_the_last_blocks(architecture: Architecture) -> None:
+    cost, found = cost_of(architecture), variants(architecture)
+    most = 0.6 * cost(architecture.sizes)
+
+    made = last(found, cost, most)
+
+    left = [variant.block is not None for variant in made]
+    kept = left.index(False)
+    assert left == [True] * kept + [False] * (len(left) - kept)
+    assert cost(architecture.sizes[:kept]) <= most < cost(architecture.sizes[: kept + 1])

@@ -9,8 +9,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.evaluation import statistics
-from nemo_ext.evaluation.statistics import (
+from nemo_ext.job import statistics
+from nemo_ext.job.statistics import (
     bits_per_byte,
     bootstrap,
     difference,
