@@ -6,7 +6,7 @@ before the replaced one are not run again: their outputs are cached. Results are
 scored again.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
