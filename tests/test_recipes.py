@@ -49,6 +49,7 @@ ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
 
 PUBLISHED = {
+    "smollm2_135m": 134.5e6,  # the published checkpoint
     "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
     "domyn_small_10b": 9.8e9,  # paper, table 1: about 10 B; its sizes give 9.8
     "llama_nemotron_nano_8b": 8.03e9,  # Llama 3.1 8B
@@ -187,7 +188,7 @@ def test_a_tiny_model_is_small_and_divides_by_two(name: str) -> None:
     assert all(block.size("kv") % 2 == 0 for block in architecture.sizes if block.kind == "*" and not block.is_linear)
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
+@pytest.mark.parametrize("name", sorted({*FULL_SIZE} - {"smollm2_135m"}))  # which is small as it is
 def test_a_tiny_model_has_every_kind_of_block_and_every_switch_of_its_family(name: str) -> None:
     full = composed(f"model={name}")
     tiny = composed(f"model={full['model']['family']}_tiny")
