@@ -56,7 +56,6 @@ def texts() -> list[str]:
     import inspect
     import json.decoder
     import textwrap
-    import this  # noqa: F401
     from email import message
 
     modules = (asyncio.tasks, json.decoder, message, textwrap)
@@ -114,7 +113,7 @@ TOOL = {
 SAID = ["It is 3 C.", "def f():\n    return 1", "naïve 大模型 👩‍👩‍👧", "12 + 30 = 42"]
 
 
-def chats(*, tools: bool) -> list[Sample]:
+def chats() -> list[Sample]:
     """Conversations with and without system message, of some turns, with a call, and with what spells markup."""
     turns = [
         message
@@ -129,11 +128,9 @@ def chats(*, tools: bool) -> list[Sample]:
             id="spelled", messages=(Message(role="user", content=spelled), Message(role="assistant", content=spelled))
         ),
     ]
-    if tools:
-        asked = (Message(role="user", content="Weather?"), Message(role="assistant", tool_calls=(CALL,)))
-        answered = (Message(role="tool", content="3 C"), Message(role="assistant", content="It is 3 C."))
-        found.append(Sample(id="tool", tools=(TOOL,), messages=(*asked, *answered)))
-    return found
+    asked = (Message(role="user", content="Weather?"), Message(role="assistant", tool_calls=(CALL,)))
+    answered = (Message(role="tool", content="3 C"), Message(role="assistant", content="It is 3 C."))
+    return [*found, Sample(id="tool", tools=(TOOL,), messages=(*asked, *answered))]
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -142,11 +139,12 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
     from transformers import AutoTokenizer
 
     name = TEMPLATES[kind]
-    samples = chats(tools=kind != "smollm2")
-    if number >= len(samples):
-        pytest.skip("SmolLM2's template has no tools")
-    sample, template = samples[number], Template.load(folder if name is None else name)
+    sample, template = chats()[number], Template.load(folder if name is None else name)
     tokenizer = HuggingFaceTokenizer(folder, parse_special_tokens=True)
+    if name is None and sample.tools:  # these two templates know no tools
+        with pytest.raises(ValueError, match="leaves out the tool calls of message 1"):
+            ChatEncoder(template, tokenizer).encode(sample)
+        return
     loaded = AutoTokenizer.from_pretrained(folder)
     loaded.chat_template = template.source
     (encoded,) = ChatEncoder(template, tokenizer).encode(sample, turns="whole")
@@ -155,7 +153,7 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
     runs = [loaded.decode(encoded.ids[start:end].tolist()) for start, end in edges]
     answers = [message for message in sample.messages if message.role == "assistant"]
     assert len(runs) == len(answers)
-    ends = end_tokens(loaded, template) | ({loaded.convert_tokens_to_ids("<|eom_id|>")} if kind == "llama3" else set())
+    ends = end_tokens(loaded, template)
     ends |= {loaded.convert_tokens_to_ids("<|im_end|>")} - {None}
     for run, message, (start, end) in zip(runs, answers, edges, strict=True):
         assert int(encoded.ids[end - 1]) in ends
@@ -243,10 +241,13 @@ def test_a_trained_tokenizer_stands_beside_all_of_them(
     texts: list[str], real_tokenizer: Callable[[str], Path], tmp_path: Path, command: Command
 ) -> None:
     others = {kind: real_tokenizer(kind) for kind in KINDS}
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:4]))
+    pieces = [text[start : start + 300] for text in texts[:4] for start in range(0, len(text), 300)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in pieces))
     words = ["input=texts.jsonl", "output=mine", "vocab=600", "preset=olmo3", "sample=2e5", "held_out=2e4"]
     ended = command("train_tokenizer", *words, f"compare=[{','.join(map(str, others.values()))}]", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     counts = json.loads((tmp_path / "mine" / "report.json").read_text())["stream"]
-    assert len(counts) == 1 + len(KINDS)
-    print(json.dumps(counts)[:1500])
+    (by_tokenizer,) = counts.values()
+    assert len(by_tokenizer) == 1 + len(KINDS)
+    ours, *theirs = (each["tokens"] for each in by_tokenizer.values())
+    assert ours > max(theirs) > 0, "600 tokens say less each than 49,152 and more"
