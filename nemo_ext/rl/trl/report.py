@@ -18,6 +18,7 @@ PLOT = "reward.png"
 _PANELS = {
     "reward": ("reward", "eval_reward", "rewards/margins", "eval_rewards/margins"),
     "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
+    "KL to the model at the start, nats per token": ("kl", "eval_kl"),
     "loss": ("loss", "eval_loss"),
 }
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")

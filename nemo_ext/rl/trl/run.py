@@ -277,6 +277,7 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
         "report_to": "none",
         "seed": config["seed"],
         "disable_tqdm": True,
+        "use_cpu": not on_gpu,  # without it transformers refuses trl.bf16=true there
         "bf16": on_gpu,
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
