@@ -19,7 +19,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
-from nemo_ext.rl.trl.run import _own_settings
+from nemo_ext.rl.trl.run import _last_checkpoint, _own_settings
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -552,3 +552,12 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     assert "is none of the algorithm's" in refusal(
         *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
     )
+
+
+def test_a_checkpoint_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
+    for step, state in ((2, "{}"), (4, ""), (6, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+
+    assert _last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
