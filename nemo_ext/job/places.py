@@ -97,7 +97,7 @@ SECTIONS: Mapping[str, Any] = {
     "rehearse": _TRAINING,
     "rehearse_puzzle": _PUZZLE,
     "rl": _RL,
-    "rl_tasks": {"records": Places, "output": Place, "solutions": Place},
+    "rl_tasks": {"records": Places, "without": Places, "output": Place, "solutions": Place},
     "rollouts": (
         _SERVED,
         _ASKED,

@@ -196,6 +196,8 @@ class Validation:
     every: PositiveInt | None = None  # steps between validations; null for never
     at_start: bool = False  # validate before the first step
     keep_best: PositiveInt | None = None  # number of checkpoints to keep, by validation accuracy; null keeps all
+    # measure the KL to the model at the start on the answers of a validation, with a second copy of the weights
+    kl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

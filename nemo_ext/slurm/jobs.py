@@ -21,7 +21,7 @@ MEANWHILE = ("online", "merge_sweep")
 """Jobs that serve one model after another by themselves, on one node."""
 TASKS = (
     *("byte_tokenizer", "curate", "curate_classifier", "train_tokenizer", "tokenize", "sft_data", "preference_data"),
-    *("rl_tasks", "curriculum", "blend", "fetch", "merge"),
+    *("rl_tasks", "curriculum", "blend", "fetch", "merge", "compare"),
     *("quantize", "sensitivity", "mixture", *SERVING, *MEANWHILE),
 )
 """Jobs that share slurm/task.sbatch: one node, and no GPU except for the last ten."""
@@ -201,6 +201,9 @@ def inputs(job: str, config: Mapping[str, Any]) -> list[tuple[str, Path, str]]:
                 given.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
             pairs = (config.get("pairs") or {}).get(split)
             given.append((f"pairs.{split}", pairs, "`nemo-ext preference_data` writes pairs"))
+    elif job == "compare":
+        runs = config["runs"].values() if isinstance(config["runs"], Mapping) else strings(config["runs"])
+        given = [("runs", place, "`nemo-ext evaluate` and `nemo-ext rollouts` write them") for place in runs]
     elif job in ("merge", "merge_sweep"):
         given = [("from", place, first) for place in strings(config["from"])]
     elif job == "puzzle":

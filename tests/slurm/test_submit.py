@@ -19,7 +19,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.megatron import packed_attention
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm import submit as submit_module
-from nemo_ext.slurm.jobs import JOBS
+from nemo_ext.slurm.jobs import JOBS, inputs, makes
 from nemo_ext.slurm.preflight import Finding, findings, unknown_to_slurm
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, by_hand, by_megatron, checked, hand_over, planned, submit
@@ -454,3 +454,11 @@ def test_passes_of_curation_are_arrays_that_follow_each_other(tmp_path: Path, mo
     assert records == [f"slurm.folder=runs/slurm/curate-o/rounds/{number}" for number in (1, 2, 3)]
     assert (tmp_path / "runs/slurm/curate-o/rounds/2/shards/1/slurm/job").read_text() == "42_1\n"
     assert (tmp_path / "runs/slurm/curate-o/shards/2/slurm/job").read_text() == "44_2\n"
+
+
+@pytest.mark.parametrize("runs", ["runs=[r/a,r/b]", "runs={before: r/a, after: r/b}"])
+def test_a_comparison_waits_for_its_runs(runs: str) -> None:
+    config = compose("compare", [runs, "output=o"])
+
+    assert [(key, path) for key, path, _ in inputs("compare", config)] == [("runs", Path("r/a")), ("runs", Path("r/b"))]
+    assert makes("compare", config) == [Path("o")]

@@ -177,6 +177,8 @@ def _duration(draft: Draft, algorithm: Algorithm, section: Section) -> None:
     validation = algorithm.validation
     draft.put("validation.every", f"{section}.val_period", validation.every or 0)
     draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
+    if validation.kl:
+        draft.cannot("validation.kl", "NeMo-RL measures the KL of training with loss.kl alone; that is done instead")
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
     # 0.7 requires a number.

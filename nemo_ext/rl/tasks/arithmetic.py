@@ -8,7 +8,7 @@ import numpy as np
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import level_of
 
@@ -20,23 +20,29 @@ _ASKED = {
 }
 
 
-def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "boxed") -> Iterator[Task]:
+def tasks(
+    count: int, *, seed: int, level: int | None = None, format: Format = "boxed", largest: int = 9
+) -> Iterator[Task]:
     """Problems of the levels 1 (sums of digits) to 8 (quadratic equations).
 
     Args:
         level: level of all tasks; None for all levels in turn.
         format: requested form of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
+        largest: largest number in a sum of level 1, which has `(largest + 1)^2` questions.
 
     Raises:
-        ValueError: there is no such level or format.
+        ValueError: there is no such level or format, or `largest` is below 1.
     """
     if format not in _ASKED:
         raise ValueError(f"settings.format: unknown {format!r}: {nearest(str(format), _ASKED)}")
+    checked_whole("settings.largest", largest, least=1)
+    if largest != 9 and level not in (None, 1):
+        raise ValueError(f"settings.largest={largest}: is for level=1, and level={level}")
     for index in range(count):
         of = level_of(index, level, LEVELS)
-        question, _, answer = _problem(seed, of, index)
+        question, _, answer = _problem(seed, of, index, largest)
         yield Task(
-            id=f"arithmetic/{seed}/{of}/{index}",
+            id=f"arithmetic/{seed}/{of}{'' if largest == 9 else f'-{largest}'}/{index}",
             environment="math",
             prompt=(Message(role="user", content=f"{question} {_ASKED[format]}"),),
             reference={"answer": answer, "format": format},
@@ -47,18 +53,20 @@ def tasks(count: int, *, seed: int, level: int | None = None, format: Format = "
 def solution(task: Task) -> str:
     """Worked-out correct answer, for training and tests."""
     _, seed, level, index = task.id.split("/")
-    _, work, answer = _problem(int(seed), int(level), int(index))
+    number, _, largest = level.partition("-")
+    _, work, answer = _problem(int(seed), int(number), int(index), int(largest or 9))
     return {"boxed": f"{work}\n\n\\boxed{{{answer}}}", "text": f"{work}\n\nThe answer is {answer}", "bare": answer}[
         task.reference["format"]
     ]
 
 
-def _problem(seed: int, level: int, index: int) -> tuple[str, str, str]:
-    return _LEVELS[level - 1](generator(seed, "arithmetic", level, index))
+def _problem(seed: int, level: int, index: int, largest: int) -> tuple[str, str, str]:
+    random = generator(seed, "arithmetic", level, index)
+    return _digits(random, largest) if level == 1 else _LEVELS[level - 2](random)
 
 
-def _digits(random: np.random.Generator) -> tuple[str, str, str]:
-    return _calculated(f"{_whole(random, 0, 9)} + {_whole(random, 0, 9)}")
+def _digits(random: np.random.Generator, largest: int) -> tuple[str, str, str]:
+    return _calculated(f"{_whole(random, 0, largest)} + {_whole(random, 0, largest)}")
 
 
 def _sums(random: np.random.Generator) -> tuple[str, str, str]:
@@ -111,8 +119,8 @@ def _quadratic(random: np.random.Generator) -> tuple[str, str, str]:
     return question, work, rf"\{{{first}, {second}\}}"
 
 
-_LEVELS = (_digits, _sums, _products, _brackets, _linear, _fractions, _system, _quadratic)
-LEVELS = len(_LEVELS)
+_LEVELS = (_sums, _products, _brackets, _linear, _fractions, _system, _quadratic)
+LEVELS = 1 + len(_LEVELS)
 
 
 def _calculated(expression: str) -> tuple[str, str, str]:

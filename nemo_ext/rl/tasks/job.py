@@ -1,7 +1,7 @@
 """Writes files of tasks, generated or from records, and of conversations that solve generated ones."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -17,11 +17,15 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.seeds import uniform
 from nemo_ext.job.settings import check_keys, checked_share, checked_whole
 from nemo_ext.rl.environments import make
+from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
 from nemo_ext.rl.tasks.records import SCORES, tasks_of
 
-_KEYS = ("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "output", "solutions")
+_KEYS = (
+    *("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "without"),
+    *("output", "solutions"),
+)
 COUNT = 1000
 """Default number of generated tasks."""
 _WORKED_OUT = ("arithmetic", "tables")
@@ -45,6 +49,8 @@ def run(config: Mapping[str, Any]) -> None:
         tasks = _generated(config)
     else:
         raise ValueError("generator=null: say which tasks, or give records=FILES and environment=NAME")
+    if config["without"]:
+        tasks = _new(tasks, config["without"])
     tasks = [_in_mode(task, config["thinking"], config["seed"]) for task in tasks]
     _write(config["output"], (task.record() for task in tasks))
     if config["solutions"]:
@@ -65,6 +71,27 @@ def _generated(config: Mapping[str, Any]) -> list[Task]:
         return list(generate(config["generator"], count, seed=seed, level=level, **settings))
     except TypeError as error:
         raise ValueError(f"settings={settings}: {error}") from None
+
+
+def _new(tasks: Sequence[Task], files: object) -> list[Task]:
+    """Tasks whose prompt neither a task of the files nor an earlier one has."""
+    paths = [files] if isinstance(files, str) else files
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ValueError(f"without={files}: give a file of tasks, or a list of them")
+    taken = {task.prompt for path in paths for task in TaskFile(path).tasks}
+    there = len(taken)
+    kept = []
+    for task in tasks:
+        if task.prompt not in taken:
+            taken.add(task.prompt)
+            kept.append(task)
+    if not kept:
+        raise ValueError(f"without={files}: all {len(tasks):,} tasks have a prompt of these files; raise count")
+    print(
+        f"left out: {len(tasks) - len(kept):,} of {len(tasks):,} tasks, whose prompt one of the {there:,} tasks of "
+        f"without, or an earlier task, has"
+    )
+    return kept
 
 
 def _from_records(config: Mapping[str, Any]) -> list[Task]:

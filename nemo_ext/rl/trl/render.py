@@ -44,9 +44,11 @@ def render(
         "gradient_accumulation_steps": algorithm.batch // share,
     }
     if isinstance(algorithm, PolicyGradient):
-        # TRL validates with whole groups.
+        # TRL validates with whole groups; as many answers at once as in training where no log-probabilities are made.
         group = algorithm.generations_per_prompt
-        draft.settings["per_device_eval_batch_size"] = math.ceil(micro_batch / group) * group
+        scored = vllm or algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
+        at_once = micro_batch if scored else algorithm.responses_per_step // processes
+        draft.settings["per_device_eval_batch_size"] = math.ceil(at_once / group) * group
         _generation(draft, algorithm, vllm=vllm)
         if algorithm.algorithm == "rloo":
             _rloo(draft, algorithm)
@@ -240,6 +242,8 @@ def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:
         draft.settings |= {"eval_steps": validation.every * updates, "save_steps": validation.every * updates}
     draft.settings["eval_on_start"] = False
     draft.adapter["validation"] = {"every": validation.every, "at_start": validation.at_start}
+    if validation.kl and (not isinstance(algorithm, PolicyGradient) or algorithm.algorithm == "rloo"):
+        draft.cannot("validation.kl", "is of algorithm=grpo; nothing instead")
     if validation.keep_best is not None:
         draft.settings["save_total_limit"] = validation.keep_best
         draft.cannot("validation.keep_best", "as many of the latest are kept instead")

@@ -18,6 +18,7 @@ PLOT = "reward.png"
 _PANELS = {
     "reward": ("reward", "eval_reward", "rewards/margins", "eval_rewards/margins"),
     "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
+    "KL to the model at the start, nats per token": ("kl", "eval_kl"),
     "loss": ("loss", "eval_loss"),
 }
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
@@ -77,16 +78,22 @@ def _curricula(curricula: Curricula) -> str:
     return markdown_table((*heads, "order"), rows)
 
 
+def _label(name: str) -> str:
+    """Name of a line: a metric's, marked where it is of validations."""
+    name = _LABEL.sub("", name)
+    return f"{name.removeprefix('eval_')}, validation" if name.startswith("eval_") else name
+
+
 def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] = ()) -> None:
-    domains = sorted({name for log in logs for name in log if name.endswith("/correct")})
+    domains = sorted({name for log in logs for name in log if name.endswith("/correct")}, key=_label)
     panels = {**_PANELS, "solved, by environment": tuple(domains)}
     for kind in ("weight", "signal"):
         panels[f"{kind} of datasets"] = tuple(
             sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})
         )
     panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
-    columns = min(4, len(panels))
-    rows = ceil(len(panels) / columns)
+    rows = ceil(len(panels) / 4)
+    columns = ceil(len(panels) / rows)
     figure = new_figure(figsize=(5 * columns, 3.6 * rows))
     axes = figure.subplots(rows, columns, squeeze=False).flat
     for axis in axes[len(panels) :]:
@@ -94,13 +101,14 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] 
     for axis, (title, names) in zip(axes[: len(panels)], panels.items(), strict=True):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
-            if points:
+            if any(value for _, value in points) or (points and name != "eval_loss"):  # GRPO's validations have none
                 marker = "." if len(points) < 20 else ""
-                axis.plot(*zip(*points, strict=True), label=_LABEL.sub("", name), marker=marker)
+                axis.plot(*zip(*points, strict=True), label=_label(name), marker=marker)
         for at in changes:
             axis.axvline(at, color="0.5", linestyle="--", linewidth=1, label="new curriculum" * (at == changes[0]))
         axis.set_title(title, loc="left", fontsize=11)
         axis.set_xlabel("step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         axis.legend(frameon=False, fontsize=8)
     save_figure(figure, path, dpi=130)

@@ -65,6 +65,7 @@ class Rollouts:
     tokens: int
     group: GroupReward | None = None
     same: set[str] = field(default_factory=set)
+    validated: list[int] = field(default_factory=list)
     _begun: dict[str, Episode] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -277,6 +277,7 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
         "report_to": "none",
         "seed": config["seed"],
         "disable_tqdm": True,
+        "use_cpu": not on_gpu,  # without it transformers refuses trl.bf16=true there
         "bf16": on_gpu,
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
@@ -369,8 +370,16 @@ def _is_longer(rollouts: Rollouts, task: Task, most: int) -> bool:
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
-    found = [path for path in folder.glob("checkpoint-*") if (path / "trainer_state.json").is_file()]
-    return max(found, key=_step_of, default=None)
+    return max(filter(_is_whole, folder.glob("checkpoint-*")), key=_step_of, default=None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether the file that is written last is complete, which a kill may have cut."""
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> dict[str, Any] | None:

@@ -4,7 +4,9 @@ import json
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from inspect import signature
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback, set_seed
+from transformers import DynamicCache, TrainerCallback, set_seed
+from transformers.masking_utils import create_causal_mask
 from transformers.trainer_callback import ExportableState
 from trl import DPOTrainer, GRPOTrainer, RLOOTrainer
 from trl.trainer.dpo_trainer import DataCollatorForPreference
@@ -104,6 +107,14 @@ class _OurPrompts(_Phased):
     _metrics: dict[str, Any]
     drawn: Drawn | None = None
 
+    def log(self, *arguments: Any, **named: Any) -> None:
+        # TRL's mean is of batches, of which the last may be shorter.
+        sizes, means = self.rollouts.validated, self._metrics["eval"].get("reward", ())
+        if sizes and len(sizes) == len(means):
+            self._metrics["eval"]["reward"] = [float(np.average(means, weights=sizes))]
+        sizes.clear()
+        super().log(*arguments, **named)  # type: ignore[misc]
+
     def _tokenize_prompts(self, prompts: list[str]) -> tuple[list[list[int]], None, dict[str, Any]]:
         return self.rollouts.encoded(prompts), None, {}
 
@@ -153,11 +164,43 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         advantage: how advantages are made; None leaves TRL's.
         rounds: maximum number of rounds of generation per step, the first one included, after which groups without
             variance stay; None keeps all groups.
+        start: the model before training, to which validations measure the KL; None measures none.
     """
 
     advantage: Advantage | None = None
     rounds: int | None = None
+    start: Any = None
     _earned: torch.Tensor
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        if not self.model.training and not self.beta:
+            # Of a validation only the rewards, and the KL to the start, count.
+            if self.start is not None:
+                self._metrics["eval"]["kl"].append(self._kl_to_start(model, inputs))
+            return torch.zeros((), device=self.accelerator.device)
+        # Means over the batch's tokens alone do not count rows, and a KL or an entropy has a gradient in all of them.
+        counted = self.loss_type == "dapo" and not (self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled)
+        made: torch.Tensor = super()._compute_loss(model, _trimmed(inputs, without_advantage=not counted))
+        return made
+
+    def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
+        """KL in nats per token of the answers, by the estimator k3, as TRL's."""
+        total, tokens = 0.0, 0
+        rows = self.args.per_device_train_batch_size
+        for first in range(0, len(inputs["prompt_ids"]), rows):
+            batch = {name: inputs[name][first : first + rows] for name in _TOKENS}
+            batch["advantages"] = torch.zeros(len(batch["prompt_ids"]))
+            batch = _trimmed(batch, without_advantage=True)
+            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            width = batch["completion_ids"].shape[1]
+            now, before = (
+                self._get_per_token_logps_and_entropies(each, ids, mask, width)[0] for each in (model, self.start)
+            )
+            apart = (before - now).double()
+            total += float(((apart.exp() - apart - 1) * batch["completion_mask"]).sum())
+            tokens += int(batch["completion_mask"].sum())
+        return total / max(1, tokens)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
         self._earned = super()._calculate_rewards(*arguments, **named)
@@ -220,6 +263,34 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         ]
 
 
+def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
+    """Micro-batch without the columns that are padding in every row, which change no loss.
+
+    Args:
+        batch: TRL's, with `[rows, prompt]` and `[rows, completion]`.
+        without_advantage: keep the rows whose advantage is 0; else one stays where all are 0.
+    """
+    rows, width = batch["completion_mask"].shape
+    kept = torch.arange(rows, device=batch["completion_mask"].device)
+    if not without_advantage and batch["advantages"].dim() == 1:
+        found = batch["advantages"].nonzero()[:, 0]
+        kept = found if len(found) else kept[:1]
+    begin = int(batch["prompt_mask"][kept].any(dim=0).int().argmax())
+    end = max(1, width - int(batch["completion_mask"][kept].any(dim=0).flip(0).int().argmax()))
+    made = dict(batch)
+    for name, value in batch.items():
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != rows:
+            continue
+        value = value[kept]
+        if name in ("prompt_ids", "prompt_mask"):
+            value = value[:, begin:]
+        elif value.dim() == 2 and value.shape[1] == width:
+            value = value[:, :end]
+        made[name] = value
+    return made
+
+
+_TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 _COLUMNS = ("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs")
 """What TRL's `_generate` returns for each response, in its order."""
 
@@ -341,11 +412,16 @@ def policy_gradient(
     )
     trainer.rollouts, reward.trainer = rollouts, trainer
     _end_at(trainer, end_tokens(tokenizer, rollouts.prompts.template, trainer.model.generation_config))
+    reads_places = "position_ids" in signature(type(trainer.model).forward).parameters
+    if trainer.accelerator.num_processes == 1 and reads_places and not trainer.model._is_stateful:
+        trainer.model.generate = partial(_generate, trainer.model)
     if algorithm.algorithm == "grpo":
         # trl.scale_rewards=... takes precedence.
         if trainer.args.scale_rewards == scaled(algorithm):
             trainer.advantage = algorithm.advantage
         trainer.rounds = algorithm.sampling.max_batches
+        if algorithm.validation.kl and validation is not None and not trainer.beta:
+            trainer.start = deepcopy(trainer.model).requires_grad_(False).eval()
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
@@ -363,6 +439,32 @@ def _end_at(trainer: Any, ends: frozenset[int]) -> None:
         trainer.vllm_generation.generation_kwargs.setdefault("stop_token_ids", ids)
     else:
         trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ids
+
+
+def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
+    """As transformers' `generate`, but equal prompts that are adjacent are read once, `[rows, tokens]`."""
+    generate = type(model).generate
+    prompts, row = torch.unique_consecutive(input_ids, dim=0, return_inverse=True)
+    if len(prompts) < len(input_ids) and input_ids.shape[1] > 1:
+        masks = attention_mask[(row.diff(prepend=row.new_tensor([-1])) > 0).nonzero()[:, 0], :-1]
+        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        places = (masks.cumsum(dim=-1) - 1).clamp(min=0)
+        model(
+            input_ids=prompts[:, :-1],
+            attention_mask=masks,
+            position_ids=places,
+            use_cache=True,
+            logits_to_keep=1,
+            **{_CACHE: cache},
+        )
+        cache.batch_select_indices(row)
+        others[_CACHE] = cache
+    made: torch.Tensor = generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
+    return made
+
+
+_CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
+"""Name of a cache to transformers' models, which changed."""
 
 
 def answer(
@@ -605,6 +707,7 @@ class _Reward:
     ) -> list[float]:
         made = rollout or self.rollouts.verified(prompts, completion_ids)
         if not self.trainer.model.training:
+            self.rollouts.validated.append(len(made))
             return [one.turn.reward.total if one.turn.reward else 0.0 for one in made]
         given = self.trainer.earned(made) if earned is None else earned
         self.rollouts.note(made, given, step=self.trainer.state.global_step + 1)

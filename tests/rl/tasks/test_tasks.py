@@ -2,14 +2,17 @@ import json
 import re
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import ToolCall
+from nemo_ext.job.config import compose
 from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
+from nemo_ext.rl.tasks.job import run as make_tasks
 from nemo_ext.rl.tasks.job import solved
 from nemo_ext.rl.verdict import Verdict
 
@@ -142,3 +145,34 @@ def test_with_thinking_on_the_work_is_the_trace(environments: dict, name: str) -
         assert last.reasoning and last.content.startswith("\\boxed{")
         assert verdict(environments, task, last.content).outcome == "correct"
         assert solved(replace(task, thinking=False), name).messages[-1].reasoning is None
+
+
+def test_sums_of_larger_numbers(environments: dict) -> None:
+    from nemo_ext.rl.tasks.arithmetic import solution
+
+    made = list(generate("arithmetic", 200, seed=1, level=1, format="bare", largest=19))
+
+    asked = [tuple(map(int, re.findall(r"\d+", task.prompt[0].content))) for task in made]
+    assert max(map(max, asked)) == 19
+    assert len(set(asked)) > 100
+    assert all(task.reference["answer"] == str(sum(pair)) for task, pair in zip(made, asked, strict=True))
+    assert all(verdict(environments, task, solution(task)).outcome == "correct" for task in made[:20])
+    with pytest.raises(ValueError, match=r"largest=19: is for level=1"):
+        next(generate("arithmetic", 1, seed=1, level=2, largest=19))
+
+
+def test_held_out_tasks_have_no_prompt_of_the_training_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generator=arithmetic", "level=1", "count=80"]
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    make_tasks(compose("rl_tasks", [*words, "seed=1", f"output={train}"]))
+    make_tasks(compose("rl_tasks", [*words, "seed=2", f"without={train}", f"output={held_out}"]))
+
+    prompts = [
+        [json.loads(line)["prompt"][0]["content"] for line in path.read_text().splitlines()]
+        for path in (train, held_out)
+    ]
+    assert not set(prompts[0]) & set(prompts[1])
+    assert len(set(prompts[1])) == len(prompts[1])
+    assert f"left out: {80 - len(prompts[1])} of 80 tasks" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="raise count"):
+        make_tasks(compose("rl_tasks", [*words, "seed=1", f"without={train}", f"output={held_out}"]))

@@ -136,8 +136,9 @@ def test_validation_is_of_whole_groups(tmp_path: Path) -> None:
     rendered = render(algorithm, micro_batch=2)
     make_config(algorithm, rendered.settings, output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, **CPU)
 
-    assert rendered.settings["per_device_eval_batch_size"] == 4
-    assert render(algorithm, micro_batch=8).settings["per_device_eval_batch_size"] == 8
+    assert rendered.settings["per_device_eval_batch_size"] == algorithm.responses_per_step
+    with_kl = small(batch=8, generations_per_prompt=4, loss=loss(kl={"coefficient": 0.1}))
+    assert [render(with_kl, micro_batch=size).settings["per_device_eval_batch_size"] for size in (2, 8)] == [4, 8]
 
 
 def test_pairs() -> None:

@@ -19,7 +19,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.job import check_same_run, checked_algorithm, over_own_pairs, planned_tasks, run
 from nemo_ext.rl.tasks.job import run as make_tasks
-from nemo_ext.rl.trl.run import _own_settings
+from nemo_ext.rl.trl.run import _last_checkpoint, _own_settings
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 
@@ -50,6 +50,25 @@ def tasks(folder: Path, *generators: str) -> Path:
         make_tasks(compose("rl_tasks", [f"generator={name}", "count=12", "level=1", f"output={folder / name}.jsonl"]))
         parts.append((folder / f"{name}.jsonl").read_text())
     (folder / "tasks.jsonl").write_text("".join(parts))
+    return folder / "tasks.jsonl"
+
+
+def letter_tasks(folder: Path, *prompts: str) -> Path:
+    """Tasks that want an "e" in the answer, as some answers of a random model have."""
+    rule = {
+        "id": "keywords:letter_frequency",
+        "kwargs": {"letter": "e", "let_frequency": 1, "let_relation": "at least"},
+    }
+    records = (
+        {
+            "id": name,
+            "environment": "instructions",
+            "prompt": name,
+            "reference": {"instructions": [rule], "mode": "all"},
+        }
+        for name in prompts
+    )
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder / "tasks.jsonl"
 
 
@@ -215,21 +234,7 @@ def test_the_model_has_the_template_that_it_was_trained_with(model: Path, tmp_pa
 @pytest.mark.slow
 def test_what_is_rewarded_is_learned(model: Path, tmp_path: Path) -> None:
     """A random model writes an "e" in few of its responses of twelve bytes; rewarded for it, in nearly all."""
-    rule = {
-        "id": "keywords:letter_frequency",
-        "kwargs": {"letter": "e", "let_frequency": 1, "let_relation": "at least"},
-    }
-    path = tmp_path / "tasks.jsonl"
-    records = (
-        {
-            "id": name,
-            "environment": "instructions",
-            "prompt": name,
-            "reference": {"instructions": [rule], "mode": "all"},
-        }
-        for name in "ab"
-    )
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    path = letter_tasks(tmp_path, "a", "b")
 
     job(
         *(
@@ -311,6 +316,37 @@ def test_rloo_trains_and_validates(model: Path, tmp_path: Path) -> None:
 
     logs = lines(tmp_path / "run" / "metrics.jsonl")
     assert [log["step"] for log in logs if "eval_reward" in log] == [0, 2]
+
+
+@pytest.mark.slow
+def test_what_is_not_computed_changes_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts read once for their group, padding, and responses without an advantage; and the KL to the start."""
+    from nemo_ext.rl.trl import trainers
+
+    path = letter_tasks(tmp_path, "a", "bbbbbb", "cc")
+    words = (
+        *("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", *SMALL, "rl.sampling.max_batches=1"),
+        *("environments={instructions: {}}", "rl.generations_per_prompt=8", "rl.batch=16", "micro_batch=4"),
+        *(f"tasks.validation.path={path}", "rl.validation={every: 4, at_start: true, kl: true}"),
+        "trl.learning_rate=0.01",
+    )
+    job(*words, f"run_dir={tmp_path / 'run'}")
+    monkeypatch.setattr(trainers, "_trimmed", lambda batch, **others: batch)
+    monkeypatch.setattr(trainers, "_generate", lambda model, **given: type(model).generate(model, **given))
+    job(*words, f"run_dir={tmp_path / 'plain'}")
+
+    assert lines(tmp_path / "run" / "rollouts.jsonl") == lines(tmp_path / "plain" / "rollouts.jsonl")
+    logs, plain = (lines(tmp_path / name / "metrics.jsonl") for name in ("run", "plain"))
+    norms = [log["grad_norm"] for log in logs if "grad_norm" in log]
+    assert norms == pytest.approx([log["grad_norm"] for log in plain if "grad_norm" in log], rel=1e-3)
+    assert max(norms) > 0
+    validated, as_plain = ([log for log in each if "eval_reward" in log] for each in (logs, plain))
+    assert [log["eval_kl"] for log in validated] == pytest.approx([log["eval_kl"] for log in as_plain], rel=1e-3)
+    assert validated[0]["eval_kl"] == 0
+    assert validated[-1]["eval_kl"] > 1e-4
+    # A batch has the answers to two of the three tasks.
+    assert all(log["eval_reward"] == pytest.approx(log["eval_instructions/reward"]) for log in validated)
+    assert "eval_kl" in (tmp_path / "run" / "report.md").read_text()
 
 
 @pytest.mark.slow
@@ -516,3 +552,12 @@ def test_what_only_a_run_can_find_is_one_line(model: Path, tmp_path: Path) -> No
     assert "is none of the algorithm's" in refusal(
         *words, f"tasks.train.path={path}", "environments={multiple_choice: {}}"
     )
+
+
+def test_a_checkpoint_that_a_kill_cut_is_left_out(tmp_path: Path) -> None:
+    for step, state in ((2, "{}"), (4, ""), (6, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text(state)
+
+    assert _last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
