@@ -67,7 +67,6 @@ def test_a_model_that_computes_something_else_ends_with_an_error(
     for file in real_model.iterdir():
         if file.suffix != ".safetensors":
             (changed / file.name).write_bytes(file.read_bytes())
-    assert command("convert", f"from={real_checkpoint}", f"to={tmp_path}/to").returncode == 0
     from nemo_ext.parity import Settings, compare, prompts_of
 
     chosen = Settings(prompts=2, data=None, longest=32, tolerance=1e-4, seed=1)
