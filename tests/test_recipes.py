@@ -49,6 +49,7 @@ ONE_EACH = {recipe.split("/")[0]: recipe for recipe in RECIPES}.values()
 """A recipe of each family."""
 
 PUBLISHED = {
+    "smollm2_135m": 134.5e6,  # the published checkpoint
     "nemotron3_nano_30b": 31.6e9,  # paper, section 2.1
     "domyn_small_10b": 9.8e9,  # paper, table 1: about 10 B; its sizes give 9.8
     "llama_nemotron_nano_8b": 8.03e9,  # Llama 3.1 8B
