@@ -29,7 +29,7 @@ def run(config: Mapping[str, Any]) -> None:
     for key in ("from", "to"):
         if not isinstance(config[key], str) or not config[key]:
             raise ValueError(f"{key}={config[key]}: expected a folder")
-    for key in ("files_from", "architecture", "tokenizer", "old_tokenizer"):
+    for key in ("files_from", "architecture", "tokenizer", "old_tokenizer", "template"):
         if config[key] == "":
             raise ValueError(f"{key}='': give a name, or null")
     names = [field.name for field in fields(Settings)]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.beside import (
     EXTRAS,
     config_beside,
@@ -77,6 +78,7 @@ class Settings:
         tokenizer: folder of another tokenizer, for which the vocabulary's rows are made; its files go along.
         old_tokenizer: folder of the checkpoint's own; None for the one beside it.
         new_rows: row of a token that the old tokenizer lacks: `pieces`, `mean` or `zero` (`retokenize.vocabulary`).
+        template: chat template that goes along in place of the tokenizer's own; see `Template.load`.
     """
 
     architecture: str | None = None
@@ -91,8 +93,11 @@ class Settings:
     tokenizer: Path | None = None
     old_tokenizer: Path | None = None
     new_rows: NewRows = "pieces"
+    template: str | None = None
 
     def __post_init__(self) -> None:
+        if self.template is not None:
+            Template.load(self.template)
         for key in ("tokenizer", "old_tokenizer"):
             folder = getattr(self, key)
             if folder is not None and not (folder / TOKENIZER).is_file():
@@ -470,6 +475,10 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
         if fingerprint(plan.reader) != began_with:
             raise CheckpointError(f"{plan.reader.path}: changed while it was read: repeat when it is complete")
         (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder)
+        if settings.template is not None:
+            place = folder if plan.to_format == HUGGING_FACE else folder / EXTRAS
+            place.mkdir(exist_ok=True)
+            (place / "chat_template.jinja").write_text(Template.load(settings.template).source)
 
     return write_checkpoint(
         plan.to,
@@ -506,6 +515,7 @@ def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dic
         "dtype": settings.dtype,
         "shard_gigabytes": settings.shard_gigabytes,
         **({"rows": rows.identity, "new_rows": settings.new_rows} if (rows := _rows(plan)) else {}),
+        **({} if settings.template is None else {"template": Template.load(settings.template).source}),
     }
 
 

@@ -189,12 +189,22 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table]:
     """Tables of modes, prompts, the sensitivity to prompts, and domains."""
     for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
         rows = [
-            [Cell(name_of(name, entry), name), text(part), *_figures(values, entry["metric"])]
+            [
+                Cell(name_of(name, entry), name),
+                text(part),
+                *_figures(values, entry["metric"]),
+                figure(values.get("with_reasoning"), values.get("with_reasoning_interval")),
+            ]
             for name, entry in _entries(results)
             if len(entry.get(key) or {}) > 1
             for part, values in entry[key].items()
         ]
-        yield Table(title, ("benchmark", title[:-1].lower(), "result", "problems", "tokens", "truncated"), rows)
+        yield Table(
+            title,
+            ("benchmark", title[:-1].lower(), "result", "problems", "tokens", "truncated", "with reasoning"),
+            rows,
+            "With reasoning: share of the answers that have a trace, with its interval.",
+        )
     rows = [
         [text(name), figure(sensitivity["std"], sensitivity["interval"]), number(len(entry["prompts"]))]
         for name, entry in _entries(results)

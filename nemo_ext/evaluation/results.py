@@ -17,6 +17,7 @@ from nemo_ext.job import statistics
 from nemo_ext.job.settings import Count
 
 _BITS = "bits_per_byte"
+_REASONED = ("with_reasoning", "with_reasoning_interval")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +136,7 @@ class _Table:
         self.tokens: list[float] = []
         self.reasoning: list[float] = []
         self.cut: list[bool] = []
+        self.traced: list[bool] = []
         self.found: list[str | None] = []
         self.more: list[Mapping[str, float]] = []
 
@@ -146,6 +148,7 @@ class _Table:
         self.tokens.append(np.nan if sample.completion_tokens is None else sample.completion_tokens)
         self.reasoning.append(np.nan if sample.reasoning_tokens is None else sample.reasoning_tokens)
         self.cut.append(sample.finish_reason == "length")
+        self.traced.append(bool(sample.reasoning_tokens))
         self.found.append(score.found)
         if score.more:
             self.more.append(score.more)
@@ -159,7 +162,7 @@ class _Table:
         questions = np.array(self.questions, int)[order]
         self._scores = np.array(self.scores, float)[order]
         self._tokens, self._reasoning = (np.array(each, float)[order] for each in (self.tokens, self.reasoning))
-        self._cut = np.array(self.cut, bool)[order]
+        self._cut, self._traced = (np.array(each, bool)[order] for each in (self.cut, self.traced))
         self._found = [self.found[place] for place in order]
         self._more = [self.more[place] for place in order] if len(self.more) == len(order) else []
         self._problems = np.array([at[question.problem.id] for question in asked], int)[questions]
@@ -200,7 +203,7 @@ class _Table:
         """Accuracy with its interval, tokens and share of truncated answers, of some of the samples."""
         if not rows.any():
             return {
-                **dict.fromkeys(("accuracy", "interval", "tokens", "reasoning_tokens", "truncated")),
+                **dict.fromkeys(("accuracy", "interval", "tokens", "reasoning_tokens", "truncated", *_REASONED)),
                 "n": 0,
                 "samples": 0,
             }, None
@@ -208,10 +211,10 @@ class _Table:
         if self.plan.benchmark.kind == "bits":
             values, sizes = -values[:, 0] / np.log(2) / np.maximum(values[:, 1], 1), np.maximum(values[:, 1], 1)
         values = values[~np.isnan(values)]
-        interval = statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)
-        if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
-            # Draws of what is all the same say nothing.
-            interval = binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
+        interval = _interval(values, sizes, draws, seed)
+        generated = self.plan.benchmark.kind == "generate"
+        _, problems = np.unique(self._problems[rows], return_inverse=True)
+        traced = statistics.problem_means(self._traced[rows].astype(float), problems) if generated else None
         accuracy = float(np.average(values, weights=sizes)) if len(values) else None
         return {
             "accuracy": accuracy,
@@ -220,7 +223,9 @@ class _Table:
             "samples": int(rows.sum()),
             "tokens": _mean(self._tokens[rows]),
             "reasoning_tokens": _mean(self._reasoning[rows]),
-            "truncated": None if self.plan.benchmark.kind != "generate" else float(self._cut[rows].mean()),
+            "truncated": float(self._cut[rows].mean()) if generated else None,
+            "with_reasoning": None if traced is None else float(traced.mean()),
+            "with_reasoning_interval": None if traced is None else _pair(_interval(traced, None, draws, seed)),
         }, None if sizes is not None else values
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
@@ -314,6 +319,13 @@ class _Table:
 def _mean(values: np.ndarray) -> float | None:
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
+
+
+def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
+    """Interval of a mean over problems; Wilson's where all are the same, as draws of them say nothing."""
+    if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
+        return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
+    return statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)
 
 
 def _pair(interval: Any) -> list[float] | None:

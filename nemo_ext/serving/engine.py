@@ -2,7 +2,9 @@
 
 Works with every class whose cache is made of transformers' layers of keys and values or of recurrent states. Sequences
 of different lengths share one cache that is aligned at its end: shorter ones have padding before them, which the
-attention mask hides. One thread owns the model; all else talks to it through `Engine.generate`.
+attention mask hides. What prompts begin with in common (a system message, solved examples, the same prompt for several
+answers) is read once and kept for the next ones, where every layer keeps all keys and values. One thread owns the
+model; all else talks to it through `Engine.generate`.
 """
 
 import asyncio
@@ -23,6 +25,8 @@ _GREEDY = 1e-5
 """Temperature below which the most likely token is taken: logits divided by less may not be finite."""
 _PREFILL_TOKENS = 8192
 """Most tokens of prompts, with padding, in one forward pass."""
+_COMMON = 16
+"""Fewest common tokens that are worth a forward pass of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,7 @@ class Engine:
         self._waiting: list[_Sequence] = []
         self._rows: list[_Sequence] = []
         self._cache: DynamicCache | None = None
+        self._prefix: tuple[list[int], DynamicCache | None] = ([], None)
         self.failed: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._begin()
@@ -221,16 +226,24 @@ class Engine:
     def _prefill(self, joining: list[_Sequence]) -> None:
         import torch
 
-        longest = max(len(sequence.prompt) for sequence in joining)
+        echo = joining[0].sampling.echo
+        common, cache = (0, new_cache(self.model)) if echo else self._common(joining)
+        longest = max(len(sequence.prompt) for sequence in joining) - common
         ids = torch.zeros(len(joining), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, sequence in enumerate(joining):
-            ids[row, longest - len(sequence.prompt) :] = torch.tensor(sequence.prompt)
-            mask[row, longest - len(sequence.prompt) :] = 1
+            own = sequence.prompt[common:]
+            ids[row, longest - len(own) :] = torch.tensor(own)
+            mask[row, longest - len(own) :] = 1
         before, self._rows = self._rows, [*self._rows, *joining]
-        cache = new_cache(self.model)
-        echo = joining[0].sampling.echo
-        logits = self._forward(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0), cache, every=echo)
+        whole = torch.cat([torch.ones(len(joining), common, dtype=torch.long), mask], -1)
+        positions = (common + mask.cumsum(-1) - 1).clamp(min=0)
+        logits = self._forward(ids, whole, positions, cache, every=echo)
+        if common:
+            pad_left(cache, common, longest - mask.sum(-1))
+        if self._splits and longest > common and not echo:  # what was read is worth more than what is kept
+            row = int(mask.sum(-1).argmax())
+            self._prefix = (list(joining[row].prompt), one_row(cache, row))
         if echo:
             for row, sequence in enumerate(joining):
                 _give_prompt(sequence, logits[row, longest - len(sequence.prompt) :])
@@ -240,6 +253,42 @@ class Engine:
                 sequence.generator = torch.Generator().manual_seed(sequence.sampling.seed)
         self._cache = merged(self._cache, cache) if before and self._cache is not None else cache
         self._next(joining, logits[:, -1])
+
+    def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
+        """Number of tokens that all prompts begin with and that are read already, and a cache with them in each row.
+
+        What several prompts share beyond what is kept is read here. The last token of a prompt is never part of it, as
+        its logits are wanted.
+        """
+        import torch
+
+        if not self._splits:
+            return 0, new_cache(self.model)
+        first, last = min(list(each.prompt) for each in joining), max(list(each.prompt) for each in joining)
+        shared = first[: min(_agreement(first, last), *(len(each.prompt) - 1 for each in joining))]
+        tokens, kept = self._prefix
+        known = _agreement(shared, tokens)
+        if known < _COMMON:
+            known, kept = 0, None
+        if len(joining) > 1 and len(shared) - known >= _COMMON:
+            cache = new_cache(self.model) if kept is None else repeated(kept, known, 1, self.model)
+            ids = torch.tensor([shared[known:]])
+            self._forward(
+                ids, torch.ones(1, len(shared)).long(), known + torch.arange(ids.shape[1])[None], cache, every=False
+            )
+            known, kept = len(shared), cache
+            self._prefix = (shared, one_row(cache, 0))
+        if kept is None:
+            return 0, new_cache(self.model)
+        return known, repeated(kept, known, len(joining), self.model)
+
+    @cached_property
+    def _splits(self) -> bool:
+        """True if a prompt may be read in two parts with padding between them: no window, no recurrent state."""
+        from transformers import DynamicCache
+        from transformers.cache_utils import DynamicLayer
+
+        return all(type(layer) is DynamicLayer for layer in DynamicCache(config=self.model.config).layers)
 
     def _decode(self) -> None:
         import torch
@@ -320,11 +369,58 @@ def new_cache(model: "PreTrainedModel") -> "DynamicCache":
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+    from nemo_ext.serving.cache import RoomyLayer
+
     cache = DynamicCache(config=model.config)
     for place, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[place] = DynamicLayer()
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
+            cache.layers[place] = RoomyLayer()
     return cache
+
+
+def repeated(cache: "DynamicCache", columns: int, rows: int, model: "PreTrainedModel") -> "DynamicCache":
+    """A new cache whose rows all have the first columns of a cache of one row."""
+    made = new_cache(model)
+    for mine, theirs in zip(made.layers, cache.layers, strict=True):
+        if getattr(theirs, "keys", None) is not None:
+            keys, values = (getattr(theirs, name)[..., :columns, :] for name in ("keys", "values"))
+            mine.lazy_initialization(keys, values)
+            mine.keys, mine.values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
+    return made
+
+
+def one_row(cache: "DynamicCache", row: int) -> "DynamicCache":
+    """A copy of a row that has no padding."""
+    from transformers import DynamicCache
+
+    made = DynamicCache()
+    made.layers = [type(layer)() for layer in cache.layers]
+    for mine, theirs in zip(made.layers, cache.layers, strict=True):
+        if getattr(theirs, "keys", None) is not None:
+            mine.keys, mine.values = (each[row : row + 1].clone() for each in (theirs.keys, theirs.values))
+    return made
+
+
+def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
+    """Moves each row's padding `[rows]`, which lies behind the common columns, before them."""
+    import torch
+
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            column = torch.arange(layer.keys.shape[-2])[None]
+            pad = padding[:, None]
+            source = torch.where(
+                column < pad, column + common, torch.where(column < pad + common, column - pad, column)
+            )
+            source = source.to(layer.keys.device)[:, None, :, None]
+            layer.keys, layer.values = (torch.take_along_dim(each, source, -2) for each in (layer.keys, layer.values))
+
+
+def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens with which both begin."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":

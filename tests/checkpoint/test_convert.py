@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint import hf, writing
 from nemo_ext.checkpoint.beside import extras_beside
 from nemo_ext.checkpoint.convert import run
@@ -238,6 +239,18 @@ def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Pat
 
 
 # Shards
+
+
+def test_a_chat_template_by_name_goes_along_in_both_directions(source: Path, tmp_path: Path) -> None:
+    mine = Template.load("domyn").source
+
+    start = converted(source, tmp_path / "start", template="domyn")
+    export = converted(start, tmp_path / "export")
+    other = converted(start, tmp_path / "other", template="olmo3")
+
+    assert (start / "hf_files" / "chat_template.jinja").read_text() == mine
+    assert (export / "chat_template.jinja").read_text() == mine
+    assert (other / "chat_template.jinja").read_text() == Template.load("olmo3").source
 
 
 def test_shards_are_what_transformers_loads(
@@ -625,6 +638,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("shard_gigabytes=some",), "shard_gigabytes='some': input should be a valid number"),
         (("files_from=3",), "files_from=3: no such folder"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
+        (("template=domino",), "no chat template 'domino'"),
         (("iteration=7",), "iteration=7 is for a run of Megatron"),
     ],
 )

@@ -14,7 +14,7 @@ import pytest
 
 from nemo_ext.evaluation import score as scoring
 from nemo_ext.evaluation.ask import Question, questions
-from nemo_ext.evaluation.benchmark import Benchmark
+from nemo_ext.evaluation.benchmark import Benchmark, Mode
 from nemo_ext.evaluation.problems import Problem
 from nemo_ext.evaluation.results import Plan, results
 from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
@@ -81,6 +81,21 @@ def test_the_figures_are_those_of_plain_python(stored: Stored) -> None:
     assert found["metrics"]["pass@4"] == pytest.approx(fmean(max(each) for each in by_problem))
     assert found["tokens"] == 11.5
     assert found["domains"]["x"] == {"accuracy": pytest.approx(fmean(fmean(each) for each in by_problem[::2])), "n": 3}
+
+
+def test_the_share_of_answers_with_reasoning_is_of_each_mode(stored: Stored) -> None:
+    way = {"system": "thinking on"}
+    planned = plan(replace(BENCHMARK, samples=1, modes={"on": Mode(**way), "off": Mode()}), problems=4)
+    tokens = {"on": [5, 7, 0, 3], "off": [0, 0, None, 0]}
+
+    found = entry(
+        stored([record(q, 0, 1.0, reasoning_tokens=tokens[q.mode][int(q.problem.id)]) for q in planned.questions]),
+        planned,
+    )["modes"]
+
+    assert (found["on"]["with_reasoning"], found["off"]["with_reasoning"]) == (0.75, 0)
+    low, high = found["off"]["with_reasoning_interval"]
+    assert low == 0 and 0.3 < high < 0.6  # Wilson's of none in four
 
 
 def test_the_order_of_lines_does_not_matter(stored: Stored) -> None:

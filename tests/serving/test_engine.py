@@ -63,6 +63,34 @@ def test_answers_do_not_depend_on_the_others(engine: Engine) -> None:
         assert [token.end for token in tokens] == [None] * (length - 1) + ["length"]
 
 
+def test_what_prompts_begin_with_in_common_is_read_once_and_changes_no_answer(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    draws = random.Random(3)
+    common = [draws.randrange(8, 512) for _ in range(40)]
+    tails = [[draws.randrange(8, 512) for _ in range(size)] for size in (1, 1, 2, 5, 9, 9, 14, 3)]
+    prompts = [*(common + tail for tail in tails), common, [*common[:30], 7], [9, 10]]
+    read: list[int] = []
+    forward = engine._forward
+
+    def counted(ids: Any, *given: Any, **named: Any) -> Any:
+        read.append(ids.numel() if ids.shape[1] > 1 else 0)
+        return forward(ids, *given, **named)
+
+    monkeypatch.setattr(engine, "_forward", counted)
+    found = together(engine, [(prompt, Sampling(max_tokens=6, temperature=0)) for prompt in prompts])
+
+    for prompt, tokens in zip(prompts, found, strict=True):
+        ids = torch.tensor([prompt])
+        alone = engine.model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None
+        )
+        assert [token.id for token in tokens] == alone[0, len(prompt) :].tolist()
+    assert sum(read) < 300 or not engine._splits  # all prompts have 476 tokens
+
+
 def test_log_probabilities_of_prompts_are_those_of_one_forward_pass(engine: Engine) -> None:
     import torch
 

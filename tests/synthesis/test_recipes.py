@@ -23,6 +23,37 @@ def sum_of(asked: str) -> int:
     return sum(map(int, re.findall(r"\d+", asked)))
 
 
+def test_worked_solutions_become_traces_of_a_model_without_modes(
+    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+) -> None:
+    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        assert "End with" not in asked and len(payload["messages"]) == 7  # three solved examples
+        total = sum_of(asked)
+        said = {0: f"The answer is {total}", 1: f"so {total + 1}.\nThe answer is {total + 1}"}
+        return {"content": said.get(total % 4, f"It is {total}.\nThe answer is {total}")}
+
+    rows = [
+        {
+            "id": f"q{number}",
+            "environment": "math",
+            "prompt": [{"role": "user", "content": f'What is {number} + 5? End with "The answer is" and the answer.'}],
+            "reference": {"answer": str(number + 5), "format": "text"},
+        }
+        for number in range(12)
+    ]
+    rows.append({**rows[0], "id": "other", "environment": "multiple_choice", "reference": {"answer": "A"}})
+
+    code, said = synthesize("recipe=worked_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+
+    assert code == 0, said
+    found = {record["id"].partition("/")[0]: record for record in records("conversations")}
+    assert set(found) == {f"q{number}" for number in range(12) if (number + 5) % 4 > 1}
+    sample = to_sample(found["q1"], id="q1")
+    assert sample.messages[0].content.endswith("and the answer.")
+    assert (sample.messages[1].reasoning, sample.messages[1].content) == ("It is 6.", "The answer is 6")
+    assert report()["steps"]["known"]["dropped"]["no examples of its environment"] == 1
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
 def test_recipes_are_read_and_say_where_they_are_from(name: str) -> None:
     recipe = Recipe.of(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))

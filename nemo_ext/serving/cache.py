@@ -1,0 +1,38 @@
+"""A layer of transformers' cache that has room for tokens to come."""
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+_ROOM = 64
+"""Tokens of room that a layer grows by."""
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values `[rows, heads, tokens, size]` with room behind them: a new token copies no earlier one."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._rooms: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Adds the keys and values of new tokens; returns those of all."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._added("keys", self.keys, key_states)
+        self.values = self._added("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _added(self, name: str, before: Tensor, new: Tensor) -> Tensor:
+        if not before.numel():
+            return new
+        start, end = before.shape[-2], before.shape[-2] + new.shape[-2]
+        room, seen = self._rooms.get(name, (before, None))
+        if seen is not before or end > room.shape[-2]:  # rows came or went since, or it is full
+            room = before.new_empty(*before.shape[:-2], end + _ROOM, before.shape[-1])
+            room[..., :start, :] = before
+        room[..., start:end, :] = new
+        whole = room[..., :end, :]
+        self._rooms[name] = (room, whole)
+        return whole
