@@ -12,6 +12,9 @@ _ROOM = 64
 class RoomyLayer(DynamicLayer):
     """Keys and values `[rows, heads, tokens, size]` with room behind them: a new token copies no earlier one."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
         self._rooms: dict[str, tuple[Tensor, Tensor]] = {}
