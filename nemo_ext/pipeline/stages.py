@@ -157,10 +157,16 @@ def read(words: Sequence[str]) -> Pipeline:
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
         all_words = [*both, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
+        words_of_stage = _last_of_each_key(all_words)
+        if any(word in words_of_stage for word in (f"to={run_dir / name}", f"to={hydra_value(str(run_dir / name))}")):
+            raise ValueError(
+                f"stages.{name}: to={run_dir / name} has the record of the stage's starts: choose another folder, "
+                f"such as to=${{run_dir}}/{name}_model"
+            )
         every[name] = Stage(
             name=name,
             job=stage.job,
-            words=tuple(_last_of_each_key(all_words)),
+            words=tuple(words_of_stage),
             after=tuple(stage.after or ()),
             parent=stage.parent,
             beside=stage.beside,

@@ -19,7 +19,7 @@ CHAIN = {
     "export": {"job": "convert", "parent": "sft", "words": ["to=${run_dir}/hf"]},
     "grpo": {"job": "rl", "parent": "export"},
     "dpo": {"job": "rl", "parent": "grpo"},
-    "fp8": {"job": "quantize", "parent": "dpo", "words": ["to=${run_dir}/fp8"]},
+    "fp8": {"job": "quantize", "parent": "dpo", "words": ["to=${run_dir}/fp8_model"]},
     "bench": {"job": "evaluate", "parent": "sft"},
 }
 
@@ -132,18 +132,24 @@ def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:
 
 def test_a_child_of_puzzle_is_handed_over(tmp_path: Path) -> None:
     stages = {
-        "parent": {"job": "convert", "words": ["to=${run_dir}/parent"]},
+        "parent": {"job": "convert", "words": ["to=${run_dir}/parent_model"]},
         "child": {"job": "puzzle", "parent": "parent", "words": ["run_dir=${run_dir}/puzzle"]},
         "kd": {"job": "train", "parent": "child"},
         "export": {"job": "convert", "parent": "child", "words": ["to=${run_dir}/hf"]},
     }
 
     words = chain(tmp_path, stages)
-    assert "puzzle.parent=r/parent" in words["child"]
+    assert "puzzle.parent=r/parent_model" in words["child"]
     assert "megatron.pretrained_checkpoint=r/puzzle/child/model" in words["kd"]
     assert "from=r/puzzle/fast/model" in chain(tmp_path, stages, "child.puzzle.child=fast")["export"]
     stages["kd"]["job"] = "rl"
     with pytest.raises(ValueError, match=r"kd.parent=child: rl takes a Hugging Face folder"):
+        chain(tmp_path, stages)
+
+
+def test_a_model_is_not_written_where_the_starts_are_recorded(tmp_path: Path) -> None:
+    stages = {"parent": {"job": "convert", "words": ["to=${run_dir}/parent"]}}
+    with pytest.raises(ValueError, match=r"stages\.parent: to=r/parent has the record .* to=\$\{run_dir\}/parent_model"):
         chain(tmp_path, stages)
 
 
