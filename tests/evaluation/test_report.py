@@ -98,8 +98,8 @@ def test_report_has_every_figure(tmp_path):
     ] in rows
     for row in (
         ["grand mean", r"50.0% \[40.0, 60.0\], weighted, over 1 benchmark"],
-        ["sums", "off", "25.0%", "100", "20", "0.0%"],
-        ["sums", "polite", "40.0%", "100", "1,234", "0.0%"],
+        ["sums", "off", "25.0%", "100", "20", "0.0%", "–"],
+        ["sums", "polite", "40.0%", "100", "1,234", "0.0%", "–"],
         ["sums", r"5.1% \[1.0, 10.0\]", "2"],
         ["sums", "two_digits", "75.0%", "50"],
         ["sums", "pass@4", "90.0%"],
