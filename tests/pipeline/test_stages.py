@@ -149,7 +149,7 @@ def test_a_child_of_puzzle_is_handed_over(tmp_path: Path) -> None:
 
 def test_a_model_is_not_written_where_the_starts_are_recorded(tmp_path: Path) -> None:
     stages = {"parent": {"job": "convert", "words": ["to=${run_dir}/parent"]}}
-    with pytest.raises(ValueError, match=r"stages\.parent: to=r/parent has the record .* to=\$\{run_dir\}/parent_model"):
+    with pytest.raises(ValueError, match=r"parent: to=r/parent has the record .* to=\$\{run_dir\}/parent_model"):
         chain(tmp_path, stages)
 
 
