@@ -178,8 +178,10 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             if self.start is not None:
                 self._metrics["eval"]["kl"].append(self._kl_to_start(model, inputs))
             return torch.zeros((), device=self.accelerator.device)
-        # Means over the batch's tokens alone do not count rows, and a KL or an entropy has a gradient in all of them.
-        counted = self.loss_type == "dapo" and not (self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled)
+        # Means over the batch's tokens alone do not count rows, a KL or an entropy has a gradient in all of them, and a
+        # quantile of entropies is of all.
+        others = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled or self.top_entropy_quantile < 1
+        counted = self.loss_type == "dapo" and not others
         made: torch.Tensor = super()._compute_loss(model, _trimmed(inputs, without_advantage=not counted))
         return made
 
