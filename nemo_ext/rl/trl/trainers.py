@@ -190,8 +190,7 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
-            batch = {name: inputs[name][first : first + rows] for name in _TOKENS}
-            batch["advantages"] = torch.zeros(len(batch["prompt_ids"]))
+            batch = {name: inputs[name][first : first + rows] for name in (*_TOKENS, "tool_mask") if name in inputs}
             batch = _trimmed(batch, without_advantage=True)
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
@@ -200,8 +199,9 @@ class _Grpo(_OurPrompts, GRPOTrainer):
                 self._get_per_token_logps_and_entropies(each, ids, mask, width)[0] for each in (model, self.start)
             )
             apart = (before - now).double()
-            total += float(((apart.exp() - apart - 1) * batch["completion_mask"]).sum())
-            tokens += int(batch["completion_mask"].sum())
+            counted = batch["completion_mask"] * batch.get("tool_mask", 1)
+            total += float(((apart.exp() - apart - 1) * counted).sum())
+            tokens += int(counted.sum())
         return total / max(1, tokens)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -446,9 +446,10 @@ def _end_at(trainer: Any, ends: frozenset[int]) -> None:
 def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
     """As transformers' `generate`, but equal prompts that are adjacent are read once, `[rows, tokens]`."""
     generate = type(model).generate
-    prompts, row = torch.unique_consecutive(input_ids, dim=0, return_inverse=True)
-    if len(prompts) < len(input_ids) and input_ids.shape[1] > 1:
-        masks = attention_mask[(row.diff(prepend=row.new_tensor([-1])) > 0).nonzero()[:, 0], :-1]
+    width = input_ids.shape[1]
+    both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
+    if len(both) < len(input_ids) and width > 1:
+        prompts, masks = both[:, :width], both[:, width:-1]
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
         places = (masks.cumsum(dim=-1) - 1).clamp(min=0)
         model(
