@@ -86,7 +86,7 @@ pipeline: mine
 stages:
   a: {job: train, words: [recipe=olmo1/1b]}
   b: {job: train, after: [], words: [recipe=olmo1/1b]}
-  soup: {job: merge, after: [a, b], words: ["from=[r/a/checkpoints,r/b]", to=r/soup]}
+  soup: {job: merge, after: [a, b], words: ["from=[r/a/checkpoints,r/b]", to=r/soup_model]}
   export: {job: convert, parent: soup, words: [to=r/hf]}
   grpo: {job: rl, parent: export, words: &rl [preset=rl_zero, engine=nemo_rl, tasks.train.path=t, rl.schedule.steps=5]}
   again: {job: rl, parent: grpo, words: *rl}
