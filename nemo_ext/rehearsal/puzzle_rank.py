@@ -225,7 +225,7 @@ def _score(rank: _Rank) -> None:
 def _compare(rank: _Rank) -> None:
     """A child of the largest variants beside the parent; that of `baselines` or `evaluate` is as large at most."""
     from nemo_ext.blockwise.sharded import OFFLOAD
-    from nemo_ext.puzzle.stages.evaluate import loss
+    from nemo_ext.puzzle.stages.evaluate import losses_of_rank
 
     replaced: dict[int, torch.nn.Module | None] = {}
     for number, each in enumerate(rank.found):
@@ -238,7 +238,7 @@ def _compare(rank: _Rank) -> None:
         replaced[number] = layer
     rank.tracker.forget_peak()
     of = rank.chosen.evaluation
-    loss(rank.parent, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))], replaced)
+    losses_of_rank(rank.parent, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))], replaced)
 
 
 STAGES: Mapping[str, Callable[[_Rank], None]] = {

@@ -26,13 +26,18 @@ def losses(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None 
         batches: this rank's tokens `[batch, seq]`; the next token is the label.
         replaced: replacement layers, None for a block that is left out.
     """
+    joined: list[float] = data_parallel.joined(losses_of_rank(parent, batches, replaced)).tolist()
+    return joined
+
+
+def losses_of_rank(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> Tensor:
+    """The same of this rank's sequences alone, `[sequences]`."""
     with torch.no_grad():
         found = [
             -token_log_probabilities(parent.logits(tokens, replaced)[:, :-1], tokens[:, 1:]).mean(1).cpu()
             for tokens in batches
         ]
-    joined: list[float] = data_parallel.joined(torch.cat(found)).tolist()
-    return joined
+    return torch.cat(found)
 
 
 def loss(parent: Parent, batches: Sequence[Tensor], replaced: Replaced | None = None) -> float:
