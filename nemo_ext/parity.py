@@ -77,7 +77,7 @@ class Parity:
     equal_tokens: int
     deviation: float
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """One line for the user."""
         return (
             f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by {self.largest:.2g} at "
@@ -119,7 +119,7 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
     found = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
     record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(found)}
     write_text(to / PARITY, json.dumps(record, indent=1) + "\n")
-    notice(found.told())
+    notice(found.summary())
     if not found.largest <= settings.tolerance:  # nor of NaN
         raise ValueError(
             f"parity.tolerance={settings.tolerance:g}: logits differ by {found.largest:.3g}: {to / PARITY} has the "
