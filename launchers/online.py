@@ -1,18 +1,9 @@
 """Preference training in rounds: `nemo-ext online preset=rpo_online model=exports/mine tasks.train.path=TASKS`."""
 
-from nemo_ext.job.config import run_job
-
-
-def main() -> None:
-    """Composes the config and trains in rounds; the same command goes on after a stop."""
-
-    def job(config: dict[str, object]) -> None:
-        from nemo_ext.online.job import run
-
-        run(config)
-
-    run_job("online", job, resumable=True)
-
+import sys
 
 if __name__ == "__main__":
-    main()
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+    from nemo_ext.cli import main
+
+    main(["online", *sys.argv[1:]])

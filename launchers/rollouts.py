@@ -1,27 +1,9 @@
 """Rollouts: `nemo-ext rollouts model=... tasks=...`, verified answers to RL tasks."""
 
 import sys
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+    from nemo_ext.cli import main
 
-from nemo_ext.engines import require
-from nemo_ext.job.config import run_job
-
-
-def main() -> None:
-    """Composes the config and asks; the same command goes on after a stop."""
-
-    def job(config: dict[str, Any]) -> None:
-        if config["endpoint"] is None and config["serving"]["engine"] == "transformers":
-            require("torch")
-        from nemo_ext.evaluation.rollouts import run
-
-        run(config)
-
-    run_job("rollouts", job, resumable=True)
-
-
-if __name__ == "__main__":
-    main()
+    main(["rollouts", *sys.argv[1:]])

@@ -2,23 +2,8 @@
 
 import sys
 
-from nemo_ext.job.config import run_job
-
-
-def main() -> None:
-    """Composes the config and makes packs on this machine."""
-
-    def job(config: dict[str, object]) -> None:
-        from nemo_ext.data.sft.job import run
-        from nemo_ext.job.progress import notice
-
-        try:
-            notice(f"report: {run(config)}")
-        except RuntimeError as error:  # a worker died, which is nothing that a traceback would explain
-            sys.exit(f"error: {error}")
-
-    run_job("sft_data", job, resumable=True)
-
-
 if __name__ == "__main__":
-    main()
+    sys.path.pop(0)  # this folder's tokenize.py must not hide the standard library's
+    from nemo_ext.cli import main
+
+    main(["sft_data", *sys.argv[1:]])

@@ -9,7 +9,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_ext.job.settings import checked_whole
+from nemo_ext.job.job import Grammar, Job
+from nemo_ext.job.settings import Place, checked_whole
+from nemo_ext.megatron.commands import NEW_KEYS, TRAINING
 
 if TYPE_CHECKING:
     from nemo_ext.architecture.precision_plan import Plan
@@ -171,3 +173,12 @@ def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:
         console.print(f"cut after blocks {after} ({why[figures['pipeline_cuts_from']]})", soft_wrap=True)
     hint = "draw=model.svg draws the blocks (or .png, .pdf); format=json prints every figure"
     console.print(hint if picture is None else f"drawn: {picture}", style="dim", soft_wrap=True)
+
+
+DESCRIBE = Job(
+    name="describe",
+    group="train",
+    help="show parameters, FLOPs and memory of a model, as a table, JSON or picture",
+    run=report,
+    grammar=Grammar(settings={**TRAINING, "draw": Place}, free=NEW_KEYS),
+)

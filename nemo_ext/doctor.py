@@ -15,6 +15,7 @@ from typing import Any
 
 from nemo_ext.engines import ENGINES, TIME_LIMIT, Engine, Outcome, probe
 from nemo_ext.install import fits
+from nemo_ext.job.job import Command
 
 FP8_CAPABILITY = (8, 9)
 """Minimum compute capability for FP8 matrix multiplication (Ada, Hopper and later)."""
@@ -229,3 +230,14 @@ def _judge_fp8(outcome: Outcome, findings: Mapping[str, Finding]) -> Finding:
     elif not findings["transformer_engine"].usable:
         missing, command = "transformer_engine", findings["transformer_engine"].command
     return Finding("fp8", None, not missing, False, "training in FP8", missing, command)
+
+
+def _main(words: list[str]) -> None:
+    from launchers.doctor import main
+
+    main()
+
+
+DOCTOR = Command(
+    name="doctor", group="cluster", help="show which engines work on this machine, and what the others lack", main=_main
+)

@@ -17,6 +17,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.checkpoint.beside import PARITY, is_hugging_face
+from nemo_ext.checkpoint.convert import run as conversion
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.checkpoint.start import description_of, with_model
 from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
@@ -104,6 +105,18 @@ def read_settings(config: Mapping[str, Any]) -> Settings | None:
     if importlib.util.find_spec("transformers") is None:
         raise ValueError("parity.prompts needs transformers: pip install 'transformers>=5.0'")
     return settings
+
+
+def convert(config: Mapping[str, Any]) -> None:
+    """Run the job `convert`, and compare logits before and after it where `parity.prompts` asks for that.
+
+    Raises:
+        ValueError: a setting is wrong, or the logits differ.
+    """
+    settings = read_settings(config) if config["parity"]["prompts"] else None
+    conversion(config)
+    if settings is not None and not config["dry_run"]:
+        run(config, settings)
 
 
 def run(config: Mapping[str, Any], settings: Settings) -> None:

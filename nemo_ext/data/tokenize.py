@@ -47,7 +47,7 @@ def tokenize_blend(
     Raises:
         ValueError: Anything in `config` is wrong or missing (before any work), input cannot be read to its end, or
             output cannot be written.
-        RuntimeError: A worker process died.
+        JobFailed: A worker process died.
     """
     try:
         blend = read_blend(config if workers is None else {**config, "workers": workers})
@@ -93,7 +93,7 @@ def tokenize_stream(
 
     Raises:
         ValueError: A setting is wrong, or the source cannot be read, is malformed or has no documents.
-        RuntimeError: A worker process died.
+        JobFailed: A worker process died.
     """
     prefix = Path(output_prefix)
     stream = Stream(name=prefix.name, prefix=prefix, source=source, inputs=source.check())

@@ -25,7 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 import hydra_conf
 from nemo_ext.job.interrupts import kept_interrupts
+from nemo_ext.job.job import Grammar, JobFailed, invoke
 from nemo_ext.job.places import is_place
+from nemo_ext.job.registry import grammar_of, with_config
 from nemo_ext.job.settings import nearest
 from nemo_ext.job.words import did_you_mean
 
@@ -34,64 +36,6 @@ FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
 FULL_ERROR = "HYDRA_FULL_ERROR"
-OPEN = (
-    *("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron"),
-    *("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates", "generate.extra", "serving.vllm"),
-    *("rollouts.extra", "rollouts.environments", "online.extra", "online.environments"),
-    *("sweep.objectives", "sweep.at_least", "mixture.at_least", "mixture.at_most", "mixture.weights"),
-)
-"""Sections beside `megatron` whose keys the user chooses."""
-
-FREE = (
-    "megatron.",
-    "filters.",
-    "curate.blocks.",
-    "rl.",
-    "trl.",
-    "nemo_rl.set.",
-    "tasks.",
-    "environments.",
-    "evaluate.",
-    "rollouts.environments.",
-    "online.environments.",
-    "sweep.",
-    "online.group.",
-    "roles.",
-    "steps.",
-    "outputs.",
-)
-"""Prefixes of keys that may be new: the code that reads them knows which exist."""
-
-WITH_PRECISION_PLAN = ("train", "puzzle", "sensitivity", "describe", "quantize", "rl")
-"""Jobs that read `precision_plan`, whose keys may be new there: it is null without `precision=`."""
-
-WITH_STREAMS = ("train", "puzzle", "sensitivity", "curate", "tokenize", "train_tokenizer", "blend")
-"""Jobs that read `streams`, training data in place of the recipe's."""
-
-MODEL = {"rl": "policy"} | dict.fromkeys(
-    ("serve", "generate", "synthesize", "evaluate", "rollouts", "online"), "served"
-)
-"""Jobs whose `model` is a folder or a name, by the key that holds it."""
-
-DRY_RUN = dict.fromkeys(("convert", "merge"), "dry_run") | {job: f"{job}.dry_run" for job in ("generate", "synthesize")}
-"""Keys that `--dry-run` sets, by job."""
-
-TEXTS = {"generate": ("generate.template", "generate.system"), "train_tokenizer": ("split", "end")}
-"""Keys of a job whose values are texts, in which braces, commas and the like mean nothing to Hydra."""
-
-WORDS = {"pipeline": ("evaluate",), "mixture": ("train", "evaluate")}
-"""Keys of a job whose values are words of another job, written as on its command line, or as a list."""
-
-PRESETS = {"rl": "rl", "online": "rl"} | {
-    job: job for job in ("curate", "preference_data", "sft_data", "train_tokenizer")
-}
-"""Jobs with presets, and the folder of hydra_conf that has them."""
-
-MODELS = {"fetch": "fetch"}
-"""The same of jobs whose `model` is neither a Megatron model nor a folder."""
-
-RECIPES = {"synthesize": "synthesize"}
-"""The same of jobs whose `recipe` is no training run's."""
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
@@ -262,67 +206,54 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
         yield above
 
 
-def hydra_words(words: Sequence[str], job: str = "") -> list[str]:
-    """Command line words in Hydra's grammar.
+def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
+    """Command line words in Hydra's grammar, by the `Grammar` of the command that composes a config.
 
-    `preset=NAME` is the file NAME of the job's group in `PRESETS`, where it has one; `model` of the jobs in `MODEL`,
-    and `suite` of evaluations, are other keys.
-
-    `megatron.KEY=value` may add a key: Hydra knows only those that a file names, Megatron's parser knows them all.
-    The sections of `OPEN` are open too. One given whole (`puzzle.search.shares={parameters: 0.6}`) replaces what the
-    recipe has there, where Hydra would merge the two; `filters` given whole keep the filters that they do not name.
-    `streams` given whole replaces that of a file, too, as do `sources` of preference data.
-    The value of `model.pattern` is quoted: our notation's braces and parentheses mean something else to Hydra. So are
-    those of `TEXTS`, and the names of files and folders (`is_place`). Those of `WORDS` become lists.
+    A key of an open section may be new: Hydra knows only those that a file names, the code that reads them knows them
+    all. An open section given whole (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's, where Hydra would
+    merge the two; `filters` given whole keep the filters that they do not name. Texts, names of files and folders, and
+    `model.pattern`, whose braces mean something else to Hydra, are quoted.
 
     Raises:
         ValueError: both `streams` and `data.directory`, from which streams are not read.
     """
-    if {"streams", "data.directory"} <= {word.partition("=")[0] for word in words}:
+    keys = {word.partition("=")[0] for word in words}
+    if {"streams", "data.directory"} <= keys:
         raise ValueError("data.directory is of the recipe's data: streams lie in data_root, or where their prefix says")
-    spelled = []
+    grammar, spelled = grammar_of(config_name), list[str]()
     for word in words:
-        name, equals, value = word.partition("=")
-        if equals and not _is_plain(value) and _is_text(job, name.lstrip("+~"), value):
+        key, equals, value = word.partition("=")
+        key = grammar.aliases.get(key, key)
+        if equals and not _is_plain(value) and _is_text(grammar, key.lstrip("+~"), value):
             value = hydra_value(value)
-            word = f"{name}={value}"
-        section = name.rpartition(".")[0]
-        if word == "--dry-run" and job in DRY_RUN:
-            word = f"{DRY_RUN[job]}=true"
-        planned = section == "precision_plan" and job in WITH_PRECISION_PLAN
-        tokenizer = name == "data.tokenizer" and value.startswith("{") and job in WITH_STREAMS
-        source = name.startswith("sources.") and job == "preference_data"
-        free = source or name == "filters" or name.startswith(FREE)
-        if equals and name.startswith(("steps.", "outputs.")) and job in RECIPES:
-            spelled.append(f"++{name}={value if _is_literal(name, value) else hydra_value(value)}")
-        elif tokenizer or (equals and (free or section in OPEN or planned)):
+        word = f"{key}{equals}{value}"
+        literal = invoke(grammar.literal, key, value) if equals and grammar.literal else None
+        if literal is not None:
+            spelled.append(f"++{key}={value if literal or _QUOTED.fullmatch(value) else hydra_value(value)}")
+        elif word == "--dry-run" and grammar.dry_run:
+            spelled.append(f"{grammar.dry_run}=true")
+        elif (key == "data.tokenizer" and value.startswith("{") and grammar.streams) or (
+            equals and grammar.may_be_new(key)
+        ):
             spelled.append(f"++{word}")
-        elif equals and name == "sources" and job == "preference_data":
-            spelled += ["~sources", f"+{word}"]
-        elif equals and name == "streams" and job in WITH_STREAMS:
+        elif key == "streams" and equals and grammar.streams:
             spelled += ["streams=null", word]
-        elif equals and name in OPEN:
-            spelled += [f"~{name}", f"+{word}"]
-        elif name == "recipe" and job in RECIPES:
-            spelled.append(f"{RECIPES[job]}={value}")
-        elif name == "preset" and job in PRESETS:
-            spelled += [f"{PRESETS[job]}={value}", f"preset={value}"]
-        elif name == "model" and job in MODELS:
-            spelled.append(f"{MODELS[job]}={value}")
-        elif name == "model" and job in MODEL:
-            # To Hydra `model` is the group of Megatron models.
-            spelled.append(f"{MODEL[job]}={value if _QUOTED.fullmatch(value) else hydra_value(value)}")
-        elif name == "suite" and job in ("evaluate", "merge_sweep"):  # to Hydra it is a group too
-            spelled.append(f"evaluate.{word}")
-        elif name == "environments" and job == "rl" and equals and value != "null":
-            # The preset's environments may require settings that are not needed then.
-            spelled += [word, "~rl.environments"]
-        elif name == "model.pattern" and value[:1] not in ("'", '"'):
-            spelled.append(f'{name}="{value}"')
-        elif name in TEXTS.get(job, ()) and value not in ("", "null") and not _QUOTED.fullmatch(value):
-            spelled.append(f"{name}={hydra_value(value)}")
-        elif name in WORDS.get(job, ()) and value not in ("", "null") and value[:1] not in ("[", "$"):
-            spelled.append(f"{name}=[{','.join(map(hydra_value, _split(name, value)))}]")
+        elif equals and key in grammar.open:
+            spelled += [f"~{key}", f"+{word}"]
+        elif key in grammar.groups:
+            chosen = f"{grammar.groups[key]}={value}"
+            spelled += [chosen, word] if key == "preset" else [chosen]
+        elif key in grammar.added and equals and "recipe" not in {name.lstrip("+") for name in keys}:
+            spelled.append(f"+{word}")
+        elif key in grammar.replaces and equals and value != "null":
+            # The replaced section may require settings that are not needed then.
+            spelled += [word, f"~{grammar.replaces[key]}"]
+        elif key == "model.pattern" and value[:1] not in ("'", '"'):
+            spelled.append(f'{key}="{value}"')
+        elif key in grammar.texts and value not in ("", "null") and not _QUOTED.fullmatch(value):
+            spelled.append(f"{key}={hydra_value(value)}")
+        elif key in grammar.words and value not in ("", "null") and value[:1] not in ("[", "$"):
+            spelled.append(f"{key}=[{','.join(map(hydra_value, _split(key, value)))}]")
         else:
             spelled.append(word)
     return spelled
@@ -340,30 +271,7 @@ def _split(key: str, text: str) -> list[str]:
         raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
 
 
-_NO_TEXT = re.compile(r"(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?")
-_SECTIONS = (
-    "require",
-    "columns",
-    "templates",
-    "canaries",
-    "user",
-    "reference",
-    "record",
-    "settings",
-    "extra",
-    "filters",
-)
-
-
-def _is_literal(name: str, value: str) -> bool:
-    """True for a value of a recipe's step that Hydra shall read; other values are texts: templates and expressions."""
-    parts = name.split(".")
-    section = len(parts) == 2 or parts[-1] in _SECTIONS or bool({"settings", "extra", "filters"} & set(parts[2:]))
-    listed = parts[-1] == "stop" and value.startswith("[")
-    return section or listed or bool(_NO_TEXT.fullmatch(value) or _QUOTED.fullmatch(value))
-
-
-def _is_text(job: str, name: str, value: str) -> bool:
+def _is_text(grammar: Grammar, key: str, value: str) -> bool:
     """True for a name of a file or folder that Hydra would read as something else.
 
     Lists, mappings, escapes and what is quoted, each value of a sweep too, are left to Hydra.
@@ -372,7 +280,7 @@ def _is_text(job: str, name: str, value: str) -> bool:
         return False
     if re.fullmatch(rf"{_QUOTED.pattern}(,{_QUOTED.pattern.replace('1', '3')})*", value, re.DOTALL):
         return False
-    return is_place(job, name) or (job == "pipeline" and "." not in name and not _is_readable(value))
+    return is_place(grammar.settings, key) or (grammar.loose and "." not in key and not _is_readable(value))
 
 
 def _is_readable(value: str) -> bool:
@@ -427,7 +335,7 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
         ValueError: if neither the package nor a folder of --config-dir has the file.
     """
     folders, words = config_folders(words)
-    own = RECIPES.get(job, group) if group == "recipe" else group
+    own = grammar_of(job).groups.get(group, group)
     places = [Path(hydra_conf.__file__).parent / own, *(folder / own for folder in folders)]
     known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
     for word in words:
@@ -436,22 +344,10 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
-COMMANDS = {"slurm": "submit", "rehearse_puzzle": "rehearse"}
-"""Commands of configs that have another name."""
-MISPLACED = {
-    (
-        "tokenize",
-        "max_bad_share",
-    ): "it is of a source: in place of input=FILE output=DIR/NAME give data.directory=DIR and "
-    "'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'",
-    ("train", "data.streams"): "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
-    ("train", "data.blend"): "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
-}
-"""Advice on keys that users often give in the wrong place, by job and key."""
-
-
 def mistake(error: Exception, job: str) -> str:
     """One line on why the config of a job cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
+    found = with_config(job)
+    grammar, command = (found.grammar, found.name) if found else (Grammar(), job)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
         return f"{place}: {error.problem}: mend the file, which must be plain YAML"
@@ -459,20 +355,18 @@ def mistake(error: Exception, job: str) -> str:
         return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         folder, _, name = error.missing_cfg_file.rpartition("/")
-        key = "preset" if PRESETS.get(job) == folder else "model" if MODELS.get(job) == folder else folder
+        key = next((key for key, group in grammar.groups.items() if group == folder), folder)
         return f"{key}={name}: no such {key}: {nearest(name, error.options)}"
     unknown = re.match(r"Could not override '([^']+)'", str(error))
     if unknown and isinstance(error.__cause__, OmegaConfBaseException):
         why = str(error.__cause__).splitlines()[0]
         if "is not in struct" in why:
             key = unknown[1]
-            command = COMMANDS.get(job, job)
-            why = MISPLACED.get(
-                (job, key), f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error)}"
+            why = grammar.advice.get(
+                key, f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error)}"
             )
         return f"{unknown[0]}: {why}"
     if group := re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error)):
-        command = COMMANDS.get(job, job)
         return (
             f"{group[1]}: {command} has no such config group; if a key is meant, move the folder {group[1]} out of "
             "--config-dir, by which Hydra takes the word for one"
@@ -542,6 +436,8 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
             job(named_blends(own_streams(plain(config))))
         except ValueError as error:
             _end(USER_ERROR, error)
+        except JobFailed as error:
+            _end(FAILED, error)
         except BrokenPipeError:
             _drop_output()
         except OSError as error:

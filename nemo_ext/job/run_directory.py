@@ -108,3 +108,17 @@ def last_checkpoint(run_dir: Path) -> int | None:
     """Step of the newest complete checkpoint, or None (Megatron writes the tracker file last)."""
     tracker = run_dir / CHECKPOINTS / "latest_checkpointed_iteration.txt"
     return int(tracker.read_text()) if tracker.exists() and tracker.read_text().strip().isdigit() else None
+
+
+def target_of(run_dir: Path) -> int | None:
+    """Total number of steps of training or RL, or of rounds, or None if unknown."""
+    if not (run_dir / CONFIG).is_file():
+        return None
+    config = read_config(run_dir / CONFIG)
+    algorithm = config.get("rl") or {}
+    found = (config.get("megatron") or {}).get("train_iters")
+    if found is None and "online" in config:
+        found = (algorithm.get("online") or {}).get("rounds")
+    elif found is None:
+        found = (algorithm.get("schedule") or {}).get("steps")
+    return None if found is None else int(found)

@@ -9,6 +9,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import connection, get_context, parent_process
 
+from nemo_ext.job.job import JobFailed
 from nemo_ext.job.progress import notice
 
 
@@ -36,7 +37,7 @@ def in_workers[Item, Result](
         ordered: whether results come in the order of the items, or else as soon as they are ready.
 
     Raises:
-        RuntimeError: a worker process died.
+        JobFailed: a worker process died.
     """
     if workers == 1:
         for item in items:
@@ -62,7 +63,7 @@ def in_workers[Item, Result](
         notice("stopping: the shards under way are finished first, and all are kept for the next run")
         raise
     except BrokenProcessPool as error:
-        raise RuntimeError(
+        raise JobFailed(
             f"a worker process died ({error}). If memory ran out, use fewer workers; if none could start, the "
             'main script must be a file that does its work below `if __name__ == "__main__":`. Finished shards '
             "are kept: run the same command again"

@@ -8,13 +8,15 @@ from nemo_ext.evaluation.compare_page import AGAINST, pair_row, tables
 from nemo_ext.evaluation.compare_page import write as write_comparison
 from nemo_ext.evaluation.runs import entries_of
 from nemo_ext.evaluation.store import RESULTS
+from nemo_ext.job.figures import Figures
 from nemo_ext.job.files import write_text
+from nemo_ext.job.registry import job as find
 from nemo_ext.job.report import markdown_table, write_page
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory.report import PLOT as MEMORY
 from nemo_ext.memory.sampler import gpu_memory
-from nemo_ext.pipeline.figures import Efficiency, Figures, efficiency_of, figures_of, seconds_of
-from nemo_ext.pipeline.stages import EVALUATION, NEW_MODEL, SERVER, Pipeline, Stage
+from nemo_ext.pipeline.figures import Efficiency, efficiency_of, figures_of, seconds_of
+from nemo_ext.pipeline.stages import EVALUATION, Pipeline, Stage
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.jobs import SHARDS, nodes_and_gpus
 from nemo_ext.slurm.submit import planned
@@ -71,7 +73,7 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
     name, found, efficiency = stage.name, Figures(), Efficiency()
     try:
         found = figures_of(stage.job, record)
-        if stage.job == "train" and (record / METRICS).is_file():
+        if find(stage.job).training and (record / METRICS).is_file():
             efficiency = efficiency_of(record)
     except (ValueError, OSError) as error:
         found = Figures(text=f"cannot be read: {error}")
@@ -82,7 +84,7 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
         stage.job,
         ", ".join(stage.after),
         state,
-        "" if stage.job == SERVER else f"{seconds_of(record):,.0f}",
+        "" if stage.server else f"{seconds_of(record):,.0f}",
         f"{hours:,.2f}" if hours else "",
         "" if found.tokens is None else f"{found.tokens:,}",
         "" if found.tokens is None or not hours else f"{found.tokens / hours:,.0f}",
@@ -169,7 +171,7 @@ def _pictures(pipeline: Pipeline) -> Iterator[str]:
     trained = [
         (stage.name, picture)
         for stage in pipeline.every
-        if stage.job in NEW_MODEL
+        if find(stage.job).model.trained
         for picture in sorted((pipeline.run_dir / stage.name).glob("*.png"))
         if picture.name != MEMORY
     ]

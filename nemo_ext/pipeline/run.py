@@ -28,18 +28,21 @@ from rich.table import Table
 from nemo_ext.endpoint.address import FILE
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
+from nemo_ext.job.findings import Finding, errors
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
+from nemo_ext.job.registry import job as find
+from nemo_ext.job.run_directory import target_of
 from nemo_ext.pipeline.figures import figures_of, seconds_of
 from nemo_ext.pipeline.report import write_report
-from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
+from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
 from nemo_ext.serving.group import LOG as SERVER_LOG
 from nemo_ext.serving.group import Replica
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, SHARDS, makes, saved_step
-from nemo_ext.slurm.preflight import Finding, errors, findings, other_tokenizers
+from nemo_ext.slurm.jobs import SHARDS, makes, saved_step
+from nemo_ext.slurm.preflight import findings, other_tokenizers
 from nemo_ext.slurm.settings import settings_of, split
-from nemo_ext.slurm.status import PIPELINE, job_of, queued, queued_job, target_of
+from nemo_ext.slurm.status import PIPELINE, job_of, queued, queued_job
 from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
@@ -115,7 +118,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
                 for work in works:
                     if received or stopped is not None:
                         break
-                    if work.state == "waiting" and work.stage.job != SERVER:
+                    if work.state == "waiting" and not work.stage.server:
                         beside = [each for each in works if each.stage.name in work.stage.beside]
                         stopped = _run(work, beside, lock, shown, received)
         finally:
@@ -124,7 +127,7 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
                     notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
                 except (ValueError, OSError) as error:  # a stage's own error counts more
                     notice(f"the report could not be written: {error}")
-        if received and stopped is None and any(w.state == "waiting" and w.stage.job != SERVER for w in works):
+        if received and stopped is None and any(w.state == "waiting" and not w.stage.server for w in works):
             stopped = _Stopped(INTERRUPTED, ["interrupted: the same command goes on"])
         if stopped is not None:
             for line in stopped.lines:
@@ -170,7 +173,7 @@ def planned(pipeline: Pipeline) -> list[Work]:
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
         record = pipeline.run_dir / stage.name
-        log = record / SERVER_LOG if stage.job == SERVER else pipeline.run_dir / f"{stage.name}.log"
+        log = record / SERVER_LOG if stage.server else pipeline.run_dir / f"{stage.name}.log"
         works.append(Work(stage=stage, config=config, record=record, log=log))
     for work in works:
         work.state = state_of(work, works)
@@ -183,7 +186,7 @@ def state_of(work: Work, works: Sequence[Work]) -> str:
     Raises:
         ValueError: it was finished with other words, or begun before what it is made from was made.
     """
-    if work.stage.job == SERVER:
+    if work.stage.server:
         asked = any(work.stage.name in each.stage.beside for each in works)
         return "waiting" if asked else _LEFT_OUT
     done = finished(work.record, _records(work.record), work.stage.own)
@@ -223,9 +226,9 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
         earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
         written = coming(earlier)
         found = findings(work.config, settings_of([f"job={work.stage.job}"]), coming=written, here=True)
-        if work.stage.job in ON_TRAINING_CONFIG:
+        if find(work.stage.job).training:
             found += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])
-        if dry_run and work.stage.job == "train" and not errors(found):
+        if dry_run and find(work.stage.job).ranks == "slurm" and not errors(found):
             found += by_megatron(work.config, written)
         wrong += [f"error: {work.stage.name}: {one.text}" for one in found if one.kind == "error"]
         _tell(work, found, console, dry_run=dry_run)
@@ -361,7 +364,7 @@ class _Shown:
         """A stage's state has changed."""
         self.update()
         if not self._console.is_terminal:
-            timed = work.state != "running" and work.stage.job != SERVER
+            timed = work.state != "running" and not work.stage.server
             parts = [work.state, _span(work.seconds) if timed else "", _figure(work)]
             self._console.print(f"{work.stage.name}: {', '.join(filter(None, parts))}")
 
@@ -466,7 +469,8 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
         _wait(process, shown, received)
     interrupted = bool(received)
     code, why = process.returncode, ""
-    if stage.job == "train" and code == 0 and (saved_step("train", work.record) or 0) < (target_of(work.record) or 0):
+    trains = find(stage.job).ranks == "slurm"
+    if trains and code == 0 and (saved_step(stage.job, work.record) or 0) < (target_of(work.record) or 0):
         why = "ended before its last step"
     elif code:
         why = "interrupted" if interrupted or code == INTERRUPTED else f"failed (exit code {code})"

@@ -11,32 +11,18 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 import hydra_conf
 from nemo_ext.job.config import check_choice, check_place, compose, config_folders, hydra_value
+from nemo_ext.job.registry import job as find
 from nemo_ext.job.run_directory import CHECKPOINTS
 from nemo_ext.job.settings import STRICT, checked, nearest, strings
-from nemo_ext.puzzle.workspace import MODEL
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import MEANWHILE, SERVING, makes, script_name
+from nemo_ext.slurm.jobs import makes, submitted
 from nemo_ext.slurm.settings import split
 
-SERVER = "serve"
-"""The job that ends only when it is told: it runs beside others, or is a pipeline's last word."""
-OWN_FOLDER = ("train", "rl", SERVER, *MEANWHILE)
-"""Jobs whose run directory is the folder of their stage."""
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
 _TAKEN = ("slurm", "compare")
 """Names of other folders in a pipeline's folder."""
 EVALUATION = "evaluate_"
 """Beginning of the names of stages that evaluate another."""
-NEW_MODEL = ("train", "rl", "merge", "quantize", *MEANWHILE)
-"""Jobs whose model `evaluate` of a pipeline evaluates: those that change weights."""
-_MODEL_KEY = {
-    **{"train": "megatron.pretrained_checkpoint", "convert": "from", "quantize": "from", "puzzle": "puzzle.parent"},
-    **{"sensitivity": "sensitivity.model"},
-    **dict.fromkeys(("rl", "online", *SERVING), "model"),
-}
-"""Key of the model that a job starts from."""
-_MODEL_OF = {"train": "", "rl": "model", "online": "model", "merge_sweep": "chosen"}
-"""Where in its stage's folder a job's model lies; puzzle has it below its own, other jobs write it to `to`."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -73,6 +59,11 @@ class Stage:
     parent: str | None = None
     beside: tuple[str, ...] = ()
     paper: str = ""
+
+    @property
+    def server(self) -> bool:
+        """True if it ends only when it is interrupted: it serves while others ask it, or is a pipeline's last stage."""
+        return find(self.job).server
 
     @property
     def own(self) -> list[str]:
@@ -145,14 +136,14 @@ def read(words: Sequence[str]) -> Pipeline:
             raise ValueError(f"{word}: is of one stage: write STAGE.{word}")
     run_dir, every = Path(str(config["run_dir"])), dict[str, Stage]()
     for name, stage in given.items():
-        script_name(stage.job)
+        job = submitted(stage.job)
         above_all = (f"{stage.job}.", f"{name}.")
         more = [word.removeprefix(place) for place in above_all for word in dotted if word.startswith(place)]
         # The folder for the record of its starts.
-        key = "run_dir" if stage.job in OWN_FOLDER else "slurm.folder"
+        key = "run_dir" if job.own_folder else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
         start = [] if stage.parent is None else [_handed_over(name, stage.job, every[stage.parent], run_dir)]
-        if stage.job == SERVER:
+        if job.server:
             start.append("port=0")  # others may have the default one
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
@@ -211,7 +202,7 @@ def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
                 f"stages.{name}: name it by letters, digits, _ and -, a letter first, and not {' or '.join(_TAKEN)}"
             )
     given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
-    ending = [name for name, stage in given.items() if stage.job != SERVER]
+    ending = [name for name, stage in given.items() if not submitted(stage.job).server]
     names = list(given)
     for number, (name, stage) in enumerate(given.items()):
         above = [each for each in names[:number] if each in ending]
@@ -242,7 +233,7 @@ def _with_evaluations(given: Mapping[str, Given], words: Sequence[str]) -> dict[
     found = dict[str, Given]()
     for name, stage in given.items():
         found[name] = stage
-        if words and stage.job in NEW_MODEL:
+        if words and find(stage.job).model.trained:
             found[f"{EVALUATION}{name}"] = Given(job="evaluate", words=tuple(words), after=(name,), parent=name)
     return found
 
@@ -296,23 +287,18 @@ def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
         ValueError: the parent makes no model, the job takes none, or it takes another kind of model.
     """
     where = f"stages.{name}.parent={parent.name}"
-    if job not in _MODEL_KEY:
+    model, source = find(job).model, find(parent.job).model
+    if not model.key:
         raise ValueError(f"{where}: {job} starts from no model: take `parent` away, or write `after`")
-    if parent.job in _MODEL_OF:
-        folder = run_dir / parent.name / _MODEL_OF[parent.job]
-    else:
-        written = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
-        at = "run_dir" if parent.job == "puzzle" else "to"
-        if at not in written:
-            raise ValueError(f"{where}: {parent.job} makes no model: name the stage that does")
-        folder = Path(written[at])
-        if parent.job == "puzzle":
-            folder = folder / written.get("puzzle.child", "child") / MODEL
-    if parent.job == "train" and job == "train":
+    words = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
+    folder = source.place(run_dir / parent.name, words) if source.leaves else None
+    if folder is None:
+        raise ValueError(f"{where}: {parent.job} makes no model: name the stage that does")
+    if source.leaves == "run" and model.takes == "checkpoints":
         folder /= CHECKPOINTS
-    if parent.job in ("train", "puzzle") and job in ("rl", "online", "quantize"):
+    if source.leaves in ("run", "megatron") and model.takes == "hugging_face":
         raise ValueError(f"{where}: {job} takes a Hugging Face folder: put a stage with job: convert between them")
-    return f"{_MODEL_KEY[job]}={hydra_value(str(folder))}"
+    return f"{model.key}={hydra_value(str(folder))}"
 
 
 def _last_of_each_key(words: Sequence[str]) -> list[str]:

@@ -11,12 +11,14 @@ from rich.console import Console
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.files import write_text
+from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.registry import job as find
 from nemo_ext.pipeline.needs import needs_of
 from nemo_ext.pipeline.run import runs_here
-from nemo_ext.pipeline.stages import SERVER, Pipeline, Stage, coming, finished, read
+from nemo_ext.pipeline.stages import Pipeline, Stage, coming, finished, read
 from nemo_ext.slurm import attempts, beside
-from nemo_ext.slurm.jobs import ON_TRAINING_CONFIG, inputs, makes
-from nemo_ext.slurm.preflight import Finding, errors, other_tokenizers
+from nemo_ext.slurm.jobs import makes
+from nemo_ext.slurm.preflight import other_tokenizers
 from nemo_ext.slurm.rehearse import REHEARSALS
 from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.status import PARENTS, PIPELINE, queued, queued_job
@@ -56,7 +58,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             raise ValueError(f"stages.{stage.name}: {error}") from error
         # A stage is repeated if one that it depends on is.
         done = (
-            stage.job != SERVER
+            not stage.server
             and finished(submission.base, submission.records, split(submission.words)[1])
             and not _needed(stage, jobs)
         )
@@ -123,7 +125,7 @@ def _other_tokenizers(
     before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
 ) -> list[Finding]:
     """Errors for streams that earlier stages tokenise with another tokenizer than this stage uses."""
-    if submission.settings.job not in ON_TRAINING_CONFIG:
+    if not find(submission.settings.job).training:
         return []
     parents = [submissions[stage.name] for stage in before]
     made = [config for each in parents if each.settings.job == "tokenize" for config in each.configs]
@@ -143,17 +145,17 @@ def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mappi
         ValueError: no Hugging Face format can express the model.
     """
     job, config = submission.settings.job, submission.config
-    if job != "rl" or config["engine"] != "nemo_rl" or Path(str(config["policy"])).expanduser().exists():
+    if not find(job).ray(config) or Path(str(config["policy"])).expanduser().exists():
         return None
     for _ in before:
-        places = [path.resolve() for key, path, _ in inputs(job, config) if key in ("model", "from")]
+        places = [read.path.resolve() for read in find(job).inputs(config) if read.model]
         makers = [each for each in before if any(_makes(each, place) for place in places)]
         if not makers:
             return None
         job, config = makers[0].settings.job, makers[0].config
-        if job == "train":
+        if find(job).ranks == "slurm":
             return None if config["train"].get("model_of_start") else choose(from_config(config))[1]
-        if job not in ("rl", "convert", "merge"):
+        if not find(job).model.same_sizes:
             return None
     return None
 
@@ -166,7 +168,7 @@ def _makes(submission: Submission, place: Path) -> bool:
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:
     """The stages; servers after those that ask them, as they are queued for them alone."""
-    return sorted(pipeline.stages, key=lambda stage: stage.job == SERVER)
+    return sorted(pipeline.stages, key=lambda stage: stage.server)
 
 
 def _asking(server: Stage, pipeline: Pipeline) -> list[str]:
@@ -188,7 +190,7 @@ def _note_servers(
     asking = [record for name in _asking(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:
         beside.note_servers(record, servers)
-        if stage.job == SERVER:
+        if stage.server:
             beside.note_asking(record, asking)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_ext.job.config import compose, mistakes_are_one_line
+from nemo_ext.job.registry import job as find
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.serving import vllm
 from nemo_ext.serving.model import folder_of
@@ -15,7 +16,9 @@ from nemo_ext.serving.settings import ServingSettings
 def follow(job: str, words: Sequence[str]) -> int:
     """Run this node's part of `vllm serve` until it ends; returns its exit code."""
     config = compose(job, words)
-    place = Path(str(config["run_dir"])) if job == "serve" else Path(str(config["output"])) / OWN
+    place = Path(str(config["run_dir"] if "run_dir" in config else config["output"]))
+    if not find(job).server:
+        place /= OWN
     folder = folder_of(str(config["served"]), place.expanduser(), config["files_from"])
     rank = int(os.environ["SLURM_PROCID"]) + 1
     with vllm.running(vllm.command(folder, ServingSettings.of(config), config, rank=rank), None) as process:

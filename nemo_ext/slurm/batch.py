@@ -13,8 +13,8 @@ from typing import NoReturn
 from nemo_ext.job.config import mistakes_are_one_line
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import DISK_FULL
-from nemo_ext.slurm.jobs import SERVING, script_name
-from nemo_ext.slurm.settings import SHARDED, settings_of, split
+from nemo_ext.slurm.jobs import submitted
+from nemo_ext.slurm.settings import settings_of, split
 from nemo_ext.slurm.start import say
 from nemo_ext.slurm.sweep import MULTIRUN, points
 from nemo_ext.slurm.task import Task
@@ -33,12 +33,10 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
         if number is None or int(number) >= len(found):
             raise ValueError(f"{MULTIRUN}: {len(found)} runs: give sbatch --array=0-{len(found) - 1}")
         return found[int(number)]
-    if number is not None and job == "puzzle":
-        return [*words, f"puzzle.shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}", "puzzle.stages=[distill]"]
-    if number is not None and job in SHARDED:
-        return [*words, f"shard={number}/{slurm['SLURM_ARRAY_TASK_COUNT']}"]
-    if number is not None and job in SERVING:
-        return [*words, f"serving.replica={number}"]
+    array = submitted(job).array
+    if number is not None and array is not None:
+        count = slurm.get("SLURM_ARRAY_TASK_COUNT", "1")
+        return [*words, *(word.format(number=number, count=count) for word in array.words)]
     return list(words)
 
 
@@ -56,11 +54,11 @@ def main() -> NoReturn:
     """Run the command; a user's mistake gives one line and exit code 2, and the job is not requeued."""
     with mistakes_are_one_line():
         job, *words = sys.argv[1:] or [""]
-        script_name(job)
+        ranks = submitted(job).ranks
         forget_callers_array()
         ours, theirs = split(own_words(job, words, os.environ))
         settings = settings_of([*ours, f"job={job}"])
-        kind = Training if job == "train" else Task
+        kind = Training if ranks == "slurm" else Task
         try:
             sys.exit(kind(settings, theirs).run())
         except OSError as error:

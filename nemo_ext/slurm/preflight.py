@@ -1,95 +1,33 @@
 """Checks that find a job's errors before it waits in a queue. No torch."""
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
-from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
+from contextlib import redirect_stderr, suppress
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
-from nemo_ext.architecture.cost import GpuCost, per_gpu
-from nemo_ext.architecture.gpus import GPUS
-from nemo_ext.architecture.layout import Layout
-from nemo_ext.architecture.model import Architecture
-from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.start import as_checkpoint, with_model_of_start
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.blends.hierarchy import read_tree
-from nemo_ext.data.phases import plan_of
 from nemo_ext.data.streams import blend_to_tokenize
 from nemo_ext.data.text.tokenizers import check_vocabulary, load_tokenizer
 from nemo_ext.data.training import data_sections, with_data
 from nemo_ext.job.files import no_room
+from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.job import Job, at, invoke, is_coming, will_exist
+from nemo_ext.job.registry import job as find
 from nemo_ext.job.settings import nearest
-from nemo_ext.megatron import packed_attention
-from nemo_ext.megatron.fp8 import Precision, check_experts
-from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm.cluster import Cluster, Limit, call, duration
-from nemo_ext.slurm.jobs import (
-    MEANWHILE,
-    MODELS,
-    ON_TRAINING_CONFIG,
-    SERVING,
-    checkpoints_of,
-    inputs,
-    makes,
-    nodes_and_gpus,
-    record_of,
-)
-from nemo_ext.slurm.settings import SHARDED, Settings
-
-GIB = 1 << 30
-SETTINGS = {
-    "tokenize": ("nemo_ext.data.streams", "blend_to_tokenize"),
-    "curate": ("nemo_ext.data.curation.job", "check"),
-    "mixture": ("nemo_ext.mixture.job", "check"),
-    "curate_classifier": ("nemo_ext.data.curation.training", "check"),
-    "train_tokenizer": ("nemo_ext.data.vocabulary.job", "check"),
-    "sft_data": ("nemo_ext.data.sft.settings", "read_settings"),
-    "preference_data": ("nemo_ext.data.preference.job", "settings"),
-    "curriculum": ("nemo_ext.data.curriculum.job", "settings"),
-    "quantize": ("nemo_ext.quantization.settings", "read_settings"),
-    "sensitivity": ("nemo_ext.sensitivity.settings", "read_settings"),
-    "serve": ("nemo_ext.serving.model", "checked_settings"),
-    "generate": ("nemo_ext.generate.job", "check"),
-    "synthesize": ("nemo_ext.synthesis.job", "check"),
-    "evaluate": ("nemo_ext.evaluation.job", "check"),
-    "rollouts": ("nemo_ext.evaluation.rollouts", "check"),
-    "online": ("nemo_ext.online.job", "check"),
-    "merge_sweep": ("nemo_ext.evaluation.merges", "check"),
-    "puzzle": ("nemo_ext.puzzle.job", "check"),
-    "train": ("nemo_ext.evaluation.live", "check"),
-}
-"""Module and function that read each job's settings."""
-_STARTS = {"puzzle": ("puzzle", "parent"), "sensitivity": ("sensitivity", "model")}
-"""Section and key of the checkpoint whose model a job works on, by job."""
-RUNS = {"mixture": ("nemo_ext.mixture.settings", "runs_of")}
-"""Module and function that say what other jobs a job starts, with their configs."""
-TIGHT = 0.9
-"""Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
+from nemo_ext.slurm.jobs import checkpoints_of, makes, nodes_and_gpus, record_of
+from nemo_ext.slurm.settings import Settings
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-MEMORY = "memory: "
-"""Beginning of findings on the memory of GPUs."""
-ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One error, warning or note, in one line with the remedy."""
-
-    kind: Literal["error", "warning", "note"]
-    text: str
 
 
 def findings(
@@ -111,41 +49,36 @@ def findings(
         model_to_come: config.json of the policy that they make; None if unknown.
         here: True for a job that is not queued but started on this machine.
     """
-    cluster = settings.cluster
-    if settings.job == "train":
+    cluster, job = settings.cluster, find(settings.job)
+    if job.ranks == "slurm":
         config = with_model_of_start(config)
-    section, key = _STARTS.get(settings.job, ("", ""))
-    if section and (place := config[section].get(key)) and Path(str(place)).exists():
+    if (place := at(config, job.model.start)) and Path(str(place)).exists():
         with suppress(ValueError):  # the job's own check says what is wrong
             config = as_checkpoint(config, Path(str(place)))
     found = [] if here else [*_queue(config, settings)]
-    if settings.job == "train":
-        found += [*_memory(config, cluster), *_precision(config, cluster)]
-    if settings.job == "rl":
-        found += [*_reinforcement(config, settings, model_to_come, rehearsed=paths), *_precision(config, cluster)]
-    if settings.job in SETTINGS:
-        found += [*_settings(settings.job, config, coming)]
+    if job.findings is not None:
+        found += invoke(job.findings, config, settings, paths=paths, here=here, model_to_come=model_to_come)
+    found += _settings(job, config, coming)
     if paths:
         said = [one.text for one in found]
         found += [one for one in _inputs(config, settings, coming) if not any(text in one.text for text in said)]
         found += _container(cluster)
-        if settings.job == "train" and not here:
-            found += _packs(config, cluster)
-    if paths and settings.job in ON_TRAINING_CONFIG:
-        found += [*_data(config, coming, tokenised=settings.job == "train" and not here), *_offline(config, cluster)]
-    if paths and settings.job in ON_TRAINING_CONFIG and not _tokenizer_missing(found):
+    if paths and job.training:
+        tokenised = job.ranks == "slurm" and not here
+        found += [*_data(config, coming, tokenised=tokenised), *_offline(config, cluster)]
+    if paths and job.training and not _tokenizer_missing(found):
         found += _tokenizers(config, coming)
     if not errors(found):
-        for job, part in started(settings.job, config):
+        for name, part in started(settings.job, config):
             ours = findings(
                 part,
-                replace(settings, job=job, slurm=replace(settings.slurm, folder=None, shards=1)),
+                replace(settings, job=name, slurm=replace(settings.slurm, folder=None, shards=1)),
                 paths=paths,
                 coming=[*coming, *makes(settings.job, config)],
                 here=True,
             )
             found += [one for one in ours if one not in found]
-    if paths and settings.job in ("puzzle", "sensitivity") and not coming and not errors(found):
+    if paths and job.training and job.ranks != "slurm" and not coming and not errors(found):
         try:
             with_data(config)
         except ValueError as error:
@@ -153,18 +86,24 @@ def findings(
     return found
 
 
-def started(job: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Other jobs that a job starts, with their composed configs."""
-    if job not in RUNS:
-        return []
-    module, name = RUNS[job]
-    found: list[tuple[str, Mapping[str, Any]]] = getattr(import_module(module), name)(config)
+    found: list[tuple[str, Mapping[str, Any]]] = invoke(find(name).started, config)
     return found
 
 
-def errors(found: Sequence[Finding]) -> bool:
-    """True if any finding is an error."""
-    return any(one.kind == "error" for one in found)
+def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
+    """The error that a job would raise on its settings before it reads anything."""
+    error = None
+    with redirect_stderr(StringIO()) as notices:
+        try:
+            if job.check is not None:
+                invoke(job.check, config, coming)
+        except ValueError as raised:
+            error = Finding("error", str(raised))
+    yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
+    if error is not None:
+        yield error
 
 
 def _tokenizer_missing(found: Sequence[Finding]) -> bool:
@@ -208,7 +147,7 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
                 yield Finding("error", f"data.tokenizer must be a mapping such as {{kind: byte}}, not {tokenizer!r}")
             continue
         place = Path(str(tokenizer.get("path") or ".")).expanduser()
-        if not place.exists() and is_there(place, coming):
+        if not place.exists() and will_exist(place, coming):
             continue
         try:
             check_vocabulary(load_tokenizer(tokenizer).vocab_size, config)
@@ -216,33 +155,15 @@ def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[F
             yield Finding("error", f"data.tokenizer: {error}")
 
 
-def is_there(path: Path, coming: Sequence[Path]) -> bool:
-    """True if a file or folder exists or an earlier job writes it."""
-    return path.exists() or _is_made(path, coming)
-
-
-def _is_made(path: Path, coming: Sequence[Path]) -> bool:
-    """True if an earlier job writes a file or folder."""
-    given = path.resolve()
-
-    def made_at(place: Path) -> bool:
-        # A folder is there with its first file; tokenised files are named by their prefix.
-        prefixed = given.parent == place.parent and given.name.startswith(f"{place.name}_")
-        return prefixed or given.is_relative_to(place) or place.is_relative_to(given)
-
-    return any(made_at(place.resolve()) for place in coming)
-
-
 def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
-    cluster, job = settings.cluster, settings.job
-    nodes, gpus = nodes_and_gpus(job, config, settings)
-    serves = job in (*SERVING, *MEANWHILE)
-    key = "launcher.nodes" if job in ON_TRAINING_CONFIG else "serving.nodes" if serves else "slurm.nodes"
+    cluster, job = settings.cluster, find(settings.job)
+    nodes, gpus = nodes_and_gpus(settings.job, config, settings)
+    nodes_key, gpus_key = job.size_keys
     if cluster.node is not None and gpus > cluster.node.gpus:
-        advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job in ("train", "puzzle") else ""
+        advice = f" and launcher.nodes to {-(-nodes * gpus // cluster.node.gpus)}" if job.ranks else ""
         yield Finding(
             "error",
-            f"{'serving.gpus' if serves else 'launcher.nproc_per_node'}={gpus}: a node of {cluster.name} has "
+            f"{gpus_key}={gpus}: a node of {cluster.name} has "
             f"{cluster.node.gpus} GPUs; set it to {cluster.node.gpus}{advice}",
         )
     elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
@@ -256,7 +177,7 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
         return
     if limit.nodes is not None and nodes > limit.nodes:
         larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
-        yield Finding("error", f"{key}={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}")
+        yield Finding("error", f"{nodes_key}={nodes}: {_qos(cluster)} allows {limit.nodes} nodes; {_instead(larger)}")
     if settings.time is not None and duration(settings.time) > duration(limit.time):
         longer = [name for name, other in cluster.limits.items() if _allows(other, settings.time, nodes)]
         yield Finding("error", f"time={settings.time}: {_qos(cluster)} allows {limit.time}; {_instead(longer)}")
@@ -276,190 +197,6 @@ def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
                 yield Finding("error", f"cluster.{key}={name}: Slurm has none of that name: {nearest(name, known)}")
 
 
-def _memory(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    launcher, node = config["launcher"], cluster.node
-    world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
-    try:
-        most = max(_gpus(config, world), key=lambda gpu: gpu.total_bytes)
-    except ValueError as error:
-        yield Finding("error", str(error))
-        return
-    if node is None or node.gpu_memory_gib is None:
-        return
-    kind = fits(most.total_bytes / (node.gpu_memory_gib * GIB))
-    need = f"{MEMORY}about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
-    if kind == "error":
-        need += (
-            f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
-            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
-        )
-    yield Finding(kind, need)
-
-
-def fits(share: float) -> Literal["error", "warning", "note"]:
-    """Kind of a finding on a share of a GPU's memory."""
-    return "error" if share > 1 else "warning" if share > TIGHT else "note"
-
-
-def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
-    from nemo_ext.megatron.arguments import pattern_with_cuts
-
-    config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
-    architecture = Architecture.from_config(config)
-    layout = Layout.from_config(config, world_size=world)
-    plan = plan_of(config)
-    # With phases the longest sequences need the most memory.
-    length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
-    return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
-
-
-def _precision(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    node, flags, given = cluster.node, config["megatron"], config.get("precision_plan")
-    plan = None if given is None else Plan.from_config(given)
-    if node is None:
-        return
-    if plan is not None and plan.uses_fp8:
-        key, recipe = "precision_plan", plan.recipe
-    elif asked := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
-        key, recipe = f"megatron.{asked[0]}", str(flags.get("fp8_recipe") or "delayed")
-    else:
-        return
-    if not node.fp8:
-        yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
-    elif plan is not None:
-        try:
-            check_experts(Precision(plan, Architecture.from_config(config)))
-        except ValueError as error:
-            yield Finding("error", str(error))
-    if node.fp8 and recipe not in node.fp8:
-        yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
-
-
-def _packs(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    """Packs without an attention kernel for the site's GPUs; a warning where a container has the packages."""
-    if cluster.node is None or config["model"].get("backend") == "local":
-        return
-    inside = cluster.container.used
-    why = packed_attention.lack(
-        config,
-        cluster.node.gpu,
-        capability=GPUS[cluster.node.gpu].capability if cluster.node.gpu in GPUS else None,
-        flash=not inside and packed_attention.installed("flash-attn") is not None,
-        version=None if inside else packed_attention.installed("transformer-engine"),
-    )
-    if why:
-        yield Finding("warning", f"unless the image has flash-attn: {why}") if inside else Finding("error", why)
-
-
-def _reinforcement(
-    config: Mapping[str, Any], settings: Settings, model_to_come: Mapping[str, Any] | None, *, rehearsed: bool
-) -> Iterator[Finding]:
-    """Errors for inconsistent algorithm settings, a missing engine, or what NeMo-RL would refuse."""
-    from nemo_ext.rl.job import check_steps, checked_algorithm, over_own_pairs
-    from nemo_ext.rl.trl.render import check_arguments
-
-    on_nemo_rl, algorithm = config["engine"] == "nemo_rl", None
-    try:
-        algorithm = checked_algorithm(config)
-        check_steps(config, algorithm)
-        if not on_nemo_rl and config["trl"] and find_spec("trl") is not None:
-            check_arguments(algorithm, config["trl"])
-    except ValueError as error:
-        yield Finding("error", str(error))
-    if on_nemo_rl and not os.environ.get("NEMO_RL_ROOT") and find_spec("nemo_rl") is None:
-        yield Finding("error", "engine=nemo_rl: NEMO_RL_ROOT is not set: name a checkout (docs/rl/nemo_rl.md)")
-    elif on_nemo_rl and rehearsed and algorithm is not None and settings.cluster.node is not None:
-        there = Path(str(config["policy"])).expanduser().is_dir()
-        if not there and model_to_come is None:
-            yield Finding("note", "the layout is computed and checked when the job starts: the model is not there yet")
-            return
-        with nullcontext() if there else TemporaryDirectory() as folder:
-            if folder is not None:
-                (Path(folder) / "config.json").write_text(json.dumps(model_to_come), encoding="utf-8")
-                config = {**config, "policy": folder}
-            try:
-                if all(place.exists() for key, place, _ in inputs("rl", config) if key == "pairs.train"):
-                    algorithm = over_own_pairs(config, algorithm)  # else they are made before, or `_inputs` says so
-                yield from _on_nemo_rl(config, algorithm, settings)
-            except ValueError as error:
-                yield Finding("error", str(error))
-
-
-def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Settings) -> Iterator[Finding]:
-    """Findings of NeMo-RL's own `setup`, where it can be imported, with the config that the job will have.
-
-    Raises:
-        ValueError: the config cannot be made, or no layout fits.
-    """
-    from nemo_ext.rl.nemo_rl.checkout import Checkout
-    from nemo_ext.rl.nemo_rl.draft import section_of
-    from nemo_ext.rl.nemo_rl.job import on_cluster, settings_of
-
-    node, nodes = settings.cluster.node, settings.slurm.nodes
-    assert node is not None
-    checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
-    given = on_cluster(config, nodes, node.gpus, node.gpu_memory_gib)
-    made = {"section": section_of(algorithm), "config": settings_of(given, algorithm, checkout)[1]}
-    code, said = rehearsal(made, checkout.root)
-    if code == 0:
-        yield Finding("note", "NeMo-RL's own setup takes the config")
-    else:
-        kind: Literal["error", "note"] = "error" if code == 1 else "note"
-        yield Finding(kind, said if code == 1 else f"NeMo-RL's own setup was not asked: {said}")
-
-
-def rehearsal(made: Mapping[str, Any], root: Path) -> tuple[int, str]:
-    """Exit code and last line of `nemo_ext.rl.nemo_rl.rehearsal`, in a process that imports torch and NeMo-RL."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder) / "config.json"
-        file.write_text(json.dumps(made), encoding="utf-8")
-        path = os.pathsep.join([str(root), *(place for place in sys.path if place)])
-        ended = subprocess.run(
-            [sys.executable, "-m", "nemo_ext.rl.nemo_rl.rehearsal", str(file)],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    lines = (ended.stdout.strip() or ended.stderr.strip() or "it said nothing").splitlines()
-    return (ended.returncode if ended.stdout.strip() or not ended.returncode else 3), lines[-1]
-
-
-def _settings(job: str, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """The error that a job would raise on its settings before it reads anything."""
-    module, name = SETTINGS[job]
-    more: dict[str, bool] = {}
-    if job == "serve" and config["serving"]["host"] in LOOPBACK:
-        config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task will have it
-    if job in SHARDED:
-        more["files"] = not coming
-    if job == "online":
-        more["tasks"] = all(path.exists() for _, path, _ in inputs(job, config))  # else `_inputs` says so
-    if job == "merge_sweep":
-        more["megatron"] = not coming
-    if job == "preference_data":
-        tokenizer = config["tokenizer"]
-        named = [tokenizer.get("path") if isinstance(tokenizer, Mapping) else None, config["template"]]
-        made = [Path(str(name)).expanduser() for name in named if name]
-        more["files"] = all(path.exists() or not is_there(path, coming) for path in made)
-    for key in ("replicas", "nodes") if job in MEANWHILE else ():
-        if (number := config["serving"][key]) != 1:
-            yield Finding(
-                "error",
-                f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
-                "serving.gpus gives a model more GPUs (serving.engine=vllm)",
-            )
-    error = None
-    with redirect_stderr(StringIO()) as notices:
-        try:
-            getattr(import_module(module), name)(config, **more)
-        except ValueError as raised:
-            error = Finding("error", str(raised))
-    yield from (Finding("note", line) for line in notices.getvalue().splitlines() if line.strip())
-    if error is not None:
-        yield error
-
-
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
     for data in data_sections(config):
         if packed := data.get("packed"):
@@ -472,19 +209,21 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool)
             how = "`nemo-ext tokenize` writes it"
         else:
             continue
-        missing = [place for place in needed if not is_there(place, coming)]
+        missing = [place for place in needed if not will_exist(place, coming)]
         if missing:
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
             yield Finding("error", f"data: {missing[0]}{more} not there; {how}")
 
 
 def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path]) -> Iterator[Finding]:
-    for key, path, how in inputs(settings.job, config):
-        if not is_there(path, coming):
+    job = find(settings.job)
+    for read in job.inputs(config):
+        key, path, how = read.key, read.path, read.advice
+        if not will_exist(path, coming):
             yield Finding("error", f"{key}={path}: not there; {how}")
-        elif _is_made(path, coming):
+        elif is_coming(path, coming):
             continue
-        elif key in MODELS:
+        elif read.model:
             if wrong := _no_checkpoint(key, path):
                 yield Finding("error", f"{key}={path}: {wrong}")
         elif path.is_dir() and not any(path.iterdir()):
@@ -507,7 +246,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
         return
     if room := no_room(above):
         yield Finding("error", f"run_dir={record}: {room}: make room, or choose another disk")
-    if settings.job != "train" or not config["megatron"].get("train_iters"):
+    if job.ranks != "slurm" or not config["megatron"].get("train_iters"):
         return
     (count, size), free = checkpoints_of(config), shutil.disk_usage(above).free
     if free < size * count:

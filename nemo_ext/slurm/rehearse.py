@@ -17,16 +17,18 @@ from typing import Any
 
 from nemo_ext.checkpoint.start import with_model_of_start
 from nemo_ext.job.files import write_text
+from nemo_ext.job.findings import Finding
+from nemo_ext.job.job import will_exist
 from nemo_ext.job.made_of import digest
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
+from nemo_ext.job.registry import job as find
+from nemo_ext.megatron.preflight import ADVICE, GIB, MEMORY, fits
 from nemo_ext.rehearsal.settings import STAGES, one_phase
 from nemo_ext.rehearsal.teacher import model_of
 from nemo_ext.slurm.cluster import Node
-from nemo_ext.slurm.preflight import ADVICE, GIB, MEMORY, Finding, fits, is_there
 from nemo_ext.slurm.settings import Settings
 
-REHEARSED = ("train", "puzzle")
 REHEARSALS = "rehearsals"
 """Folder beside a record of starts with what was rehearsed."""
 SECONDS = 60.0
@@ -48,10 +50,10 @@ _RESULT, _ASKED = "rehearsal.json", "asked.json"
 
 
 def is_wanted(settings: Settings) -> bool:
-    """Whether a job of `REHEARSED` is rehearsed: as slurm.rehearse says, by default if the GPUs' memory is known."""
+    """Whether a job is rehearsed: as slurm.rehearse says, by default if the GPUs' memory is known."""
     node, asked = settings.cluster.node, settings.slurm.rehearse
     known = node is not None and node.gpu_memory_gib is not None
-    return settings.job in REHEARSED and (known if asked is None else asked)
+    return find(settings.job).rehearsed and (known if asked is None else asked)
 
 
 def with_rehearsals(
@@ -82,7 +84,7 @@ def with_rehearsals(
             measured = False
             continue
         if later := [
-            f"{name}={path}" for name, path in _models(config) if not path.exists() and is_there(path, coming)
+            f"{name}={path}" for name, path in _models(config) if not path.exists() and will_exist(path, coming)
         ]:
             told.append(Finding("note", f"not rehearsed: {later[0]} is not there yet"))
             measured = False

@@ -8,11 +8,10 @@ from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_choice, compose, config_folders
+from nemo_ext.job.registry import jobs
 from nemo_ext.job.settings import STRICT, Place, checked
 from nemo_ext.slurm.cluster import Cluster, duration
 
-SHARDED = ("curate", "mixture")
-"""Jobs whose `shard` is the part of an array's task."""
 OWN = ("job", "account", "time")
 _NAMES = re.compile(r"[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*(,[A-Za-z0-9_.@+][A-Za-z0-9_.@+-]*)*")
 
@@ -61,12 +60,14 @@ class Settings:
                     f"{key}={name!r} cannot be a name of Slurm's: write letters, digits and . _ - @ + alone "
                     "(a comma between several)"
                 )
-        if self.slurm.folder is not None and self.job == "train":
+        known = {job.name: job for job in jobs()}
+        if self.slurm.folder is not None and self.job in known and known[self.job].ranks == "slurm":
             raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
-        if self.slurm.shards > 1 and self.job not in ("puzzle", *SHARDED):
+        sharded = [job.name for job in known.values() if job.array is not None and job.array.shards]
+        if self.slurm.shards > 1 and self.job not in sharded:
             raise ValueError(
-                f"slurm.shards={self.slurm.shards}: only job=puzzle has shards, of its distillation, and those of "
-                f"{' and '.join(SHARDED)}"
+                f"slurm.shards={self.slurm.shards}: job={self.job} has no shards; there are those of "
+                f"{', '.join(sharded)}"
             )
 
 

@@ -18,12 +18,12 @@ from rich.table import Table
 
 from nemo_ext.endpoint.address import FILE, read_address
 from nemo_ext.job.files import no_room
-from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, last_lines, newest, read_config
+from nemo_ext.job.registry import jobs
+from nemo_ext.job.run_directory import CONFIG, LOG, METRICS, last_checkpoint, last_lines, newest, read_config, target_of
 from nemo_ext.serving.members import FOLDER
 from nemo_ext.slurm import attempts, ends
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import JOB
-from nemo_ext.slurm.jobs import saved_step
 
 PARENTS = "after.txt"
 """File in a run's folder `slurm` with the folders of the runs that it waits for."""
@@ -167,7 +167,7 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
         if (room := no_room(run_dir)) and room not in text:
             text = f"{room}; {text}"
         if last is not None and last.counted:
-            saved = max(saved_step(kind, run_dir) or 0 for kind in ("train", "rl"))
+            saved = max(job.saved_step(run_dir) for job in jobs() if job.saved_step)
             text += f"; step {saved} is saved" if saved > last.first_step else "; nothing new was saved"
         return text
     if last.reason == "cancelled":
@@ -188,20 +188,6 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
 def _step_of(line: Mapping[str, Any]) -> int:
     """Step of a line of metrics; `nemo-ext online` counts rounds, and notes a round's loss with the policy before."""
     return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
-
-
-def target_of(run_dir: Path) -> int | None:
-    """Total number of steps of training or RL, or of rounds, or None if unknown."""
-    if not (run_dir / CONFIG).is_file():
-        return None
-    config = read_config(run_dir / CONFIG)
-    algorithm = config.get("rl") or {}
-    found = (config.get("megatron") or {}).get("train_iters")
-    if found is None and "online" in config:
-        found = (algorithm.get("online") or {}).get("rounds")
-    elif found is None:
-        found = (algorithm.get("schedule") or {}).get("steps")
-    return None if found is None else int(found)
 
 
 def _unfinished_parent(run_dir: Path) -> Path | None:

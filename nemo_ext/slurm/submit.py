@@ -16,11 +16,15 @@ from rich.console import Console
 from nemo_ext.data.training import check_settings
 from nemo_ext.job.config import check_choice, compose, hydra_value, without_data
 from nemo_ext.job.files import write_text
+from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.job import will_exist
+from nemo_ext.job.registry import job as find
+from nemo_ext.megatron.preflight import MEMORY
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import JOB, SUBMITTED
-from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, script_name, shard_record, tasks_of
-from nemo_ext.slurm.preflight import MEMORY, Finding, errors, findings, is_there, started, unknown_to_slurm
+from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, rounds_of, shard_record, submitted, tasks_of
+from nemo_ext.slurm.preflight import findings, started, unknown_to_slurm
 from nemo_ext.slurm.rehearse import REHEARSALS, is_wanted, with_rehearsals
 from nemo_ext.slurm.settings import Settings, settings_of, split
 from nemo_ext.slurm.status import job_of, queued, queued_job
@@ -92,7 +96,7 @@ class Submission:
     def cores(self) -> int | None:
         """CPU cores that the job takes of each of its nodes; None if unknown."""
         _, gpus = nodes_and_gpus(self.settings.job, self.config, self.settings)
-        ranks = gpus if self.settings.job == "train" else 1
+        ranks = gpus if find(self.settings.job).ranks == "slurm" else 1
         each = _cores(self.settings, gpus, ranks)
         return each and each * ranks
 
@@ -101,7 +105,7 @@ class Submission:
         settings, job = self.settings, self.settings.job
         cluster = settings.cluster
         nodes, gpus = nodes_and_gpus(job, self.config, settings)
-        ranks = gpus if job == "train" else 1
+        ranks = gpus if find(job).ranks == "slurm" else 1
         limit = settings.time or (cluster.limit.time if cluster.limit else None)
         tasks = len(self.records)
         # Slurm reads a % in the path as a pattern such as %j.
@@ -149,7 +153,7 @@ def script_of(job: str) -> Path:
     Raises:
         ValueError: if the job has none.
     """
-    return SCRIPTS / script_name(job)
+    return SCRIPTS / f"{submitted(job).script}.sbatch"
 
 
 def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
@@ -167,13 +171,13 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
     ours, theirs = split([word for word in words if word != MULTIRUN])
     settings = settings_of(ours)
     job = settings.job
-    script_of(job)
+    ranks = submitted(job).ranks == "slurm"
     check_choice("recipe", theirs, job)
     several = MULTIRUN in words
     runs = [split(point)[1] for point in points(job, theirs)] if several else [theirs]
     configs = [compose(job, run) for run in runs]
     notes: list[Finding] = []
-    if job == "train":
+    if ranks:
         layouts = [_nodes_of_the_site(run, config, settings) for run, config in zip(runs, configs, strict=True)]
         configs = [
             compose(job, [*run, *given]) if given else config
@@ -199,7 +203,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         options = "account=, time=, cluster.partition=, cluster.qos= and slurm.options= set what they would"
         notes.append(Finding("note", f"without this shell's {', '.join(dropped)}: {options}"))
     # The script takes the launcher's values from the allocation.
-    own = [word for word in theirs if job != "train" or not word.startswith("launcher.")]
+    own = [word for word in theirs if not ranks or not word.startswith("launcher.")]
     both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
     return Submission(
         settings=settings,
@@ -257,7 +261,7 @@ def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]
         every = [
             each for config in submission.configs for each in (*started(settings.job, config), (settings.job, config))
         ]
-        for config in [config for job, config in every if job == "train"]:
+        for config in [config for job, config in every if find(job).ranks == "slurm"]:
             found += [one for one in by_megatron(config, coming) if one not in found]
     script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
@@ -292,7 +296,7 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     submission = planned(words)
     own = split(submission.words)[1]
     ends = [attempts.finished(record) for record in submission.records]
-    (end, *others), serves = ends, submission.settings.job == "serve"
+    (end, *others), serves = ends, find(submission.settings.job).server
     if end is not None and not others and not serves and not attempts.other_words(end, own):
         mark = submission.base / attempts.FOLDER / attempts.FINISHED
         console.print(f"{submission.base}: finished before; remove {mark} to have it done again", markup=False)
@@ -408,7 +412,7 @@ def _without_teacher_to_come(config: Mapping[str, Any], coming: Sequence[Path]) 
     """The config without a teacher, or a teacher's files, that an earlier job writes and that is not there yet."""
     teacher, saved = (config.get("distillation") or {}).get("teacher"), config["megatron"].get("logits_load_dir")
     absent = [place for place in (teacher, saved) if place and not Path(str(place)).exists()]
-    absent = [place for place in absent if is_there(Path(str(place)), coming)]
+    absent = [place for place in absent if will_exist(Path(str(place)), coming)]
     if teacher in absent:
         config = {**config, "distillation": None}
     if saved in absent:

@@ -9,6 +9,7 @@ from hydra.errors import HydraException
 
 from nemo_ext.job.config import compose, hydra_value, hydra_words
 from nemo_ext.job.places import is_place
+from nemo_ext.job.registry import grammar_of
 from nemo_ext.slurm.settings import split
 
 MULTIRUN = "--multirun"
@@ -46,7 +47,7 @@ def _values(job: str, word: str) -> list[str]:
     parse = OverridesParser.create().parse_overrides
     try:
         # Names of files are texts elsewhere; here a comma between them divides values, except in quotes.
-        parsed = parse([word] if is_place(job, name.lstrip("+~")) else hydra_words([word], job))
+        parsed = parse([word] if is_place(grammar_of(job).settings, name.lstrip("+~")) else hydra_words([word], job))
     except HydraException:
         return [word]  # composing says what is wrong with it
     if len(parsed) != 1 or not parsed[0].is_sweep_override():

@@ -12,7 +12,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
 from nemo_ext.job.files import write_text
@@ -23,7 +22,7 @@ from nemo_ext.memory.report import section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm import attempts, beside
-from nemo_ext.slurm.jobs import SERVING, nodes_and_gpus, record_of, saved_step
+from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, saved_step, submitted
 from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
 from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
@@ -43,15 +42,15 @@ class Task(Batch):
 
     def prepare(self) -> Prepared:
         """Compose the config, to save it and to find the record; the job composes its own."""
-        job = self.settings.job
-        config: dict[str, Any] = compose(job, self.words)
-        self.at_loopback = job == "serve" and config["serving"]["host"] in LOOPBACK
-        if job == "puzzle":
-            self.ranks = nodes_and_gpus(job, config, self.settings)
+        name = self.settings.job
+        job, config = submitted(name), compose(name, self.words)
+        self.at_loopback = job.server and config["serving"]["host"] in LOOPBACK
+        if job.ranks == "asked":
+            self.ranks = nodes_and_gpus(name, config, self.settings)
             if (nodes := self.ranks[0]) != int(os.environ["SLURM_JOB_NUM_NODES"]):
                 raise ValueError(f"launcher.nodes={nodes}: give sbatch --nodes={nodes}, as `nemo-ext submit` does")
-        self.on_ray = job == "rl" and config["engine"] == "nemo_rl"
-        self.record = record_of(job, config, self.settings)
+        self.on_ray = job.ray(config)
+        self.record = record_of(name, config, self.settings)
         self.seconds = sampler.interval(config)
         folder = self.record / attempts.FOLDER
         write_config(folder, config)
@@ -65,7 +64,8 @@ class Task(Batch):
         command = ["-m", "nemo_ext.cli", self.settings.job, *self.words]
         if self.on_ray:
             return self._on_ray(command)
-        if self.settings.job == "serve":
+        job = submitted(self.settings.job)
+        if job.server:
             if self.at_loopback:
                 command.append(f"serving.host={reachable_name()}")
             if not any(word.startswith("port=") for word in self.words):
@@ -73,8 +73,8 @@ class Task(Batch):
         if self.ranks[0] > 1:
             return self._on_nodes(command)
         words, others = self.srun(command, "--nodes=1", "--ntasks=1"), int(os.environ["SLURM_JOB_NUM_NODES"]) - 1
-        asking = beside.asking(self.record) if self.settings.job == "serve" else []
-        if self.settings.job not in SERVING or not (others or asking):
+        asking = beside.asking(self.record) if job.server else []
+        if job.serving != "replicas" or not (others or asking):
             return subprocess.run(words, env=self.environment(), check=False).returncode
         follow = ["-m", "nemo_ext.serving.follow", self.settings.job, *self.words]
         also = self.srun(follow, f"--nodes={others}", f"--ntasks={others}", "--relative=1") if others else None

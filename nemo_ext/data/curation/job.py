@@ -92,7 +92,7 @@ def run(config: Mapping[str, Any]) -> None:
 
     Raises:
         ValueError: a setting, a file or the input is at fault, or the folder has the output of other settings.
-        RuntimeError: a worker process died.
+        JobFailed: a worker process died.
     """
     plan = check(config)
     units = _begin(plan)

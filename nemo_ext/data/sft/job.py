@@ -41,7 +41,7 @@ def run(config: Mapping[str, Any]) -> Path:
     Raises:
         ValueError: the config is wrong, a source cannot be read, output cannot be written, or nothing is left to train
             on.
-        RuntimeError: a worker died.
+        JobFailed: a worker died.
     """
     settings = read_settings(config)
     with only_run_in(settings.output, "output"):

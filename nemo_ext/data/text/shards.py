@@ -163,7 +163,7 @@ def complete_shards(
     """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
 
     Raises:
-        RuntimeError: A worker process died.
+        JobFailed: A worker process died.
     """
     ready: set[int] = set()
     frontier = 0

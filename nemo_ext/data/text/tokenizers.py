@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from nemo_ext.data.text.indexed_dataset import Ids, ids_type
+from nemo_ext.job.job import JobFailed
 from nemo_ext.job.settings import nearest
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]
     """Function that encodes one text, without the tokens that a post-processor adds.
 
     Where fastokens is installed and reads the tokenizer, it encodes, many times as fast; the ids are the same. Both
-    encode the first text and one in 256, by its content, and a difference is a RuntimeError. The tokenizer must not
+    encode the first text and one in 256, by its content, and a difference raises JobFailed. The tokenizer must not
     change afterwards.
     """
 
@@ -256,7 +257,7 @@ def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]
         except Exception:  # of a text that is too much for it
             return by_tokenizers(text)
         if is_compared(text) and not np.array_equal(ids, by_tokenizers(text)):
-            raise RuntimeError(
+            raise JobFailed(
                 f"fastokens encodes {text[:60]!r}... otherwise than tokenizers: uninstall it, remove what this job has "
                 "made and begin again"
             )

@@ -107,6 +107,18 @@ def check_machine(config: Mapping[str, Any]) -> None:
         raise ValueError(f"evaluate.every={every}: needs {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
 
 
+def train(config: Mapping[str, Any]) -> None:
+    """Run the job `train` on this machine, with evaluations of its steps where `evaluate.every` asks for them.
+
+    Raises:
+        ValueError: a setting is wrong, or this machine cannot do it.
+    """
+    from nemo_ext import launch
+
+    check_machine(config)
+    launch.train(config)
+
+
 def folder_of(run_dir: Path, step: int) -> Path:
     """Folder of the evaluation at a step."""
     return run_dir / FOLDER / f"step_{step:07d}"

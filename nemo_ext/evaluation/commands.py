@@ -1,0 +1,137 @@
+"""`nemo-ext evaluate`, `compare`, `rollouts` and `merge_sweep`."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from nemo_ext.evaluation.store import RESULTS
+from nemo_ext.job.figures import Figures
+from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
+from nemo_ext.job.settings import Places, strings
+from nemo_ext.rl.commands import ENVIRONMENTS
+from nemo_ext.serving.commands import (
+    REPLICAS,
+    SERVED,
+    STARTS_FROM,
+    check_one_node,
+    engines,
+    served_inputs,
+    size,
+    size_of_one,
+)
+
+ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge": "nemo_ext.rl.judge:JudgeSettings"})}
+"""Types of a section `evaluate`."""
+
+
+def _figures(run_dir: Path) -> Figures:
+    if not (run_dir / RESULTS).is_file():
+        return Figures()
+    from nemo_ext.evaluation.report import figure
+
+    mean = json.loads((run_dir / RESULTS).read_text()).get("mean")
+    return Figures(text=f"accuracy {figure(mean['accuracy'], mean.get('interval')).text}" if mean else "")
+
+
+EVALUATE = Job(
+    name="evaluate",
+    group="serve and evaluate",
+    help="evaluate a model or an endpoint: benchmarks with intervals, tokens and every answer",
+    run="nemo_ext.evaluation.job:run",
+    engines=engines,
+    resumable=True,
+    check=reads("nemo_ext.evaluation.job:check"),
+    inputs=served_inputs,
+    model=STARTS_FROM,
+    script="task",
+    size=size,
+    size_keys=("serving.nodes", "serving.gpus"),
+    array=REPLICAS,
+    serving="replicas",
+    figures=_figures,
+    grammar=Grammar(
+        settings=("nemo_ext.evaluation.job:Given", SERVED, ASKED),
+        aliases={"model": "served", "suite": "evaluate.suite"},
+        open=("serving.vllm",),
+        free=("evaluate.",),
+    ),
+)
+
+
+ROLLOUTS = Job(
+    name="rollouts",
+    group="reinforcement learning",
+    help="ask for answers to RL tasks and verify them: pass rates for curricula",
+    run="nemo_ext.evaluation.rollouts:run",
+    engines=engines,
+    resumable=True,
+    check=reads("nemo_ext.evaluation.rollouts:check"),
+    inputs=served_inputs,
+    model=STARTS_FROM,
+    script="task",
+    size=size,
+    size_keys=("serving.nodes", "serving.gpus"),
+    array=REPLICAS,
+    serving="replicas",
+    figures=_figures,
+    grammar=Grammar(
+        settings=(
+            SERVED,
+            ASKED,
+            {"rollouts": ("nemo_ext.evaluation.rollouts:RolloutSettings", {"environments": ENVIRONMENTS})},
+        ),
+        aliases={"model": "served"},
+        open=("rollouts.extra", "rollouts.environments", "serving.vllm"),
+        free=("evaluate.", "rollouts.environments."),
+    ),
+)
+
+
+def _compared(config: Config) -> list[Input]:
+    runs = config["runs"].values() if isinstance(config["runs"], Mapping) else strings(config["runs"])
+    advice = "`nemo-ext evaluate` and `nemo-ext rollouts` write them"
+    return inputs(*(("runs", place, advice) for place in runs))
+
+
+COMPARE = Job(
+    name="compare",
+    group="serve and evaluate",
+    help="compare evaluations side by side, with paired tests and the papers' values",
+    run="nemo_ext.evaluation.compare_page:run",
+    inputs=_compared,
+    script="task",
+    grammar=Grammar(settings="nemo_ext.evaluation.compare:CompareSettings"),
+)
+
+
+def _check_merge_sweep(config: Config, coming: Sequence[Path]) -> None:
+    from nemo_ext.evaluation.merges import check
+
+    check_one_node(config, "merge_sweep")
+    check(config, megatron=not coming)
+
+
+MERGE_SWEEP = Job(
+    name="merge_sweep",
+    group="compress",
+    help="average checkpoints with several weights, evaluate each, choose one of the Pareto front",
+    run="nemo_ext.evaluation.merges:run",
+    engines=("torch",),
+    resumable=True,
+    check=_check_merge_sweep,
+    inputs=lambda config: inputs(
+        *(("from", place, "train or convert it first") for place in strings(config["from"])), model=("from",)
+    ),
+    model=Model(leaves="any", place=lambda folder, words: folder / "chosen", trained=True),
+    script="task",
+    size=size_of_one,
+    size_keys=("serving.nodes", "serving.gpus"),
+    own_folder=True,
+    serving="meanwhile",
+    grammar=Grammar(
+        settings=(SERVED, ASKED, {"from": Places}),
+        aliases={"suite": "evaluate.suite"},
+        open=("sweep.objectives", "sweep.at_least", "serving.vllm"),
+        free=("evaluate.", "sweep."),
+    ),
+)

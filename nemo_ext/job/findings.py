@@ -1,0 +1,18 @@
+"""Findings of checks before a job starts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One error, warning or note, in one line with the remedy."""
+
+    kind: Literal["error", "warning", "note"]
+    text: str
+
+
+def errors(findings: Sequence[Finding]) -> bool:
+    """True if any finding is an error."""
+    return any(finding.kind == "error" for finding in findings)

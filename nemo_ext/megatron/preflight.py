@@ -1,0 +1,116 @@
+"""Checks of a training run before it waits in a queue: memory, precision and packs on a site's GPUs. No torch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from nemo_ext.architecture.cost import GpuCost, per_gpu
+from nemo_ext.architecture.gpus import GPUS
+from nemo_ext.architecture.layout import Layout
+from nemo_ext.architecture.model import Architecture
+from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.data.phases import plan_of
+from nemo_ext.job.findings import Finding
+from nemo_ext.megatron import packed_attention
+from nemo_ext.megatron.fp8 import Precision, check_experts
+
+GIB = 1 << 30
+TIGHT = 0.9
+"""Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
+
+MEMORY = "memory: "
+"""Beginning of findings on the memory of GPUs."""
+ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
+
+
+def findings(
+    config: Mapping[str, Any], settings: Any, *, paths: bool, here: bool, **others: object
+) -> Iterator[Finding]:
+    """Findings on a training run.
+
+    Args:
+        config: composed config.
+        settings: settings of site and queue.
+        paths: whether files and the container are checked.
+        here: True for a run that is not queued but started on this machine.
+        others: facts that matter to other jobs.
+    """
+    yield from _memory(config, settings.cluster)
+    yield from precision(config, settings.cluster)
+    if paths and not here:
+        yield from _packs(config, settings.cluster)
+
+
+def _memory(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
+    launcher, node = config["launcher"], cluster.node
+    world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
+    try:
+        most = max(_gpus(config, world), key=lambda gpu: gpu.total_bytes)
+    except ValueError as error:
+        yield Finding("error", str(error))
+        return
+    if node is None or node.gpu_memory_gib is None:
+        return
+    kind = fits(most.total_bytes / (node.gpu_memory_gib * GIB))
+    need = f"{MEMORY}about {most.total_bytes / GIB:.0f} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}"
+    if kind == "error":
+        need += (
+            f" (weights, gradients and optimizer {(most.total_bytes - most.activation_bytes) / GIB:.0f}, "
+            f"activations {most.activation_bytes / GIB:.0f}): {ADVICE}"
+        )
+    yield Finding(kind, need)
+
+
+def fits(share: float) -> Literal["error", "warning", "note"]:
+    """Kind of a finding on a share of a GPU's memory."""
+    return "error" if share > 1 else "warning" if share > TIGHT else "note"
+
+
+def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
+    from nemo_ext.megatron.arguments import pattern_with_cuts
+
+    config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
+    architecture = Architecture.from_config(config)
+    layout = Layout.from_config(config, world_size=world)
+    plan = plan_of(config)
+    # With phases the longest sequences need the most memory.
+    length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
+    return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
+
+
+def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
+    node, flags, given = cluster.node, config["megatron"], config.get("precision_plan")
+    plan = None if given is None else Plan.from_config(given)
+    if node is None:
+        return
+    if plan is not None and plan.uses_fp8:
+        key, recipe = "precision_plan", plan.recipe
+    elif asked := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
+        key, recipe = f"megatron.{asked[0]}", str(flags.get("fp8_recipe") or "delayed")
+    else:
+        return
+    if not node.fp8:
+        yield Finding("error", f"{key}: a {node.gpu} has no FP8; train in bf16 (precision=bf16) there")
+    elif plan is not None:
+        try:
+            check_experts(Precision(plan, Architecture.from_config(config)))
+        except ValueError as error:
+            yield Finding("error", str(error))
+    if node.fp8 and recipe not in node.fp8:
+        yield Finding("error", f"{key}: a {node.gpu} has no {recipe} scaling; it has {', '.join(node.fp8)}")
+
+
+def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
+    """Packs without an attention kernel for the site's GPUs; a warning where a container has the packages."""
+    if cluster.node is None or config["model"].get("backend") == "local":
+        return
+    inside = cluster.container.used
+    why = packed_attention.lack(
+        config,
+        cluster.node.gpu,
+        capability=GPUS[cluster.node.gpu].capability if cluster.node.gpu in GPUS else None,
+        flash=not inside and packed_attention.installed("flash-attn") is not None,
+        version=None if inside else packed_attention.installed("transformer-engine"),
+    )
+    if why:
+        yield Finding("warning", f"unless the image has flash-attn: {why}") if inside else Finding("error", why)

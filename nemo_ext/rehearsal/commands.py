@@ -1,0 +1,31 @@
+"""`nemo-ext rehearse`."""
+
+import sys
+
+from nemo_ext.job.config import mistakes_are_one_line, run_job
+from nemo_ext.job.job import Command, Grammar
+from nemo_ext.job.settings import nearest
+from nemo_ext.megatron.commands import NEW_KEYS, TRAINING
+
+CONFIGS = {"train": "rehearse", "puzzle": "rehearse_puzzle"}
+"""Configs by the job that is rehearsed."""
+
+
+def _main(words: list[str]) -> None:
+    with mistakes_are_one_line():
+        jobs = [word.removeprefix("job=") for word in words if word.startswith("job=")] or ["train"]
+        if jobs[-1] not in CONFIGS:
+            raise ValueError(f"job={jobs[-1]}: {nearest(jobs[-1], CONFIGS)}")
+    from nemo_ext.rehearsal.job import job
+
+    sys.argv = [sys.argv[0], *(word for word in words if not word.startswith("job="))]
+    run_job(CONFIGS[jobs[-1]], job)
+
+
+REHEARSE = Command(
+    name="rehearse",
+    group="cluster",
+    help="step one rank of each kind of a full-size run without its GPUs: memory, FLOPs, communication",
+    main=_main,
+    grammar=Grammar(settings=TRAINING, free=NEW_KEYS),
+)

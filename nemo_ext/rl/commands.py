@@ -1,0 +1,141 @@
+"""`nemo-ext rl`, `rl_tasks` and `gym`, and the parts that commands with a preset of RL share."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_ext.job.figures import Figures
+from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
+from nemo_ext.job.records import read_records
+from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, target_of
+from nemo_ext.job.settings import Place, Places
+
+ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
+"""Types of a section of environments."""
+RL: Mapping[str, Any] = {
+    **dict.fromkeys(("run_dir", "policy", "template"), Place),
+    "tasks": {"*": dict.fromkeys(("path", "curriculum", "directory"), Place)},
+    "pairs": {"train": Place, "validation": Place},
+    "rl": (
+        "nemo_ext.rl.algorithms:PolicyGradient",
+        {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]},
+    ),
+    "environments": ENVIRONMENTS,
+}
+"""Types of the keys of RL."""
+NEW_KEYS = ("rl.", "trl.", "tasks.")
+"""Keys of RL that may be new: presets and engines know which exist."""
+_REWARDS = {
+    "reward": "reward",
+    "eval_reward": "validation reward",
+    "rewards/accuracies": "accuracy",
+    "eval_rewards/accuracies": "validation accuracy",
+}
+"""Metrics of TRL's log, as a run prints them too."""
+
+
+def training_inputs(config: Config, model: str) -> list[Input]:
+    """Inputs of a job that trains on tasks or pairs, from the model in the key `model`."""
+    read = [("model", config[model], "`nemo-ext convert` writes one")]
+    for split in ("train", "validation"):
+        section = config["tasks"].get(split) or {}
+        for key in ("path", "curriculum", "directory") if isinstance(section, Mapping) else ():
+            read.append((f"tasks.{split}.{key}", section.get(key), "`nemo-ext rl_tasks` writes tasks"))
+        pairs = (config.get("pairs") or {}).get(split)
+        read.append((f"pairs.{split}", pairs, "`nemo-ext preference_data` writes pairs"))
+    return inputs(*read, model=("model",))
+
+
+def _size(config: Config, settings: Any) -> tuple[int, int]:
+    if config["engine"] == "trl":
+        return 1, 1
+    node = settings.cluster.node
+    if node is None:
+        raise ValueError(
+            f"cluster={settings.cluster.name}: engine=nemo_rl takes whole nodes, and nothing is said of theirs: give "
+            "'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: [], cpus: 112}', or a site of your own"
+        )
+    return settings.slurm.nodes, node.gpus
+
+
+def saved_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint, 0 if there is none; TRL's are `checkpoint-N`, NeMo-RL's `step_N`."""
+    places = [*(run_dir / CHECKPOINTS).glob("checkpoint-*"), *(run_dir / CHECKPOINTS).glob("step_*")]
+    steps = [path.name.replace("_", "-").rpartition("-")[2] for path in places]
+    return max((int(step) for step in steps if step.isdecimal()), default=0)
+
+
+def figures(run_dir: Path) -> Figures:
+    """First value of each reward, and mean of its last tenth, as in the run's own report."""
+    if not (run_dir / METRICS).is_file():
+        return Figures()
+    logs = read_records(run_dir / METRICS, dict[str, Any], what="a line of metrics")
+    shown = []
+    for key, name in _REWARDS.items():
+        values = [float(log[key]) for log in logs if log.get(key) is not None]
+        last = values[-max(1, len(values) // 10) :]
+        if values:
+            shown.append(f"{name} {values[0]:.3f} -> {sum(last) / len(last):.3f}")
+    steps = [int(log["step"]) for log in logs if "step" in log]
+    tokens = [int(log["num_tokens"]) for log in logs if log.get("num_tokens") is not None]
+    return Figures(
+        text=", ".join(shown),
+        tokens=max(tokens, default=None),
+        step=max(steps, default=None),
+        target=target_of(run_dir),
+    )
+
+
+RL_JOB = Job(
+    name="rl",
+    group="reinforcement learning",
+    help="train by GRPO, RLOO, DPO or RPO with the papers' presets, on TRL or NeMo-RL",
+    run="nemo_ext.rl.job:run",
+    resumable=True,
+    findings="nemo_ext.rl.preflight:findings",
+    inputs=lambda config: training_inputs(config, "policy"),
+    model=Model(
+        key="model",
+        takes="hugging_face",
+        leaves="any",
+        place=lambda folder, words: folder / "model",
+        trained=True,
+        same_sizes=True,
+    ),
+    script="rl",
+    size=_size,
+    own_folder=True,
+    ray=lambda config: config["engine"] == "nemo_rl",
+    saved_step=saved_step,
+    figures=figures,
+    grammar=Grammar(
+        settings=RL,
+        aliases={"model": "policy"},
+        groups={"preset": "rl"},
+        free=(*NEW_KEYS, "nemo_rl.set.", "environments.", "megatron.", "precision_plan."),
+        replaces={"environments": "rl.environments"},
+    ),
+)
+RL_TASKS = Job(
+    name="rl_tasks",
+    group="reinforcement learning",
+    help="generate RL tasks: mathematics, code, instructions, tools and more",
+    run="nemo_ext.rl.tasks.job:run",
+    script="task",
+    grammar=Grammar(settings={"records": Places, "without": Places, "output": Place, "solutions": Place}),
+)
+
+
+def _gym(config: Config) -> None:
+    from nemo_ext.rl.gym.install import run
+
+    print(run(config))
+
+
+GYM = Job(
+    name="gym",
+    group="reinforcement learning",
+    help="write NeMo Gym servers for the RL environments",
+    run=_gym,
+    grammar=Grammar(settings={"output": Place, "tasks": Places}),
+)

@@ -1,0 +1,90 @@
+"""`nemo-ext serve`, and the parts that commands with a served model share."""
+
+import glob
+import os
+from typing import Any
+
+from nemo_ext.job.job import Array, Config, Grammar, Input, Job, Model, inputs
+from nemo_ext.job.settings import Place, strings
+
+SERVED = {"run_dir": Place, "served": Place, "files_from": Place, "endpoint": Place}
+"""Types of the keys about a served model."""
+REPLICAS = Array(
+    key="serving.replica",
+    words=("serving.replica={number}",),
+    tasks=lambda config, shards: int(config["serving"]["replicas"]),
+    shards=False,
+)
+"""Replicas of one served model, each a task of an array."""
+STARTS_FROM = Model(key="model")
+
+
+def engines(config: Config) -> tuple[str, ...]:
+    """Engines that serve the config's model in this process; none for an endpoint that exists."""
+    here = config.get("endpoint") is None and config["served"] and config["serving"]["engine"] == "transformers"
+    return ("torch",) if here else ()
+
+
+def size(config: Config, settings: Any) -> tuple[int, int]:
+    """Nodes of each replica, and GPUs on each."""
+    serving = config["serving"]
+    cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
+    return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
+
+
+def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
+    """The node of a job that serves models by itself, and its GPUs."""
+    return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
+
+
+def served_inputs(config: Config) -> list[Input]:
+    """The served model, and the files of `input` whose globs match nothing."""
+    absent = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
+    return inputs(
+        ("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one"),
+        *(("input", word, "name a file") for word in absent),
+        model=("model",),
+    )
+
+
+def check_one_node(config: Config, job: str) -> None:
+    """Refuse replicas and further nodes for a job that serves models by itself.
+
+    Raises:
+        ValueError: there are several.
+    """
+    for key in ("replicas", "nodes"):
+        if (number := config["serving"][key]) != 1:
+            raise ValueError(
+                f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
+                "serving.gpus gives a model more GPUs (serving.engine=vllm)"
+            )
+
+
+def _check(config: Config, coming: object) -> None:
+    from nemo_ext.serving.model import checked_settings
+    from nemo_ext.serving.settings import LOOPBACK
+
+    if config["serving"]["host"] in LOOPBACK:
+        config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task on Slurm will have it
+    checked_settings(config)
+
+
+SERVE = Job(
+    name="serve",
+    group="serve and evaluate",
+    help="serve a model behind an OpenAI-compatible endpoint, on this machine or with vLLM",
+    run="nemo_ext.serving.job:run",
+    engines=engines,
+    check=_check,
+    inputs=served_inputs,
+    model=STARTS_FROM,
+    script="task",
+    size=size,
+    size_keys=("serving.nodes", "serving.gpus"),
+    array=REPLICAS,
+    own_folder=True,
+    serving="replicas",
+    server=True,
+    grammar=Grammar(settings=SERVED, aliases={"model": "served"}, open=("serving.vllm",)),
+)

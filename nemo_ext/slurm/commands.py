@@ -1,0 +1,142 @@
+"""`nemo-ext submit`, `status`, `logs` and `cancel`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from textwrap import fill
+
+from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
+from nemo_ext.job.job import Command, Grammar
+from nemo_ext.job.registry import jobs
+
+HELP = """\
+nemo-ext submit: check a job on the login node, then submit it to Slurm. It continues by itself after time limits,
+failed nodes and broken checkpoints (docs/clusters.md). The same command again continues the same run.
+
+  nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=IscrX run_dir=$WORK/runs/cpt
+  nemo-ext submit --dry-run recipe=olmo3/7b_pretrain cluster=leonardo cluster.qos=boost_qos_bprod
+  nemo-ext submit --config-dir mine cluster=my_site recipe=nemotron3_nano/pretrain
+  nemo-ext submit job=rl preset=rl_zero engine=nemo_rl slurm.nodes=16 model=... tasks.train.path=... cluster=leonardo
+  nemo-ext submit --multirun recipe=olmo1/1b megatron.lr=1e-4,2e-4 run_dir=$WORK/sweep cluster=leonardo
+  nemo-ext submit job=online preset=rpo_online model=... tasks.train.path=... serving.engine=vllm cluster=leonardo
+  nemo-ext submit pipeline=domyn_small run_dir=$WORK/domyn start=... cpt.megatron.lr=1e-5 cluster=leonardo account=IscrX
+
+{jobs}
+  pipeline       name of a file in hydra_conf/pipeline: jobs that depend on each other (docs/pipelines.md);
+                 STAGE.key=value changes one stage, JOB.key=value all stages of a job; finished stages are left out
+  --multirun     submit a run for every combination of comma-separated values, all in one array
+  cluster        name of a file in hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a
+                 setting, most often cluster.qos, cluster.partition or cluster.container.image
+  account        account that is charged
+  time           time limit of each start (default: the longest that the quality of service allows)
+  slurm.margin   seconds before the time limit at which a run saves and is queued again (default: 600)
+  slurm.max_restarts   number of starts after which a run is given up (default: 100)
+  slurm.max_idle       the same, of starts in a row without a new checkpoint (default: 3)
+  slurm.options  further options for sbatch: 'slurm.options=["--mail-type=END"]'
+  slurm.rehearse step a rank of each kind of a training job here first, on fake tensors: true, false, or null: where
+                 the GPUs' memory is known, and given up after a minute (default; docs/rehearsal.md)
+  --dry-run      check the job and show the command, but submit nothing
+
+All other words are settings of the job. The recipe's number of GPUs is kept, unless launcher.nodes=N and
+launcher.nproc_per_node=N change it."""
+
+
+DEFAULT = "train"
+"""Job that `nemo-ext submit` submits without `job=`."""
+
+
+def _submit(words: list[str]) -> None:
+    """Submit, or say in one line why not."""
+    if {"-h", "--help"} & set(words):
+        names = [job.name for job in jobs() if job.script and job.name != DEFAULT]
+        text = f"{DEFAULT} (default), {', '.join(names)}"
+        print(HELP.replace("{jobs}", fill(text, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
+        return
+    if any(word.startswith("pipeline=") for word in words):
+        from nemo_ext.pipeline.submit import submit
+    else:
+        from nemo_ext.slurm.submit import submit
+
+    try:
+        with mistakes_are_one_line():
+            sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
+    except KeyboardInterrupt:
+        print("interrupted: what is queued stays so (nemo-ext status); the same command goes on", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+
+
+def _status(words: list[str]) -> None:
+    """Print a table of runs."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-ext status", description="Show the runs on Slurm: state, step, time left, loss."
+    )
+    parser.add_argument(
+        "run_dirs",
+        nargs="*",
+        type=Path,
+        default=[Path("runs")],
+        metavar="RUN_DIR",
+        help="run directories, or folders that hold some (default: runs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
+    arguments = parser.parse_args(words)
+    from nemo_ext.slurm.status import show
+
+    with mistakes_are_one_line():
+        show(arguments.run_dirs, as_json=arguments.json)
+
+
+def _logs(words: list[str]) -> None:
+    """Show the end of the run's log, or follow it until Ctrl-C."""
+    parser = argparse.ArgumentParser(
+        prog="nemo-ext logs", description="Show the log of a run's ranks, or its job's output."
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
+    parser.add_argument(
+        "-n", "--lines", type=int, default=50, help="number of lines to begin with (default: %(default)s)"
+    )
+    arguments = parser.parse_args(words)
+    from nemo_ext.slurm.status import follow, log_of
+
+    with mistakes_are_one_line():
+        if arguments.follow:
+            try:
+                follow(arguments.run_dir, arguments.lines)
+            except KeyboardInterrupt:
+                sys.exit(INTERRUPTED)
+        path = log_of(arguments.run_dir)
+    print(path, file=sys.stderr, flush=True)
+    os.execvp("tail", ["tail", f"--lines={arguments.lines}", str(path)])
+
+
+def _cancel(words: list[str]) -> None:
+    """Cancel, and say how to resume."""
+    description = "Cancel the job of a run, or all jobs of a pipeline or sweep. Ranks save first."
+    parser = argparse.ArgumentParser(prog="nemo-ext cancel", description=description)
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    arguments = parser.parse_args(words)
+    from nemo_ext.slurm.status import cancel
+
+    with mistakes_are_one_line():
+        cancelled = cancel(arguments.run_dir)
+    print(f"cancelled: {', '.join(cancelled)}; `nemo-ext submit` with the same words goes on from the last checkpoint")
+
+
+SUBMIT = Command(
+    name="submit",
+    group="cluster",
+    help="check a job and submit it to Slurm; it continues by itself after stops",
+    main=_submit,
+    config="slurm",
+    grammar=Grammar(settings={"slurm": "nemo_ext.slurm.settings:Keeping", "cluster": "nemo_ext.slurm.cluster:Cluster"}),
+)
+STATUS = Command(
+    name="status",
+    group="cluster",
+    help="show the runs on Slurm: state, step, time left, loss, restarts",
+    main=_status,
+)
+LOGS = Command(name="logs", group="cluster", help="show the log of a run on Slurm; -f follows it", main=_logs)
+CANCEL = Command(name="cancel", group="cluster", help="cancel a run's job on Slurm; its ranks save first", main=_cancel)

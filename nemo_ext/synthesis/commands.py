@@ -1,0 +1,56 @@
+"""`nemo-ext synthesize`."""
+
+import re
+
+from nemo_ext.job.job import Grammar, Job, reads
+from nemo_ext.job.settings import Place
+from nemo_ext.serving.commands import REPLICAS, STARTS_FROM, engines, served_inputs, size
+
+_NO_TEXT = re.compile(r"(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?")
+_SECTIONS = (
+    *("require", "columns", "templates", "canaries", "user", "reference", "record"),
+    *("settings", "extra", "filters"),
+)
+
+
+def literal(key: str, value: str) -> bool | None:
+    """Whether Hydra reads the value of a step's key; other values are texts: templates and expressions.
+
+    None for keys that are not of a step or an output.
+    """
+    if not key.startswith(("steps.", "outputs.")):
+        return None
+    parts = key.split(".")
+    section = len(parts) == 2 or parts[-1] in _SECTIONS or bool({"settings", "extra", "filters"} & set(parts[2:]))
+    listed = parts[-1] == "stop" and value.startswith("[")
+    return section or listed or bool(_NO_TEXT.fullmatch(value))
+
+
+SYNTHESIZE = Job(
+    name="synthesize",
+    group="data",
+    help="make training data with models, by a recipe of steps: answers, verdicts, judges, filters",
+    run="nemo_ext.synthesis.job:run",
+    engines=engines,
+    resumable=True,
+    check=reads("nemo_ext.synthesis.job:check"),
+    inputs=served_inputs,
+    model=STARTS_FROM,
+    script="task",
+    size=size,
+    size_keys=("serving.nodes", "serving.gpus"),
+    array=REPLICAS,
+    serving="replicas",
+    grammar=Grammar(
+        settings=(
+            "nemo_ext.synthesis.job:Given",
+            {"served": Place, "roles": {"*": "nemo_ext.synthesis.settings:Role"}},
+        ),
+        aliases={"model": "served"},
+        groups={"recipe": "synthesize"},
+        open=("serving.vllm",),
+        free=("roles.", "steps.", "outputs."),
+        literal=literal,
+        dry_run="synthesize.dry_run",
+    ),
+)
