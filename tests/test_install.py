@@ -41,6 +41,7 @@ def wheel(folder: Path, name: str, version: str, requires: Sequence[str] = (), *
     with zipfile.ZipFile(path, "a") as file:
         file.writestr(f"{about}/METADATA", "\n".join(lines) + "\n")
         file.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{about}/entry_points.txt", "[nemo_ext.jobs]\ndoctor = nemo_ext.doctor:DOCTOR\n")
         file.writestr(f"{about}/RECORD", f"{about}/METADATA,,\n{about}/WHEEL,,\n{about}/RECORD,,\n")
     return path
 
@@ -350,6 +351,7 @@ def test_from_a_checkout(place: Place, tmp_path: Path) -> None:
     (checkout / "pyproject.toml").write_text(
         '[project]\nname = "nemo_ext"\nrequires-python = ">=3.12"\ndependencies = ["torch"]\n'
         '[project.optional-dependencies]\nnemo_rl = ["megatron-core"]\n'
+        '[project.entry-points."nemo_ext.jobs"]\ndoctor = "nemo_ext.doctor:DOCTOR"\n'
     )
 
     told = place.told("--extra", "nemo-rl", code=0, path=checkout)

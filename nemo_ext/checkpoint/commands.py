@@ -36,6 +36,7 @@ CONVERT = Job(
             **dict.fromkeys(("from", "to", "files_from", "tokenizer", "old_tokenizer"), Place),
             "parity": {"data": Place},
         },
+        free=("megatron.",),
         dry_run="dry_run",
     ),
 )

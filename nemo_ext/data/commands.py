@@ -214,7 +214,7 @@ BLEND = Job(
     help="show what each stream of a blend gets: shares, epochs, warnings; files for trainers",
     run="nemo_ext.data.blends.job:audit",
     script="task",
-    grammar=Grammar(settings=TEXT, streams=True, added=("data",)),
+    grammar=Grammar(settings=TEXT, free=("megatron.",), streams=True, added=("data",)),
 )
 
 
@@ -225,5 +225,5 @@ CURRICULUM = Job(
     run="nemo_ext.data.curriculum.job:run",
     check=reads("nemo_ext.data.curriculum.job:settings"),
     script="task",
-    grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings"),
+    grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings", free=("filters", "filters.")),
 )

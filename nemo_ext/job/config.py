@@ -31,7 +31,8 @@ from nemo_ext.job.registry import grammar_of, with_config
 from nemo_ext.job.settings import nearest
 from nemo_ext.job.words import did_you_mean
 
-PACKAGE = "pkg://hydra_conf"
+CONFIGS = "hydra_conf"
+"""Package of our config files."""
 FAILED = 1
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -80,17 +81,30 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """
     register_resolvers()
     folders, words = config_folders(overrides)
-    places = ",".join(hydra_value(f"file://{folder}") for folder in folders)
-    search = [f"hydra.searchpath=[{places}]"] if folders else []
+    package = _package_of(config_name)
+    search = _search(package, folders)
     overrides = [*search, *hydra_words(words, config_name)]
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
     try:
-        with hydra.initialize_config_module("hydra_conf", version_base="1.3"):
+        with hydra.initialize_config_module(package, version_base="1.3"):
             return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))), search)
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
     finally:
         GlobalHydra.instance().hydra = running
+
+
+def _package_of(config_name: str) -> str:
+    """Package that has a primary config."""
+    command = with_config(config_name)
+    return command.configs if command else CONFIGS
+
+
+def _search(package: str, folders: Sequence[Path] = ()) -> list[str]:
+    """Word by which Hydra looks for groups in folders, and in our package for a config of another one."""
+    places = [hydra_value(f"file://{folder}") for folder in folders]
+    places += [f"pkg://{CONFIGS}"] if package != CONFIGS else []
+    return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
@@ -424,7 +438,8 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
         check_choice("recipe", sys.argv[1:], config_name)
-        sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name)]
+        package = _package_of(config_name)
+        sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name), *_search(package)]
 
     composed = False
 
@@ -446,7 +461,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
             place = "" if error.filename is None else f": {error.filename}"
             _end(FAILED, f"{os.strerror(error.errno)}{place}")
 
-    main = hydra.main(config_path=PACKAGE, config_name=config_name, version_base="1.3")(guarded)
+    main = hydra.main(config_path=f"pkg://{package}", config_name=config_name, version_base="1.3")(guarded)
     try:
         with full_errors() as print_errors, kept_interrupts():
             main()

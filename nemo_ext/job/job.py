@@ -82,7 +82,8 @@ class Command:
         group: heading in `nemo-ext --help`; "" for a config that another command composes.
         help: one line on what it does.
         main: function that gets the arguments.
-        config: name of its primary config in hydra_conf; "" for its own name.
+        config: name of its primary config; "" for its own name.
+        configs: package that has it; groups are looked for there and in hydra_conf.
         grammar: keys of its command line.
     """
 
@@ -91,6 +92,7 @@ class Command:
     help: str
     main: Reference | None = None
     config: str = ""
+    configs: str = "hydra_conf"
     grammar: Grammar = Grammar()
 
 

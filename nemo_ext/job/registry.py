@@ -20,8 +20,8 @@ def _ours() -> dict[str, EntryPoint]:
     """Commands of this package: of a checkout by its pyproject.toml, which is newer than what pip has noted."""
     project = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
-        points = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][GROUP]
-        return {name: EntryPoint(name, value, GROUP) for name, value in points.items()}
+        points = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
+        return {name: EntryPoint(name, value, GROUP) for name, value in points.get(GROUP, {}).items()}
     return _by_name(metadata.distribution("nemo_ext").entry_points)
 
 

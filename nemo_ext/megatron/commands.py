@@ -38,7 +38,7 @@ TRAINING: Mapping[str, Any] = {
     "cluster": "nemo_ext.slurm.cluster:Cluster",
 }
 """Types of the keys of a training run's config."""
-NEW_KEYS = ("megatron.", "precision_plan.")
+NEW_KEYS = ("megatron.", "precision_plan.", "evaluate.")
 """Keys of a training run's config that may be new: Megatron's parser and the plan know which exist."""
 
 
@@ -85,7 +85,7 @@ TRAIN = Job(
     figures=_figures,
     grammar=Grammar(
         settings=TRAINING,
-        free=(*NEW_KEYS, "evaluate."),
+        free=NEW_KEYS,
         streams=True,
         advice={
             "data.streams": "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",

@@ -7,7 +7,7 @@ from pathlib import Path
 from textwrap import fill
 
 from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
-from nemo_ext.job.job import Command, Grammar
+from nemo_ext.job.job import Command, Grammar, invoke
 from nemo_ext.job.registry import jobs
 
 HELP = """\
@@ -53,14 +53,11 @@ def _submit(words: list[str]) -> None:
         text = f"{DEFAULT} (default), {', '.join(names)}"
         print(HELP.replace("{jobs}", fill(text, 119, initial_indent="  job".ljust(17), subsequent_indent=" " * 17)))
         return
-    if any(word.startswith("pipeline=") for word in words):
-        from nemo_ext.pipeline.submit import submit
-    else:
-        from nemo_ext.slurm.submit import submit
-
+    room = "pipeline" if any(word.startswith("pipeline=") for word in words) else "slurm"
+    others = [word for word in words if word != "--dry-run"]
     try:
         with mistakes_are_one_line():
-            sys.exit(submit([word for word in words if word != "--dry-run"], dry_run="--dry-run" in words))
+            sys.exit(invoke(f"nemo_ext.{room}.submit:submit", others, dry_run="--dry-run" in words))
     except KeyboardInterrupt:
         print("interrupted: what is queued stays so (nemo-ext status); the same command goes on", file=sys.stderr)
         sys.exit(INTERRUPTED)

@@ -14,6 +14,7 @@ import launchers
 import nemo_ext
 from nemo_ext.data.text.documents import Source
 from nemo_ext.data.text.manifest import read_manifest
+from nemo_ext.job.job import JobFailed
 
 ROOT = Path(nemo_ext.__file__).parents[1]
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None; from nemo_ext.cli import main; main()"
@@ -117,7 +118,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
     ("raised", "code", "message"),
     [
         (KeyboardInterrupt(), 130, "interrupted: the same command goes on\n"),
-        (RuntimeError("a worker died"), 1, "error: a worker died\n"),
+        (JobFailed("a worker died"), 1, "error: a worker died\n"),
     ],
 )
 def test_an_end_under_way_is_one_line(

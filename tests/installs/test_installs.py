@@ -21,8 +21,9 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from nemo_ext.cli import JOBS
 from nemo_ext.engines import OLDEST_MEGATRON
+from nemo_ext.job.job import Job
+from nemo_ext.job.registry import commands
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "installs.md"
@@ -237,8 +238,8 @@ def test_nothing_of_the_engines_comes_with_the_base(without: Path) -> None:
     assert not engines_in(versions(without))
 
 
-NO_HYDRA = ("pipeline", "submit", "status", "logs", "cancel", "doctor")
-COMPOSED = [job for job in JOBS if job not in NO_HYDRA]
+JOBS = [command.name for command in commands() if command.group]
+COMPOSED = ["rehearse", *(command.name for command in commands() if isinstance(command, Job))]
 
 FORKS = """
 import json, os, shlex, sys, traceback

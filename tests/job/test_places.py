@@ -7,7 +7,8 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from nemo_ext.job.places import SECTIONS, is_place
+from nemo_ext.job.places import is_place
+from nemo_ext.job.registry import commands, grammar_of
 from nemo_ext.megatron.arguments import MANAGED, megatron_parser
 
 _NAME = re.compile(r"(\w*_)?(dir|directory|path|file|folder|root|input|output)")
@@ -28,27 +29,29 @@ _NAME = re.compile(r"(\w*_)?(dir|directory|path|file|folder|root|input|output)")
     ],
 )
 def test_keys_are_found_below_sections(job: str, key: str) -> None:
-    assert is_place(job, key)
+    assert is_place(grammar_of(job).settings, key)
 
 
 @pytest.mark.parametrize("key", ["train.tokens", "megatron.lr", "model.pattern", "evaluate.every", "puzzle", "no.key"])
 def test_other_keys_are_none(key: str) -> None:
-    assert not is_place("train", key)
+    assert not is_place(grammar_of("train").settings, key)
 
 
-@pytest.mark.parametrize("job", SECTIONS)
+@pytest.mark.parametrize("job", [each.config or each.name for each in commands() if each.grammar.settings])
 def test_keys_that_are_called_so_are_known(job: str) -> None:
     with initialize_config_module("hydra_conf", version_base="1.3"):
         config = OmegaConf.to_container(compose(job), resolve=False)
+    settings = grammar_of(job).settings
 
-    assert not [key for key in _keys(config) if _NAME.fullmatch(key.rpartition(".")[2]) and not is_place(job, key)]
+    assert not [key for key in _keys(config) if _NAME.fullmatch(key.rpartition(".")[2]) and not is_place(settings, key)]
 
 
 def test_paths_among_megatrons_flags_are_known() -> None:
+    settings = grammar_of("train").settings
     flags = [flag for flag in megatron_parser()._actions if flag.type is str and flag.dest not in MANAGED]
 
     assert not [
-        flag.dest for flag in flags if _NAME.fullmatch(flag.dest) and not is_place("train", f"megatron.{flag.dest}")
+        flag.dest for flag in flags if _NAME.fullmatch(flag.dest) and not is_place(settings, f"megatron.{flag.dest}")
     ]
 
 

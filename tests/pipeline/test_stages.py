@@ -8,9 +8,10 @@ import yaml
 
 import hydra_conf
 from nemo_ext.job.config import compose
+from nemo_ext.job.job import will_exist
+from nemo_ext.job.registry import job as find
 from nemo_ext.pipeline.stages import read
-from nemo_ext.slurm.jobs import inputs, makes
-from nemo_ext.slurm.preflight import is_there
+from nemo_ext.slurm.jobs import makes
 
 TWINS = sorted((Path(hydra_conf.__file__).parent / "pipeline").glob("*/*.yaml"))
 CHAIN = {
@@ -181,5 +182,5 @@ def test_a_twin_has_all_that_it_needs(twin: Path) -> None:
     assert original.keys() <= {stage.name for stage in pipeline.every}
     for stage in pipeline.stages:
         before = [place for each in pipeline.before(stage) for place in makes(each.job, configs[each.name])]
-        for key, path, _ in inputs(stage.job, configs[stage.name]):
-            assert is_there(path, before), f"{stage.name}: {key}={path}"
+        for entry in find(stage.job).inputs(configs[stage.name]):
+            assert will_exist(entry.path, before), f"{stage.name}: {entry.key}={entry.path}"

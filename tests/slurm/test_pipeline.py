@@ -10,12 +10,14 @@ import yaml
 
 import hydra_conf
 from nemo_ext.job.config import compose
+from nemo_ext.job.job import will_exist
+from nemo_ext.job.registry import job as find
 from nemo_ext.job.run_directory import last_checkpoint
 from nemo_ext.pipeline.stages import read
 from nemo_ext.pipeline.submit import model_to_come, submit
 from nemo_ext.slurm import attempts
-from nemo_ext.slurm.jobs import inputs, makes
-from nemo_ext.slurm.preflight import Finding, findings, is_there
+from nemo_ext.slurm.jobs import makes
+from nemo_ext.slurm.preflight import Finding, findings
 from nemo_ext.slurm.settings import split
 from nemo_ext.slurm.submit import planned
 
@@ -69,8 +71,9 @@ def test_every_stage_of_every_pipeline_composes_and_reads_what_one_before_it_wri
                 for each in pipeline.before(stage)
                 for place in makes(submissions[each.name].settings.job, submissions[each.name].config)
             ]
-            for key, path, _ in inputs(submission.settings.job, submission.config):
-                assert is_there(path, before) or str(path).startswith("/given/"), f"{stage.name}: {key}={path}"
+            for entry in find(submission.settings.job).inputs(submission.config):
+                there = will_exist(entry.path, before) or str(entry.path).startswith("/given/")
+                assert there, f"{stage.name}: {entry.key}={entry.path}"
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -130,7 +133,7 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
         asked.append(json.loads((Path(config["policy"]) / "config.json").read_text()))
         return []
 
-    monkeypatch.setattr("nemo_ext.slurm.preflight._on_nemo_rl", on_nemo_rl)
+    monkeypatch.setattr("nemo_ext.rl.preflight._on_nemo_rl", on_nemo_rl)
     said = [findings(grpo.config, grpo.settings, model_to_come=model) for model in (of("grpo"), None)]
 
     assert asked == [of("grpo")]
@@ -154,10 +157,10 @@ def test_only_what_a_stage_makes_may_be_missing(tmp_path: Path) -> None:
     coming = makes("tokenize", compose("tokenize", ["data=local_text", f"data_root={tmp_path}"]))
     one = makes("tokenize", compose("tokenize", ["input=a.jsonl", f"output={tmp_path}/mine"]))
 
-    assert all(is_there(Path(f"{place}_train.idx"), coming) for place in coming)
-    assert not is_there(coming[0].parent / "other_train.idx", coming)
-    assert is_there(tmp_path / "mine_train.idx", one)
-    assert not is_there(tmp_path / "mine2_train.idx", one)
+    assert all(will_exist(Path(f"{place}_train.idx"), coming) for place in coming)
+    assert not will_exist(coming[0].parent / "other_train.idx", coming)
+    assert will_exist(tmp_path / "mine_train.idx", one)
+    assert not will_exist(tmp_path / "mine2_train.idx", one)
 
 
 @pytest.mark.parametrize(

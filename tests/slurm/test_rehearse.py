@@ -14,9 +14,10 @@ import pytest
 import yaml
 
 from nemo_ext.job.config import compose
+from nemo_ext.job.findings import Finding
+from nemo_ext.megatron.preflight import GIB
 from nemo_ext.rehearsal.settings import one_phase
 from nemo_ext.slurm import rehearse
-from nemo_ext.slurm.preflight import GIB, Finding
 from nemo_ext.slurm.rehearse import is_wanted, key_of, with_rehearsals
 from nemo_ext.slurm.settings import settings_of
 

@@ -12,9 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from nemo_ext.checkpoint import hf
 from nemo_ext.job.config import compose
+from nemo_ext.job.registry import job as find
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.batch import own_words
-from nemo_ext.slurm.jobs import inputs, makes, nodes_and_gpus
+from nemo_ext.slurm.jobs import makes, nodes_and_gpus
 from nemo_ext.slurm.preflight import findings
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.status import status_of
@@ -126,7 +127,7 @@ def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path
     assert any("min_margin=-1" in one for one in errors(*words, "online.min_margin=-1", coming=(tmp_path / "coming",)))
     made = makes("online", planned(words).config)
     sweep = planned([*SWEEP, f"from=[{tmp_path}/online/model,{random_llama}]"])
-    assert [key for key, _, _ in inputs("merge_sweep", sweep.config)] == ["from", "from"]
+    assert [read.key for read in find("merge_sweep").inputs(sweep.config)] == ["from", "from"]
     assert not [one for one in findings(sweep.config, sweep.settings, coming=made) if one.kind == "error"]
 
 

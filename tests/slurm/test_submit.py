@@ -16,10 +16,12 @@ from packaging.version import Version
 
 import hydra_conf
 from nemo_ext.job.config import compose
+from nemo_ext.job.registry import job as find
+from nemo_ext.job.registry import jobs
 from nemo_ext.megatron import packed_attention
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm import submit as submit_module
-from nemo_ext.slurm.jobs import JOBS, inputs, makes
+from nemo_ext.slurm.jobs import makes
 from nemo_ext.slurm.preflight import Finding, findings, unknown_to_slurm
 from nemo_ext.slurm.settings import settings_of
 from nemo_ext.slurm.submit import SCRIPTS, by_hand, by_megatron, checked, hand_over, planned, submit
@@ -328,7 +330,7 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b'"),
         (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
-        (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: only job=puzzle has shards"),
+        (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: job=train has no shards"),
         (["job=curate", "slurm.shards=4", "input=a.jsonl", "output=o"], "curate.stages is empty: choose a preset"),
     ],
 )
@@ -392,7 +394,8 @@ def test_packs_on_a_gpu_that_needs_flash_attention(monkeypatch: pytest.MonkeyPat
 
 def test_help_names_every_job(command: Callable[..., Any]) -> None:
     said = " ".join(command("submit", "--help").stdout.split())
-    assert f"job train (default), {', '.join(JOBS[1:])} pipeline" in said
+    others = [job.name for job in jobs() if job.script and job.name != "train"]
+    assert f"job train (default), {', '.join(others)} pipeline" in said
 
 
 def row(recipe: str) -> str:
@@ -460,5 +463,8 @@ def test_passes_of_curation_are_arrays_that_follow_each_other(tmp_path: Path, mo
 def test_a_comparison_waits_for_its_runs(runs: str) -> None:
     config = compose("compare", [runs, "output=o"])
 
-    assert [(key, path) for key, path, _ in inputs("compare", config)] == [("runs", Path("r/a")), ("runs", Path("r/b"))]
+    assert [(read.key, read.path) for read in find("compare").inputs(config)] == [
+        ("runs", Path("r/a")),
+        ("runs", Path("r/b")),
+    ]
     assert makes("compare", config) == [Path("o")]

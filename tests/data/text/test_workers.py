@@ -172,5 +172,5 @@ tokenize_stream(source, ByteTokenizer(), {str(tmp_path / "out")!r}, workers=2)
     )
 
     assert ended.returncode != 0
-    assert "RuntimeError: a worker process died" in ended.stderr
+    assert "JobFailed: a worker process died" in ended.stderr
     assert 'if __name__ == "__main__":' in ended.stderr

@@ -1,0 +1,156 @@
+"""Commands by name, and a job that another installed package adds."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from nemo_ext.job.job import Job
+from nemo_ext.job.registry import command, commands, jobs, with_config
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+FILES = {
+    "pyproject.toml": """
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+[project]
+name = "mine"
+version = "1.0"
+[project.entry-points."nemo_ext.jobs"]
+count_words = "mine.commands:COUNT_WORDS"
+[tool.setuptools]
+packages = ["mine", "mine.conf"]
+package-data = {"*" = ["*.yaml"]}
+""",
+    "mine/__init__.py": "",
+    "mine/conf/__init__.py": "",
+    "mine/conf/count_words.yaml": """
+defaults: [_self_, override hydra/job_logging: disabled, override hydra/hydra_logging: disabled]
+input: ???
+output: ???
+hydra: {run: {dir: .}, output_subdir: null, job: {chdir: false}}
+""",
+    "mine/commands.py": """
+from nemo_ext.job.job import Grammar, Job, inputs
+from nemo_ext.job.settings import Place
+
+COUNT_WORDS = Job(
+    name="count_words",
+    group="data",
+    help="count the words of a text file",
+    run="mine.counting:run",
+    configs="mine.conf",
+    inputs=lambda config: inputs(("input", config["input"], "name a file")),
+    script="task",
+    grammar=Grammar(settings={"input": Place, "output": Place}),
+)
+""",
+    "mine/counting.py": """
+from pathlib import Path
+
+def run(config):
+    text = Path(config["input"]).read_text()
+    if not text:
+        raise ValueError(f"input={config['input']}: is empty: name a text")
+    Path(config["output"]).mkdir()
+    Path(config["output"], "count").write_text(str(len(text.split())))
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs `nemo-ext` where a package with a job is installed."""
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    for name, text in FILES.items():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).write_text(text)
+    pip = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, "--offline", "--python", sys.executable, "--target", site, source], check=True)
+    path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+
+    def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "nemo_ext", *words],
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_another_packages_job_is_listed_and_runs(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a=b, c.txt").write_text("one two three")
+
+    listed = run("--help", cwd=tmp_path)
+    ended = run("count_words", "input=a=b, c.txt", "output=o", cwd=tmp_path)
+
+    assert "count_words        count the words of a text file" in listed.stdout
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (tmp_path / "o" / "count").read_text() == "3"
+
+
+def test_its_mistakes_are_one_line(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+
+    wrong = run("count_words", "input=empty", "output=o", cwd=tmp_path)
+    unknown = run("count_words", "inptu=empty", "output=o", cwd=tmp_path)
+
+    assert (wrong.returncode, wrong.stderr) == (2, "error: input=empty: is empty: name a text\n")
+    assert unknown.returncode == 2
+    assert "count_words has no such key; `nemo-ext count_words --help` names those it has: did you mean 'input'?" in (
+        unknown.stderr
+    )
+
+
+def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "pipeline").mkdir(parents=True)
+    (tmp_path / "mine" / "pipeline" / "words.yaml").write_text(
+        "# @package _global_\npipeline: words\nstages:\n"
+        "  first: {job: count_words, words: [input=a.txt, 'output=${run_dir}/counts']}\n"
+        "  second: {job: count_words, words: ['input=${run_dir}/counts/count', 'output=${run_dir}/again']}\n"
+    )
+    (tmp_path / "a.txt").write_text("one two")
+    words = ["--config-dir=mine", "pipeline=words", "run_dir=run"]
+
+    ended = run("pipeline", *words, cwd=tmp_path)
+    submitted = run("submit", "--dry-run", "job=count_words", "input=a.txt", "output=x", cwd=tmp_path)
+    missing = run("submit", "--dry-run", "job=count_words", "input=b.txt", "output=x", cwd=tmp_path)
+
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run" / "again" / "count").read_text() == "1"
+    assert "first" in (tmp_path / "run" / "report.md").read_text()
+    assert "task.sbatch count_words input=a.txt output=x" in submitted.stdout
+    assert "error: input=b.txt: not there; name a file" in missing.stdout
+
+
+def test_every_command_is_whole() -> None:
+    """References lead somewhere, and configs exist."""
+    for each in commands():
+        references = [each.main, each.grammar.literal]
+        if isinstance(each, Job):
+            references += [each.run, each.check, each.findings, each.started, each.size, each.figures]
+            assert with_config(each.config or each.name) is each
+        for reference in filter(lambda given: isinstance(given, str), references):
+            module, _, name = str(reference).partition(":")
+            assert callable(getattr(import_module(module), name)), reference
+
+
+def test_jobs_that_are_submitted_have_a_script() -> None:
+    scripts = Path(__file__).parents[2] / "slurm"
+
+    assert {job.script for job in jobs() if job.script} == {path.stem for path in scripts.glob("*.sbatch")}
+
+
+def test_an_unknown_command_is_named_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="there is no job 'tokenise': did you mean 'tokenize'"):
+        command("tokenise")
