@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.job.job import Array, Config, Grammar, Input, Job, inputs, reads, will_exist
 from nemo_ext.job.settings import Place, Places, strings
 
@@ -30,6 +29,8 @@ def _tokenized(config: Config) -> Sequence[Any]:
     """Prefixes that `tokenize` writes."""
     if config["output"]:
         return [config["output"]]
+    from nemo_ext.data.blends.hierarchy import read_tree
+
     data = config["data"]
     leaves = read_tree(data).leaves() if data["blend"] or data["streams"] else []
     return [leaf.prefix for leaf in leaves if leaf.source is not None]

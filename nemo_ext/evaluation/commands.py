@@ -4,7 +4,6 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
 from nemo_ext.job.settings import Places, strings
@@ -25,10 +24,11 @@ ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge":
 
 
 def _figures(run_dir: Path) -> Figures:
+    from nemo_ext.evaluation.report import figure
+    from nemo_ext.evaluation.store import RESULTS
+
     if not (run_dir / RESULTS).is_file():
         return Figures()
-    from nemo_ext.evaluation.report import figure
-
     mean = json.loads((run_dir / RESULTS).read_text()).get("mean")
     return Figures(text=f"accuracy {figure(mean['accuracy'], mean.get('interval')).text}" if mean else "")
 

@@ -7,7 +7,6 @@ from typing import Any
 from nemo_ext.data.commands import DATA
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
-from nemo_ext.job.run_directory import METRICS, last_checkpoint, newest, target_of
 from nemo_ext.job.settings import Place, Places
 
 MEGATRON = {
@@ -56,7 +55,15 @@ def _inputs(config: Config) -> list[Input]:
     )
 
 
+def _saved_step(run_dir: Path) -> int:
+    from nemo_ext.job.run_directory import last_checkpoint
+
+    return last_checkpoint(run_dir) or 0
+
+
 def _figures(run_dir: Path) -> Figures:
+    from nemo_ext.job.run_directory import METRICS, newest, target_of
+
     step, validation = newest(run_dir / METRICS)
     if step is None:
         return Figures()
@@ -81,7 +88,7 @@ TRAIN = Job(
     training=True,
     ranks="slurm",
     rehearsed=True,
-    saved_step=lambda run_dir: last_checkpoint(run_dir) or 0,
+    saved_step=_saved_step,
     figures=_figures,
     grammar=Grammar(
         settings=TRAINING,

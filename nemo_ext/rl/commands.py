@@ -6,8 +6,6 @@ from typing import Any
 
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
-from nemo_ext.job.records import read_records
-from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, target_of
 from nemo_ext.job.settings import Place, Places
 
 ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
@@ -60,6 +58,8 @@ def _size(config: Config, settings: Any) -> tuple[int, int]:
 
 def saved_step(run_dir: Path) -> int:
     """Step of the newest checkpoint, 0 if there is none; TRL's are `checkpoint-N`, NeMo-RL's `step_N`."""
+    from nemo_ext.job.run_directory import CHECKPOINTS
+
     places = [*(run_dir / CHECKPOINTS).glob("checkpoint-*"), *(run_dir / CHECKPOINTS).glob("step_*")]
     steps = [path.name.replace("_", "-").rpartition("-")[2] for path in places]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
@@ -67,6 +67,9 @@ def saved_step(run_dir: Path) -> int:
 
 def figures(run_dir: Path) -> Figures:
     """First value of each reward, and mean of its last tenth, as in the run's own report."""
+    from nemo_ext.job.records import read_records
+    from nemo_ext.job.run_directory import METRICS, target_of
+
     if not (run_dir / METRICS).is_file():
         return Figures()
     logs = read_records(run_dir / METRICS, dict[str, Any], what="a line of metrics")
