@@ -165,6 +165,21 @@ def test_the_map_names_every_folder_and_file_that_is_there() -> None:
     assert not {name for name in said if name.endswith(".py")} - every, "on the map, but nowhere"
 
 
+def test_places_that_the_map_points_to_exist() -> None:
+    """docs/architecture.md's table "Where is ...?"."""
+    table = PAGE.read_text().split("\n## Where is ...?\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (.+) \| `([\w/]+\.py)`(?: `(\w+)`)?.* \|$", table, re.MULTILINE)
+    wrong = [
+        question
+        for question, path, name in rows
+        if not (PACKAGE / path).is_file()
+        or (name and not re.search(rf"^(def|class) {name}\b", (PACKAGE / path).read_text(), re.MULTILINE))
+    ]
+
+    assert len(rows) >= 30
+    assert not wrong
+
+
 @cache
 def modules() -> dict[str, Path]:
     """Every module of ours by its dotted name below `nemo_ext`; a package by its folder's."""
