@@ -1,7 +1,6 @@
 """Commands by name, from the entry points of installed packages. Standard library only."""
 
 import tomllib
-from collections.abc import Iterable
 from functools import cache
 from importlib import metadata
 from importlib.metadata import EntryPoint
@@ -16,33 +15,28 @@ GROUP = "nemo_ext.jobs"
 
 
 @cache
-def _ours() -> dict[str, EntryPoint]:
-    """Commands of this package: of a checkout by its pyproject.toml, which is newer than what pip has noted."""
+def ours(group: str) -> dict[str, EntryPoint]:
+    """Entry points of this package: of a checkout by its pyproject.toml, which is newer than what pip has noted."""
     project = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
     if project.is_file():
         points = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
-        return {name: EntryPoint(name, value, GROUP) for name, value in points.get(GROUP, {}).items()}
-    return _by_name(metadata.distribution("nemo_ext").entry_points)
+        return {name: EntryPoint(name, value, group) for name, value in points.get(group, {}).items()}
+    return {point.name: point for point in metadata.distribution("nemo_ext").entry_points if point.group == group}
 
 
 @cache
-def _all() -> dict[str, EntryPoint]:
-    return _by_name(metadata.entry_points(group=GROUP)) | _ours()
-
-
-def _by_name(points: Iterable[EntryPoint]) -> dict[str, EntryPoint]:
-    """Entry points of the group by name.
+def entry_points(group: str) -> dict[str, EntryPoint]:
+    """Entry points of all installed packages by name.
 
     Raises:
-        ValueError: two packages have a command of one name.
+        ValueError: two packages have one of the same name.
     """
     found: dict[str, EntryPoint] = {}
-    for point in points:
-        if point.group != GROUP:
-            continue
-        if found.setdefault(point.name, point).value != point.value:
+    for point in (*ours(group).values(), *metadata.entry_points(group=group)):
+        # Of this package pip may have noted others than a checkout has.
+        if found.setdefault(point.name, point).value != point.value and point.name not in ours(group):
             raise ValueError(
-                f"two packages have a command {point.name}: {found[point.name].value} and {point.value}: uninstall one"
+                f"two packages have {point.name} in {group}: {found[point.name].value} and {point.value}: uninstall one"
             )
     return found
 
@@ -57,7 +51,7 @@ def _load(point: EntryPoint) -> Command:
 
 def commands() -> list[Command]:
     """All commands of installed packages, by name."""
-    return [_load(point) for _, point in sorted(_all().items())]
+    return [_load(point) for _, point in sorted(entry_points(GROUP).items())]
 
 
 def command(name: str) -> Command:
@@ -66,7 +60,7 @@ def command(name: str) -> Command:
     Raises:
         ValueError: there is none.
     """
-    point = _ours().get(name) or _all().get(name)
+    point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None or not _load(point).group:
         known = [each.name for each in commands() if each.group]
         lack = "" if known else ": install nemo_ext again, as its commands are not registered (pip install -e .)"
@@ -85,7 +79,7 @@ def job(name: str) -> Job:
     Raises:
         ValueError: there is none.
     """
-    found = command(name) if name in _all() else None
+    found = command(name) if name in entry_points(GROUP) else None
     if not isinstance(found, Job):
         raise ValueError(f"job={name}: {nearest(name, [each.name for each in jobs()])}")
     return found
@@ -98,7 +92,7 @@ def grammar_of(config: str) -> Grammar:
 
 def with_config(config: str) -> Command | None:
     """The command that composes a primary config."""
-    point = _ours().get(config) or _all().get(config)
+    point = ours(GROUP).get(config) or entry_points(GROUP).get(config)
     if point is not None and _load(point).config in ("", config):
         return _load(point)
     return next((each for each in commands() if each.config == config), None)

@@ -15,7 +15,7 @@ from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
-from nemo_ext.rl.environments import ENVIRONMENTS
+from nemo_ext.rl.environments import known_environments
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
@@ -303,7 +303,7 @@ class PolicyGradient(_Training):
             )
         if self.lengths.response is None or self.lengths.context is None:
             raise ValueError("lengths: give response, and prompt or total")
-        check_keys(self.environments, tuple(ENVIRONMENTS), required=(), where="environments")
+        check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
 
     @property

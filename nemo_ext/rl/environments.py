@@ -3,7 +3,6 @@
 Engine adapters look up a task's environment here.
 """
 
-import importlib
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
+from nemo_ext.job.registry import entry_points, ours
 from nemo_ext.job.settings import check_keys, nearest
 from nemo_ext.rl.verdict import Verdict
 
@@ -53,24 +53,13 @@ class Environment:
     reach: Callable[[], Awaitable[None]] | None = None
 
 
-# Modules are imported when their environment is made: each has a function `environment(**settings)`.
-ENVIRONMENTS: Mapping[str, str] = {
-    "math": "nemo_ext.rl.verifiers.math",
-    "multiple_choice": "nemo_ext.rl.verifiers.multiple_choice",
-    "structured_output": "nemo_ext.rl.verifiers.structured_output",
-    "instructions": "nemo_ext.rl.verifiers.instructions",
-    "code": "nemo_ext.rl.verifiers.code",
-    "contains": "nemo_ext.rl.verifiers.contains",
-    "refusal": "nemo_ext.rl.verifiers.refusal",
-    "graded": "nemo_ext.rl.verifiers.graded",
-    "judge": "nemo_ext.rl.verifiers.judge",
-    "genrm": "nemo_ext.rl.verifiers.genrm",
-    "chat": "nemo_ext.rl.verifiers.chat",
-    "tool_calls": "nemo_ext.rl.verifiers.tool_calls",
-    "tool_hallucination": "nemo_ext.rl.verifiers.tool_hallucination",
-    "workplace": "nemo_ext.rl.worlds.workplace",
-    "bank": "nemo_ext.rl.worlds.bank",
-}
+GROUP = "nemo_ext.environments"
+"""Entry points `NAME = "module"`; the module's `environment(**settings)` makes the environment."""
+
+
+def known_environments() -> tuple[str, ...]:
+    """Names of the environments of all installed packages."""
+    return tuple(entry_points(GROUP))
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
@@ -100,6 +89,7 @@ def settings_of(name: str) -> dict[str, bool]:
 
 
 def _module(name: str) -> Any:
-    if name not in ENVIRONMENTS:
-        raise ValueError(f"environment: unknown name {name!r}: {nearest(name, ENVIRONMENTS)}")
-    return importlib.import_module(ENVIRONMENTS[name])
+    point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
+    if point is None:
+        raise ValueError(f"environment: unknown name {name!r}: {nearest(name, known_environments())}")
+    return point.load()

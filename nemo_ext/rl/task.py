@@ -17,7 +17,7 @@ class Task:
 
     Attributes:
         id: identifier, unique in its file.
-        environment: name of the verifier or tool environment, a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
+        environment: name of the verifier or tool environment, one of `nemo_ext.rl.environments.known_environments()`.
         prompt: messages before the response.
         reference: data that the environment checks the response against; its keys depend on the environment.
         tools: JSON schemas of the declared tools, as OpenAI's `tools`.

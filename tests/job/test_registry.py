@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
@@ -24,6 +24,8 @@ name = "mine"
 version = "1.0"
 [project.entry-points."nemo_ext.jobs"]
 count_words = "mine.commands:COUNT_WORDS"
+[project.entry-points."nemo_ext.environments"]
+rhymes = "mine.rhymes"
 [tool.setuptools]
 packages = ["mine", "mine.conf"]
 package-data = {"*" = ["*.yaml"]}
@@ -51,6 +53,16 @@ COUNT_WORDS = Job(
     grammar=Grammar(settings={"input": Place, "output": Place}),
 )
 """,
+    "mine/rhymes.py": """
+from nemo_ext.rl.environments import Environment
+from nemo_ext.rl.verdict import Verdict
+
+def environment(letters: int = 2):
+    def verify(response, word):
+        return Verdict.correct() if response.answer[-letters:] == word[-letters:] else Verdict.wrong("no rhyme")
+
+    return Environment(name="rhymes", check=lambda reference: reference["word"], verify=verify)
+""",
     "mine/counting.py": """
 from pathlib import Path
 
@@ -75,9 +87,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     subprocess.run([*pip, "--offline", "--python", sys.executable, "--target", site, source], check=True)
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
 
-    def run(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    def run(*words: str, cwd: Path, module: Sequence[str] = ("-m", "nemo_ext")) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "nemo_ext", *words],
+            [sys.executable, *module, *words],
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": path},
             capture_output=True,
@@ -131,6 +143,18 @@ def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> N
     assert "first" in (tmp_path / "run" / "report.md").read_text()
     assert "task.sbatch count_words input=a.txt output=x" in submitted.stdout
     assert "error: input=b.txt: not there; name a file" in missing.stdout
+
+
+def test_another_packages_environment_verifies(run: Run, tmp_path: Path) -> None:
+    script = (
+        "from nemo_ext.rl.environments import make, known_environments\n"
+        "from nemo_ext.chat.response import parse_response\n"
+        "rhymes = make('rhymes', {'letters': 2})\n"
+        "verdict = rhymes.verify(parse_response('hat'), rhymes.check({'word': 'cat'}))\n"
+        "print('math' in known_environments(), verdict.outcome)"
+    )
+
+    assert run("-c", script, cwd=tmp_path, module=()).stdout == "True correct\n"
 
 
 def test_every_command_is_whole() -> None:

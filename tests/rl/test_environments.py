@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from nemo_ext.rl.environments import ENVIRONMENTS, make
+from nemo_ext.rl.environments import known_environments, make
 
 JUDGE = {"judge": {"endpoint": "http://localhost:1/v1", "model": "judge"}}
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("name", known_environments())
 def test_an_environment_verifies_or_converses(name: str) -> None:
     made = make(name, JUDGE if name in ("judge", "graded") else None)
 

@@ -62,7 +62,7 @@ class VerifierConfig(OwnConfig):
     """Config of the server of an environment.
 
     Attributes:
-        environment: a key of `nemo_ext.rl.environments.ENVIRONMENTS`.
+        environment: one of `nemo_ext.rl.environments.known_environments()`.
         settings: settings of the environment; code's max_tests is 1000 here.
         reward: reward as in the engines' configs: outcome, score, {name: domyn_math, ...}.
         thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from nemo_ext.rl.environments import ENVIRONMENTS
+from nemo_ext.rl.environments import known_environments
 from nemo_ext.rl.job import SAVE_BY
 
 # Return values of grpo.setup, in order. 0.5 and 0.6:
@@ -263,7 +263,7 @@ def register() -> list[str]:
     environments = _module("nemo_rl.environments.utils")
     actors = _module("nemo_rl.distributed.ray_actor_environment_registry").ACTOR_ENVIRONMENT_REGISTRY
     actors.setdefault(ACTOR, _module("nemo_rl.distributed.virtual_cluster").PY_EXECUTABLES.SYSTEM)
-    names = [PREFIX + name for name in ENVIRONMENTS]
+    names = [PREFIX + name for name in known_environments()]
     for name in names:
         entry = environments.ENV_REGISTRY.get(name)
         if entry is None:

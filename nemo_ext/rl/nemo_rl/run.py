@@ -18,7 +18,7 @@ from typing import Any
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import truncate_metrics
 from nemo_ext.job.settings import check_keys, nearest
-from nemo_ext.rl.environments import ENVIRONMENTS
+from nemo_ext.rl.environments import known_environments
 from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
@@ -297,7 +297,7 @@ def _environment_settings(
     """Settings of the actor of each environment that the tasks use, by name."""
     given = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
-    check_keys(given, tuple(ENVIRONMENTS), required=(), where="environments")
+    check_keys(given, known_environments(), required=(), where="environments")
     if idle := [name for name in given if name not in used]:
         notice(f"environments that no task is of: {', '.join(idle)}")
     source = str(tokenizer.name_or_path)

@@ -15,7 +15,7 @@ import pytest
 
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
-from nemo_ext.rl.environments import ENVIRONMENTS, Environment
+from nemo_ext.rl.environments import Environment, known_environments
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
@@ -227,7 +227,7 @@ def test_registering_twice_changes_nothing(nemo_rl: ModuleType) -> None:
     entered = dict(registry)
 
     assert register() == names and dict(registry) == entered
-    assert names == [f"nemo_ext_{name}" for name in ENVIRONMENTS]
+    assert names == [f"nemo_ext_{name}" for name in known_environments()]
 
 
 def test_another_environment_of_the_name_is_not_replaced(nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
