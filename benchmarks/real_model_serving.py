@@ -107,11 +107,12 @@ def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[
 def tables(comparisons: dict[str, Any], rates: dict[Any, list[float]], models: list[str]) -> str:
     """Both as Markdown."""
     lines = [
-        "| greedy answers | equal | first differences at | gap of logits there | largest error of a log-probability |"
+        "| greedy answers | equal | differ first at | gap of logits there | largest error |",
+        "|:--|--:|--:|--:|--:|",
     ]
-    lines.append("|:--|--:|--:|--:|--:|")
     for name, row in comparisons.items():
-        places, gap = ", ".join(map(str, sorted(row["places"]))), f"up to {max(row['gaps'], default=0):.1g}"
+        places = ", ".join(map(str, sorted(row["places"]))) or "-"
+        gap = f"up to {max(row['gaps']):.1g}" if row["gaps"] else "-"
         lines.append(f"| {name} | {row['equal']:.0%} | {places} | {gap} | {row['largest_error']:.1g} |")
     lines += ["", "| tokens/s | at a time | | | ratio |", "|:--|--:|--:|--:|--:|"]
     sides = [((model, "ours"), (model, "vLLM")) for model in models]
