@@ -3,12 +3,11 @@
     python benchmarks/real_model_serving.py FOLDER [CHILD ...] [--dtypes float32 bfloat16] [--rounds 3] [--json FILE]
 
 Needs vLLM and nemo_ext in one environment (`make vllm` sets one up for CPUs). Every folder is served by both engines,
-all of them up during the run and idle while another one answers. Prompts are docstrings of the standard library, half
-of them continued as plain text and half explained in a chat; speeds are of new prompts each time, as vLLM caches them.
-
-Greedy answers, 1 and 8 at a time, are compared token by token. Where two first differ, both engines have read the same
-tokens, so the log-probabilities of both candidates there say how close the choice was. Speeds are new tokens a second,
-without early ends, turn by turn; ratios are taken within a round, and their median is reported with the range.
+all of them up during the run. Prompts are docstrings of the standard library, half of them continued as plain text and
+half explained in a chat. Greedy answers are compared token by token; where two first differ, both have read the same
+tokens, so the log-probabilities of both candidates say how close the choice was. The error is the largest difference
+of log-probabilities before that. Speeds are new tokens a second, without early ends, of new prompts each time, as vLLM
+caches them; turn by turn, with ratios taken within a round, their median and range.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def compared(one: list[Answer], other: list[Answer]) -> dict[str, Any]:
 
 def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[dict[str, Any], dict[Any, list[float]]]:
     """Comparisons of answers, and tokens a second of each model, engine and number at a time, by rounds."""
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     from nemo_ext.serving.text import TokenBytes
 
@@ -83,7 +82,7 @@ def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[
             words += ["serving.engine=vllm", f"serving.vllm={given.vllm}"] if engine == "vLLM" else []
             start = ours(model, Path(folder), f"{engine}-{model.name}", *words)
             servers[model.name, engine] = stack.enter_context(start)
-        names = TokenBytes(AutoTokenizer.from_pretrained(models[0]))
+        names = TokenBytes(PreTrainedTokenizerFast.from_pretrained(models[0]))
         for (model, engine), at_a_time in itertools.product(servers, AT_A_TIME):
             more = {"max_tokens": given.new_tokens, "logprobs": 5}
             more |= {"return_tokens_as_token_ids": True} if engine == "vLLM" else {}
@@ -106,10 +105,7 @@ def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[
 
 def tables(comparisons: dict[str, Any], rates: dict[Any, list[float]], models: list[str]) -> str:
     """Both as Markdown."""
-    lines = [
-        "| greedy answers | equal | differ first at | gap of logits there | largest error |",
-        "|:--|--:|--:|--:|--:|",
-    ]
+    lines = ["| greedy answers | equal | differ first at | gap of logits there | error |\n|:--|--:|--:|--:|--:|"]
     for name, row in comparisons.items():
         places = ", ".join(map(str, sorted(row["places"]))) or "-"
         gap = f"up to {max(row['gaps']):.1g}" if row["gaps"] else "-"
