@@ -26,6 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 REQUESTS = {16: 160, 128: 48}
 """Number of requests by the number of new tokens."""
@@ -82,12 +83,12 @@ def wait(process: subprocess.Popen, log: Path, up: Path | int) -> None:
 
 
 @contextlib.contextmanager
-def ours(model: Path, folder: Path) -> Iterator[Server]:
+def ours(model: Path, folder: Path, name: str = "ours", *more: str) -> Iterator[Server]:
     """`nemo-ext serve`."""
-    words = [f"model={model}", "port=0", f"run_dir={folder / 'ours'}", "serving.device=cpu"]
-    with running([sys.executable, "-m", "nemo_ext.cli", "serve", *words], log := folder / "ours.log") as process:
-        wait(process, log, folder / "ours" / "endpoint.json")
-        given = json.loads((folder / "ours" / "endpoint.json").read_text())
+    words = [f"model={model}", "port=0", f"run_dir={folder / name}", "serving.device=cpu", *more]
+    with running([sys.executable, "-m", "nemo_ext.cli", "serve", *words], log := folder / f"{name}.log") as process:
+        wait(process, log, folder / name / "endpoint.json")
+        given = json.loads((folder / name / "endpoint.json").read_text())
         yield Server(given["url"], given["model"], given["key"])
 
 
@@ -103,28 +104,35 @@ def theirs(python: str, model: Path, folder: Path, name: str, *more: str) -> Ite
         yield Server(f"http://127.0.0.1:{port}/v1", str(model))
 
 
-async def ask(server: Server, count: int, tokens: int, at_a_time: int) -> tuple[float, list[str]]:
-    """Seconds of so many requests, and their answers."""
+async def post(server: Server, asked: list[dict[str, Any]], at_a_time: int) -> tuple[float, list[dict[str, Any]]]:
+    """Seconds of requests, chats and others, and the responses."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    numbers, texts = itertools.count(), [""] * count
+    numbers, made = itertools.count(), [{} for _ in asked]
 
     async def worker(session: aiohttp.ClientSession) -> None:
-        while (number := next(numbers)) < count:
-            question = f"What is {number} plus {7 * number}?{' Think.' * (number % 8)}"
-            body = {"model": server.model, "messages": [{"role": "user", "content": question}], "max_tokens": tokens}
-            async with session.post(f"{server.url}/chat/completions", json=body | {"temperature": 0}) as response:
+        while (number := next(numbers)) < len(asked):
+            path = "chat/completions" if "messages" in asked[number] else "completions"
+            body = {"model": server.model, "temperature": 0, **asked[number]}
+            async with session.post(f"{server.url}/{path}", json=body) as response:
                 said = await response.text()
             assert response.status == 200, said
-            made = json.loads(said)
-            assert made["usage"]["completion_tokens"] == tokens, "an answer ended early"
-            texts[number] = made["choices"][0]["message"]["content"]
+            made[number] = json.loads(said)
 
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=600)) as session:
+    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=3600)) as session:
         began = time.perf_counter()
         await asyncio.gather(*(worker(session) for _ in range(at_a_time)))
-        return time.perf_counter() - began, texts
+        return time.perf_counter() - began, made
+
+
+def ask(server: Server, count: int, tokens: int, at_a_time: int) -> tuple[float, list[str]]:
+    """Seconds of so many requests, and their answers."""
+    texts = [f"What is {number} plus {7 * number}?{' Think.' * (number % 8)}" for number in range(count)]
+    asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": tokens} for text in texts]
+    seconds, made = asyncio.run(post(server, asked, at_a_time))
+    assert all(each["usage"]["completion_tokens"] == tokens for each in made), "an answer ended early"
+    return seconds, [each["choices"][0]["message"]["content"] for each in made]
 
 
 def main() -> None:
@@ -156,7 +164,7 @@ def main() -> None:
         }
         for number, (tokens, count) in itertools.product(range(-1, given.rounds), REQUESTS.items()):
             for name, (server, at_a_time) in turns.items():
-                seconds, said = asyncio.run(ask(server, count, tokens, at_a_time))
+                seconds, said = ask(server, count, tokens, at_a_time)
                 if number >= 0:  # all have answered before
                     rates.setdefault((tokens, name), []).append(count / seconds)
                     texts[tokens, name] = said

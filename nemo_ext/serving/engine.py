@@ -199,7 +199,7 @@ class Engine:
         self._keep([not row.dropped for row in self._rows])
         joining = self._joining()
         if joining:
-            self._prefill(joining)
+            self._prefill(self._alike(joining))
         elif self._rows:
             self._decode()
 
@@ -222,6 +222,26 @@ class Engine:
         chosen = set(map(id, joining))
         self._waiting = [sequence for sequence in self._waiting if id(sequence) not in chosen]
         return joining
+
+    def _alike(self, joining: list[_Sequence]) -> list[_Sequence]:
+        """Those that share at least half of the first one's prompt, as answers to one prompt do; the others wait.
+
+        Without such ones, all whose prompts are like no other.
+        """
+        if joining[0].sampling.echo or not self._splits:
+            return joining
+        groups: list[list[_Sequence]] = []
+        for sequence in sorted(joining, key=lambda each: list(each.prompt)):
+            least = max(_COMMON, len(sequence.prompt) // 2)
+            if groups and _agreement(groups[-1][0].prompt, sequence.prompt) >= least:
+                groups[-1].append(sequence)
+            else:
+                groups.append([sequence])
+        several = [set(map(id, group)) for group in groups if len(group) > 1]
+        single = {id(group[0]) for group in groups if len(group) == 1}
+        chosen = next((group for group in several if id(joining[0]) in group), single)
+        self._waiting = [*(each for each in joining if id(each) not in chosen), *self._waiting]
+        return [each for each in joining if id(each) in chosen]
 
     def _prefill(self, joining: list[_Sequence]) -> None:
         import torch

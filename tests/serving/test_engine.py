@@ -91,6 +91,33 @@ def test_what_prompts_begin_with_in_common_is_read_once_and_changes_no_answer(
     assert sum(read) < 476 or not engine._splits  # tokens of all prompts; how many are saved depends on when they come
 
 
+def test_each_of_several_prompts_is_read_once_for_its_answers(llama: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    draws = random.Random(4)
+    common = [draws.randrange(8, 512) for _ in range(18)]  # as a system message
+    prompts = [[*common, *(draws.randrange(8, 512) for _ in range(size))] for size in (30, 32, 35)]
+    alone = [together(llama, [(prompt, Sampling(max_tokens=4, temperature=0))])[0] for prompt in prompts]
+    asked = [*prompts * 4, [9, 10], [*common, 11]]
+    joining, forward, read = llama._joining, llama._forward, []
+
+    def when_all_have_come() -> Any:
+        while not llama._rows and len(llama._waiting) < len(asked):
+            llama._arrive()
+        return joining()
+
+    def counted(ids: Any, *given: Any, **named: Any) -> Any:
+        read.append(ids.numel() if ids.shape[1] > 1 else 0)
+        return forward(ids, *given, **named)
+
+    llama._prefix = ([], None)
+    monkeypatch.setattr(llama, "_joining", when_all_have_come)
+    monkeypatch.setattr(llama, "_forward", counted)
+
+    found = together(llama, [(prompt, Sampling(max_tokens=4, temperature=0)) for prompt in asked])
+
+    assert [[token.id for token in tokens] for tokens in found[:12]] == [[t.id for t in tokens] for tokens in alone] * 4
+    assert sum(read) < 18 + 30 + 32 + 35 + 2 * 19  # each prompt but its last token, and two others side by side
+
+
 def test_log_probabilities_of_prompts_are_those_of_one_forward_pass(engine: Engine) -> None:
     import torch
 
