@@ -2,7 +2,6 @@
 rank, models built from composed configs, runs under torchrun, and an endpoint over HTTP that also misbehaves."""
 
 import asyncio
-import builtins
 import email
 import functools
 import gc
@@ -873,15 +872,6 @@ def real_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         return folder
 
     return made
-
-
-_PRINT = builtins.print
-
-
-@pytest.fixture
-def own_print(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python's print, which nemo_gym replaces by another when it is imported."""
-    monkeypatch.setattr(builtins, "print", _PRINT)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def test_no_answer_is_wrong(name: str) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"keys": 4}, {"values": 4}, {"keys": 4, "values": 2, "asked": 2}, {"haystack": "needles"}],
+    [{}, {"keys": 4}, {"values": 4}, {"keys": 4, "values": 2, "asked": 2}],
     ids=str,
 )
 def test_needles_are_in_the_text(settings: dict[str, Any]) -> None:
@@ -65,8 +65,6 @@ def test_needles_are_in_the_text(settings: dict[str, Any]) -> None:
         assert len(asked) == settings.get("asked", 1)
         assert sorted(row["answers"]) == sorted(code for thing in asked for code in said[thing])
         assert {*row["answers"], *row["wrong"]} == {code for codes in said.values() for code in codes}
-        if settings.get("haystack"):
-            assert len(said) > 50
 
 
 def test_the_needle_is_everywhere_in_turn() -> None:
@@ -182,7 +180,6 @@ def test_a_source_is_in_its_module() -> None:
         ("needles", {"length": "long"}, "length"),
         ("needles", {"asked": 2}, "asked=2: there are keys=1"),
         ("needles", {"keys": 9}, "keys=9: expected 1 to 8"),
-        ("needles", {"haystack": "essays"}, "haystack: unknown 'essays'"),
         ("variables", {"hops": 0}, "hops must be a whole number of at least 1"),
         ("common_words", {"common": 11}, "common=11"),
         ("documents", {"hops": 3}, "hops=3: expected 1 or 2"),

@@ -105,13 +105,9 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
     left = unused(tokenizer, texts(samples))
     if counts["stream"]:
         report.picture(counts["stream"], folder / report.PICTURE)
-    as_json = {
-        kind: {label: {name: dataclasses.asdict(each) for name, each in row.items()} for label, row in by.items()}
-        for kind, by in counts.items()
-    }
-    write_text(folder / RESULTS, json.dumps({"tokens": made, **as_json, "unused": len(left)}, indent=1) + "\n")
-    told_longest = longest(tokenizer, _LONGEST)
-    write_text(folder / REPORT, report.markdown(about, counts, samples, longest=told_longest, unused=left))
+    write_text(folder / RESULTS, json.dumps({"tokens": made, **counts, "unused": len(left)}, indent=1) + "\n")
+    page = report.markdown(about, counts, samples, longest=longest(tokenizer, _LONGEST), unused=left)
+    write_text(folder / REPORT, page)
     return write_page(folder / REPORT)
 
 

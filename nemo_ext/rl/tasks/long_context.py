@@ -20,7 +20,6 @@ LEAST = 128
 _DEPTHS = 10
 
 Lengths = int | Sequence[int]
-Haystack = Literal["sentences", "needles"]
 Asked = Literal["order", "total"]
 
 
@@ -32,7 +31,6 @@ def needles(
     keys: int = 1,
     values: int = 1,
     asked: int = 1,
-    haystack: Haystack = "sentences",
 ) -> Iterator[dict[str, Any]]:
     """Codes of things, said somewhere in a long text: RULER's needles in a haystack.
 
@@ -45,7 +43,6 @@ def needles(
         keys: things with codes (4: RULER's multi-key).
         values: codes of each thing (4: multi-value).
         asked: things that are asked for (4: multi-query).
-        haystack: `sentences`, or `needles`: further things with codes, and nothing else (RULER's hardest multi-key).
 
     Raises:
         ValueError: naming the setting that is out of range.
@@ -55,22 +52,18 @@ def needles(
             raise ValueError(f"settings.{key}={given}: expected 1 to 8")
     if asked > keys:
         raise ValueError(f"settings.asked={asked}: there are keys={keys}")
-    if haystack not in ("sentences", "needles"):
-        raise ValueError(f"settings.haystack: unknown {haystack!r}: {nearest(str(haystack), ('sentences', 'needles'))}")
     for number, tokens in _lengths(count, length):
-        random = generator(seed, "needles", keys, values, asked, haystack, tokens, number)
-        things = _things(random)
+        random = generator(seed, "needles", keys, values, asked, "sentences", tokens, number)
+        places = random.permutation(len(ADJECTIVES) * len(NOUNS))[:keys]
+        things = [f"{ADJECTIVES[place // len(NOUNS)]} {NOUNS[place % len(NOUNS)]}" for place in places]
         codes: set[str] = set()
-        named = {next(things): [_code(random, codes) for _ in range(values)] for _ in range(keys)}
+        named = {thing: [_code(random, codes) for _ in range(values)] for thing in things}
         hidden = [_needle(thing, code) for thing, own in named.items() for code in own]
-        sought = list(named)[:asked]
-        filling = (
-            sentences(random) if haystack == "sentences" else (_needle(each, _code(random, codes)) for each in things)
-        )
-        lines = _filled(filling, tokens, sum(len(each) + 1 for each in hidden))
+        sought = things[:asked]
+        lines = _filled(sentences(random), tokens, sum(len(each) + 1 for each in hidden))
         depth = (number % _DEPTHS) / (_DEPTHS - 1)
-        places = [round(depth * len(lines)), *map(int, random.integers(len(lines) + 1, size=len(hidden) - 1))]
-        for place, needle in sorted(zip(places, hidden, strict=True), reverse=True):
+        at = [round(depth * len(lines)), *map(int, random.integers(len(lines) + 1, size=len(hidden) - 1))]
+        for place, needle in sorted(zip(at, hidden, strict=True), reverse=True):
             lines.insert(place, needle)
         things_asked = " and ".join(f"the {each}" for each in sought)
         question = (
@@ -279,16 +272,6 @@ def _row(
 
 def _needle(thing: str, code: str) -> str:
     return f"The code of the {thing} is {code}."
-
-
-def _things(random: np.random.Generator) -> Iterator[str]:
-    """Different things, such as "amber anchor"; after all of them, numbered ones."""
-    order, size = random.permutation(len(ADJECTIVES) * len(NOUNS)), len(NOUNS)
-    turn = 0
-    while True:
-        for place in order:
-            yield f"{ADJECTIVES[place // size]} {NOUNS[place % size]}{f' number {turn + 1}' if turn else ''}"
-        turn += 1
 
 
 def _code(random: np.random.Generator, seen: set[str], digits: int = 7) -> str:

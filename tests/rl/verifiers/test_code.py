@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.rl.environments import make
-from nemo_ext.rl.sandbox.inside.plain import needed, plain
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
 from nemo_ext.rl.sandbox.prelude import preloaded, prelude
@@ -238,36 +237,31 @@ def test_no_run_sees_what_another_left_without_namespaces() -> None:
     sandbox.close()
 
 
-@pytest.mark.usefixtures("own_print")
 @pytest.mark.parametrize(
-    ("source", "reused"),
+    "source",
     [
-        (
-            "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 2 * n - 1 + f(n - 1) if n else 0\n"
-            "print(f(int(sys.stdin.read())))",
-            True,
-        ),
-        ("import heapq\nfrom collections import *\nprint(int(input()) ** 2)", False),
-        (
-            "from typing import List\nfrom collections import Counter, deque\ninput = sys.stdin.readline\n"
-            "class Node:\n    def __init__(self, n: int): self.n = n\n    def __lt__(self, o): return self.n < o.n\n"
-            "def f(x: List[int]) -> int:\n    string = x.copy()\n    return max(Node(n) for n in string).n\n"
-            "print(sum(Counter([f([int(input())])]).elements()) ** 2)",
-            True,
-        ),
-        ("import functools\n@functools.lru_cache(None)\ndef f(n): return n * n\nprint(f(int(open(0).read())))", True),
-        ("import threading\nthreading.Thread(target=lambda: print(int(input()) ** 2)).start()", False),
-        ("import os\nprint(int(input()) ** 2, flush=True)\nos._exit(0)", False),
-        ("import sys\nprint(int(input()) ** 2)\nsys.exit(0)", True),
-        ("import numpy as np\nprint(np.square(int(input())))", False),
-        ("n = int(input())\nprint('\\n' * 60000 + str(n * n))", True),
+        "import sys\nsys.setrecursionlimit(10**6)\ndef f(n): return 2 * n - 1 + f(n - 1) if n else 0\n"
+        "print(f(int(sys.stdin.read())))",
+        "import heapq\nfrom collections import *\nprint(int(input()) ** 2)",
+        "from typing import List\nfrom collections import Counter, deque\ninput = sys.stdin.readline\n"
+        "class Node:\n    def __init__(self, n: int): self.n = n\n    def __lt__(self, o): return self.n < o.n\n"
+        "def f(x: List[int]) -> int:\n    string = x.copy()\n    return max(Node(n) for n in string).n\n"
+        "print(sum(Counter([f([int(input())])]).elements()) ** 2)",
+        "import functools\n@functools.lru_cache(None)\ndef f(n): return n * n\nprint(f(int(open(0).read())))",
+        "import threading\nthreading.Thread(target=lambda: print(int(input()) ** 2)).start()",
+        "import os\nprint(int(input()) ** 2, flush=True)\nos._exit(0)",
+        "import sys\nprint(int(input()) ** 2)\nsys.exit(0)",
+        "import numpy as np\nprint(np.square(int(input())))",
+        "n = int(input())\nprint('\\n' * 60000 + str(n * n))",
     ],
 )
-def test_honest_programs_are_right_in_either_way(source: str, reused: bool, sandbox: Sandbox) -> None:
-    written = source.encode()
-
-    assert plain(written, needed(prelude(source), written)) is reused
+def test_honest_programs_are_right(source: str, sandbox: Sandbox) -> None:
     assert verdict(source, SQUARE, sandbox).outcome == "correct"
+
+
+@pytest.mark.parametrize("source", ["# add", "x = 'add'", "class A:\n    add = 3", "def f(x): return x.add"])
+def test_what_contests_import_is_no_answer(source: str, sandbox: Sandbox) -> None:
+    assert "there is no function 'add'" in verdict(source, ADD, sandbox).reason
 
 
 def test_expected_outputs_never_enter_the_sandbox(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ kernel.py      system calls that Python does not wrap
 syscalls.py    system calls that programs are refused
 confinement.py namespaces, or the confinement available without them
 processes.py   the processes of a program, their usage, and their end
-plain.py       programs that may run again in the same process
 program.py     steps of the program's own process before it is the program
 supervisor.py  the programs of one answer, one after the other
 """

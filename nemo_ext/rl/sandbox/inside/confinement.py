@@ -14,7 +14,6 @@ from typing import Any
 from nemo_ext.rl.sandbox.inside import kernel, syscalls
 
 _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_PROCESSES | kernel.NEW_NETWORK | kernel.NEW_IPC | kernel.NEW_NAMES
-_MOST_RUNS = 1000
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _FLAGS = {os.ST_NOSUID: kernel.NO_SETUID, os.ST_NODEV: kernel.NO_DEVICES, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024}
 _FLAGS |= {os.ST_NODIRATIME: 2048, os.ST_RELATIME: 1 << 21}
@@ -72,16 +71,15 @@ class Confinement:
         empty(self.directory)
         os.utime(self.directory, (0, 0))
 
-    def hold(self, limits: Mapping[str, Any], *, compiler: bool, reusable: bool) -> None:
+    def hold(self, limits: Mapping[str, Any], *, compiler: bool) -> None:
         """Hold this process and all that it starts to the limits, irrevocably.
 
         Args:
             compiler: True for our own compiler, which starts processes.
-            reusable: True if it runs many times; the supervisor checks the processor time of each run.
         """
         os.setsid()
         megabyte = 1 << 20
-        seconds = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000)) * (_MOST_RUNS if reusable else 1)
+        seconds = max(1, -(-int(limits["cpu_seconds"] * 1000) // 1000))
         bounds = {
             resource.RLIMIT_CPU: (seconds, seconds + 1),
             resource.RLIMIT_AS: 2 * limits["memory_megabytes"] * megabyte,

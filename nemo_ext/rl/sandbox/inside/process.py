@@ -51,8 +51,8 @@ class Place:
     stdin: int
     disk_bytes: int
 
-    def forget(self) -> None:
-        """Forget what the previous run can have left in things that outlive its processes."""
+    def prepare(self, stdin: bytes) -> None:
+        """Fill standard input, and discard what the previous run can have left in things that outlive its processes."""
         if self.confinement.namespaces:
             # Process numbers begin anew, or they would count runs.
             with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as opened:
@@ -64,9 +64,6 @@ class Place:
         os.fchmod(self.stdin, 0o777)
         os.utime(self.stdin, (0, 0))
         confined.without_attributes(self.stdin)
-
-    def prepare(self, stdin: bytes) -> None:
-        """Fill standard input; whatever the previous run did to the file is discarded."""
         os.ftruncate(self.stdin, 0)
         os.lseek(self.stdin, 0, os.SEEK_SET)
         with open(self.stdin, "wb", closefd=False) as standard:
@@ -80,7 +77,6 @@ class Process:
     Args:
         keep: descriptor that `job` needs besides its streams.
         compiler: True for our own compiler.
-        reusable: True if `job` is `program.serve_python`, which runs once for each `again` and reports its end.
     """
 
     def __init__(
@@ -91,124 +87,82 @@ class Process:
         *,
         keep: int | None = None,
         compiler: bool = False,
-        reusable: bool = False,
     ) -> None:
-        self._place = place
-        self._talk: socket.socket | None = None
+        self._place, self._limits = place, limits
         pipes = {number: os.pipe() for number in (1, 2, program.VALUE)}
-        given = {number: written for number, (_, written) in pipes.items()}
-        theirs: socket.socket | None = None
-        if reusable:
-            self._talk, theirs = socket.socketpair()
-            given[program.TALK] = theirs.fileno()
         self._child = os.fork()
         if not self._child:
-            self._become(job, limits, given, keep, compiler, reusable)
+            self._become(job, {number: written for number, (_, written) in pipes.items()}, keep, compiler)
         for _, written in pipes.values():
             os.close(written)
-        if theirs is not None:
-            theirs.close()
         self._handle = os.pidfd_open(self._child)
         self._readers = {read: number for number, (read, _) in pipes.items()}
         for reader in self._readers:
             os.set_blocking(reader, False)
         self._open = set(self._readers)
-        self._read: dict[int, bytearray] = {}
-        self._turn = self._heard = b""
-        self._used = 0.0
-        self.alive = True
+        self._read = {number: bytearray() for number in pipes}
 
-    def again(self) -> None:
-        """Let a reusable process run once more; if it has ended meanwhile, `until_ended` says so."""
-        assert self._talk is not None
-        # What earlier turns may still write there is not taken for the end of this one.
-        self._turn, self._heard = os.urandom(program.TURN_BYTES), b""
-        with contextlib.suppress(OSError):
-            self._talk.sendall(self._turn)
-
-    def until_ended(self, limits: Mapping[str, Any], value_bytes: int = 0) -> Ended:
-        """Wait until it has ended, has run once, or is over a limit; `alive` says whether it can run again.
+    def until_ended(self, value_bytes: int = 0) -> Ended:
+        """Wait until it has ended or is over a limit, and end all that it started.
 
         Raises:
             HostGoneError: the host has gone; the process has been ended.
         """
-        self._read = {number: bytearray() for number in self._readers.values()}
-        self._most = {1: limits["output_bytes"], 2: _STDERR_BYTES, program.VALUE: value_bytes}
+        self._most = {1: self._limits["output_bytes"], 2: _STDERR_BYTES, program.VALUE: value_bytes}
         began = time.monotonic()
         try:
-            over, status = self._listen(limits, began)
-        except BaseException:
-            self.end()
-            raise
-        seconds = time.monotonic() - began
-        if status is not None:
-            cpu = self._cpu() - self._used
-            self._used += cpu
-            for reader in list(self._open):
-                over = self._take(reader) or over
-            return self._told(over, status, seconds, cpu, limits)
-        total, code = self.end()
+            over = self._listen(began)
+            seconds = time.monotonic() - began
+        finally:
+            cpu, code = self._end()
         for reader in list(self._open):
             over = self._take(reader) or over
-        self._close()
-        return self._told(over, code, seconds, total - self._used, limits)
+        for descriptor in (self._handle, *self._readers):
+            os.close(descriptor)
+        if not over and code < 0:
+            killed = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= self._limits["cpu_seconds"])
+            over = "cpu" if killed else "signal"
+        elif not over and cpu > self._limits["cpu_seconds"]:
+            over = "cpu"
+        outputs = {number: bytes(held) for number, held in self._read.items()}
+        return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
-    def end(self) -> tuple[float, int]:
+    def _end(self) -> tuple[float, int]:
         """Kill it and all that it started; returns its processor seconds and exit code, negative for a signal."""
         # Not waited for yet, so the number is still its own, whether it has ended or not.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
         processes.end(self._place.confinement)
-        self.alive = False
         return used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
 
-    def _listen(self, limits: Mapping[str, Any], began: float) -> tuple[str, int | None]:
-        """Limit that was exceeded, if any, and the status if it has run and is still there."""
+    def _listen(self, began: float) -> str:
+        """Wait until it has ended, or is over a limit, which is returned."""
         waiting = select.poll()
         for descriptor in (self._handle, *self._open):
             waiting.register(descriptor, select.POLLIN)
-        if self._talk is not None:
-            waiting.register(self._talk.fileno(), select.POLLIN)
         # The host may have sent what comes next; only its end matters now.
         waiting.register(self._place.host.fileno(), select.POLLRDHUP)
-        deadline, watch_next = began + limits["wall_seconds"], began + _WATCH_EVERY
+        deadline, watch_next = began + self._limits["wall_seconds"], began + _WATCH_EVERY
         while True:
             now = time.monotonic()
             if now >= deadline:
-                return "time", None
-            over, done = "", None
+                return "time"
+            over = ""
             ready = {descriptor for descriptor, _ in waiting.poll(max(0.0, min(deadline, watch_next) - now) * 1000 + 1)}
             if self._place.host.fileno() in ready:
                 raise HostGoneError
-            if self._talk is not None and self._talk.fileno() in ready:
-                said = self._talk.recv(1 << 12)
-                if not said:
-                    waiting.unregister(self._talk.fileno())
-                done = self._status(said)
             for descriptor in ready & self._open:
                 over = self._take(descriptor) or over
                 if descriptor not in self._open:
                     waiting.unregister(descriptor)
-            if over:
-                return over, None
-            if done is not None:
-                return "", done
-            if self._handle in ready:
-                return "", None
+            if over or self._handle in ready:
+                return over
             if time.monotonic() >= watch_next:
-                over = self._over_limits(limits)
+                over = self._over_limits()
                 if over:
-                    return over, None
+                    return over
                 # What it costs grows with the machine's processes; it is to stay a small share.
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
-
-    def _status(self, said: bytes) -> int | None:
-        """Byte that follows this turn's mark, or None if it has not come."""
-        self._heard += said
-        _, mark, rest = self._heard.partition(self._turn)
-        # A mark may come in parts; what is before it is nobody's.
-        self._heard = mark + rest if mark else self._heard[-program.TURN_BYTES :]
-        return rest[0] if rest else None
 
     def _take(self, reader: int) -> str:
         """Read the available output; returns "output" if it is over the limit."""
@@ -228,14 +182,15 @@ class Process:
             if len(part) > room and number != 2:
                 return "output"
 
-    def _over_limits(self, limits: Mapping[str, Any]) -> str:
+    def _over_limits(self) -> str:
         with contextlib.suppress(OSError):
-            if self._cpu() - self._used > limits["cpu_seconds"]:
+            # The kernel's clock of the process (clock_getcpuclockid).
+            if time.clock_gettime(~self._child << 3 | 2) > self._limits["cpu_seconds"]:
                 return "cpu"
         used = processes.usage(self._place.confinement)
-        if used.memory > limits["memory_megabytes"] << 20:
+        if used.memory > self._limits["memory_megabytes"] << 20:
             return "memory"
-        if used.processes > limits["processes"]:
+        if used.processes > self._limits["processes"]:
             return "processes"
         # A file system of its own has its own limit.
         own, directory = self._place.confinement.namespaces, self._place.confinement.directory
@@ -243,33 +198,8 @@ class Process:
             return "disk"
         return ""
 
-    def _cpu(self) -> float:
-        """Processor seconds so far, from the kernel's clock of the process (clock_getcpuclockid)."""
-        return time.clock_gettime(~self._child << 3 | 2)
-
-    def _told(self, over: str, code: int, seconds: float, cpu: float, limits: Mapping[str, Any]) -> Ended:
-        if not over and code < 0:
-            killed = code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= limits["cpu_seconds"])
-            over = "cpu" if killed else "signal"
-        elif not over and cpu > limits["cpu_seconds"]:
-            over = "cpu"
-        outputs = {number: bytes(held) for number, held in self._read.items()}
-        return Ended(over or "exit", abs(code), seconds, cpu, outputs)
-
-    def _close(self) -> None:
-        for descriptor in (self._handle, *self._readers):
-            os.close(descriptor)
-        if self._talk is not None:
-            self._talk.close()
-
     def _become(
-        self,
-        job: Callable[[], NoReturn],
-        limits: Mapping[str, Any],
-        outputs: Mapping[int, int],
-        keep: int | None,
-        compiler: bool,
-        reusable: bool,
+        self, job: Callable[[], NoReturn], outputs: Mapping[int, int], keep: int | None, compiler: bool
     ) -> NoReturn:
         try:
             # First out of the way of the numbers that they are to have.
@@ -277,13 +207,13 @@ class Process:
             for number, end in ({0: self._place.stdin} | moved).items():
                 os.dup2(end, number)
             landlock = self._place.confinement.landlock
-            kept = {keep, landlock.descriptor if landlock else None, self._place.stdin if reusable else None}
+            kept = {keep, landlock.descriptor if landlock else None}
             least = max(outputs) + 1
             for descriptor in sorted(number for number in kept if number is not None):
                 os.closerange(least, descriptor)
                 least = descriptor + 1
             os.closerange(least, 1 << 16)
-            self._place.confinement.hold(limits, compiler=compiler, reusable=reusable)
+            self._place.confinement.hold(self._limits, compiler=compiler)
             job()
         except BaseException as error:
             with contextlib.suppress(OSError):

@@ -10,80 +10,59 @@ import json
 import marshal
 import os
 import signal
+import symtable
 import sys
 import traceback
 import types
 from typing import Any, NoReturn
 
-from nemo_ext.rl.sandbox.inside.plain import needed, plain
+VALUE = 3
+"""Descriptor that a function's result, or the compiled program, is written to.
 
-TURN_BYTES = 8
-VALUE, TALK = 3, 4
-"""Descriptor that a function's result is written to, and descriptor over which turns are taken.
-
-What a program itself writes to them counts as its result, or as the end of its turn: it gains nothing that printing or
-returning would not give it."""
+What a program itself writes to it counts as its result: it gains nothing that returning would not give it."""
 
 
-COMPILED, FAILED, NOT_PLAIN = range(3)
-"""Statuses of the first turn. With the last, `VALUE` has the compiled program, and each run needs a process."""
-
-
-def run_python(code: bytes, function: str | None) -> NoReturn:
-    """Run as the program once. Streams are descriptors 0 to 2; with `function`, 0 has a call and `VALUE` its result.
-
-    Args:
-        code: compiled program, from `serve_python`.
-    """
-    _leave(_run(marshal.loads(code), function))
-
-
-def serve_python(stdin: int, source: bytes, prelude: str, function: str | None) -> NoReturn:
-    """Run as the program, in a fresh module, for each mark received over `TALK`; send the mark back with the status.
-
-    The first turn compiles. A program that is not plain is compiled only.
-
-    Args:
-        stdin: descriptor that becomes 0 in each turn; the supervisor fills it anew.
-    """
-    taken, leave, saved = os.read, os._exit, [(os.dup(number), number) for number in (1, 2, VALUE, TALK)]
-    talk = saved[-1][0]
-    mark = taken(talk, TURN_BYTES)
-    codes = _compiled(source, prelude)
-    status = FAILED if codes is None else COMPILED if _is_plain(source, prelude) else NOT_PLAIN
-    if status == NOT_PLAIN:
-        _write(VALUE, marshal.dumps(codes))
-    while mark and _flushed():
-        _write(talk, mark + bytes([status]))
-        mark = taken(talk, TURN_BYTES)
-        if codes is None or status == NOT_PLAIN or not mark:
-            break
-        for kept, number in ((stdin, 0), *saved):
-            os.dup2(kept, number)
-        status = _run(codes, function)
-    # As the interpreter does if its output is gone.
-    leave(status or 120)
-
-
-def _compiled(source: bytes, prelude: str) -> list[types.CodeType] | None:
-    """Code of the prelude and the program; None, and the error on stderr, if it does not compile."""
+def compile_python(source: bytes, prelude: str) -> NoReturn:
+    """Compile the program, write the code to `VALUE` and leave; status 1, with the error on stderr, if that fails."""
     sys.set_int_max_str_digits(50_000)
     _standard_streams()
     try:
         with contextlib.suppress(RecursionError, MemoryError):
-            prelude = needed(prelude, source)
+            prelude = _needed(prelude, source)
         # The prelude is code of its own, so that the program's line numbers and __future__ imports stand.
-        return [compile(text, "main.py", "exec", dont_inherit=True) for text in (prelude, source)]
+        codes = [compile(text, "main.py", "exec", dont_inherit=True) for text in (prelude, source)]
+        code = marshal.dumps(codes)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return None
+        _leave(1)
+    _write(VALUE, code)
+    _leave(0)
 
 
-def _is_plain(source: bytes, prelude: str) -> bool:
-    try:
-        return plain(source, needed(prelude, source))
-    except (RecursionError, MemoryError):
-        return False
+def run_python(code: bytes, function: str | None) -> NoReturn:
+    """Run as the program. Streams are descriptors 0 to 2; with `function`, 0 has a call and `VALUE` its result.
+
+    Args:
+        code: compiled program, from `compile_python`.
+    """
+    _leave(_run(marshal.loads(code), function))
+
+
+def _needed(prelude: str, source: bytes) -> str:
+    """Lines of the prelude, each an import of one name, whose name the source looks up.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as `compile`.
+    """
+    if not prelude:
+        return ""
+    tables = [symtable.symtable(source, "main.py", "exec")]  # type: ignore[arg-type]
+    used = {symbol.get_name() for symbol in tables[0].get_symbols()}
+    while tables:
+        below = tables.pop().get_children()
+        used |= {symbol.get_name() for table in below for symbol in table.get_symbols() if symbol.is_global()}
+        tables += below
+    return "\n".join(line for line in prelude.splitlines() if line.split()[-1] in used)
 
 
 def _run(codes: list[types.CodeType], function: str | None) -> int:

@@ -43,11 +43,9 @@ class Supervisor:
             "TMPDIR": confinement.directory,
         }
         self._place = Place(host, confinement, stdin, disk_megabytes << 20)
-        self._source, self._prelude = b"", ""
         self._code: bytes | None = None
         self._function: str | None = None
         self._executable: int | None = None
-        self._process: Process | None = None
 
     def serve(self) -> None:
         """Answer messages until the host is gone."""
@@ -61,22 +59,22 @@ class Supervisor:
             wire.send(self._host, {**facts, **times}, outputs)
 
     def _compile_python(self, header: dict[str, Any], source: bytes) -> Ended:
-        self._end()
         for name in set(header["preload"]) - sys.modules.keys():
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
             gc.freeze()
         self._executable = self._code = None
-        self._source, self._prelude, self._function = source, header["prelude"], header["function"]
-        ended = self._begin(header["limits"])
-        if ended.ended == "exit" and ended.status == program.NOT_PLAIN:
-            self._end()
+        self._function = header["function"]
+        ended = self._once(
+            lambda: self._python(program.compile_python, source, header["prelude"]),
+            header["limits"],
+            value_bytes=_CODE_BYTES,
+        )
+        if ended.ended == "exit" and ended.status == 0:
             self._code = ended.outputs.pop(program.VALUE)
-            ended.status = program.COMPILED
         return ended
 
     def _compile_cpp(self, header: dict[str, Any], source: bytes) -> Ended:
-        self._end()
         folder = self._place.confinement.directory
         self._place.confinement.empty_directory()
         with open(os.path.join(folder, _SOURCE), "wb") as opened:
@@ -93,52 +91,26 @@ class Supervisor:
         return ended
 
     def _run(self, header: dict[str, Any], given: bytes) -> Ended:
-        limits, executable = header["limits"], self._executable
-        # Nothing of one run is left for the next, but a process that it cannot have changed.
+        limits, executable, code = header["limits"], self._executable, self._code
+        # Nothing of one run is left for the next.
         self._place.confinement.empty_directory()
-        if executable is not None or self._code is not None:
-            self._place.forget()
         self._place.prepare(given)
         if executable is not None:
             return self._once(
                 lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
             )
-        value_bytes = limits["output_bytes"]
-        code = self._code
-        if code is not None:
-            return self._once(lambda: self._python(program.run_python, code), limits, value_bytes=value_bytes)
-        if self._process is None or not self._process.alive:
-            ended = self._begin(limits)
-            if ended.ended != "exit" or ended.status:
-                return ended
-        assert self._process is not None
-        self._process.again()
-        return self._process.until_ended(limits, value_bytes)
-
-    def _begin(self, limits: dict[str, Any]) -> Ended:
-        """Start the process that runs all tests, and wait until it has compiled the program."""
-        stdin = self._place.stdin
-        self._process = Process(
-            self._place,
-            lambda: self._python(program.serve_python, stdin, self._source, self._prelude),
-            limits,
-            reusable=True,
+        assert code is not None
+        return self._once(
+            lambda: self._python(program.run_python, code, self._function), limits, value_bytes=limits["output_bytes"]
         )
-        self._process.again()
-        return self._process.until_ended(limits, _CODE_BYTES)
 
     def _python(self, run: Callable[..., NoReturn], *given: Any) -> NoReturn:
         os.environ.clear()
         os.environ.update(self._environment)
-        run(*given, self._function)
+        run(*given)
 
     def _once(self, job: Callable[[], NoReturn], limits: dict[str, Any], *, value_bytes: int = 0, **how: Any) -> Ended:
-        return Process(self._place, job, limits, **how).until_ended(limits, value_bytes)
-
-    def _end(self) -> None:
-        if self._process is not None and self._process.alive:
-            self._process.end()
-        self._process = None
+        return Process(self._place, job, limits, **how).until_ended(value_bytes)
 
 
 def _above(descriptor: int) -> int:
