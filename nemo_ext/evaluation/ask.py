@@ -1,19 +1,21 @@
 """What is asked of a model, and the asking: answers, conversations with worlds, log-likelihoods."""
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
 from nemo_ext.endpoint.client import Answer, Client, Request
 from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
-from nemo_ext.evaluation.likelihood import Likelihoods
+from nemo_ext.evaluation.likelihood import Likelihoods, Scored
 from nemo_ext.evaluation.play import Playing
 from nemo_ext.evaluation.problems import Problem
 from nemo_ext.evaluation.score import Scorer, said
-from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
+from nemo_ext.evaluation.store import Key, Sample, Store, digest_of
 from nemo_ext.job.seeds import digest
 
 _AHEAD = 64
@@ -95,7 +97,7 @@ class Asking:
         client: client of the endpoint, within `async with`.
         likelihoods: log-likelihoods from the same.
         store: where answers and scores are kept.
-        scorers: scorer of each benchmark.
+        scorers: scorer of each benchmark; answers to the others are kept without a score.
         seed: seed of all answers.
         count_reasoning: number of tokens of a reasoning, where the endpoint does not say it; None if unknown.
         seen: called with each sample that is settled, and whether it was asked now.
@@ -135,29 +137,27 @@ class Asking:
             self.store.add_prompt(question.asked, question.shown)
             sample = await self._asked(question, number)
             self.store.add(sample)
-        if not sample.problem:
-            self.store.add_scores([await self._scored(question, sample)])
+        if not sample.problem and (scorer := self.scorers.get(question.benchmark.name)) is not None:
+            self.store.add_scores([await scorer.score(question.problem, sample)])
         self.seen(sample, there is None)
 
-    async def _scored(self, question: Question, sample: Sample) -> Score:
-        return await self.scorers[question.benchmark.name].score(question.problem, sample)
-
     async def _asked(self, question: Question, number: int) -> Sample:
-        scorer = self.scorers[question.benchmark.name]
         if question.benchmark.kind in ("choice", "bits"):
             return await self._likely(question, number)
-        if scorer.converses:
+        scorer = self.scorers.get(question.benchmark.name)
+        if scorer is not None and scorer.converses:
             return await self._conversed(question, number, scorer)
         answer = await self._answer(question, number, 0, question.shown.get("messages"))
         return self._sample(question, number, answer)
 
     async def _likely(self, question: Question, number: int) -> Sample:
         named: Any = {"key": question.key(number), "asked": question.asked}
-        text = str(question.problem.prompts[question.prompt])
-        if question.problem.choices:
-            scored = await self.likelihoods.continuations(text, question.problem.choices)
-        else:
-            scored = [await self.likelihoods.rolling(text)]
+        shown, scored = question.shown, list[Scored]()
+        if "text" in shown:
+            scored = [await self.likelihoods.rolling(shown["text"])]
+        pairs = shown.get("pairs") or [(shown["context"], choice) for choice in shown.get("choices", ())]
+        for context, group in itertools.groupby(pairs, key=itemgetter(0)):
+            scored += await self.likelihoods.continuations(context, [choice for _, choice in group])
         if problem := next((each.problem for each in scored if each.problem), ""):
             return Sample(**named, problem=problem)
         return Sample(

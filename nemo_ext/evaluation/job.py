@@ -368,7 +368,7 @@ async def _evaluate(
             if settings.inspect:
                 from nemo_ext.evaluation import inspect_logs
 
-                inspect_logs.write(found, store, run_dir / "inspect")
+                inspect_logs.write(found, store, run_dir / "inspect", asked=asked)
     return found
 
 

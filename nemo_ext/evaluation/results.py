@@ -269,14 +269,17 @@ class _Table:
         if not rows.any():
             return name, {}
         _, problems = np.unique(self._problems[rows], return_inverse=True)
+        more = {}
         if self._more:
             taken = [each for each, here in zip(self._more, rows, strict=True) if here]
             shared = set.intersection(*(set(each) for each in taken)) - {"nats", "bytes"}
-            return name, {
+            more = {
                 each: float(statistics.problem_means(np.array([one[each] for one in taken]), problems).mean())
                 for each in sorted(shared)
             }
-        found = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean())}
+            if benchmark.kind != "generate":
+                return name, more
+        found = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean()), **more}
         if benchmark.samples > 1:
             ks = [each for each in (1, 2, 4, 8, 16, 32, 64, 128, 256) if each < benchmark.samples]
             for each in (*ks, benchmark.samples):

@@ -120,7 +120,7 @@ class Scorer:
         assert turn.verdict is not None
         verdict = turn.verdict
         value = None if verdict.outcome == "error" else verdict.score
-        return Score(**named, score=value, why=verdict.reason, found=verdict.answer)
+        return Score(**named, score=value, why=verdict.reason, found=verdict.answer, more=verdict.more)
 
     async def _replayed(self, problem: Problem, sample: Sample) -> Turn:
         assert self.episodes is not None

@@ -1,6 +1,7 @@
 """Verdict of a verifier on one response."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 Outcome = Literal["correct", "wrong", "error"]
@@ -16,12 +17,14 @@ class Verdict:
         score: from 0 to 1; 1 if and only if `outcome` is correct, between them where parts of a task are solved.
         reason: short explanation for reports; "" if correct.
         answer: compared text as found in the response; None if there was none.
+        more: further numbers for reports, such as {math_verify: 1.0}; no reward takes account of them.
     """
 
     outcome: Outcome
     score: float
     reason: str = ""
     answer: str | None = None
+    more: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert 0 <= self.score <= 1 and (self.score == 1) == (self.outcome == "correct"), self

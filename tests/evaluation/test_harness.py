@@ -58,6 +58,19 @@ test_split: test
 doc_to_text: ""
 doc_to_target: "{{ text }}"
 """
+# A choice is a context here, as in Winogrande.
+CONTEXTS = """
+task: contexts
+dataset_path: json
+dataset_kwargs: {data_files: {test: "%s"}}
+output_type: multiple_choice
+test_split: test
+doc_to_text: gold
+doc_to_choice: options
+doc_to_target: word
+metric_list:
+  - {metric: acc, aggregation: mean, higher_is_better: true}
+"""
 GROUP = "group: everything\ntask: [colours, texts]\n"
 SAMPLED = """
 include: answers.yaml
@@ -101,6 +114,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (made / "colours.yaml").write_text(CHOICE % tuple(places))
     (made / "answers.yaml").write_text(ANSWER % places[0])
     (made / "texts.yaml").write_text(TEXT % places[0])
+    (made / "contexts.yaml").write_text(CONTEXTS % places[0])
     (made / "everything.yaml").write_text(GROUP)
     (made / "sampled.yaml").write_text(SAMPLED)
     return made
@@ -147,7 +161,7 @@ def by_itself(folder: Path, served_folder: Path, names: list[str]) -> tuple[dict
 
 @pytest.mark.slow
 def test_the_harness_itself_says_the_same(run: Run, folder: Path, served_folder: Path, tmp_path: Path) -> None:
-    names = ["colours", "answers", "texts"]
+    names = ["colours", "answers", "texts", "contexts"]
     expected, answers = by_itself(folder, served_folder, names)
 
     ran, found = run(*names)
@@ -157,6 +171,7 @@ def test_the_harness_itself_says_the_same(run: Run, folder: Path, served_folder:
         ("colours", ("acc", "acc_norm")),
         ("answers", ("exact_match",)),
         ("texts", ("bits_per_byte", "byte_perplexity")),
+        ("contexts", ("acc",)),
     ):
         for metric in metrics:
             relative = pytest.approx(expected[name][metric], rel=1e-6, abs=1e-6)
@@ -171,8 +186,8 @@ def test_the_harness_itself_says_the_same(run: Run, folder: Path, served_folder:
         for sample in Store(tmp_path / "store").answers()
     }
     assert [ours[key] for key in sorted(ours) if key.benchmark == "h_answers"] == answers
-    assert [found[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False]
-    assert [found[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte"]
+    assert [found[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False, True]
+    assert [found[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte", "acc"]
 
 
 def test_nothing_is_asked_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +226,7 @@ def test_repeats_have_seeds_of_their_own(run: Run, tmp_path: Path) -> None:
 def test_a_group_of_tasks(run: Run) -> None:
     ran, _ = run("everything")
 
+    assert not ran.missing
     assert {name.split("/")[0] for name in ran.metrics["h_everything"]} == {"colours", "texts"}
 
 
@@ -234,7 +250,7 @@ def test_a_task_that_fails_leaves_the_others(run: Run, folder: Path) -> None:
     ("key", "why"),
     [
         ("process_docs: !function other.run", "names the function other.run"),
-        ("include: other.yaml", "includes other.yaml: names the function other.run"),
+        ("include: other.yaml", "bad.yaml: names the function other.run"),
         ("class: !function other.Task", "its key class runs code"),
         ("metric_list: [{metric: someones/metric}]", "metric someones/metric is no metric"),
         ("dataset_path: pandas", "pandas reads pickles"),
@@ -273,16 +289,6 @@ def test_templates_run_in_a_sandbox(run: Run, folder: Path) -> None:
     ran, _ = run("sly")
 
     assert "SecurityError" in ran.missing["h_sly"]
-
-
-def test_prompts_by_the_chat_template(run: Run, tmp_path: Path) -> None:
-    ran, _ = run("answers", limit=1, chat=True)
-
-    assert not ran.missing
-    (prompt,) = Store(tmp_path / "store").prompts().values()
-    assert prompt["text"].startswith("<|user|>Say red:<|end|><|assistant|>")
-    ran, _ = run("answers", limit=1, chat=True, tokenizer=None)
-    assert "needs the model's tokenizer" in ran.missing["h_answers"]
 
 
 def test_a_folder_that_is_not_there(run: Run, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Logs of Inspect: what is written is read back, by Inspect and into a store."""
+"""Logs for Inspect, as Inspect itself reads them."""
 
 import asyncio
 from pathlib import Path
@@ -65,13 +65,21 @@ FOUND: dict[str, Any] = {
 }
 
 
+ASKED = {
+    ("sums", "one", "default", "default"): "sum",
+    ("sums", "two", "default", "default"): "sum",
+    ("sums", "three", "short", "on"): "sum",
+    ("picks", "a", "default", "default"): "pick",
+}
+
+
 @pytest.fixture
 def logs(tmp_path: Path) -> Path:
     """Folder with the logs of the store."""
     from nemo_ext.evaluation import inspect_logs
 
     async def write() -> None:  # as the job does, within a loop
-        inspect_logs.write(FOUND, filled(tmp_path / "store"), tmp_path / "inspect")
+        inspect_logs.write(FOUND, filled(tmp_path / "store"), tmp_path / "inspect", asked=ASKED)
 
     asyncio.run(write())
     return tmp_path / "inspect"
@@ -105,20 +113,6 @@ def test_inspect_reads_the_logs(logs: Path) -> None:
     assert (pick.input, pick.choices) == ("The sky is", [" blue", " red"])
 
 
-def test_a_store_again(logs: Path, tmp_path: Path) -> None:
-    from nemo_ext.evaluation import inspect_logs
-
-    before, again = Store(tmp_path / "store"), Store(tmp_path / "again")
-
-    assert inspect_logs.add(logs, again) == 6
-    assert inspect_logs.add(logs, again) == 0
-    again.close()
-    assert sorted(again.answers(), key=lambda sample: sample.key) == sorted(
-        before.answers(), key=lambda sample: sample.key
-    )
-    assert again.scores() == {name: score for name, score in before.scores().items() if name[2] != "another"}
-
-
 def test_only_answers_to_the_question_of_today(tmp_path: Path) -> None:
     from inspect_ai.log import read_eval_log
 
@@ -127,60 +121,12 @@ def test_only_answers_to_the_question_of_today(tmp_path: Path) -> None:
     with filled(tmp_path / "store") as store:
         key = Key("picks", "a", "default", "default", 0)
         store.add(Sample(key=key, asked="another question", answer="stale"))
-        inspect_logs.write(FOUND, store, tmp_path / "inspect")
+        inspect_logs.write(FOUND, store, tmp_path / "inspect", asked=ASKED)
 
         asked = {("picks", "a", "default", "default"): "another question"}
         (now,) = inspect_logs.write(FOUND, store, tmp_path / "now", asked=asked)
 
     (pick,) = read_eval_log(str(tmp_path / "inspect" / "picks.eval")).samples
-    assert pick.metadata["asked"] == "pick"
+    assert (pick.metadata["asked"], pick.metadata["logprobs"]) == ("pick", [-1.5, -2.5])
     (pick,) = read_eval_log(str(now)).samples
     assert (pick.output.completion, pick.scores) == ("stale", None)
-
-
-def test_logs_of_others(tmp_path: Path) -> None:
-    from inspect_ai.log import EvalConfig, EvalDataset, EvalLog, EvalSample, EvalSpec, write_eval_log
-    from inspect_ai.model import ChatMessageAssistant, ChatMessageUser, ModelOutput
-    from inspect_ai.scorer import Score as InspectScore
-
-    from nemo_ext.evaluation import inspect_logs
-
-    values = ["C", "I", 0.25, {"f1": 0.5, "em": "I"}, "P"]
-    samples = [
-        EvalSample(
-            id=number,
-            epoch=1,
-            input="Why?",
-            target="so",
-            messages=[ChatMessageUser(content="Why?"), ChatMessageAssistant(content="So.")],
-            output=ModelOutput.from_content("m", "So."),
-            scores={"match": InspectScore(value=value, answer="So.")},
-        )
-        for number, value in enumerate(values)
-    ]
-    spec = EvalSpec(
-        created="2026-01-01T00:00:00+00:00",
-        task="someones/task",
-        model="m",
-        dataset=EvalDataset(name="d"),
-        config=EvalConfig(),
-    )
-    write_eval_log(EvalLog(status="success", eval=spec, samples=samples), str(tmp_path / "theirs.json"))
-
-    rows = list(inspect_logs.read(tmp_path / "theirs.json"))
-
-    assert [score.score for _, score in rows if score] == [1.0, 0.0, 0.25, 0.5, 0.5]
-    assert [sample.key for sample, _ in rows] == [
-        Key("someones-task", str(number), "default", "default", 0) for number in range(5)
-    ]
-    assert {(sample.answer, sample.finish_reason, len(sample.turns)) for sample, _ in rows} == {("So.", "stop", 0)}
-    assert rows[3][1] is not None and rows[3][1].more == {"f1": 0.5, "em": 0.0}
-
-
-def test_a_file_that_is_no_log(tmp_path: Path) -> None:
-    from nemo_ext.evaluation import inspect_logs
-
-    (tmp_path / "x.eval").write_text("nothing")
-
-    with pytest.raises(ValueError, match=r"x\.eval: no log of Inspect that can be read"):
-        list(inspect_logs.read(tmp_path / "x.eval"))

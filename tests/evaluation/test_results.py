@@ -83,6 +83,21 @@ def test_the_figures_are_those_of_plain_python(stored: Stored) -> None:
     assert found["domains"]["x"] == {"accuracy": pytest.approx(fmean(fmean(each) for each in by_problem[::2])), "n": 3}
 
 
+def test_further_numbers_stand_beside_the_figures(stored: Stored) -> None:
+    planned = plan()
+    more = [
+        (sample, replace(score, more={"math_verify": float(sample.key.sample % 2)})) for sample, score in drawn(planned)
+    ]
+
+    found = entry(stored(more), planned)
+
+    assert found["metrics"]["math_verify"] == 0.5
+    assert (
+        found["metrics"].items() - {("math_verify", 0.5)} == entry(stored(drawn(planned)), planned)["metrics"].items()
+    )
+    assert found["accuracy"] == found["metrics"]["avg@4"]
+
+
 def test_the_share_of_answers_with_reasoning_is_of_each_mode(stored: Stored) -> None:
     way = {"system": "thinking on"}
     planned = plan(replace(BENCHMARK, samples=1, modes={"on": Mode(**way), "off": Mode()}), problems=4)

@@ -5,8 +5,9 @@ a prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` t
 that are.
 """
 
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 from unicodedata import normalize
@@ -89,11 +90,25 @@ def check(reference: Mapping[str, Any]) -> Reference:
     return checked(Reference, reference, where="reference", strict=True)
 
 
-def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Correct if the answer follows all instructions; one that is not text, or has no word, follows none."""
+def verify(
+    response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS, published: Any = None
+) -> Verdict:
+    """Correct if the answer follows all instructions; one that is not text, or has no word, follows none.
+
+    Args:
+        published: module `lm_eval.tasks.ifeval.utils`, whose checkers take the place of ours; None for ours.
+    """
     answer = response.answer
     if len(answer) > max_characters:
         return Verdict.wrong(f"longer than {max_characters} characters")
+    if published is not None:
+        ids, kwargs = zip(*((each.id, dict(each.kwargs)) for each in reference.instructions), strict=True)
+        try:
+            asked = published.InputExample(key=0, instruction_id_list=list(ids), prompt="", kwargs=list(kwargs))
+            kept = published.test_instruction_following_strict(asked, answer).follow_instruction_list
+        except Exception as error:  # its checkers raise on some answers
+            return Verdict.error(f"lm-evaluation-harness: {type(error).__name__}: {error}"[:200])
+        return _verdict([name for name, follows in zip(ids, kept, strict=True) if not follows], reference)
     if not re.search(r"\w", answer):
         return Verdict.wrong("no answer")
     if _NO_TEXT.search(answer):
@@ -104,6 +119,10 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
         for each in reference.instructions
         if not RULES[each.id].is_followed(answer, each.kwargs, whole_words=reference.whole_words)
     ]
+    return _verdict(broken, reference)
+
+
+def _verdict(broken: Sequence[str], reference: Reference) -> Verdict:
     if not broken:
         return Verdict.correct()
     total = len(reference.instructions)
@@ -111,18 +130,38 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
     return Verdict.wrong(f"{len(broken)} of {total} not kept: {', '.join(broken)}", score=score)
 
 
-def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
+def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False) -> Environment:
     """The environment `instructions`.
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.
+        published: whether lm-evaluation-harness's checkers verify IFEval's 25 rules, as in papers. They are for
+            benchmarks: they reward doing nothing in places, and raise on some answers (`error`).
 
     Raises:
-        ValueError: invalid setting.
+        ValueError: invalid setting, or the published checkers or their data are not installed.
     """
     checked_whole("max_characters", max_characters, least=1)
     return Environment(
         name="instructions",
         check=check,
-        verify=lambda response, reference: verify(response, reference, max_characters=max_characters),
+        verify=functools.partial(verify, max_characters=max_characters, published=_published() if published else None),
     )
+
+
+def _published() -> Any:
+    try:
+        import nltk
+        from langdetect import DetectorFactory
+
+        nltk.data.find("tokenizers/punkt_tab")  # lm-evaluation-harness downloads it when it is imported
+        from lm_eval.tasks.ifeval import utils
+    except ImportError as error:
+        raise ValueError(f"the published checkers of IFEval need: pip install 'nemo_ext[harness]' ({error})") from None
+    except LookupError:
+        raise ValueError(
+            "the published checkers of IFEval need data of NLTK: python -m nltk.downloader punkt_tab "
+            "(without a network, a copy of its folder below NLTK_DATA/tokenizers)"
+        ) from None
+    DetectorFactory.seed = 0  # languages of short texts would be drawn
+    return utils

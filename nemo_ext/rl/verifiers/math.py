@@ -10,7 +10,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from nemo_ext.chat.response import Response
@@ -155,8 +155,22 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
     return Verdict.wrong(reason, shown) if reason else Verdict.correct(shown)
 
 
+def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
+    """As `verify`; `more` has math-verify's own verdict on the whole answer, as papers report it."""
+    try:
+        equal = bool(response.answer) and grader.call(reference.answer, response.answer)
+    except WorkerError:
+        equal = False
+    return replace(verify(response, reference, **settings), more={"math_verify": float(equal)})
+
+
 def environment(
-    *, time_limit: float = 10.0, workers: int | None = None, max_length: int = MAX_LENGTH, memory: int = 4096
+    *,
+    time_limit: float = 10.0,
+    workers: int | None = None,
+    max_length: int = MAX_LENGTH,
+    memory: int = 4096,
+    math_verify: bool = False,
 ) -> Environment:
     """The environment `math`.
 
@@ -165,6 +179,7 @@ def environment(
         workers: maximum number of worker processes; None for one per core, eight at most.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
         memory: address space of a worker, in MiB.
+        math_verify: whether to report math-verify's own verdict on each answer too; it is no part of the score.
 
     Raises:
         ValueError: a setting out of range, or math-verify is not installed.
@@ -173,10 +188,14 @@ def environment(
         raise ValueError("the environment math needs math-verify: pip install math-verify")
     checked_whole("max_length", max_length, least=1)
     pool = WorkerPool(f"{__name__}:difference", time_limit=time_limit, workers=workers, memory=memory)
+    verifying = functools.partial(verify, pool=pool, max_length=max_length)
+    if math_verify:
+        grader = WorkerPool(f"{__name__}:graded", time_limit=time_limit, workers=workers, memory=memory)
+        verifying = functools.partial(verify_twice, grader=grader, pool=pool, max_length=max_length)
     return Environment(
         name="math",
         check=functools.partial(check, max_length=max_length),
-        verify=functools.partial(verify, pool=pool, max_length=max_length),
+        verify=verifying,
         waits=True,
     )
 
@@ -231,6 +250,14 @@ def difference(expected: str, answer: str) -> str:
     if any(symbol.swapcase() in given_symbols - symbols for symbol in symbols - given_symbols):
         return "another answer"  # N and n are one symbol to math-verify
     return "" if _equal(expected, answer) else "another answer"
+
+
+def graded(expected: str, answer: str) -> bool:
+    """In a worker: math-verify's own verdict on a whole answer; may take any time and memory."""
+    from math_verify import parse, verify
+
+    gold = parse(rf"$\boxed{{{expected}}}$", parsing_timeout=None)
+    return bool(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -254,3 +254,16 @@ def test_settings_that_cannot_be_used_are_named() -> None:
     for setting in ({"time_limit": 0}, {"workers": 0}, {"max_length": 0}):
         with pytest.raises(ValueError, match=next(iter(setting))):
             make("math", setting)
+
+
+def test_math_verify_s_own_verdict_stands_beside_ours() -> None:
+    both = make("math", {"time_limit": 20, "workers": 1, "math_verify": True})
+
+    found = [
+        verdict(both, text, answer="92")
+        for text in (r"It is \boxed{92}.", r"\boxed{36 + 56}", "The answer is 92.", r"\boxed{93}", "")
+    ]
+
+    assert [each.score for each in found] == [1, 0, 0, 0, 0]  # not worked out, no box
+    assert [each.more for each in found] == [{"math_verify": float(number)} for number in (1, 1, 1, 0, 0)]
+    assert verdict(make("math"), r"\boxed{92}", answer="92").more == {}
