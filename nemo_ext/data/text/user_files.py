@@ -133,8 +133,9 @@ class JsonlSource(RecordSource):
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
         for name, path in self.inputs():
-            if path.suffix in PACKED or min(max_documents, max_size) >= UNLIMITED:
-                yield Part(name=name, path=str(path), size=path.stat().st_size, documents=0)
+            size = path.stat().st_size
+            if path.suffix in PACKED or (size and min(max_documents, max_size) >= UNLIMITED):
+                yield Part(name=name, path=str(path), size=size, documents=0)
                 continue
             start = stop = lines = 0
             first = 1
