@@ -373,6 +373,11 @@ def checked_text(value: object, where: str, key: str) -> str:
     return value
 
 
+def optional_text(value: object, key: str) -> str:
+    """Return a text, or "" for None; raises as `checked_text`."""
+    return "" if value is None else checked_text(value, "", key)
+
+
 def _text(value: Any, where: str, key: str) -> str:
     """Text of a value; the parts of a message in parts are joined."""
     if isinstance(value, str) or not isinstance(value, Sequence):

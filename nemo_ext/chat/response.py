@@ -1,5 +1,6 @@
 """A model's response, parsed once for all verifiers and rewards."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from nemo_ext.chat.sample import ToolCall
@@ -28,6 +29,19 @@ class Response:
     tokens: int | None = None
     thinking_tokens: int | None = None
     finished: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answered:
+    """An engine's answer in the form that verifiers take.
+
+    Attributes:
+        response: the response.
+        unreadable: id of each call that cannot be read -> reason.
+    """
+
+    response: Response
+    unreadable: Mapping[str, str]
 
 
 def parse_response(

@@ -20,7 +20,6 @@ from nemo_ext.evaluation.runs import (
     benchmark_is_low,
     counts,
     entries_of,
-    mean,
     names_of,
     read_run,
     values_of,
@@ -176,8 +175,8 @@ def _pair(
         difference=found,
         p=found.p,
         words=_words(found.mean, found.p, given.level, low=low),
-        tokens=(mean(one.tokens), mean(other.tokens)),
-        cut=(mean(one.cut), mean(other.cut)),
+        tokens=(statistics.known_mean(one.tokens), statistics.known_mean(other.tokens)),
+        cut=(statistics.known_mean(one.cut), statistics.known_mean(other.cut)),
         note="; ".join(notes),
         apart=other.values - one.values,
     )

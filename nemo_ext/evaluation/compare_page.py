@@ -1,7 +1,7 @@
 """Job `nemo-ext compare`: tables, pictures and files of a comparison. No torch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,31 +11,17 @@ from rich.table import Table as RichTable
 
 from nemo_ext.evaluation.compare import CompareSettings, Comparison, Pair, compared
 from nemo_ext.evaluation.frontier import Point, frontiers, plot_accuracies, plot_frontiers
-from nemo_ext.evaluation.runs import BITS, Run, benchmark_is_low, entries_of, names_of
+from nemo_ext.evaluation.runs import Run, benchmark_is_low, entries_of, names_of
+from nemo_ext.evaluation.store import BITS
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.report import markdown_table
+from nemo_ext.job.report import Table, markdown_table
 from nemo_ext.job.settings import checked
 
 JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
 
 
-@dataclass(frozen=True)
-class Table:
-    """A table of the report.
-
-    Attributes:
-        title: its heading.
-        columns: names of the columns.
-        rows: their cells.
-        text: what there is to say about it; "" for nothing.
-        printed: whether it is printed too.
-    """
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    text: str = ""
-    printed: bool = True
+_NOT_PRINTED = ("Further measures", "Answers")
+"""Titles of the tables that stand in the file alone."""
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -89,7 +75,7 @@ def _summary(run: Run) -> dict[str, Any]:
     }
 
 
-def tables(found: Comparison) -> list[Table]:
+def tables(found: Comparison) -> list[Table[str]]:
     """The tables of a comparison, empty ones left out."""
     all_of_them = [
         _side_by_side(found),
@@ -105,7 +91,7 @@ def tables(found: Comparison) -> list[Table]:
     return [table for table in all_of_them if table.rows]
 
 
-def _side_by_side(found: Comparison) -> Table:
+def _side_by_side(found: Comparison) -> Table[str]:
     names = [run.name for run in found.runs]
     rows = [
         [name, str(entry.get("metric")), *(_cell(run.benchmarks.get(name)) for run in found.runs)]
@@ -123,7 +109,7 @@ def _cell(entry: Mapping[str, Any] | None) -> str:
     if not entry or entry.get("accuracy") is None:
         return "-"
     truncated = entry.get("truncated")
-    cut = f", {_share(truncated)} cut off" if truncated else ""
+    cut = f", {truncated:.1%} cut off" if truncated else ""
     return _with_interval(entry, entry["accuracy"], entry.get("interval")) + cut
 
 
@@ -139,10 +125,6 @@ def _with_interval(entry: Mapping[str, Any], value: float, interval: Sequence[fl
 def _value(entry: Mapping[str, Any], value: float, sign: str = "") -> str:
     """A score in percent, or bits per byte."""
     return f"{value:{sign}z.3f}" if entry.get("metric") == BITS else f"{100 * value:{sign}z.1f}"
-
-
-def _share(value: float) -> str:
-    return f"{100 * value:.1f}%"
 
 
 def _p(value: float | None) -> str:
@@ -169,7 +151,7 @@ AGAINST = (
 """Columns of a table of pairs."""
 
 
-def _against(found: Comparison, name: str) -> Table:
+def _against(found: Comparison, name: str) -> Table[str]:
     entries = entries_of(found.runs)
     rows = [pair_row(pair, entries.get(pair.benchmark, {})) for pair in found.pairs[name]]
     kept = sorted(
@@ -183,7 +165,7 @@ def _against(found: Comparison, name: str) -> Table:
     text = ""
     if len(kept) > 1:
         median = (kept[(len(kept) - 1) // 2] + kept[len(kept) // 2]) / 2
-        text = f"Median accuracy kept: {_share(median)} over {len(kept)} benchmarks (Nemotron 3 Nano, section 4.3)."
+        text = f"Median accuracy kept: {median:.1%} over {len(kept)} benchmarks (Nemotron 3 Nano, section 4.3)."
     return Table(f"{name} against {found.runs[0].name}", AGAINST, rows, text)
 
 
@@ -197,9 +179,9 @@ def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
         _value(entry, pair.before),
         _value(entry, pair.after),
         _with_interval(entry, apart.mean, apart.interval, "+"),
-        _share(pair.after / pair.before) if pair.before and not benchmark_is_low(entry) else "-",
+        f"{pair.after / pair.before:.1%}" if pair.before and not benchmark_is_low(entry) else "-",
         " to ".join(map(_number, pair.tokens)) if any(pair.tokens) else "-",
-        " to ".join("-" if cut is None else _share(cut) for cut in pair.cut) if any(pair.cut) else "-",
+        " to ".join("-" if cut is None else f"{cut:.1%}" for cut in pair.cut) if any(pair.cut) else "-",
         _p(apart.p),
         _p(pair.p),
         f"{apart.problems:,}",
@@ -207,7 +189,7 @@ def pair_row(pair: Pair, entry: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _modes(found: Comparison) -> Table:
+def _modes(found: Comparison) -> Table[str]:
     rows = []
     for run in found.runs:
         for pair in found.modes.get(run.name, ()):
@@ -219,7 +201,7 @@ def _modes(found: Comparison) -> Table:
     )
 
 
-def _published(found: Comparison, paper: Mapping[str, Any]) -> Table:
+def _published(found: Comparison, paper: Mapping[str, Any]) -> Table[str]:
     models = paper["models"]
     ours = names_of(found.runs)
     theirs = list(dict.fromkeys(name for model in models.values() for name in model["values"]))
@@ -247,7 +229,7 @@ def _published_cell(value: Mapping[str, Any] | None, places: Sequence[str]) -> s
     return f"{shown}{'' if unit == 'percent' else f' {unit}'}{tokens} ({places.index(value['where']) + 1})"
 
 
-def _sensitivity(found: Comparison) -> Table:
+def _sensitivity(found: Comparison) -> Table[str]:
     rows = []
     for run in found.runs:
         for name, entry in run.benchmarks.items():
@@ -265,7 +247,7 @@ def _sensitivity(found: Comparison) -> Table:
     return Table("Prompt sensitivity", ("benchmark", "run", "deviation", "interval", "prompts"), rows, text)
 
 
-def _noise(found: Comparison) -> Table:
+def _noise(found: Comparison) -> Table[str]:
     entries = entries_of(found.runs)
     rows = [
         [
@@ -286,7 +268,7 @@ def _noise(found: Comparison) -> Table:
     )
 
 
-def _further(found: Comparison) -> Table:
+def _further(found: Comparison) -> Table[str]:
     rows = []
     for name in names_of(found.runs):
         there = [run.benchmarks.get(name, {}).get("metrics") or {} for run in found.runs]
@@ -296,10 +278,10 @@ def _further(found: Comparison) -> Table:
             if sum(len(each) for each in there) > len(there):
                 rows.append([name, metric, *cells])
     columns = ("benchmark", "measure", *(run.name for run in found.runs))
-    return Table("Further measures", columns, rows, printed=False)
+    return Table("Further measures", columns, rows)
 
 
-def _counted(found: Comparison) -> Table:
+def _counted(found: Comparison) -> Table[str]:
     rows = []
     for name in names_of(found.runs):
         for run in found.runs:
@@ -309,12 +291,12 @@ def _counted(found: Comparison) -> Table:
             numbers = [
                 _number(entry.get(key)) for key in ("tokens", "reasoning_tokens", "n", "samples", "failed", "unscored")
             ]
-            rows.append([name, run.name, *numbers[:2], "-" if cut is None else _share(cut), *numbers[2:]])
+            rows.append([name, run.name, *numbers[:2], "-" if cut is None else f"{cut:.1%}", *numbers[2:]])
     columns = ("benchmark", "run", "tokens", "of reasoning", "cut off", "problems", "answers", "failed", "not scored")
-    return Table("Answers", columns, rows, printed=False)
+    return Table("Answers", columns, rows)
 
 
-def _left_out(found: Comparison) -> Table:
+def _left_out(found: Comparison) -> Table[str]:
     rows = [
         [pair.benchmark, f"{pair.a}, {pair.b}", pair.note]
         for pairs in (*found.pairs.values(), *found.modes.values())
@@ -333,10 +315,9 @@ def markdown(found: Comparison, pictures: Sequence[str]) -> str:
     parts = [f"# Comparison with {found.runs[0].name}", markdown_table(("run", "model", "folder"), runs)]
     parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
     for table in tables(found):
-        parts += [f"## {table.title}", markdown_table(table.columns, table.rows)]
-        parts += [table.text] if table.text else []
+        parts.append(table.markdown())
     parts.append(
-        f"Intervals cover {_share(found.level)} and are over problems, which are drawn anew, never over samples. "
+        f"Intervals cover {found.level:.1%} and are over problems, which are drawn anew, never over samples. "
         "p is two-sided and paired: McNemar's exact test for one right or wrong answer a problem, else random signs by "
         f"problem. `adjusted p` is for all benchmarks of its table (Holm); `better` and `worse` mean that it is below "
         f"{1 - found.level:.2g}. `No difference shown` does not mean that there is none. `kept` is after over "
@@ -351,14 +332,14 @@ def show(found: Comparison, output: Path) -> None:
     if not console.is_terminal:
         console.width = 400  # a file or a pipe has room
     for table in tables(found):
-        if not table.printed:
+        if table.title in _NOT_PRINTED:
             continue
         printed = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False, header_style="bold")
-        for number, column in enumerate(table.columns):
+        for number, column in enumerate(table.heading):
             printed.add_column(column, overflow="fold", justify="left" if number == 0 else "right")
         for row in table.rows:
             style = {"better": "green", "worse": "red"}.get(row[-1])
             printed.add_row(*row, style=style)
         console.print(printed)
-        console.print(f"{table.text}\n")
+        console.print(f"{table.note}\n")
     console.print(f"{output / 'compare.md'}")

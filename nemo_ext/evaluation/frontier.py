@@ -10,12 +10,11 @@ import numpy as np
 from nemo_ext.evaluation.compare import CompareSettings
 from nemo_ext.evaluation.runs import Run, Values, benchmark_is_low, counts, entries_of, names_of, values_of
 from nemo_ext.job import statistics
-from nemo_ext.job.report import new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, new_figure, save_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
 MARKERS = "osD^vPX*"
 GRAND = "grand mean"
 PANELS = 12

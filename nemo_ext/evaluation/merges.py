@@ -19,15 +19,14 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.merge import Plan, Settings, merge, plan
 from nemo_ext.evaluation import compare_page, job
-from nemo_ext.evaluation.frontier import COLOURS
-from nemo_ext.evaluation.report import BITS, figure, measured
+from nemo_ext.evaluation.report import figure, measured
 from nemo_ext.evaluation.runs import benchmark_is_low, counts
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.evaluation.store import RESULTS
+from nemo_ext.evaluation.store import BITS, RESULTS
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import STRICT, Strings, checked, nearest, strings
 

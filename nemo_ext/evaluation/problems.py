@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.sample import Message
-from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.user_files import pyarrow_module, record_source, table_row
 from nemo_ext.evaluation.benchmark import PLAIN, Benchmark
 from nemo_ext.evaluation.expressions import FILTERS, FUNCTIONS
@@ -18,8 +17,6 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
-
-_UNLIMITED = 1 << 60
 
 
 class Missing(ValueError):
@@ -271,7 +268,7 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
             continue
         for path in paths:
             for file in sorted(path.rglob("*.arrow")) if path.is_dir() else [path]:
-                for where, columns in _arrow(file) if file.suffix == ".arrow" else _records(file):
+                for where, columns in _records(file):
                     row = Row(columns)
                     row.file = str(file.relative_to(data_root))
                     yield where, row
@@ -281,17 +278,10 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    source, report = record_source((str(path),), None, "data"), ReadReport()
-    for part in source.parts(max_documents=_UNLIMITED, max_size=_UNLIMITED):
-        for number, row in source.records(part, report):
-            yield source.place(part, number), row
-    if report.skipped:
-        raise ValueError(f"{path}: {report.summary()}: mend the file, or take these rows out")
-
-
-def _arrow(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a file of Hugging Face's `datasets`."""
-    pyarrow = pyarrow_module()
+    if path.suffix != ".arrow":
+        yield from record_source((str(path),), None, "data").rows()
+        return
+    pyarrow = pyarrow_module()  # a file of Hugging Face's `datasets`
     try:
         with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as reader:
             rows = (table_row(row) for batch in reader for row in batch.to_pylist())

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nemo_ext.evaluation.store import BITS
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Table, markdown_table, new_figure, save_figure, tidy
 
 REPORT, PICTURE = "report.md", "accuracy.png"
-BITS = "bits_per_byte"
 NONE = "–"
 INTERVALS = (
     "In brackets: the 95% interval of a bootstrap over problems. It says how far the figure would move with other "
@@ -32,23 +32,6 @@ class Cell:
     value: float | str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table of a report.
-
-    Attributes:
-        title: heading above it.
-        heading: names of the columns.
-        rows: as many cells as there are columns.
-        note: a sentence below it.
-    """
-
-    title: str
-    heading: Sequence[str]
-    rows: Sequence[Sequence[Cell]]
-    note: str = ""
-
-
 def text(value: object) -> Cell:
     """A cell of text."""
     return Cell(str(value) or NONE, str(value))
@@ -63,7 +46,7 @@ def number(value: float | None) -> Cell:
 
 def share(value: float | None, digits: int = 1) -> Cell:
     """A share in percent."""
-    return Cell(NONE if value is None else f"{100 * value:.{digits}f}%", value)
+    return Cell(NONE if value is None else f"{value:.{digits}%}", value)
 
 
 def measured(metric: str) -> bool:
@@ -85,7 +68,7 @@ def name_of(name: str, entry: Mapping[str, Any]) -> str:
     return name if entry.get("higher_is_better", True) else f"{name} ↓"
 
 
-def tables(results: Mapping[str, Any]) -> list[Table]:
+def tables(results: Mapping[str, Any]) -> list[Table[Cell]]:
     """The tables of results.json, those without a row left out; the first one is that of the benchmarks."""
     found = [_benchmarks(results), *_parts(results), _reasons(results), _metrics(results), _missing(results)]
     return [table for place, table in enumerate(found) if table.rows or not place]
@@ -143,9 +126,7 @@ def write(results: Mapping[str, Any], run_dir: Path) -> Path:
     if not plotted:
         (run_dir / PICTURE).unlink(missing_ok=True)
     for place, table in enumerate(tables(results)):
-        cells = [[_escaped(cell.text) for cell in row] for row in table.rows]
-        parts += [f"## {table.title}", markdown_table(table.heading, cells)]
-        parts += [table.note] if table.note else []
+        parts += [table.markdown(lambda cell: _escaped(cell.text))]
         if not place and plotted:
             parts += [f"![accuracy with intervals]({PICTURE})"]
     parts += ["Every answer: `report.html`. All numbers: `results.json`. All of it is computed from `store/`."]
@@ -166,7 +147,7 @@ def _figures(entry: Mapping[str, Any], metric: str) -> list[Cell]:
     ]
 
 
-def _benchmarks(results: Mapping[str, Any]) -> Table:
+def _benchmarks(results: Mapping[str, Any]) -> Table[Cell]:
     heading = ("benchmark", "result", "problems", "tokens", "truncated", "metric", "reasoning tokens", "samples",
                "wanted", "failed", "unscored")  # fmt: skip
     rows = [
@@ -185,7 +166,7 @@ def _benchmarks(results: Mapping[str, Any]) -> Table:
     return Table("Benchmarks", heading, rows, INTERVALS + " Tokens: mean of an answer's, reasoning included." + arrow)
 
 
-def _parts(results: Mapping[str, Any]) -> Iterator[Table]:
+def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
     """Tables of modes, prompts, the sensitivity to prompts, and domains."""
     for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
         rows = [
@@ -220,7 +201,7 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table]:
     yield Table("Domains", ("benchmark", "domain", "result", "problems"), rows)
 
 
-def _reasons(results: Mapping[str, Any]) -> Table:
+def _reasons(results: Mapping[str, Any]) -> Table[Cell]:
     rows = [
         [text(name), text(why), number(count)]
         for name, entry in _entries(results)
@@ -234,7 +215,7 @@ def _reasons(results: Mapping[str, Any]) -> Table:
     return Table("Samples without a score", ("benchmark", "why", "samples"), rows + missing)
 
 
-def _metrics(results: Mapping[str, Any]) -> Table:
+def _metrics(results: Mapping[str, Any]) -> Table[Cell]:
     rows = [
         [text(name), text(metric), figure(value, metric=metric)]
         for name, entry in _entries(results)
@@ -244,7 +225,7 @@ def _metrics(results: Mapping[str, Any]) -> Table:
     return Table("Other metrics", ("benchmark", "metric", "result"), rows)
 
 
-def _missing(results: Mapping[str, Any]) -> Table:
+def _missing(results: Mapping[str, Any]) -> Table[Cell]:
     rows = [[text(name), text(why)] for name, why in results.get("missing", {}).items()]
     return Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
 

@@ -12,11 +12,10 @@ from scipy.stats import binomtest
 
 from nemo_ext.evaluation.ask import Question
 from nemo_ext.evaluation.benchmark import Benchmark
-from nemo_ext.evaluation.store import Key, Store
+from nemo_ext.evaluation.store import BITS, Key, Store
 from nemo_ext.job import statistics
 from nemo_ext.job.settings import Count
 
-_BITS = "bits_per_byte"
 _REASONED = ("with_reasoning", "with_reasoning_interval")
 
 
@@ -86,7 +85,7 @@ def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict
         one, means = table.result(draws, seed)
         found[table.plan.benchmark.name] = one
         counted = table.plan.benchmark.weight > 0 and table.plan.benchmark.higher_is_better
-        if means is not None and len(means) and counted and one["metric"] != _BITS:
+        if means is not None and len(means) and counted and one["metric"] != BITS:
             headlines.append((means, table.plan.benchmark.weight))
     mean = None
     if headlines:
@@ -186,7 +185,7 @@ class _Table:
             "reasons": dict(self.reasons.most_common(8)),
             "metrics": metrics,
             "weight": benchmark.weight,
-            "higher_is_better": benchmark.higher_is_better and metric != _BITS,
+            "higher_is_better": benchmark.higher_is_better and metric != BITS,
             "verifier": self.plan.verifier,
             "modes": {mode: self._figures(self._modes == mode, draws, seed)[0] for mode in modes},
             "prompts": {},
@@ -221,8 +220,8 @@ class _Table:
             "interval": _pair(interval),
             "n": len(values),
             "samples": int(rows.sum()),
-            "tokens": _mean(self._tokens[rows]),
-            "reasoning_tokens": _mean(self._reasoning[rows]),
+            "tokens": statistics.known_mean(self._tokens[rows]),
+            "reasoning_tokens": statistics.known_mean(self._reasoning[rows]),
             "truncated": float(self._cut[rows].mean()) if generated else None,
             "with_reasoning": None if traced is None else float(traced.mean()),
             "with_reasoning_interval": None if traced is None else _pair(_interval(traced, None, draws, seed)),
@@ -261,7 +260,7 @@ class _Table:
         benchmark = self.plan.benchmark
         k = benchmark.k or benchmark.samples
         if benchmark.kind == "bits":
-            name = _BITS
+            name = BITS
         elif benchmark.kind == "choice":
             name = str(benchmark.settings.get("headline", "acc_norm"))
         else:
@@ -317,11 +316,6 @@ class _Table:
             if len(values):
                 found[domain] = {"accuracy": float(values.mean()), "n": len(values)}
         return found
-
-
-def _mean(values: np.ndarray) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
 
 
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Store
+from nemo_ext.evaluation.store import ASKED, BITS, RESULTS, STORE, Store
 from nemo_ext.job import statistics
 from nemo_ext.job.statistics import Floats
-
-BITS = "bits_per_byte"
 
 Name = tuple[str, str]
 """Prompt and problem."""
@@ -213,11 +211,6 @@ def _over_prompts(kind: str, prompts: Sequence[Sequence[_Sample]], k: int) -> fl
 def benchmark_is_low(entry: Mapping[str, Any]) -> bool:
     """Whether lower is better."""
     return entry.get("metric") == BITS or not entry.get("higher_is_better", True)
-
-
-def mean(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else None
 
 
 def counts(entry: Mapping[str, Any]) -> bool:

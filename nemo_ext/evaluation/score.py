@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.chat.response import CLOSE, OPEN, Response, parse_response
+from nemo_ext.chat.response import CLOSE, OPEN, Answered, Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.evaluation.benchmark import Benchmark
@@ -19,19 +18,6 @@ HEADLINES = ("acc_norm", "acc", "bits_per_byte")
 """What the score of a `choice` benchmark may be: its setting `headline`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
-    """An answer of the model in the form that verifiers take.
-
-    Attributes:
-        response: the response.
-        unreadable: id of each call that cannot be read -> reason.
-    """
-
-    response: Response
-    unreadable: Mapping[str, str]
-
-
 def said(
     answer: str,
     reasoning: str | None,
@@ -39,7 +25,7 @@ def said(
     *,
     tokens: int | None = None,
     finished: bool = True,
-) -> Said:
+) -> Answered:
     """An answer as its parts; reasoning that the endpoint has left in the text is told apart."""
     calls: list[ToolCall] = []
     unreadable = {}
@@ -50,7 +36,7 @@ def said(
             unreadable[str(call.get("id") or number)] = read.problems[0]
     if reasoning is None:
         response = parse_response(answer, tool_calls=tuple(calls), tokens=tokens, finished=finished)
-        return Said(response=response, unreadable=unreadable)
+        return Answered(response=response, unreadable=unreadable)
     # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
     ends = CLOSE if answer or calls or finished else ""
     response = Response(
@@ -61,7 +47,7 @@ def said(
         tokens=tokens,
         finished=finished,
     )
-    return Said(response=response, unreadable=unreadable)
+    return Answered(response=response, unreadable=unreadable)
 
 
 class Scorer:

@@ -21,6 +21,8 @@ import orjson
 
 RESULTS, ASKED, STORE = "results.json", "asked.json", "store"
 """Files of a run directory: the tables, the hashes of the requests that count in them by benchmark, the store."""
+BITS = "bits_per_byte"
+"""Name of the metric of benchmarks that are measured by likelihoods of texts."""
 
 
 class Key(NamedTuple):

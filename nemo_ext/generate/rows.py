@@ -14,14 +14,13 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import ParquetSource, RecordSource, pyarrow_module, record_source
+from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
+from nemo_ext.data.text.user_files import ParquetSource, RecordSource, pyarrow_module, record_source, well_formed
 from nemo_ext.generate.columns import widened
 from nemo_ext.job.settings import nearest
 
 BATCH_KEYS = frozenset({"custom_id", "body"})
 """Keys of a line of OpenAI's batch files."""
-_UNLIMITED = 1 << 60
 _ROWS_AT_ONCE = 1000
 
 
@@ -144,7 +143,7 @@ class Rows:
 
     def first(self, count: int) -> list[dict[str, Any]]:
         """The first rows that can be read."""
-        parts = self.source.parts(max_documents=count, max_size=_UNLIMITED)
+        parts = self.source.parts(max_documents=count, max_size=UNLIMITED)
         rows = (row for part in parts for _, row in self.source.records(part, ReadReport()))
         return list(itertools.islice(rows, count))
 
@@ -168,7 +167,7 @@ class Rows:
         Raises:
             ValueError: a record cannot be read, the key is missing in a row, two rows share a key, or there is no row.
         """
-        report, columns, batch = ReadReport(), _Columns(self.source), None
+        columns, batch = _Columns(self.source), None
         ranges: list[Range] = []
         repeated = total = 0
         # A database in a file of its own, which goes with it: memory does not grow with the number of rows.
@@ -176,11 +175,10 @@ class Rows:
             database.execute("PRAGMA cache_size = -65536")  # KiB
             database.execute("BEGIN")
             database.execute("CREATE TABLE seen (key BLOB PRIMARY KEY, row BLOB, place TEXT) WITHOUT ROWID")
-            for part in self.source.parts(max_documents=part_rows, max_size=_UNLIMITED):
-                for count, (number, row) in enumerate(self.source.records(part, report)):
-                    if report.skipped:
-                        break
+            for part in self.source.parts(max_documents=part_rows, max_size=UNLIMITED):
+                for count, (number, found) in enumerate(self.source.numbered(part)):
                     place = self.source.place(part, number)
+                    row = well_formed(found, place)
                     batch = is_batch(row) if batch is None else batch
                     if is_batch(row) != batch:
                         raise ValueError(f"{place}: lines of OpenAI's batch files stand among others: divide the input")
@@ -195,8 +193,6 @@ class Rows:
                         now, rows=now.rows + 1, repeated=(*now.repeated, now.rows) if again else now.repeated
                     )
         columns.end()
-        if report.skipped:
-            raise ValueError(f"input: {report.summary()}: mend the file, or take these rows out")
         if not ranges:
             raise ValueError("input: has no rows")
         return Index(

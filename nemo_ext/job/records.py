@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -16,7 +15,7 @@ from nemo_ext.job.files import write_text
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_LONG, _LONG_BYTES = re.compile("[0-9]{19}"), re.compile(b"[0-9]{19}")
+_LONG, _ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")  # many times faster than a pattern
 
 
 def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
@@ -74,14 +73,25 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def read_json(text: bytes | str) -> Any:
+def read_json(text: bytes | str, *, strict: bool = True) -> Any:
     """Value of a JSON text in UTF-8. Whole numbers are exact: orjson makes floats of those beyond 64 bits.
+
+    Args:
+        text: the text.
+        strict: False for what only Python's parser takes: NaN, infinities, halves of characters, a byte order mark.
 
     Raises:
         ValueError: it is no JSON.
+        RecursionError: it is nested too deep, where `strict` is False.
     """
-    value = orjson.loads(text)
-    long = _LONG_BYTES.search(text) if isinstance(text, bytes) else _LONG.search(text)
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        if strict:
+            raise
+        # Of bytes json.loads would guess the encoding.
+        return json.loads((text.decode() if isinstance(text, bytes) else text).removeprefix("\ufeff"))
+    long = _LONG in (text if isinstance(text, bytes) else text.encode()).translate(_ZEROS)
     return json.loads(text) if long else value
 
 

@@ -2,8 +2,9 @@
 
 import base64
 import html
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
+"""Colours of the lines of a picture."""
+
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table in Markdown, without a line break at its end."""
@@ -23,6 +27,28 @@ def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Table[Cell]:
+    """A table of a report.
+
+    Attributes:
+        title: heading above it.
+        heading: names of the columns.
+        rows: as many cells as there are columns.
+        note: text below it; "" for none.
+    """
+
+    title: str
+    heading: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+    def markdown(self, shown: Callable[[Cell], str] = str) -> str:
+        """Title, table and note; `shown` makes text of a cell."""
+        table = markdown_table(self.heading, [[shown(cell) for cell in row] for row in self.rows])
+        return "\n\n".join([f"## {self.title}", table, *([self.note] if self.note else [])])
 
 
 _PAGE = """<!doctype html>

@@ -40,6 +40,12 @@ def problem_means(values: npt.ArrayLike, problems: npt.ArrayLike) -> Floats:
     return np.divide(total, count, out=np.full(len(count), np.nan), where=count > 0)
 
 
+def known_mean(values: Floats) -> float | None:
+    """Mean of the values that are not NaN; None if there is none."""
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else None
+
+
 def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
     """Unbiased probability that one of k samples is right, [P]; NaN where there are fewer than k samples.
 

@@ -23,9 +23,8 @@ from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.evaluation.benchmark import Benchmark
 from nemo_ext.evaluation.job import chosen, prepare
-from nemo_ext.evaluation.runs import BITS
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.evaluation.store import RESULTS
+from nemo_ext.evaluation.store import BITS, RESULTS
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, hydra_value
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, digest, note, told

@@ -131,7 +131,7 @@ def _evaluations(pipeline: Pipeline) -> Iterator[str]:
     output = pipeline.run_dir / COMPARISON
     side_by_side = tables(write_comparison(CompareSettings(runs=runs, output=str(output))))[0]
     yield "## Evaluations"
-    yield markdown_table(side_by_side.columns, side_by_side.rows)
+    yield markdown_table(side_by_side.heading, side_by_side.rows)
     yield f"All are compared with the first in [{COMPARISON}/compare.md]({COMPARISON}/compare.md)."
     if (output / "compare.png").is_file():
         yield f"![evaluations]({COMPARISON}/compare.png)"

@@ -9,6 +9,7 @@ from typing import Any
 from nemo_ext.checkpoint.foreign_code import may_run_code
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
+from nemo_ext.data.text.user_files import open_lines, parquet_file
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
@@ -117,10 +118,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
     path = Path(config["pairs"]["train"]).expanduser()
     if not path.is_file():
         raise ValueError(f"pairs.train={path}: no such file; `nemo-ext preference_data` writes it")
-    if path.suffix == ".parquet":
-        count = import_module("pyarrow.parquet").ParquetFile(path).metadata.num_rows
-    else:
-        count = _lines(path)
+    count = _rows(path)
     if count < algorithm.batch:
         raise ValueError(f"pairs.train={path}: {count:,} pairs, fewer than rl.batch={algorithm.batch:,}: lower it")
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
@@ -159,13 +157,15 @@ def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | No
     else:
         files = [Path(str(train.get("directory"))) / f"{name}.jsonl" for name in algorithm.environments]
     files = [path.expanduser() for path in files]
-    return sum(map(_lines, files)) if files and all(path.is_file() for path in files) else None
+    return sum(map(_rows, files)) if files and all(path.is_file() for path in files) else None
 
 
-def _lines(path: Path) -> int:
-    """Number of lines that are not blank."""
-    with path.open("rb") as file:
-        return sum(1 for line in file if line.strip())
+def _rows(path: Path) -> int:
+    """Number of rows, or of lines that are not blank."""
+    if path.suffix == ".parquet":
+        return int(parquet_file(path).metadata.num_rows)
+    with open_lines(str(path)) as file:
+        return sum(1 for line in file if not line.isspace())
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:

@@ -9,15 +9,14 @@ NeMo-RL   {context: messages, completions: [{rank, completion: messages, reward}
 Where a pair does not say its mode, thinking is on if one of its answers has reasoning.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import thinking_mode, to_sample
 from nemo_ext.data.preference.measure import Texts, rendered_pair
-from nemo_ext.data.text.user_files import open_lines, table_row
+from nemo_ext.data.text.user_files import record_source
 from nemo_ext.job.records import read_json
 from nemo_ext.rl.prompts import Prompts
 
@@ -53,9 +52,8 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file of pairs")
-    pairs = [
-        _pair(record, prompts, with_rewards=with_rewards, where=f"{path}:{number}") for number, record in _records(path)
-    ]
+    rows = record_source((str(path),), None, "pairs").rows(strict=True)
+    pairs = [_pair(record, prompts, with_rewards=with_rewards, where=where) for where, record in rows]
     if not pairs:
         raise ValueError(f"{path}: no pairs")
     return pairs
@@ -66,23 +64,6 @@ def token_ids(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int], list[in
     made = tokenizer([pair.prompt, pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
     prompt, chosen, rejected = (list(ids) for ids in made)
     return prompt, chosen, rejected
-
-
-def _records(path: Path) -> Iterator[tuple[int, Any]]:
-    if path.suffix == ".parquet":
-        try:
-            batches = import_module("pyarrow.parquet").ParquetFile(path).iter_batches()
-            yield from enumerate((table_row(row) for batch in batches for row in batch.to_pylist()), start=1)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path}: not a file of pairs: {error}") from error
-        return
-    with open_lines(str(path)) as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                try:
-                    yield number, read_json(line)
-                except ValueError as error:
-                    raise ValueError(f"{path}:{number}: not JSON: {error}") from error
 
 
 def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: str) -> Pair:

@@ -30,7 +30,7 @@ from nemo_ext.data.blends.hierarchy import Node, read_tree
 from nemo_ext.data.blends.sizes import Size
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
-from nemo_ext.job.records import read_json
+from nemo_ext.data.text.user_files import record_source
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import check_keys, checked, checked_whole
 from nemo_ext.rl.adaptive import Adapt, AdaptiveShares
@@ -46,7 +46,7 @@ class TaskFile:
     """Tasks of a file, parsed once.
 
     Args:
-        path: JSONL file, one task record per line; blank lines are skipped.
+        path: JSONL or Parquet file, one task record per line; blank lines are skipped.
         repeats: True if a task may occur again, as in a curriculum that begins a domain anew.
 
     Raises:
@@ -64,21 +64,19 @@ class TaskFile:
         self.tasks: list[Task] = []
         self.places: list[str] = []
         problems: list[str] = []
-        seen: dict[str, int] = {}
-        with self.path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                where = f"{self.path}:{number}"
-                try:
-                    task = _task(line, where)
-                except ValueError as error:
-                    problems.append(str(error))
-                    continue
-                if seen.setdefault(task.id, number) != number and not repeats:
-                    problems.append(f"{where}: the id {task.id!r} is there twice, first in line {seen[task.id]}")
-                self.tasks.append(task)
-                self.places.append(where)
+        seen: dict[str, str] = {}
+        for where, row in record_source((str(self.path),), None, "tasks").placed(strict=True):
+            try:
+                if isinstance(row, str):
+                    raise ValueError(f"{where}: {row}")
+                task = Task.of(row, where)
+            except ValueError as error:
+                problems.append(str(error))
+                continue
+            if seen.setdefault(task.id, where) != where and not repeats:
+                problems.append(f"{where}: the id {task.id!r} is there twice, first in {seen[task.id]}")
+            self.tasks.append(task)
+            self.places.append(where)
         _refuse(problems)
         if not self.tasks:
             raise ValueError(f"{self.path}: there are no tasks in it")
@@ -269,16 +267,6 @@ def _refuse(problems: Sequence[str]) -> None:
     if problems:
         more = f"\nand {len(problems) - MOST_SHOWN:,} more" if len(problems) > MOST_SHOWN else ""
         raise ValueError("\n".join(problems[:MOST_SHOWN]) + more)
-
-
-def _task(line: bytes, where: str) -> Task:
-    try:
-        record = read_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: a task is an object, not {type(record).__name__}")
-    return Task.of(record, where)
 
 
 @functools.lru_cache(maxsize=256)

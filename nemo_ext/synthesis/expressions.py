@@ -17,7 +17,7 @@ from nemo_ext.data.text.words import words_of
 from nemo_ext.job.records import strict_json
 from nemo_ext.job.seeds import generator, uniform
 from nemo_ext.job.templates import Templates
-from nemo_ext.rl.answers import final_answer, last_boxed, normal
+from nemo_ext.rl.answers import fences, final_answer, last_boxed, normal
 from nemo_ext.rl.verifiers.code import TAGS
 from nemo_ext.rl.verifiers.refusal import refuses
 from nemo_ext.synthesis.translation import lines, unmasked
@@ -57,16 +57,8 @@ def json_of(text: str | None) -> Any:
 def code(text: str | None, language: str = "") -> str:
     """The last code block of a language, whatever it is called, or the last one without a language; "" if none."""
     names, found = TAGS.get(language, {language}), dict[str, str]()
-    block: list[str] | None = None
-    said = ""
-    for line in (text or "").splitlines(keepends=True):
-        mark = line.strip()
-        if mark.startswith("```") and block is None and "`" not in mark.lstrip("`"):
-            block, said = [], mark.strip("`").strip().lower()
-        elif mark == "```" and block is not None:
-            found[language if said in names else said if language else ""], block = "".join(block), None
-        elif block is not None:
-            block.append(line)
+    for said, inner, _, _ in fences(text or ""):
+        found[language if said in names else said if language else ""] = f"{inner}\n" if inner else ""
     return found.get(language) or found.get("", "")
 
 

@@ -266,7 +266,7 @@ def test_published_values_stand_beside_ours_with_their_place(tmp_path: Path) -> 
         ("z", "3.1 points (2)"),
     ]
     assert table.rows[2][1] == "-"
-    assert "A paper. Theirs: its model. Where they stand: (1) Table 5, p. 12; (2) p. 1." in table.text
+    assert "A paper. Theirs: its model. Where they stand: (1) Table 5, p. 12; (2) p. 1." in table.note
     paper.write_text("models: {Theirs: {values: {x: {value: 61.2, where: ''}}}}")
     with pytest.raises(ValueError, match="wants a number and where it stands"):
         compared(settings(a, paper=str(paper)))

@@ -27,3 +27,9 @@ def test_a_line_has_no_nan(beside: Any) -> None:
 def test_what_is_no_json_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError, match=r"character|column|line|input"):
         read_json(text)
+
+
+@pytest.mark.parametrize("text", [r'"\ud800"', "[NaN, -Infinity]", "\ufeff1", "1e400", "-9223372036854775809"])
+def test_what_only_python_takes_needs_to_be_allowed(text: str) -> None:
+    for given in (text, text.encode()):
+        assert repr(read_json(given, strict=False)) == repr(json.loads(text.removeprefix("\ufeff")))

@@ -102,7 +102,7 @@ def test_parquet_holds_the_same(jsonl: Callable[..., Path], tmp_path: Path) -> N
 
     assert read_pairs(tmp_path / "pairs.parquet", prompts) == read_pairs(jsonl("pairs.jsonl", records), prompts)
     (tmp_path / "no.parquet").write_text("no")
-    with pytest.raises(ValueError, match="not a file of pairs"):
+    with pytest.raises(ValueError, match="not a readable Parquet file"):
         read_pairs(tmp_path / "no.parquet", prompts)
 
 
@@ -110,7 +110,7 @@ def test_parquet_holds_the_same(jsonl: Callable[..., Path], tmp_path: Path) -> N
     ("record", "message"),
     [
         ({"context": []}, "pairs.jsonl:1: a pair is"),
-        (["a"], "pairs.jsonl:1: a pair is"),
+        (["a"], "pairs.jsonl:1: not a JSON object but a list"),
         (pair(said("assistant", "a"), said("assistant", "b")), "needs a number as `reward`"),
         ({**pair(said("assistant", "a"), said("assistant", "b")), "completions": []}, "a pair is"),
         (as_trl(pair(said("assistant", "a"), said("assistant", "b"))), "needs a number as `reward`"),

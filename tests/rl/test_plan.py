@@ -1,9 +1,13 @@
 """Tasks that are left out of a plan; what a plan draws is tested with the engine that reads it (tests/rl/nemo_rl)."""
 
+import gzip
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import zstandard
 
 from nemo_ext.data.curriculum.job import run as run_curriculum
 from nemo_ext.job.config import compose
@@ -66,3 +70,15 @@ def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:
     assert len(set(drawn)) <= 10
     with pytest.raises(ValueError, match="is there twice"):
         plan_tasks({"path": tmp_path / "c" / "curriculum.jsonl"}, steps=9, prompts=2)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst", ".parquet"])
+def test_tasks_of_other_files_are_the_same(tmp_path: Path, suffix: str) -> None:
+    path = write(tmp_path)
+    other = tmp_path / f"other{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist([json.loads(line) for line in path.read_text().splitlines()]), other)
+    else:
+        other.write_bytes({".jsonl.gz": gzip.compress, ".jsonl.zst": zstandard.compress}[suffix](path.read_bytes()))
+
+    assert TaskFile(other).tasks == TaskFile(path).tasks

@@ -1,7 +1,5 @@
 """Documents of curation: datatrove's, out of any source, and in compressed JSONL files between passes and after."""
 
-import io
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,9 +9,9 @@ import zstandard
 from datatrove.data import Document
 
 from nemo_ext.data.text.documents import Part, ReadReport, Source, encodable
-from nemo_ext.data.text.user_files import RecordSource
+from nemo_ext.data.text.user_files import DAMAGED, RecordSource, open_lines
 from nemo_ext.job.files import complete_file
-from nemo_ext.job.records import json_line
+from nemo_ext.job.records import json_line, read_json
 
 SUFFIX = ".jsonl.zst"
 _LEVEL = 3
@@ -71,12 +69,12 @@ def read_lines(path: Path) -> Iterator[Document]:
         ValueError: the file is damaged.
     """
     try:
-        with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            for line in io.BufferedReader(stream, buffer_size=1 << 20):
-                record = json.loads(line)
+        with open_lines(str(path)) as file:
+            for line in file:
+                record = read_json(line, strict=False)
                 about = {key: value for key, value in record.items() if key not in _OURS}
                 yield Document(text=record["text"], id=record["id"], metadata=about)
-    except (OSError, ValueError, KeyError, zstandard.ZstdError) as error:
+    except (*DAMAGED, ValueError, KeyError) as error:
         raise ValueError(f"{path} cannot be read ({error}): remove its folder and run again") from error
 
 

@@ -31,7 +31,7 @@ from nemo_ext.data.curriculum.records import (
 )
 from nemo_ext.data.curriculum.settings import PROMPT, RolloutKeys
 from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import pyarrow_module
+from nemo_ext.data.text.user_files import JsonlSource, pyarrow_module
 from nemo_ext.job.files import publish, unfinished
 
 MERGE_ROWS = 1 << 20
@@ -250,13 +250,11 @@ def _keys_of(ids: Any) -> Keys:
 def _table_of_lines(path: Path) -> Any:
     """Read a JSONL profile as a table."""
     records = []
-    lines = (line for part in parts_of([path]) for _, line in lines_of(part))
-    for number, line in enumerate(lines, start=1):
+    for place, record in JsonlSource(path=(str(path),)).rows(strict=True):
         try:
-            record = parse(line)
             identity = checked_id(required(record, "id"), "id")
         except Malformed as problem:
-            raise ValueError(f"{path}:{number}: {problem}") from None
+            raise ValueError(f"{place}: {problem}") from None
         records.append({**record, "id": identity})
     if not records:
         raise ValueError(f"{path}: has no records")

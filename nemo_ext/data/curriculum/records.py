@@ -12,15 +12,22 @@ from typing import Any
 
 import orjson
 
-from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, Part, ReadReport
-from nemo_ext.data.text.user_files import DAMAGED, open_lines, pyarrow_module, table_row, value_at
+from nemo_ext.data.text.documents import EXAMPLES_PER_REASON, UNLIMITED, Part, ReadReport
+from nemo_ext.data.text.user_files import (
+    PACKED,
+    ParquetSource,
+    json_object,
+    open_lines,
+    value_at,
+    well_formed,
+    whole_lines,
+)
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import progress_of
-from nemo_ext.job.records import json_line, read_json
+from nemo_ext.job.records import json_line
 from nemo_ext.job.workers import in_workers
 
 PART_BYTES = 32 << 20
-PACKED = (".gz", ".zst")
 MALFORMED = "malformed"
 
 
@@ -34,15 +41,14 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
     Raises:
         ValueError: a Parquet file cannot be read.
     """
-    parts = []
+    parts = list[Part]()
     for path in files:
+        if path.suffix == ".parquet":
+            parts += ParquetSource(path=(str(path),)).parts(max_documents=UNLIMITED, max_size=UNLIMITED)
+            continue
         size = path.stat().st_size
         pieces = [(at, min(at + part_bytes, size), min(part_bytes, size - at)) for at in range(0, size, part_bytes)]
-        if path.suffix == ".parquet":
-            with _parquet(path) as file:
-                groups = [file.metadata.row_group(group).total_byte_size for group in range(file.num_row_groups)]
-            pieces = [(group, group + 1, bytes_) for group, bytes_ in enumerate(groups)]
-        elif path.suffix in PACKED:
+        if path.suffix in PACKED:
             pieces = [(0, size, size)]
         parts += [Part(name=path.name, path=str(path), start=at, stop=stop, size=size) for at, stop, size in pieces]
     return parts
@@ -55,34 +61,30 @@ def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
         ValueError: the file is damaged.
     """
     if part.path.endswith(".parquet"):
-        yield from _parquet_lines(part)
+        source = ParquetSource(path=(part.path,))
+        for number, row in source.numbered(part):
+            yield number - 1, json_line(well_formed(row, source.place(part, number)))
         return
-    try:
-        with open_lines(part.path) as file:
-            offset = 0
-            if part.start:
-                file.seek(part.start - 1)
-                file.readline()
-                offset = file.tell()
-            packed = part.path.endswith(PACKED)
-            for line in file:
-                if not packed and offset >= part.stop:
-                    return
-                if not line.isspace():
-                    yield offset, line
-                offset += len(line)
-    except DAMAGED as error:
-        raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or compress it again") from error
+    with open_lines(part.path) as file:
+        offset = 0
+        if part.start:
+            file.seek(part.start - 1)
+            file.readline()
+            offset = file.tell()
+        packed = part.path.endswith(PACKED)
+        for line in whole_lines(file, part.path):
+            if not packed and offset >= part.stop:
+                return
+            if not line.isspace():
+                yield offset, line
+            offset += len(line)
 
 
 def parse(line: bytes) -> dict[str, Any]:
     """Parse the JSON object of one line; raises Malformed."""
-    try:
-        record = read_json(line)
-    except ValueError as error:
-        raise Malformed(f"not JSON ({error})") from None
-    if not isinstance(record, dict):
-        raise Malformed(f"not an object but {type(record).__name__}")
+    record = json_object(line, strict=True)
+    if isinstance(record, str):
+        raise Malformed(record)
     return record
 
 
@@ -171,23 +173,3 @@ def _line_number(part: Part, offset: int) -> int:
             line += block.count(b"\n")
             left -= len(block)
     return line
-
-
-def _parquet_lines(part: Part) -> Iterator[tuple[int, bytes]]:
-    try:
-        with _parquet(Path(part.path)) as file:
-            row = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
-            for batch in file.iter_batches(batch_size=1024, row_groups=[part.start]):
-                for record in batch.to_pylist():
-                    yield row, json_line(table_row(record))
-                    row += 1
-    except (OSError, pyarrow_module().ArrowInvalid) as error:
-        raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
-
-
-def _parquet(path: Path) -> Any:
-    pyarrow = pyarrow_module()
-    try:
-        return pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None

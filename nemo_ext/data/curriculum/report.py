@@ -11,10 +11,9 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.plan import Candidates, Plan
 from nemo_ext.data.curriculum.schedule import Floats
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, markdown_table, new_figure, save_figure, tidy
 
 PLOT = "plot.png"
-COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
 DRAWN_STEPS = 2000
 LATE = 0.1
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.formats import FormatError, UnfinishedTrace, checked_text, to_sample
+from nemo_ext.chat.formats import FormatError, UnfinishedTrace, optional_text, to_sample
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.preference.group import Generation, Group, Side, json_digest, message_records
 from nemo_ext.data.text.documents import ReadReport
@@ -95,7 +95,7 @@ def to_group(
         FormatError: the record does not fit; the message names the place in it.
     """
     sample = None if pairs else _prompt(record, keys)
-    task, language = (_text(value_at(record, key), key) for key in (keys.task, keys.language))
+    task, language = (optional_text(value_at(record, key), key) for key in (keys.task, keys.language))
     tools = sample.tools if sample else _tools(record, keys)
     if pairs:
         prompt, generations = _ready_pair(record, keys)
@@ -114,7 +114,7 @@ def to_group(
         tools=tools,
         task=task,
         language=language.lower(),
-        label=_text(value_at(record, keys.prompt_label), keys.prompt_label),
+        label=optional_text(value_at(record, keys.prompt_label), keys.prompt_label),
     )
 
 
@@ -240,7 +240,7 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
         if any(message.role == "user" for message in messages) or messages[-1].role != "assistant":
             raise FormatError(f"{label}: the conversations part before the last user message")
         score = number(value_at(record, f"{label}_score"), f"{label}_score")
-        model = _text(value_at(record, f"{label}_model"), f"{label}_model")
+        model = optional_text(value_at(record, f"{label}_model"), f"{label}_model")
         generations.append(Generation(messages=messages, model=model, score=score, label=label))
     return prompt, generations
 
@@ -280,18 +280,14 @@ def _generation(given: Mapping[str, Any], keys: RecordKeys, where: str, side: Si
         raise FormatError(f"{prefix}{keys.correct}={str(correct)[:_SHOWN]!r}: expected true or false")
     return Generation(
         messages=completion(value, f"{prefix}{answer}"),
-        model=_text(value_at(given, keys.model), f"{prefix}{keys.model}"),
+        model=optional_text(value_at(given, keys.model), f"{prefix}{keys.model}"),
         side=side,
         score=number(value_at(given, keys.score), f"{prefix}{keys.score}"),
         correct=None if correct is None else bool(correct),
-        label=_text(value_at(given, keys.label), f"{prefix}{keys.label}"),
+        label=optional_text(value_at(given, keys.label), f"{prefix}{keys.label}"),
     )
 
 
 def _tools(record: Mapping[str, Any], keys: RecordKeys) -> tuple[Mapping[str, Any], ...]:
     asked = [{"role": "user", "content": ""}]
     return to_sample({"messages": asked, "tools": value_at(record, keys.tools)}, id="tools").tools
-
-
-def _text(value: Any, where: str) -> str:
-    return "" if value is None else checked_text(value, "", where)

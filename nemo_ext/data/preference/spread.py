@@ -18,12 +18,12 @@ from nemo_ext.chat.formats import FormatError
 from nemo_ext.data.preference.group import Side
 from nemo_ext.data.preference.records import RecordKeys, group_key
 from nemo_ext.data.preference.settings import SourceSettings
-from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.user_files import RecordSource, record_source
+from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
+from nemo_ext.data.text.user_files import PACKED, RecordSource, record_source
 
 PART_BYTES = 64 << 20
 MOST_PARTS = 128  # all open at once
-_PACKED = 5  # compressed files and Parquet are about this many times larger as JSON
+_UNPACKED = 5  # compressed files and Parquet are about this many times larger as JSON
 
 
 class Placed(NamedTuple):
@@ -66,15 +66,15 @@ def spread(
     size = 0
     for reader in files.values():
         for _, path in reader.inputs():
-            packed = reader.kind == "parquet" or path.suffix in (".gz", ".zst")
-            size += path.stat().st_size * (_PACKED if packed else 1)
+            packed = reader.kind == "parquet" or path.suffix in PACKED
+            size += path.stat().st_size * (_UNPACKED if packed else 1)
     count = min(MOST_PARTS, max(1, -(-size // PART_BYTES)))
     paths = [folder / f"records-{number:04d}" for number in range(count)]
     with ExitStack() as stack:
         outputs = [stack.enter_context(open(path, "w", encoding="ascii")) for path in paths]
         for side, reader in files.items():
             read = ReadReport()
-            for part in _parts(reader):
+            for part in reader.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
                 for key, record, place in _records(reader, part, read, source.keys):
                     outputs[int(key[:16], 16) * count >> 64].write(f"{key}\t{json.dumps([record, place, side])}\n")
                 advance(part.size)
@@ -126,11 +126,3 @@ def _records(
             report.skip("schema", f"{place}: {error}")
             continue
         yield key, record, place
-
-
-def _parts(reader: RecordSource) -> Iterator[Part]:
-    if reader.kind == "parquet":
-        yield from reader.parts(max_documents=1 << 62, max_size=1 << 62)
-        return
-    for name, path in reader.inputs():
-        yield Part(name=name, path=str(path), size=path.stat().st_size, documents=0)

@@ -21,7 +21,7 @@ from nemo_ext.chat.formats import (
     MODE_LINE,
     Format,
     FormatError,
-    checked_text,
+    optional_text,
     thinking_mode,
     to_sample,
     without_mode_line,
@@ -148,11 +148,11 @@ class ConversationSource:
         thinking = thinking_mode(value_at(record, self.thinking_key), self.thinking_key)
         sample = to_sample(
             record,
-            id=_label(identifier, self.id_key) or _digest(record),
+            id=optional_text(identifier, self.id_key) or _digest(record),
             format=self.format,
             source=self.name,
-            task=_label(value_at(record, self.task_key), self.task_key) or self.task,
-            language=_label(value_at(record, self.language_key), self.language_key).lower() or self.language,
+            task=optional_text(value_at(record, self.task_key), self.task_key) or self.task,
+            language=optional_text(value_at(record, self.language_key), self.language_key).lower() or self.language,
             thinking=thinking,
             ignored=report.ignored,
             changed=report.changed,
@@ -180,7 +180,3 @@ def _digest(record: Mapping[str, Any]) -> str:
     except RecursionError as error:
         raise FormatError(str(error)) from None
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _label(value: Any, key: str) -> str:
-    return "" if value is None else checked_text(value, "", key)

@@ -17,6 +17,8 @@ from typing import Any, ClassVar, Protocol
 from pydantic import PositiveInt
 
 EXAMPLES_PER_REASON = 5
+UNLIMITED = 1 << 60
+"""Limit of parts that are not cut."""
 BAD = ("malformed", "schema")
 """Reasons that count against `max_bad_share`: no JSON object, or none of the kind that is wanted."""
 

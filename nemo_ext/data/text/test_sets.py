@@ -17,7 +17,7 @@ import numpy.typing as npt
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.text.documents import ReadReport
+from nemo_ext.data.text.documents import UNLIMITED, ReadReport
 from nemo_ext.data.text.user_files import JsonlSource, record_source, utf8_text
 from nemo_ext.data.text.words import Hashes, Words, ngram_hashes, word_hashes
 from nemo_ext.job.settings import STRICT, Places, Share, StringsOrNone
@@ -230,7 +230,7 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
                     yield f"{test_set.name} {name}:{number}", [line]
         return
     files = record_source(test_set.path, None, where)
-    for part in files.parts(max_documents=1 << 62, max_size=1 << 62):
+    for part in files.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
         for number, record in files.records(part, report):
             texts = _texts(record, test_set.keys)
             if texts:

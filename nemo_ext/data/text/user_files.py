@@ -1,7 +1,7 @@
-"""Sources that read the user's own files.
+"""Sources that read the user's own files, and the reader of rows for the whole package.
 
 `jsonl` and `parquet` files hold many records each; in `text` and `tree` (a directory of source files) every file is one
-document.
+document. Rows that are not documents, such as conversations, pairs and tasks, are read by the first two as well.
 """
 
 import fnmatch
@@ -10,7 +10,6 @@ import gzip
 import importlib
 import io
 import itertools
-import json
 import os
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -22,10 +21,13 @@ from typing import IO, Annotated, Any, ClassVar, cast
 import zstandard
 from pydantic import Field
 
-from nemo_ext.data.text.documents import Document, Part, ReadReport, Source, file_text, seems
+from nemo_ext.data.text.documents import UNLIMITED, Document, Part, ReadReport, Source, file_text, seems
+from nemo_ext.job.records import read_json
 from nemo_ext.job.settings import Share, Strings, nearest
 
 _SAMPLE_BYTES = 1 << 20
+PACKED = (".gz", ".zst")
+Row = dict[str, Any]
 DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
 """Errors of reading a file of lines whose compression is damaged."""
 
@@ -41,6 +43,7 @@ class RecordSource(Source):
     path: Strings
     text_key: Annotated[str, Field(min_length=1)] = "text"
     max_bad_share: Share = 0.01
+    _numbering: ClassVar[str] = ":"
 
     def inputs(self) -> list[tuple[str, Path]]:
         return _named_files(self.path, self.kind)
@@ -49,13 +52,49 @@ class RecordSource(Source):
         """Raises ValueError if a file is missing or, by a cheap check, not of this kind."""
         self.inputs()
 
-    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield line or row number and content of every record of a part; malformed ones are counted."""
+    def numbered(
+        self, part: Part, *, columns: list[str] | None = None, strict: bool = False
+    ) -> Iterator[tuple[int, Row | str]]:
+        """Yield line or row number and content of every record of a part, or the reason why it is malformed.
+
+        Args:
+            part: the part.
+            columns: columns to read of a table; None for all.
+            strict: refuse JSON that only Python takes, see `read_json`.
+        """
         raise NotImplementedError
+
+    def records(self, part: Part, report: ReadReport, *, columns: list[str] | None = None) -> Iterator[tuple[int, Row]]:
+        """Yield line or row number and content of every record of a part; malformed ones are counted."""
+        for number, row in self.numbered(part, columns=columns):
+            report.records += 1
+            if isinstance(row, str):
+                report.skip("malformed", f"{self.place(part, number)}: {row}")
+            else:
+                yield number, row
+
+    def placed(self, *, strict: bool = False) -> Iterator[tuple[str, Row | str]]:
+        """Yield place and content of every record of all files, or the reason why it is malformed."""
+        for part in self.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
+            for number, row in self.numbered(part, strict=strict):
+                yield self.place(part, number), row
+
+    def rows(self, *, strict: bool = False) -> Iterator[tuple[str, Row]]:
+        """Yield place and content of every record of all files.
+
+        Raises:
+            ValueError: a record is malformed.
+        """
+        return ((place, well_formed(row, place)) for place, row in self.placed(strict=strict))
 
     def place(self, part: Part, number: int) -> str:
         """Place of a record, for messages."""
-        raise NotImplementedError
+        return f"{part.path}{self._numbering}{number}"
+
+    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
+        for number, record in self.records(part, report, columns=[self.text_key]):
+            if (text := self.text_of(record, part, number, report)) is not None:
+                yield Document(f"{part.name}:{number}", text)
 
     def text_of(self, record: Mapping[str, Any], part: Part, number: int, report: ReadReport) -> str | None:
         """Text of a record; None if it has none, which is counted."""
@@ -94,8 +133,9 @@ class JsonlSource(RecordSource):
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
         for name, path in self.inputs():
-            if path.suffix in (".gz", ".zst"):
-                yield Part(name=name, path=str(path), size=path.stat().st_size, documents=0)
+            size = path.stat().st_size
+            if path.suffix in PACKED or (size and min(max_documents, max_size) >= UNLIMITED):
+                yield Part(name=name, path=str(path), size=size, documents=0)
                 continue
             start = stop = lines = 0
             first = 1
@@ -109,32 +149,21 @@ class JsonlSource(RecordSource):
                     stop += len(line)
                     lines += 1
 
-    def place(self, part: Part, number: int) -> str:
-        return f"{part.path}:{number}"
-
-    def records(self, part: Part, report: ReadReport) -> Iterator[tuple[int, dict[str, Any]]]:
+    def numbered(
+        self, part: Part, *, columns: list[str] | None = None, strict: bool = False
+    ) -> Iterator[tuple[int, Row | str]]:
         position = part.start
         with open_lines(part.path) as file:
             if part.start:
                 file.seek(part.start)
-            for number, line in enumerate(_whole_lines(file, part.path), start=part.first):
+            for number, line in enumerate(whole_lines(file, part.path), start=part.first):
                 position += len(line)
                 if not line.isspace():
-                    report.records += 1
-                    record, problem = _json_object(line)
-                    if record is None:
-                        report.skip("malformed", f"{self.place(part, number)}: {problem}")
-                    else:
-                        yield number, record
+                    yield number, json_object(line, strict=strict)
                 if part.stop and position >= part.stop:
                     return
         if part.size and position < part.stop:
             raise ValueError(f"{part.path}: is shorter than it was: it changed during the work; begin again")
-
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        for number, record in self.records(part, report):
-            if (text := self.text_of(record, part, number, report)) is not None:
-                yield Document(f"{part.name}:{number}", text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,17 +171,18 @@ class ParquetSource(RecordSource):
     """One document per row, streamed by row group; a null counts as malformed. Needs pyarrow."""
 
     kind: ClassVar[str] = "parquet"
+    _numbering: ClassVar[str] = ": row "
 
     def check_files(self) -> None:
         for _, path in self.inputs():
-            self._schema(path)
+            parquet_file(path).close()
 
     def check(self) -> list[tuple[str, Path]]:
         types = pyarrow_module().types
         inputs = self.inputs()
         for _, path in inputs:
             texts = []
-            for item in self._schema(path):
+            for item in parquet_file(path).schema_arrow:
                 kind = item.type.value_type if types.is_dictionary(item.type) else item.type
                 if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
                     texts.append(item.name)
@@ -163,45 +193,25 @@ class ParquetSource(RecordSource):
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        pyarrow = pyarrow_module()
         for name, path in self.inputs():
             first = 1
-            with pyarrow.parquet.ParquetFile(path) as file:
+            with parquet_file(path) as file:
                 for number in range(file.metadata.num_row_groups):
                     group = file.metadata.row_group(number)
                     place = {"size": group.total_byte_size, "start": number, "first": first}
                     yield Part(name=name, path=str(path), documents=group.num_rows, **place)
                     first += group.num_rows
 
-    def place(self, part: Part, number: int) -> str:
-        return f"{part.path}: row {number}"
-
-    def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        for number, row in self.records(part, report, columns=[self.text_key]):
-            if (text := self.text_of(row, part, number, report)) is not None:
-                yield Document(f"{part.name}:{number}", text)
-
-    def _schema(self, path: Path) -> Any:
-        pyarrow = pyarrow_module()
-        try:
-            return pyarrow.parquet.read_schema(path)
-        except pyarrow.ArrowInvalid as error:
-            raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
-
-    def records(
-        self, part: Part, report: ReadReport, *, columns: list[str] | None = None
-    ) -> Iterator[tuple[int, dict[str, Any]]]:
+    def numbered(
+        self, part: Part, *, columns: list[str] | None = None, strict: bool = False
+    ) -> Iterator[tuple[int, Row | str]]:
         pyarrow = pyarrow_module()
         number = part.first
         try:
             with pyarrow.parquet.ParquetFile(part.path) as file:
                 for batch in file.iter_batches(batch_size=1024, row_groups=[part.start], columns=columns):
                     for row in _readable_rows(batch):
-                        report.records += 1
-                        if isinstance(row, UnicodeDecodeError):
-                            report.skip("malformed", f"{self.place(part, number)}: not UTF-8 ({row})")
-                        else:
-                            yield number, table_row(row)
+                        yield number, row if isinstance(row, str) else table_row(row)
                         number += 1
         except (OSError, OverflowError, pyarrow.ArrowInvalid) as error:
             raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
@@ -347,23 +357,29 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
 
 
-def _json_object(line: bytes) -> tuple[dict[str, Any] | None, str]:
+def json_object(line: bytes, *, strict: bool = False) -> Row | str:
+    """The JSON object of a line (`read_json`), or the reason why it is none."""
     try:
-        record = json.loads(line.decode().removeprefix("\ufeff"))  # of bytes json.loads would guess the encoding
+        record = read_json(line, strict=strict)
     except (ValueError, RecursionError) as error:
-        return None, f"not JSON ({error})"
-    if not isinstance(record, dict):
-        return None, f"not a JSON object but a {type(record).__name__}"
-    return record, ""
+        return f"not JSON ({error})"
+    return record if isinstance(record, dict) else f"not a JSON object but a {type(record).__name__}"
 
 
-def _readable_rows(batch: Any) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """Rows of a batch, with the error in place of a row with text that is not UTF-8."""
+def well_formed(row: Row | str, place: str) -> Row:
+    """The row, unless it is the reason why there is none, see `RecordSource.numbered`: that raises ValueError."""
+    if isinstance(row, str):
+        raise ValueError(f"{place}: {row}: mend this row, or take it out")
+    return row
+
+
+def _readable_rows(batch: Any) -> list[Row | str]:
+    """Rows of a batch, with the reason in place of a row with text that is not UTF-8."""
     try:
-        return cast(list[dict[str, Any] | UnicodeDecodeError], batch.to_pylist())
+        return cast(list[Row | str], batch.to_pylist())
     except UnicodeDecodeError as error:
         if len(batch) == 1:
-            return [error]
+            return [f"not UTF-8 ({error})"]
         return [row for n in range(len(batch)) for row in _readable_rows(batch.slice(n, 1))]
 
 
@@ -374,6 +390,15 @@ def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
         return importlib.import_module("pyarrow")
     except ImportError as error:
         raise ValueError(f"{what}: pip install 'nemo_ext[data]' ({error})") from error
+
+
+def parquet_file(path: Path) -> Any:
+    """A Parquet file, opened; raises ValueError if it is none or pyarrow is missing."""
+    pyarrow = pyarrow_module()
+    try:
+        return pyarrow.parquet.ParquetFile(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
 
 
 def open_lines(path: str) -> IO[bytes]:
@@ -446,10 +471,9 @@ class _Zstandard(io.RawIOBase):
         return size
 
 
-def _whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
+def whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
     """Yield the lines of a file; raises ValueError with its name if its compression is damaged."""
     try:
-        while line := file.readline():
-            yield line
+        yield from file
     except DAMAGED as error:
         raise ValueError(f"{path}: cannot be read to its end ({error}): copy or compress it again") from error

@@ -23,6 +23,7 @@ import numpy as np
 from nemo_ext.chat.template import end_tokens
 from nemo_ext.data.text.tokenizers import vocabulary_of
 from nemo_ext.evaluation.live import folder_of, settings_of, tokenizer_of
+from nemo_ext.evaluation.store import BITS
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.run_directory import METRICS, read_config, read_metrics
 from nemo_ext.megatron import rank
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 Measured = dict[str, dict[str, float]]
 """Values by benchmark, under `evaluate` (accuracies) and `evaluate_bits` (bits per byte)."""
-_BITS = "bits_per_byte"
 _SECONDS_TO_LEAVE = 5.0
 
 
@@ -160,7 +160,7 @@ def measured(results: Mapping[str, Any]) -> Measured:
     found: Measured = {"evaluate": {}, "evaluate_bits": {}}
     for name, each in results["benchmarks"].items():
         if each.get("accuracy") is not None:
-            found["evaluate_bits" if each.get("metric") == _BITS else "evaluate"][name] = float(each["accuracy"])
+            found["evaluate_bits" if each.get("metric") == BITS else "evaluate"][name] = float(each["accuracy"])
     return found
 
 

@@ -4,25 +4,12 @@ Reasoning and calls that the model server has parsed are used as they are; other
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from nemo_ext.chat.response import CLOSE, OPEN, Response, parse_response
+from nemo_ext.chat.response import CLOSE, OPEN, Answered, Response, parse_response
 from nemo_ext.chat.sample import ToolCall
 from nemo_ext.chat.tool_calls import MAX_CALLS, read_openai_calls
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A parsed OpenAI response.
-
-    Attributes:
-        response: response in the form that verifiers take.
-        unreadable: id of each call that cannot be read -> reason.
-    """
-
-    response: Response
-    unreadable: Mapping[str, str]
 
 
 def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -> Answered:

@@ -26,12 +26,12 @@ from nemo_gym.rollout_collection import NG_FAILURE_CLASS_KEY
 from nemo_gym.server_utils import SESSION_ID_KEY
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
-from nemo_ext.chat.response import Response
+from nemo_ext.chat.response import Answered, Response
 from nemo_ext.chat.tool_calls import read_openai_calls
 from nemo_ext.job.settings import nearest
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 from nemo_ext.rl.gym.plays import NoPlayError, Play, Plays
-from nemo_ext.rl.gym.responses import Answered, last_turn, read_answer
+from nemo_ext.rl.gym.responses import last_turn, read_answer
 from nemo_ext.rl.gym.rows import SETTINGS, of_gym
 from nemo_ext.rl.task import Task
 

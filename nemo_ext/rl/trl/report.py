@@ -1,6 +1,5 @@
 """Report of a run: rewards, lengths and outcomes over the steps, and memory."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from math import ceil
@@ -9,7 +8,7 @@ from typing import Any
 
 from nemo_ext.job.files import write_text
 from nemo_ext.job.report import markdown_table, new_figure, save_figure
-from nemo_ext.job.run_directory import METRICS, REPORT
+from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
 from nemo_ext.rl.reprofile import Curricula
@@ -32,7 +31,7 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
         algorithm: algorithm of the run.
         curricula: curricula that were made while it trained, if it makes any.
     """
-    logs = [json.loads(line) for line in (run_dir / METRICS).read_text().splitlines()]
+    logs = read_metrics(run_dir / METRICS)
     changes = curricula.changes() if curricula else []
     _plot(run_dir / PLOT, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})

@@ -20,7 +20,6 @@ from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
 
 _GRADE = re.compile(r"\[\[\s*(?:grade:\s*)?(0|[1-9][0-9]{0,3})\s*\]\]", re.IGNORECASE)
-_MARKDOWN = "*_`#> \t"
 _INSTRUCTIONS = """\
 Grade a response to a user's request by the rubric below, with a whole number from 0 to {best}.
 

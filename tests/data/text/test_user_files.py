@@ -268,6 +268,31 @@ def test_parquet_text_that_is_not_utf8_is_counted_with_its_row(tmp_path: Path, r
     assert report.examples["malformed"][0].startswith(f"{path}: row 2: not UTF-8")
 
 
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".parquet"])
+def test_rows_of_all_files_come_with_their_places(tmp_path: Path, suffix: str) -> None:
+    rows = [{"a": 1, "text": "x\u2028y"}, {"a": 2, "text": "z"}]
+    path = tmp_path / f"rows.jsonl{suffix}" if suffix != ".parquet" else tmp_path / "rows.parquet"
+    lines = "".join(json.dumps(row) + "\n\n" for row in rows).encode()
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=1)
+    else:
+        pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(suffix, bytes)
+        path.write_bytes(pack(lines))
+
+    found = list(record_source((str(path),), None, "rows").rows())
+
+    places = [f"{path}: row 1", f"{path}: row 2"] if suffix == ".parquet" else [f"{path}:1", f"{path}:3"]
+    assert found == list(zip(places, rows, strict=True))
+
+
+@pytest.mark.parametrize(("line", "strict"), [("[1]", False), ('{"a": 1', False), ('{"a": NaN}', True)])
+def test_a_malformed_row_is_named_with_what_to_do(tmp_path: Path, line: str, strict: bool) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + line)
+
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not .*: mend this row, or take it out"):
+        list(record_source((str(tmp_path / "a.jsonl"),), None, "rows").rows(strict=strict))
+
+
 def test_a_wrong_parquet_column_or_file_is_named(tmp_path: Path) -> None:
     pq.write_table(pa.table({"texts": ["a"], "id": [1]}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")

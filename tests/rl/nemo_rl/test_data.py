@@ -116,7 +116,7 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
         ("", "no tasks"),
         ("\n \n", "no tasks"),
         ('{"id": 1', r"tasks.jsonl:1: not JSON"),
-        ("[1]", r"tasks.jsonl:1: a task is an object, not list"),
+        ("[1]", r"tasks.jsonl:1: not a JSON object but a list"),
         ('\n{"id": "a", "environment": "math"}', r"tasks.jsonl:2: the key 'prompt' is missing"),
         ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: the id 'a' is there twice"),
         ('{"id": "a", "environment": "math", "promt": "?"}', "did you mean 'prompt'"),
@@ -166,13 +166,13 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
     (tmp_path / "two.jsonl").write_text(task % "a" + '{"id": 1\n' * 30)
     settings = {"directory": str(tmp_path), "blend": {"one": {"share": 0.5}, "two": {"share": 0.5}}}
 
-    with pytest.raises(ValueError, match="a task is an object") as raised:
+    with pytest.raises(ValueError, match="not a JSON object") as raised:
         plan_tasks(settings, steps=1, prompts=2)
 
     lines = str(raised.value).splitlines()
-    for line, start in zip(lines, ("2: a task", "3: the id 'a'", "5: the id 'b'"), strict=False):
+    for line, start in zip(lines, ("2: not a JSON object", "3: the id 'a'", "5: the id 'b'"), strict=False):
         assert f"one.jsonl:{start}" in line
-    assert "first in line 4" in lines[2]
+    assert lines[2].endswith("one.jsonl:4")
     assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
 
 

@@ -1,6 +1,5 @@
 """Documents by their address: blocklists, and what its owners do not want to be trained on."""
 
-import json
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +12,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curation.stage import Judge, Stage, url_of
 from nemo_ext.data.sft.filters.base import Drop
-from nemo_ext.data.text.user_files import find_files, open_lines
+from nemo_ext.data.text.user_files import JsonlSource, find_files, open_lines
 from nemo_ext.job.settings import STRICT, PlacesOrNone, StringsOrNone
 
 
@@ -45,9 +44,7 @@ class Listed(Stage):
             raise ValueError(f"{self.kind}: no list is given: set domains, urls, ids, words or robots")
         if self.robots:
             _parser()
-        for place, _ in _robots(self.robots):
-            if not place:
-                raise ValueError(f"{self.kind}: robots: a line is not {{'domain': ..., 'robots': ...}}")
+        dict(_robots(self.robots))
 
     def reads(self) -> list[Path]:
         named = (self.domains, self.urls, self.ids, self.words, self.robots)
@@ -130,14 +127,10 @@ def _pieces(plain: str) -> list[str]:
 
 
 def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
-    for path in find_files(paths, "listed") if paths else ():
-        with open_lines(str(path)) as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                    yield _host(str(record["domain"])), str(record["robots"])
-                except (ValueError, LookupError, TypeError):
-                    yield "", ""
+    for place, record in JsonlSource(path=paths).rows() if paths else ():
+        if not record.keys() >= {"domain", "robots"}:
+            raise ValueError(f"{place}: listed: robots: not {{'domain': ..., 'robots': ...}}: mend this row")
+        yield _host(str(record["domain"])), str(record["robots"])
 
 
 def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:

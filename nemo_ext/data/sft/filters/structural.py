@@ -13,11 +13,11 @@ from pydantic.dataclasses import dataclass
 from referencing.exceptions import Unresolvable
 
 from nemo_ext.chat.json_schemas import validator
+from nemo_ext.chat.response import CLOSE, OPEN
 from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.job.settings import STRICT
 
-_TAGS = ("<think>", "</think>")
 _SHOWN = 80
 
 # Roles that may follow each. A call is followed by its answers; a conversation may end with a call.
@@ -64,7 +64,7 @@ def _turns(sample: Sample, *, end_with_assistant: bool) -> Drop | None:
             if not message.content.strip() and not message.tool_calls:
                 return Drop("empty-assistant", where)
             for text in (message.content, message.reasoning):
-                if text and any(tag in text for tag in _TAGS):
+                if text and any(tag in text for tag in (OPEN, CLOSE)):
                     return Drop("think-tags", f"{where}: {_around_tag(text)}")
         before = "call" if message.tool_calls else message.role
     if not any(message.role == "assistant" for message in sample.messages):
@@ -75,7 +75,7 @@ def _turns(sample: Sample, *, end_with_assistant: bool) -> Drop | None:
 
 
 def _around_tag(text: str) -> str:
-    place = min(found for tag in _TAGS if (found := text.find(tag)) >= 0)
+    place = min(found for tag in (OPEN, CLOSE) if (found := text.find(tag)) >= 0)
     return repr(text[max(0, place - _SHOWN // 2) : place + _SHOWN // 2])
 
 
