@@ -1,6 +1,8 @@
 """Checks which engines work on this machine, and names the first thing that each of the others lacks."""
 
+import argparse
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -9,31 +11,28 @@ import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nemo_ext import __version__, install
 from nemo_ext.engines import ENGINES, TIME_LIMIT, Engine, Outcome, probe
-from nemo_ext.install import fits
+from nemo_ext.install import canonical, requirements
 from nemo_ext.job.job import Command
-
-FP8_CAPABILITY = (8, 9)
-"""Minimum compute capability for FP8 matrix multiplication (Ada, Hopper and later)."""
 
 GPU_MISSING = "an NVIDIA GPU"
 
-PLUGINS = "vllm.general_plugins"
-"""Entry points that vLLM calls in each of its processes."""
+BASE = ("python", "hydra", "torch", "cuda", "megatron-core")
+"""Base that everything else builds on, listed first in the report."""
 
-BASE = ("python", "hydra", "torch", "cuda", "fp8", "megatron-core")
-"""Base that everything else builds on, listed first in the report, in this order."""
+_PYTHON = Engine("python", "python", (), f"runs nemo_ext ({sys.executable})", needs=(), required=True)
+_CUDA = Engine("cuda", "torch", (), "training on GPUs")
+ROWS = {engine.name: engine for engine in (_PYTHON, *ENGINES[:2], _CUDA, *ENGINES[2:])}
+"""Rows of the report by name, each after what it needs."""
 
 _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-verify", "amp_C": "apex"}
 """Distribution names of modules whose distribution has another name."""
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result for one engine: `missing` and `command` are empty if it is usable, `note` adds limits or devices."""
 
     name: str
@@ -54,34 +53,35 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
         time_limit: Seconds for each import.
 
     Returns:
-        Findings in the order of `BASE` and then `ENGINES`.
+        Findings in the order of `ROWS`.
 
     Raises:
         ValueError: for an unknown name.
     """
-    known = {engine.name: engine for engine in ENGINES}
-    wanted = set(names) or {*BASE, *known}
-    if unknown := wanted - {*BASE, *known}:
-        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}: expected some of {', '.join([*BASE, *known])}")
-    if "fp8" in wanted:
-        wanted |= {"cuda", "transformer_engine"}
-    for engine in reversed(ENGINES):
+    wanted = set(names) or {*ROWS}
+    if unknown := wanted - {*ROWS}:
+        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}: expected some of {', '.join(ROWS)}")
+    for engine in reversed(ROWS.values()):
         if engine.name in wanted:
             wanted |= {*engine.needs, *(["cuda"] if engine.needs_gpu or engine.without_gpu else [])}
-    if "cuda" in wanted:
-        wanted.add("torch")
-    outcomes = _probe_all([engine for engine in ENGINES if engine.name in wanted], time_limit)
+    engines, stop = [engine for engine in ENGINES if engine.name in wanted], threading.Event()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        try:
+            answers = [*pool.map(lambda engine: probe(engine, time_limit=time_limit, stop=stop), engines)]
+        finally:
+            stop.set()
+    outcomes = {engine.name: outcome for engine, outcome in zip(engines, answers, strict=True)}
+    outcomes["python"] = Outcome(found=True, version=platform.python_version())
+    facts = outcomes.get("torch", outcomes["python"]).cuda or {"build": None, "devices": []}
+    outcomes["cuda"] = Outcome(found=True, version=facts["build"], cuda=facts)
     findings: dict[str, Finding] = {}
-    if "python" in wanted:
-        findings["python"] = _judge_python()
-    for engine in ENGINES:
-        if engine.name in wanted:
-            findings[engine.name] = _judge(engine, outcomes[engine.name], findings, time_limit)
-        if engine.name == "torch" and "cuda" in wanted:
-            findings["cuda"] = _judge_cuda(outcomes["torch"], findings["torch"])
-    if "fp8" in wanted:
-        findings["fp8"] = _judge_fp8(outcomes["torch"], findings)
-    return [findings[name] for name in dict.fromkeys([*BASE, *known]) if name in wanted]
+    for name, engine in ROWS.items():
+        if name in wanted:
+            version, enables = outcomes[name].version, engine.enables
+            missing, command = _lack(engine, outcomes[name], findings, time_limit)
+            note = "" if missing and name != "cuda" else _note(engine, facts["devices"])
+            findings[name] = Finding(name, version, not missing, engine.required, enables, missing, command, note)
+    return [*findings.values()]
 
 
 def works(findings: Iterable[Finding]) -> bool:
@@ -89,153 +89,124 @@ def works(findings: Iterable[Finding]) -> bool:
     return all(finding.usable for finding in findings if finding.required)
 
 
-def _probe_all(engines: list[Engine], time_limit: float) -> dict[str, Outcome]:
-    stop = threading.Event()
-    with ThreadPoolExecutor(max_workers=max(2, min(8, os.cpu_count() or 2))) as pool:
-        try:
-            results = pool.map(lambda engine: probe(engine, time_limit=time_limit, stop=stop), engines)
-            return {engine.name: outcome for engine, outcome in zip(engines, results, strict=True)}
-        except BaseException:
-            stop.set()
-            raise
-
-
-def requirements() -> dict[str, Any]:
-    """Requirements in nemo_ext's own metadata, extras included, by normalised distribution name."""
-    from packaging.requirements import Requirement
-    from packaging.utils import canonicalize_name
-
-    try:
-        lines = importlib.metadata.requires("nemo_ext") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    asked: dict[str, Any] = {}
-    for line in lines:
-        requirement = Requirement(line)
-        requirement.marker = None
-        asked.setdefault(canonicalize_name(requirement.name), requirement)
-    return asked
-
-
-def _judge_python() -> Finding:
-    from packaging.specifiers import SpecifierSet
-
-    version = platform.python_version()
-    try:
-        asked = importlib.metadata.metadata("nemo_ext").get("Requires-Python") or ""
-    except importlib.metadata.PackageNotFoundError:
-        asked = ""
-    usable = SpecifierSet(asked).contains(version, prereleases=True)
-    lack = (
-        ("", "") if usable else (f"Python {asked}", "uv venv --python 3.12   # or conda create -n nemo_ext python=3.12")
-    )
-    return Finding("python", version, usable, True, f"runs nemo_ext ({sys.executable})", *lack)
-
-
-def _judge(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> Finding:
-    missing, command = _lack(engine, outcome, findings, time_limit)
-    no_gpu = "cuda" in findings and not findings["cuda"].usable
-    note = engine.without_gpu if no_gpu and not missing else ""
-    if engine.name == "vllm" and not missing:
-        note = _vllm_lacks_plugin()
-    return Finding(engine.name, outcome.version, not missing, engine.required, engine.enables, missing, command, note)
-
-
-def _vllm_lacks_plugin() -> str:
-    """Why vLLM does not know our model classes, or an empty string."""
-    if not any(point.name == "nemo_ext" for point in importlib.metadata.entry_points(group=PLUGINS)):
-        return "without nemo_ext's plug-in, as nemo_ext is not installed beside it: pip install --no-deps nemo_ext"
-    allowed = os.environ.get("VLLM_PLUGINS")
-    left_out = allowed is not None and "nemo_ext" not in allowed.split(",")
-    return f"VLLM_PLUGINS={allowed} leaves nemo_ext's plug-in out" if left_out else ""
+def _note(engine: Engine, devices: list[Mapping[str, Any]]) -> str:
+    """Limits of an engine that is usable, or the GPUs, identical ones counted."""
+    if engine is _CUDA:
+        words = "{name}, compute capability {capability[0]}.{capability[1]}, {gib:.1f} GiB"
+        alike = Counter(words.format(**device, gib=device["memory_bytes"] / 2**30) for device in devices)
+        return "; ".join(f"{count} x {words}" for words, count in alike.items())
+    if engine.name == "vllm":
+        if not any(each.name == "nemo_ext" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
+            return "without nemo_ext's plug-in, as nemo_ext is not installed beside it: pip install --no-deps nemo_ext"
+        allowed = os.environ.get("VLLM_PLUGINS", "nemo_ext")
+        return "" if "nemo_ext" in allowed.split(",") else f"VLLM_PLUGINS={allowed} leaves nemo_ext's plug-in out"
+    return "" if devices else engine.without_gpu
 
 
 def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
     """First thing that an engine lacks and the command that installs it; two empty strings if it lacks nothing."""
-    requirement = requirements().get(engine.distribution)
+    from packaging.requirements import Requirement  # `--install` runs without it
+
+    asked = [Requirement(line) for lines in requirements().values() for line in lines]
+    requirement = next((each for each in asked if canonical(each.name) == engine.distribution), None)
     # Quoted, as a shell would interpret `>` and `[`.
-    install = engine.install.format(requirement=f'"{requirement}"' if requirement else engine.distribution)
+    command = engine.install.format(requirement=f'"{requirement}"' if requirement else engine.distribution)
     if engine.root_variable and not (outcome.found and outcome.whole):
         root = os.environ.get(engine.root_variable)
         given = f"; there is none in {root}" if root else engine.wrong if outcome.found else ""
-        return f"a source checkout, named by {engine.root_variable}{given}", install
+        return f"a source checkout, named by {engine.root_variable}{given}", command
     if not outcome.whole:
-        return engine.wrong, f"pip uninstall -y {engine.distribution} && {install}"
-    for name in engine.needs:
-        if not findings[name].usable:
-            return name, findings[name].command
-    if engine.needs_gpu and not findings["cuda"].usable:
-        lack = findings["cuda"].missing
-        if lack == GPU_MISSING and not outcome.found:
-            return f"{lack}; on a machine with one, also the package", install
-        return lack, findings["cuda"].command
+        return engine.wrong, f"pip uninstall -y {engine.distribution} && {command}"
+    for need in (*engine.needs, *(["cuda"] if engine.needs_gpu else [])):
+        if not (lack := findings[need]).usable:
+            if lack.missing == GPU_MISSING and not outcome.found:
+                return f"{GPU_MISSING}; on a machine with one, also the package", command
+            return lack.missing if need == "cuda" else need, lack.command
+    if engine is _CUDA:
+        return _gpu_lack(**(outcome.cuda or {}))
     if not outcome.found:
-        return f"the package {engine.distribution}", install
-    if requirement is not None and outcome.version and not fits(outcome.version, requirement):
-        return f"{engine.distribution}{requirement.specifier} (here: {outcome.version})", install
+        return f"the package {engine.distribution}", command
+    if requirement and outcome.version and not requirement.specifier.contains(outcome.version, prereleases=True):
+        return f"{engine.distribution}{requirement.specifier} (here: {outcome.version})", command
     if outcome.timed_out:
         return f"time: {outcome.error}", f"nemo-ext doctor {engine.name} --time-limit {10 * time_limit:g}"
-    if not outcome.error:
-        return "", ""
     if outcome.module and not outcome.module.startswith(engine.module) and outcome.module not in engine.imports:
         top = outcome.module.partition(".")[0]
         return f"the module {outcome.module}, which it imports", f"pip install {_DISTRIBUTIONS.get(top, top)}"
-    again = install.replace("pip install ", "pip install --force-reinstall --no-deps ")
-    return f"an installation that works: {outcome.error}", again
+    again = command.replace("pip install ", "pip install --force-reinstall --no-deps ")
+    return (f"an installation that works: {outcome.error}", again) if outcome.error else ("", "")
 
 
-def _judge_cuda(outcome: Outcome, torch: Finding) -> Finding:
-    facts: Mapping[str, Any] = outcome.cuda or {"build": None, "devices": [], "problem": ""}
-    missing, command = ("torch", torch.command) if not torch.usable else _gpu_lack(facts)
-    note = _devices(facts["devices"])
-    return Finding("cuda", facts["build"], not missing, False, "training on GPUs", missing, command, note)
-
-
-def _devices(devices: Iterable[Mapping[str, Any]]) -> str:
-    """The GPUs in words, identical ones grouped."""
-    alike = Counter(
-        f"{device['name']}, compute capability {'.'.join(map(str, device['capability']))}, "
-        f"{device['memory_bytes'] / 2**30:.1f} GiB"
-        for device in devices
-    )
-    return "; ".join(f"{count} x {words}" for words, count in alike.items())
-
-
-def _gpu_lack(facts: Mapping[str, Any]) -> tuple[str, str]:
+def _gpu_lack(*, build: str | None, devices: list[Mapping[str, Any]], problem: str) -> tuple[str, str]:
     """First thing that keeps torch from using a GPU, and the command that helps; empty strings if nothing does."""
-    if facts["devices"]:
-        return (f"GPUs that work: {facts['problem']}", "nvidia-smi") if facts["problem"] else ("", "")
-    driver = Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if driver and facts["build"] is None:
+    if devices:
+        return (f"GPUs that work: {problem}", "nvidia-smi") if problem else ("", "")
+    if not shutil.which("nvidia-smi"):
+        slurm = "srun --gpus=1 " if shutil.which("srun") else ""
+        return GPU_MISSING, f"{slurm}nemo-ext doctor   # on a machine with one"
+    if build is None:
         return "a CUDA build of torch", "pip install --force-reinstall torch --index-url https://pypi.org/simple"
-    if driver and hidden is not None and not hidden.replace("-1", "").strip(", "):
+    if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) in ("", "-1"):
         return f"visible GPUs: CUDA_VISIBLE_DEVICES={hidden!r} hides them", "unset CUDA_VISIBLE_DEVICES"
-    if driver:
-        return f"GPUs that torch can reach: {facts['problem'] or 'it sees none'}", "nvidia-smi"
-    slurm = shutil.which("srun") is not None
-    return GPU_MISSING, f"{'srun --gpus=1 ' if slurm else ''}nemo-ext doctor   # on a machine with one"
+    return f"GPUs that torch can reach: {problem or 'it sees none'}", "nvidia-smi"
 
 
-def _judge_fp8(outcome: Outcome, findings: Mapping[str, Finding]) -> Finding:
-    devices = (outcome.cuda or {}).get("devices", [])
-    lowest = min(devices, key=lambda device: device["capability"], default=None)
-    missing = command = ""
-    if not findings["cuda"].usable:
-        missing, command = findings["cuda"].missing, findings["cuda"].command
-    elif lowest is not None and tuple(lowest["capability"]) < FP8_CAPABILITY:
-        capability = ".".join(map(str, lowest["capability"]))
-        missing = f"compute capability 8.9 (Ada, Hopper or later): {lowest['name']} has {capability}"
-        command = "precision=bf16   # in nemo-ext train"
-    elif not findings["transformer_engine"].usable:
-        missing, command = "transformer_engine", findings["transformer_engine"].command
-    return Finding("fp8", None, not missing, False, "training in FP8", missing, command)
+_DESCRIPTION = """Show which engines work on this machine, and what the others lack; each is imported in a separate process.
+
+Exit code 1 if hydra, torch or megatron-core does not work. With --install, before an installation: what is here by
+metadata alone, what pip would change, and commands that change nothing; exit code 1 if packages that are here would
+change, or if that is not known.
+"""
 
 
 def _main(words: list[str]) -> None:
-    from launchers.doctor import main
+    """Print the findings, or the report of `--install`."""
+    parser = argparse.ArgumentParser(prog="nemo-ext doctor", description=_DESCRIPTION)
+    parser.add_argument("engine", nargs="*", help=f"only these and what they need; known: {', '.join(ROWS)}")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of an import or of pip")
+    parser.add_argument("--install", action="store_true", help="what an installation would change")
+    parser.add_argument("--extra", nargs="+", action="extend", default=[], metavar="NAME", help="extras to install")
+    asked = parser.parse_args(words)
+    if asked.time_limit is not None and not asked.time_limit > 0:
+        parser.error(f"expected a number of seconds above 0, got {asked.time_limit:g}")
+    if (asked.install and asked.engine) or (asked.extra and not asked.install):
+        parser.error("--install takes no engines, and --extra belongs to --install")
+    try:
+        if asked.install:
+            report = install.report(asked.extra, time_limit=asked.time_limit or install.TIME_LIMIT)
+            print(install.shown(json.dumps(report, indent=2) if asked.json else install.text(report)))
+            sys.exit(report["changes"] is not False)
+        findings = examine(asked.engine, time_limit=asked.time_limit or TIME_LIMIT)
+    except ValueError as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    if asked.json:
+        base, engines = ([row._asdict() for row in findings if (row.name in BASE) is of] for of in (True, False))
+        print(
+            json.dumps({"nemo_ext": __version__, "works": works(findings), "base": base, "engines": engines}, indent=2)
+        )
+    else:
+        _print(findings)
+    sys.exit(not works(findings))
 
-    main()
+
+def _print(findings: list[Finding]) -> None:
+    """A table, and below it what unusable engines lack with the command to copy."""
+    from rich import box, console, table
+
+    style = box.SIMPLE_HEAD if sys.stdout.isatty() else None
+    rows = table.Table("", "version", "here", "what for", box=style, show_header=style is not None, pad_edge=False)
+    for finding in findings:
+        what = f"{finding.enables}: {finding.note}" if finding.note else finding.enables
+        here = "[green]yes" if finding.usable else "[red]no" if finding.required else "[yellow]no"
+        rows.add_row(finding.name, finding.version or "-", here, what, end_section=finding.name == BASE[-1])
+    console.Console(highlight=False, width=None if style else 500).print(rows)
+    for finding in (finding for finding in findings if not finding.usable):
+        print(f"  {finding.name} lacks {finding.missing}\n      {finding.command}")
+    broken = ", ".join(finding.name for finding in findings if finding.required and not finding.usable)
+    print(f"\ntraining does not work here: {broken}" if broken else "\nnemo-ext works here")
 
 
 DOCTOR = Command(

@@ -8,11 +8,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sysconfig
 import time
 import venv
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -74,10 +73,6 @@ class Place:
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.links),
             "PIP_NO_COMPILE": "1",
-            "UV_OFFLINE": "1",
-            "UV_FIND_LINKS": str(self.links),
-            "UV_CACHE_DIR": str(folder / "cache"),
-            "UV_NO_CONFIG": "1",
         }
         if pip:
             found = pytest.importorskip("pip", reason="this environment has no pip")
@@ -95,8 +90,8 @@ class Place:
         if direct:
             (self.site / f"{name}-{version}.dist-info" / "direct_url.json").write_text(json.dumps(direct))
 
-    def own(self, base: Sequence[str] = BASE, *, python: str = ">=3.12") -> Path:
-        requires = [f"Requires-Python: {python}", *(f"Requires-Dist: {line}" for line in base)]
+    def own(self, base: Sequence[str] = BASE) -> Path:
+        requires = [f"Requires-Dist: {line}" for line in base]
         for extra, lines in EXTRAS.items():
             requires.append(f"Provides-Extra: {extra}")
             for line in lines:
@@ -118,12 +113,12 @@ class Place:
         assert (result.returncode, result.stderr) == (code, "")
         return json.loads(result.stdout)
 
-    def follow(self, told: Mapping[str, Any]) -> dict[str, str]:
-        """Runs the commands of a report as a shell reads them from its text; what is installed after them."""
-        lines = install.text(told).splitlines()
-        advised = "\n".join(lines[max(index for index, line in enumerate(lines) if not line.startswith("    ")) + 1 :])
-        subprocess.run(["bash", "-ec", advised], cwd=self.folder, env=self.environment, check=True, capture_output=True)
-        return self.installed()
+    def follow(self, told: Mapping[str, Any], way: int = -1) -> tuple[dict[str, str], str]:
+        """Runs one way of a report as a shell reads it from its text; what is installed after it, and what it said."""
+        commands = install.text({**told}).split("\n\n")[way].partition("\n")[2]
+        words = ["bash", "-ec", commands]
+        done = subprocess.run(words, cwd=self.folder, env=self.environment, stdout=-1, stderr=-2, text=True, check=True)
+        return self.installed(), done.stdout
 
     def installed(self) -> dict[str, str]:
         names = (re.fullmatch(r"(.+?)-([^-]+)\.dist-info", path.name) for path in self.site.glob("*.dist-info"))
@@ -136,6 +131,11 @@ def place(tmp_path: Path) -> Place:
     made.put("torch", TORCH)
     made.put("megatron_core", "0.18.2+abc", direct={"url": f"file://{tmp_path}/m", "dir_info": {"editable": True}})
     return made
+
+
+PIP = "~/env/bin/python -m pip"
+REFUSES = "This refuses rather than change what is here"
+LEAVES_OUT = "This installs what fits beside what is here, and names what it leaves out"
 
 
 def test_nothing_changes(place: Place) -> None:
@@ -151,21 +151,16 @@ def test_nothing_changes(place: Place) -> None:
         PIP_CONSTRAINT=str(place.folder / "constraint.txt"),
     )
 
-    assert (told["changes"], told["changed"], told["new"], told["loud"]) == (False, {}, {"numpy": "2.0"}, [])
-    assert told["commands"] == ["python -m pip install ./nemo_ext-9.9-py3-none-any.whl"]
-    assert told["here"]["constraints"] == "PIP_CONSTRAINT=~/constraint.txt"
-    assert told["here"]["container"].startswith("NVIDIA_PYTORCH_VERSION=25.12")
+    assert (told["changes"], told["changed"], told["new"]) == (False, {}, {"numpy": "2.0"})
+    assert told["ways"] == {"This changes nothing that is here": [f"{PIP} install ~/nemo_ext-9.9-py3-none-any.whl"]}
+    assert told["here"]["PIP_CONSTRAINT"] == "~/constraint.txt"
+    assert told["here"]["NVIDIA_PYTORCH_VERSION"] == "25.12"
     assert "secret" not in json.dumps(told)
-    engines = {each["name"]: each for each in told["engines"]}
-    assert engines["torch"]["version"] == TORCH
-    assert engines["torch"]["built"] == "LOCAL BUILD: pre-release of 2.12.0, local label +nv25.12"
-    assert engines["megatron-core"]["built"] == "LOCAL BUILD: local label +abc, editable from ~/m"
-    assert engines["trl"] == {"name": "trl", "version": None, "built": ""}
-    extras = {each["name"]: each for each in told["extras"]}
-    assert extras["base"]["lacks"] == ["numpy>=1.26"]
-    assert (extras["engine"]["lacks"], extras["engine"]["notes"]) == ([], [])
-    assert (extras["nemo_rl"]["lacks"], extras["data"]["lacks"]) == (["ray>=2"], ["pyarrow>=15"])
-    assert place.follow(told) == {**before, "numpy": "2.0", "nemo_ext": "9.9"}
+    assert told["engines"] == {
+        "torch": f"{TORCH}  LOCAL BUILD",
+        "megatron-core": "0.18.2+abc  LOCAL BUILD from ~/m",
+    }
+    assert place.follow(told)[0] == {**before, "numpy": "2.0", "nemo_ext": "9.9"}
 
 
 def test_a_change_is_named_and_the_constraints_keep_what_is_here(place: Place) -> None:
@@ -181,17 +176,16 @@ def test_a_change_is_named_and_the_constraints_keep_what_is_here(place: Place) -
     told = place.told("--extra", "engine", code=1)
 
     assert told["changes"] is True
-    assert told["changed"] == {"torch": [TORCH, "2.13.0"]}
+    assert told["changed"] == {"torch": f"{TORCH} -> 2.13.0"}
     assert told["new"] == {"helper": "2", "nvidia-cudnn-cu13": "9"}
-    assert told["loud"] == ["nvidia-cudnn-cu13", "torch"]
     shown = install.text(told)
-    assert f"  CHANGE             !! torch {TORCH} -> 2.13.0\n" in shown
-    assert "add 2 packages: !! nvidia-cudnn-cu13 9, helper 2" in re.sub(r"\s+", " ", shown)
-    assert told["commands"] == [
-        "python -m pip list --format=freeze --exclude nemo_ext > here.txt",
-        "python -m pip install -c here.txt './nemo_ext-9.9-py3-none-any.whl[engine]'",
+    assert f"changed\n  torch              {TORCH} -> 2.13.0\n" in shown
+    assert "new\n  " in shown and "\n  nvidia-cudnn-cu13  9\n" in shown and "\n  helper             2\n" in shown
+    assert told["ways"][REFUSES] == [
+        f"{PIP} list --format=freeze --exclude nemo_ext > here.txt",
+        f"{PIP} install -c here.txt ~/'nemo_ext-9.9-py3-none-any.whl[engine]'",
     ]
-    assert place.follow(told) == {**before, "helper": "1", "nemo_ext": "9.9"}
+    assert place.follow(told, -2)[0] == {**before, "helper": "1", "nemo_ext": "9.9"}
     assert f"torch=={TORCH}\n" in (place.folder / "here.txt").read_text()
 
 
@@ -207,33 +201,25 @@ def test_what_no_installation_can_have_is_named_and_the_rest_installed(place: Pl
 
     assert told["changes"] is None
     assert "nowhere" in told["error"] or "megatron-core" in told["error"]
-    assert "leaves out megatron-core<0.18 (here: 0.18.2+abc), nowhere>=1" in told["advice"]
-    assert "What engine asks for is here: it can be left out" in told["advice"]
-    assert place.follow(told) == {**before, "einops": "0.8.2", "nemo_ext": "9.9"}
-    (base,) = (each for each in told["extras"] if each["name"] == "base")
-    assert base["notes"] == [f"torch {TORCH} counts as its release, but not for pip"]
+    installed, said = place.follow(told)
+    assert installed == {**before, "einops": "0.8.2", "nemo_ext": "9.9"}
+    assert "left out: nowhere>=1" in said and said.count("left out") == 1
 
 
-def test_a_conflict_is_named_in_a_text_for_an_issue(place: Place) -> None:
-    place.own(["torch>=2.13", *(f"{letter * 30}>=1" for letter in "abc")])
+def test_a_text_can_begin_an_issue(place: Place) -> None:
+    place.own(["torch>=2.13", "numpy"])
     place.offer("torch", "2.13.0")
-    for letter in "abc":
-        place.offer(letter * 30, "1")
-
+    place.offer("numpy", "1")
     place.offer("pyarrow", "15")
-    result = place.run("--extra", "data", "engine", COLUMNS="300", FORCE_COLOR="1")
+
+    result = place.run("--extra", "data", "engine", FORCE_COLOR="1")
 
     lines = result.stdout.splitlines()
     assert (result.returncode, result.stderr) == (1, "")
     assert lines[0].startswith("nemo_ext ") and lines[0].endswith(": nemo-ext doctor --install --extra data engine")
-    assert lines[1] == "from the wheel ~/nemo_ext-9.9-py3-none-any.whl"
-    assert max(len(line) for line in lines if not line.startswith("    python -m pip")) <= 100
     assert "\x1b" not in result.stdout and str(place.folder) not in result.stdout
-    assert f"  CHANGE             !! torch {TORCH} -> 2.13.0" in lines
-    said = re.sub(r"\s+", " ", result.stdout)
-    assert f"The user requested torch>=2.13; The user requested (constraint) torch=={TORCH}." in said
-    assert f"and leaves out torch>=2.13 (here: {TORCH}):" in said
-    assert "    python -m pip install --no-deps ./nemo_ext-9.9-py3-none-any.whl &&" in lines
+    assert f"  torch              {TORCH} -> 2.13.0" in lines
+    assert f"    {PIP} install --no-deps ~/'nemo_ext-9.9-py3-none-any.whl[data,engine]' &&" in lines
 
 
 def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> None:
@@ -248,12 +234,11 @@ def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> Non
 
     told = place.told("--extra", "engine", code=1, path=f"{own}{os.pathsep}{tree}")
 
-    engines = {each["name"]: each["built"] for each in told["engines"]}
-    assert engines["megatron-core"].startswith("source tree ~/Megatron-LM/megatron/core, without metadata")
-    assert engines["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported in its place")
-    assert told["changed"] == {"megatron-core": ["source tree", "0.19.0"]}
-    assert told["commands"] == ["python -m pip install --no-deps ./nemo_ext-9.9-py3-none-any.whl"]
-    assert "source trees would be installed once more (megatron-core)" in told["advice"]
+    assert told["engines"]["megatron-core"].startswith("source tree ~/Megatron-LM/megatron/core, without metadata")
+    assert told["engines"]["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported in its place")
+    assert told["changed"] == {"megatron-core": "source tree -> 0.19.0"}
+    assert [*told["ways"]] == [LEAVES_OUT]
+    assert "megatron_core" not in place.follow(told)[0]
 
 
 def test_without_an_index_the_answer_takes_seconds(place: Place) -> None:
@@ -263,11 +248,11 @@ def test_without_an_index_the_answer_takes_seconds(place: Place) -> None:
     told = place.told(code=1, PIP_INDEX_URL="http://me:hidden@127.0.0.1:9/simple", PIP_NO_INDEX="0", PIP_TIMEOUT="600")
 
     assert time.monotonic() - begin < 30
-    assert told["error"].startswith("no index can be reached: ")
+    assert "Retrying" in told["error"]
     assert "hidden" not in json.dumps(told)
     assert told["changes"] is None
-    assert "-c here.txt" in told["commands"][1]
-    assert told["engines"][0]["version"] == TORCH
+    assert "-c here.txt" in told["ways"][REFUSES][1]
+    assert told["engines"]["torch"].startswith(TORCH)
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", pytest.param("limit", marks=pytest.mark.deep)])
@@ -293,7 +278,7 @@ def test_a_pip_that_hangs_is_ended(place: Place, how: str) -> None:
         asked.close()
 
     if how == "Ctrl-C":
-        assert (doctor.returncode, output, errors) == (130, "", "interrupted; nothing was changed\n")
+        assert (doctor.returncode, output, errors) == (130, "", "")
     else:
         assert (doctor.returncode, errors) == (1, "")
         assert "pip took longer than 8 s" in output
@@ -306,59 +291,20 @@ def test_without_pip(tmp_path: Path) -> None:
 
     told = place.told(code=1)
 
-    assert told["error"] == "this Python has no pip, and there is no uv on the PATH"
-    assert told["commands"] == ["python -m ensurepip"]
-    assert told["engines"][0]["version"] == TORCH
-    (base,) = (each for each in told["extras"] if each["name"] == "base")
-    assert base["lacks"] == ["numpy>=1.26"]
+    assert told["error"].endswith("No module named pip")
+    assert told["engines"]["torch"].startswith(TORCH)
 
 
-def test_uv_where_there_is_no_pip(tmp_path: Path) -> None:
-    place = Place(tmp_path, pip=False)
-    place.environment["PATH"] += f":{sysconfig.get_path('scripts')}"
-    place.put("torch", TORCH)
-    place.own(["helper"])
-    place.offer("torch", "2.13.0")
-    place.offer("helper", "2", "torch>=2.13")
-    place.offer("helper", "1", "torch")
+def test_extras_are_those_of_the_metadata(place: Place) -> None:
+    place.own([])
+    place.offer("ray", "3")
 
-    told = place.told(code=1)
+    told = place.told("--extra", "nemo-rl", code=0)
 
-    assert told["here"]["installer"].startswith("uv 0.")
-    assert told["changed"] == {"torch": [TORCH, "2.13.0"]}
-    assert told["new"] == {"helper": "2"}
-    assert told["commands"][1] == "uv pip install --python python -c here.txt ./nemo_ext-9.9-py3-none-any.whl"
-    assert place.follow(told) == {"torch": TORCH, "helper": "1", "nemo_ext": "9.9"}
-
-    place.own(["nowhere"])
-    assert "nowhere was not found" in place.told(code=1)["error"]
-
-
-def test_a_python_that_is_too_old_comes_first(place: Place) -> None:
-    place.own(python=">=3.99")
-
-    told = place.told(code=1)
-
-    assert told["error"].startswith("nemo_ext needs Python >=3.99, and this is 3.")
-    assert told["commands"] == ["python3.12 -m venv .venv"]  # there is no uv
-
-
-def test_from_a_checkout(place: Place, tmp_path: Path) -> None:
-    checkout = tmp_path / "my checkout"
-    checkout.mkdir()
-    for room in ("nemo_ext", "launchers"):
-        (checkout / room).symlink_to(ROOT / room)
-    (checkout / "pyproject.toml").write_text(
-        '[project]\nname = "nemo_ext"\nrequires-python = ">=3.12"\ndependencies = ["torch"]\n'
-        '[project.optional-dependencies]\nnemo_rl = ["megatron-core"]\n'
-        '[project.entry-points."nemo_ext.jobs"]\ndoctor = "nemo_ext.doctor:DOCTOR"\n'
-    )
-
-    told = place.told("--extra", "nemo-rl", code=0, path=checkout)
-
-    assert told["from"] == "checkout ~/my checkout"
-    assert told["commands"] == ["python -m pip install -e './my checkout[nemo_rl]'"]
-    assert [each["name"] for each in told["extras"]] == ["base", "nemo_rl"]
+    assert told["new"] == {"ray": "3"}
+    assert "[nemo_rl]" in str(told["ways"])
+    place.offer("pyarrow", "15")
+    assert place.told("--extra", "data", code=0)["new"] == {"pyarrow": "15"}
 
 
 @pytest.mark.parametrize(
@@ -379,17 +325,6 @@ def test_a_mistake_is_one_line(tmp_path: Path, words: list[str], said: str) -> N
     assert "Traceback" not in result.stderr
 
 
-def test_what_depends_on_a_version_is_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "FEATURES", (("pytest>=1", "a"), ("pytest>=999", "b"), ("nowhere", "c")))
-    plan: Callable[..., install.Plan] = lambda *_, **__: install.Plan()  # noqa: E731
-    monkeypatch.setattr(install.Installer, "plan", plan)
-
-    told = install.report(["doctor"])
-
-    assert [each["works"] for each in told["features"]] == [True, False, False]
-    assert "  works              a\n  does not           b\n" in install.text(told)
-
-
 @pytest.mark.parametrize(
     ("address", "shown"),
     [
@@ -399,36 +334,18 @@ def test_what_depends_on_a_version_is_a_table(monkeypatch: pytest.MonkeyPatch) -
         ("/plain/path.txt", "/plain/path.txt"),
     ],
 )
-def test_an_address_is_shown_without_its_secrets(monkeypatch: pytest.MonkeyPatch, address: str, shown: str) -> None:
-    monkeypatch.setenv("PIP_CONSTRAINT", address)
-    installer = install.Installer(install._own(), {}, {}, (), 1.0)
-
-    told = install._shown(install._here(installer))
-
-    assert told["constraints"] == f"PIP_CONSTRAINT={shown}"
+def test_an_address_is_shown_without_its_secrets(address: str, shown: str) -> None:
+    assert install.shown(f"constraints {address}") == f"constraints {shown}"
+    assert json.loads(install.shown(json.dumps([address, 1]))) == [shown, 1]
 
 
-@pytest.mark.parametrize(
-    "content", [None, pytest.param(b"numpy==\xff\n", marks=pytest.mark.slow)], ids=["missing", "not UTF-8"]
-)
-def test_a_pip_that_fails_itself_is_no_conflict(place: Place, tmp_path: Path, content: bytes | None) -> None:
+def test_a_pip_that_fails_says_why(place: Place, tmp_path: Path) -> None:
     place.own()
-    if content is not None:
-        (tmp_path / "c.txt").write_bytes(content)
 
     told = place.told(code=1, PIP_CONSTRAINT=str(tmp_path / "c.txt"))
 
     assert told["changes"] is None
-    assert told["error"].startswith("the installer itself failed: "), told["error"]
-    assert "No choice of versions" not in told["advice"] and "leaves out" not in told["advice"]
-
-
-def test_so_is_one_that_wants_hashes() -> None:
-    said = "ERROR: In --require-hashes mode, all requirements must have versions pinned with ==. These do not:\n  a>=1"
-
-    plan = install._failed(said)
-
-    assert plan.unknown and plan.error.startswith("the installer itself failed: In --require-hashes mode")
+    assert "Could not open requirements file" in told["error"]
 
 
 @pytest.mark.parametrize("text", ['{"dir_info": {}}', "{broken"])
@@ -439,4 +356,4 @@ def test_a_record_of_an_origin_that_is_broken_says_nothing(tmp_path: Path, text:
     (folder / "direct_url.json").write_text(text)
     place.own()
 
-    assert place.told(code=1)["engines"][0]["version"] == TORCH
+    assert place.told(code=1)["engines"]["torch"] == f"{TORCH}  LOCAL BUILD"

@@ -1,7 +1,6 @@
 """Samples a run's memory over time on every node: its processes, the host, /dev/shm and the GPUs. No torch.
 
-    python -m nemo_ext.memory.sampler DIR --root PID        samples PID and the processes below it until PID ends
-    python -m nemo_ext.memory.sampler DIR -- COMMAND ...    samples COMMAND while it runs, and ends with its exit code
+    python -m nemo_ext.memory.sampler DIR -- COMMAND ...    becomes COMMAND, sampled by a process below it
 
 The Llama-Nemotron authors (section 5.2.2) built the same to find what ran out of memory: psutil, the usage of /dev/shm
 as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on each node,
@@ -12,24 +11,21 @@ which each phase of the run began; `nemo_ext.memory.report` reads both.
 import argparse
 import json
 import os
-import platform
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from importlib import import_module
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
+import pynvml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.parent import end_with_parent
-from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import STRICT, checked
 
 KEY = "memory_profile"
@@ -42,21 +38,6 @@ PHASES = "phases.jsonl"
 
 SECONDS = 10.0
 """Default interval between samples. A sample takes some ten milliseconds of one core."""
-
-TOLERANCE, LEAST_CHANGE = 0.01, 1 << 20
-"""A sample is written if a value changed by more than this share of itself and more than these bytes ..."""
-
-HELD = 30
-"""... or if it is this many samples after the last one written. Memory in training is constant for hours: the file of a
-week has a tenth of the lines that it would have with every sample."""
-
-STOP = signal.SIGRTMIN
-"""Signal that ends a sampler, which ignores the signals that a scheduler sends to all processes of a job."""
-
-_LOOK = 10.0
-"""Maximum delay in seconds until the end of the root is noticed."""
-
-_TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -76,40 +57,23 @@ def interval(config: Mapping[str, Any]) -> float | None:
     return None if given is None else checked(Profile, given, KEY, strict=True).seconds
 
 
-def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes] | None:
-    """Starts a sampler that ends with this process or with `root`; None, and a notice, if that fails.
+def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes]:
+    """Starts a sampler that ends with this process or with `root`.
 
     Call it from the main thread: Linux ties a child to the thread that started it.
     """
-    words = [str(directory), "--root", str(root), "--parent", str(os.getpid()), "--seconds", str(seconds)]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        return subprocess.Popen(
-            [sys.executable, "-m", "nemo_ext.memory.sampler", *words],
-            stdin=subprocess.DEVNULL,
-            # A reader of the run's pipes would wait for the sampler to close them.
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    except OSError as error:
-        notice(f"no memory profile: {error}")
-        return None
+    code = f"from nemo_ext.memory.sampler import follow; follow({root}, {str(directory)!r}, {seconds})"
+    return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 @contextmanager
 def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
     """Samples this process and its descendants until the block ends; without `seconds` does nothing."""
-    process = None if seconds is None else start(directory, root=os.getpid(), seconds=seconds)
-    try:
+    with ExitStack() as stack:
+        if seconds is not None:
+            process = stack.enter_context(start(directory, root=os.getpid(), seconds=seconds))
+            stack.callback(process.kill)
         yield
-    finally:
-        if process is not None:
-            process.send_signal(STOP)
-            try:
-                process.wait(timeout=5)
-            except subprocess.TimeoutExpired:  # a file system that hangs
-                process.kill()
 
 
 def root_of_ranks() -> int:
@@ -117,14 +81,10 @@ def root_of_ranks() -> int:
 
     A container runtime may stand between a rank and the daemon.
     """
-    above = os.getppid()
-    if "TORCHELASTIC_RUN_ID" in os.environ or "SLURM_PROCID" not in os.environ:
-        return above
-    with suppress(psutil.Error):
-        for process in psutil.Process().parents():
-            if process.name().startswith("slurmstepd"):
-                return process.pid
-    return above
+    if "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" in os.environ:
+        with suppress(psutil.Error, StopIteration):
+            return next(each.pid for each in psutil.Process().parents() if each.name().startswith("slurmstepd"))
+    return os.getppid()
 
 
 class Phases:
@@ -132,278 +92,93 @@ class Phases:
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
-        self._current: str | None = None
-        self._before: list[str | None] = []
+        self._current: list[str | None] = [None]
 
     def begin(self, phase: str | None) -> None:
         """Begins a phase and ends the one before it; None ends the run."""
-        if phase == self._current:
-            return
-        self._current = phase
-        if self._directory is not None:
-            with suppress(OSError):
-                self._directory.mkdir(parents=True, exist_ok=True)
-                _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
+        if self._directory is not None and phase != self._current[-1]:
+            _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
+        self._current[-1] = phase
 
     def enter(self, phase: str) -> None:
         """Begins a phase that interrupts the current one until `leave`."""
-        self._before.append(self._current)
+        self._current.append(self._current[-1])
         self.begin(phase)
 
     def leave(self) -> None:
         """Resumes the phase that was interrupted."""
-        if self._before:
-            self.begin(self._before.pop())
+        if len(self._current) > 1:
+            self.begin(self._current.pop(-2))
 
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        """Context manager that enters a phase and leaves it."""
+    def during(self, phase: str) -> ExitStack:
+        """Enters a phase; a context manager that leaves it."""
         self.enter(phase)
-        try:
-            yield
-        finally:
-            self.leave()
+        stack = ExitStack()
+        stack.callback(self.leave)
+        return stack
 
 
-def gpu_memory() -> Callable[[str], list[int | None]]:
-    """A function of the bytes `used` or `total` on each GPU that this process sees through NVML.
-
-    A GPU that does not answer has None; without a driver or `nvidia-ml-py` there are no GPUs.
-    """
+def gpu_memory(what: str) -> list[int]:
+    """Bytes `used` or `total` on each GPU that this process sees through NVML, without a driver an empty list."""
     try:
-        nvml = import_module("pynvml")
-        nvml.nvmlInit()
-        devices = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(nvml.nvmlDeviceGetCount())]
-    except Exception:  # no binding, no driver, or one that this binding does not support
-        return lambda what: []
-
-    def of(device: Any, what: str) -> int | None:
-        try:
-            return int(getattr(nvml.nvmlDeviceGetMemoryInfo(device), what))
-        except nvml.NVMLError:
-            return None
-
-    return lambda what: [of(device, what) for device in devices]
+        pynvml.nvmlInit()
+        devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
+        return [int(getattr(pynvml.nvmlDeviceGetMemoryInfo(device), what)) for device in devices]
+    except pynvml.NVMLError:
+        return []
 
 
-class Sampler:
-    """Measures memory; that of the root process is counted with that of all its descendants, except this process."""
-
-    def __init__(self, root: int) -> None:
-        self._gpus = gpu_memory()
-        self._root: psutil.Process | None = None
-        with suppress(psutil.NoSuchProcess):
-            self._root = psutil.Process(root)
-
-    def ended(self) -> bool:
-        """True if the root has ended or is a zombie."""
-        try:
-            return self._root is None or not self._root.is_running() or self._root.status() == psutil.STATUS_ZOMBIE
-        except psutil.Error:
-            return True
-
-    def sample(self) -> dict[str, Any]:
-        """Bytes in use now: `rss` of all processes, `host`, `shm` in /dev/shm, and `gpu`, a list with one per GPU."""
-        memory = psutil.virtual_memory()
-        now = {"time": round(time.time(), 3), "rss": self._resident(), "host": memory.total - memory.available}
-        return self._with_others(now, "used")
-
-    def totals(self) -> dict[str, Any]:
-        """Total bytes of each memory on this node: `host`, `shm` and `gpu`."""
-        return self._with_others({"host": psutil.virtual_memory().total}, "total")
-
-    def _with_others(self, line: dict[str, Any], what: str) -> dict[str, Any]:
-        """The line with the bytes `used` or `total` of /dev/shm, 0 where there is none, and of GPUs, if any."""
-        line["shm"] = 0
-        with suppress(OSError):
-            line["shm"] = int(getattr(shutil.disk_usage("/dev/shm"), what))
-        gpus = self._gpus(what)
-        return {**line, "gpu": gpus} if gpus else line
-
-    def _resident(self) -> int:
-        total = 0
-        if self._root is None:  # ended before the sampler began
-            return total
-        with suppress(psutil.Error):
-            for process in (self._root, *self._root.children(recursive=True)):
-                if process.pid != os.getpid():
-                    with suppress(psutil.Error):
-                        total += process.memory_info().rss
-        return total
+def node_memory(what: str) -> dict[str, Any]:
+    """Bytes `used` or `total` on this node: `host`, `shm` in /dev/shm, and `gpu`, a list with one per GPU."""
+    memory, shm = psutil.virtual_memory(), psutil.disk_usage("/dev/shm")
+    host = memory.total - (memory.available if what == "used" else 0)
+    return {"host": host, "shm": getattr(shm, what), "gpu": gpu_memory(what)}
 
 
-class Record:
-    """The file of this node: a line for the start, then one for each sample that differs from the last one written."""
+def sample(root: psutil.Process) -> dict[str, Any]:
+    """Bytes in use now: `rss` of a process and all its descendants, except this process, and those of the node."""
+    rss = 0
+    with suppress(psutil.NoSuchProcess):
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.Error):
+                rss += process.memory_info().rss if process.pid != os.getpid() else 0
+    return {"time": round(time.time(), 3), "rss": rss, **node_memory("used")}
 
-    def __init__(self, directory: Path, *, seconds: float, totals: Mapping[str, Any]) -> None:
-        self.path = directory / f"{os.environ.get('SLURMD_NODENAME') or platform.node() or 'node'}.jsonl"
-        self._written: dict[str, Any] | None = None
-        self._highest: list[int] = []
-        self._held: list[dict[str, Any]] = []
-        self._failed = False
-        self._line({"start": round(time.time(), 3), "seconds": seconds, "total": totals})
 
-    def add(self, sample: dict[str, Any]) -> None:
-        """Writes the sample, or holds it back."""
-        last = self._written
-        due = last is None or len(self._held) + 1 >= HELD or _changed(_values(last), _values(sample))
-        # A value above all that were written is written: the file must keep peaks.
-        if due or any(
-            now is not None and now > most + LEAST_CHANGE
-            for most, now in zip(self._highest, _values(sample), strict=True)
-        ):
-            self._write(sample)
-        else:
-            self._held.append(sample)
-
-    def failed(self, error: Exception) -> None:
-        """Records, once, why samples are missing."""
-        if not self._failed:
-            self._failed = self._line({"error": f"{type(error).__name__}: {error}"})
-
-    def close(self) -> None:
-        """Writes the newest sample, if it was held back."""
-        if self._held:
-            self._write(self._held[-1])
-
-    def _write(self, sample: dict[str, Any]) -> None:
-        self._held = []
-        # A sample that could not be written does not count as the last one, so that a gap remains a gap.
-        self._written = sample if self._line(sample) else None
-        values = [value or 0 for value in _values(sample)]
-        self._highest = [max(pair) for pair in zip(self._highest or values, values, strict=True)]
-
-    def _line(self, line: Mapping[str, Any]) -> bool:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _append(self.path, line)
-        except OSError:
-            return False
-        return True
+def follow(root: int, directory: str, seconds: float) -> None:
+    """Writes this node's samples until a process has ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a scheduler sends them to all of a job
+    end_with_parent(signal.SIGKILL)
+    path = Path(directory, f"{os.environ.get('SLURMD_NODENAME') or os.uname().nodename or 'node'}.jsonl")
+    _append(path, {"start": round(time.time(), 3), "seconds": seconds, "total": node_memory("total")})
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(root)
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            _append(path, sample(process))
+            time.sleep(seconds)
 
 
 def _append(path: Path, line: Mapping[str, Any]) -> None:
-    """Appends a line in one write, on a new line even if the file ends with one that a kill cut off."""
-    text = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-    with path.open("ab+", buffering=0) as stream:
-        if (size := stream.seek(0, os.SEEK_END)) > 0:
-            stream.seek(size - 1)
-            if stream.read(1) != b"\n":
-                text = b"\n" + text
-        stream.write(text)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab", buffering=0) as stream:
+            stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
 
 
-def _values(sample: Mapping[str, Any]) -> list[int | None]:
-    return [sample["rss"], sample["host"], sample["shm"], *sample.get("gpu", ())]
-
-
-def _changed(old: Sequence[int | None], new: Sequence[int | None]) -> bool:
-    for before, now in zip(old, new, strict=True):
-        if before is None or now is None:
-            if before is not now:
-                return True
-        elif abs(now - before) > max(LEAST_CHANGE, TOLERANCE * before):
-            return True
-    return False
-
-
-def _sample(
-    record: Record,
-    sampler: Sampler,
-    seconds: float,
-    *,
-    numbers: Sequence[int],
-    ended: Callable[[], bool],
-    told: Callable[[int], bool],
-) -> None:
-    """Samples until `ended` (checked between samples) or `told` (called for each signal of `numbers`) is True.
-
-    The signals must be blocked.
-    """
-    due = time.monotonic()
-    over = False
-    while not over:
-        try:
-            record.add(sampler.sample())
-        except Exception as error:  # must never stop the run
-            record.failed(error)
-        due = max(due + seconds, time.monotonic())
-        while not over and (left := due - time.monotonic()) > 0:
-            got = signal.sigtimedwait(numbers, min(left, _LOOK))
-            over = ended() if got is None else told(got.si_signo)
-        over = over or ended()
-    record.close()
-
-
-def _wrap(command: Sequence[str], directory: Path, seconds: float) -> int:
-    """Runs a command as a child and samples it; returns its exit code, 128 + N if signal N ended it."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would hide the exit code
-    numbers = (*_TO_ALL, signal.SIGCONT, signal.SIGCHLD)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-
-    def in_child() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        end_with_parent(signal.SIGTERM)
-
-    try:
-        # A new session, as signals to this process group would reach the command twice.
-        process = subprocess.Popen(command, start_new_session=True, preexec_fn=in_child)
-    except OSError as error:
-        print(f"error: {command[0]}: {error.strerror}", file=sys.stderr)
-        return 127 if isinstance(error, FileNotFoundError) else 126
-
-    def told(number: int) -> bool:
-        if number == signal.SIGCHLD:
-            return process.poll() is not None
-        process.send_signal(number)
-        return False
-
-    sampler = Sampler(process.pid)
-    record = Record(directory, seconds=seconds, totals=sampler.totals())
-    _sample(record, sampler, seconds, numbers=numbers, ended=lambda: process.poll() is not None, told=told)
-    code = process.wait()
-    return code if code >= 0 else 128 - code
-
-
-def main(words: Sequence[str]) -> int:
-    """Run the command; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m nemo_ext.memory.sampler",
-        description="Samples the memory of processes, host, /dev/shm and GPUs into DIR/NODE.jsonl.",
-        usage="%(prog)s DIR [--seconds S] (--root PID | -- COMMAND ...)",
-    )
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(usage="python -m nemo_ext.memory.sampler DIR [--seconds S] -- COMMAND ...")
     parser.add_argument("directory", metavar="DIR", type=Path)
-    parser.add_argument("--root", type=int, help="measure this process and its descendants until it ends")
-    parser.add_argument("--parent", type=int, help="end with this process too, the one that starts the sampler")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help="seconds between two samples (default: %(default)g)"
-    )
-    words = list(words)
-    own, command = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
-    given = parser.parse_args(own)
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds between two samples (default: 10)")
+    parser.add_argument("command", metavar="COMMAND", nargs="+")
+    asked = parser.parse_args()
+    interval({KEY: {"seconds": asked.seconds}})
+    start(asked.directory, root=os.getpid(), seconds=asked.seconds)
     try:
-        seconds = interval({KEY: {"seconds": given.seconds}})
-    except ValueError as error:
-        parser.error(str(error))
-    assert seconds is not None
-    if (given.root is None) == (not command):
-        parser.error("give either --root PID or -- COMMAND ...")
-    if command:
-        return _wrap(command, given.directory, seconds)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*_TO_ALL, STOP))
-    end_with_parent(signal.SIGTERM)
-    parent, sampler = given.parent or os.getppid(), Sampler(given.root)
-
-    def ended() -> bool:
-        return os.getppid() != parent or sampler.ended()
-
-    def told(number: int) -> bool:
-        return number == STOP or ended()
-
-    record = Record(given.directory, seconds=seconds, totals=sampler.totals())
-    _sample(record, sampler, seconds, numbers=(*_TO_ALL, STOP), ended=ended, told=told)
-    return 0
+        os.execvp(asked.command[0], asked.command)
+    except OSError as error:
+        parser.error(f"{asked.command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

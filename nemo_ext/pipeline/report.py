@@ -110,7 +110,7 @@ def _gpu_hours(stage: Stage, record: Path) -> float:
     """GPU-hours of all starts that have ended; on this machine there may be fewer GPUs than a stage takes, or none."""
     records = [record, *(record / SHARDS).glob("*")]
     starts = [each for place in records for each in attempts.read(place) if each.ended is not None]
-    here = len(gpu_memory()("total"))
+    here = len(gpu_memory("total"))
     if not starts or not (here or any(each.job for each in starts)):
         return 0.0
     gpus = _gpus(stage) or 0

@@ -21,7 +21,7 @@ from nemo_ext.megatron.report import write_report
 from nemo_ext.megatron.run import Run
 from nemo_ext.memory import report as memory
 from nemo_ext.memory import sampler as memory_profile
-from nemo_ext.memory.sampler import Phases, Record, Sampler
+from nemo_ext.memory.sampler import Phases
 
 MIB = 1 << 20
 HOLDS_A_BYTE_ARRAY = "import time; held = bytearray({bytes}); print('held', flush=True); time.sleep(600)"
@@ -46,7 +46,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 def is_sampler(process: psutil.Process) -> bool:
     """False for what other tests have left in the process table."""
     with suppress(psutil.ZombieProcess):
-        return "nemo_ext.memory.sampler" in process.cmdline()
+        return "nemo_ext.memory.sampler" in " ".join(process.cmdline())
     return False
 
 
@@ -67,7 +67,6 @@ def root() -> Iterator[subprocess.Popen[str]]:
 
 def test_the_sampler_counts_the_tree_and_ends_with_its_root(root: subprocess.Popen[str], tmp_path: Path) -> None:
     sampler = memory_profile.start(tmp_path / "memory", root=root.pid, seconds=0.1)
-    assert sampler is not None
     until(lambda: samples(tmp_path / "memory"))
     sampler.send_signal(signal.SIGTERM)  # as a scheduler sends to all of a job: the run is still there
     with pytest.raises(subprocess.TimeoutExpired):
@@ -79,7 +78,7 @@ def test_the_sampler_counts_the_tree_and_ends_with_its_root(root: subprocess.Pop
     first = samples(tmp_path / "memory")[0]
     assert 80 * MIB < first["rss"] < 200 * MIB
     total = psutil.virtual_memory().total
-    assert 0.01 * total < first["host"] < total and first["shm"] >= 0 and "gpu" not in first
+    assert 0.01 * total < first["host"] < total and first["shm"] >= 0 and first["gpu"] == []
     assert abs(first["time"] - time.time()) < 120
 
 
@@ -113,17 +112,12 @@ def test_a_job_in_one_process_is_sampled_while_it_runs(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_directory_that_cannot_be_written_does_not_stop_the_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_that_cannot_be_written_does_not_stop_the_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
-    assert memory_profile.start(tmp_path / "file" / "memory", root=os.getpid()) is None
     Phases(tmp_path / "file" / "memory").begin("training")
     with memory_profile.sampled(tmp_path / "file", 1.0):
         pass
-
-    assert capsys.readouterr().err.count("no memory profile") == 2
 
 
 def wrapped(folder: Path, *command: str) -> list[str]:
@@ -131,33 +125,40 @@ def wrapped(folder: Path, *command: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "code"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137), ("pass", 0)]
+    ("words", "code"), [("import sys; sys.exit(7)", 7), ("import os; os.kill(os.getpid(), 9)", -9)]
 )
 def test_a_wrapped_command_ends_with_its_own_code(tmp_path: Path, words: str, code: int) -> None:
     assert subprocess.run(wrapped(tmp_path, sys.executable, "-c", words), check=False).returncode == code
-    assert samples(tmp_path)
 
 
-@pytest.mark.parametrize("reaped", [False, True])
-def test_a_root_that_has_ended_leaves_one_sample(tmp_path: Path, reaped: bool) -> None:
-    process = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if reaped else os.WNOWAIT))
-    sampler = Sampler(process.pid)
-    record = Record(tmp_path, seconds=0.1, totals=sampler.totals())
+def test_a_wrapped_command_is_sampled(tmp_path: Path) -> None:
+    wait = f"from pathlib import Path\nwhile not [*Path({str(tmp_path)!r}).glob('*.jsonl')]: pass\n"
+    words = f"{wait}held = bytearray({80 * MIB}); import time; time.sleep(600)"
+    process = subprocess.Popen(wrapped(tmp_path, sys.executable, "-c", words))
 
-    memory_profile._sample(
-        record, sampler, 0.1, numbers=[memory_profile.STOP], ended=sampler.ended, told=lambda number: True
-    )
-
-    (sample,) = samples(tmp_path)
-    assert sample["rss"] == 0 and sample["host"] > 0
+    until(lambda: any(sample["rss"] > 80 * MIB for sample in samples(tmp_path)))
+    (sampler,) = psutil.Process(process.pid).children()
+    process.kill()
     process.wait()
+
+    until(lambda: not sampler.is_running() or sampler.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_root_that_has_ended_is_not_sampled(tmp_path: Path) -> None:
+    process = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+    assert memory_profile.start(tmp_path, root=process.pid).wait(timeout=60) == 0
+    process.wait()
+    assert memory_profile.start(tmp_path, root=process.pid).wait(timeout=60) == 0
+
+    assert samples(tmp_path) == []
 
 
 def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     done = subprocess.run(wrapped(tmp_path, "no-such-command"), capture_output=True, text=True, check=False)
 
-    assert done.returncode == 127 and "no-such-command: No such file" in done.stderr
+    assert done.returncode == 2 and "no-such-command: No such file" in done.stderr
 
 
 def test_a_wrapped_command_gets_the_signals_once_and_may_take_its_time(tmp_path: Path) -> None:
@@ -184,47 +185,18 @@ def test_a_wrapped_command_gets_the_signals_once_and_may_take_its_time(tmp_path:
     process.stdout.close()
 
 
-def test_a_wrapped_command_is_not_left_behind(tmp_path: Path) -> None:
-    words = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
-    process = subprocess.Popen(wrapped(tmp_path, sys.executable, "-c", words), stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    command = psutil.Process(int(process.stdout.readline()))
-
-    process.kill()
-    process.wait()
-    process.stdout.close()
-
-    until(lambda: not command.is_running() or command.status() == psutil.STATUS_ZOMBIE)
-
-
 def test_gpus_are_measured_where_nvml_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NVMLError(Exception):
-        pass
+    nvml = memory_profile.pynvml
+    assert memory_profile.gpu_memory("used") == []
 
-    def answer(device: int) -> SimpleNamespace:
-        if device == 1:
-            raise NVMLError
-        return SimpleNamespace(used=(device + 1) * MIB, total=80 * MIB)
+    monkeypatch.setattr(nvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetCount", lambda: 2)
+    monkeypatch.setattr(nvml, "nvmlDeviceGetHandleByIndex", lambda number: number)
+    memory = {0: SimpleNamespace(used=MIB, total=80 * MIB), 1: SimpleNamespace(used=2 * MIB, total=80 * MIB)}
+    monkeypatch.setattr(nvml, "nvmlDeviceGetMemoryInfo", memory.__getitem__)
 
-    nvml = SimpleNamespace(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: 3,
-        nvmlDeviceGetHandleByIndex=lambda number: number,
-        nvmlDeviceGetMemoryInfo=answer,
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-
-    sampler = Sampler(os.getpid())
-
-    assert sampler.sample()["gpu"] == [MIB, None, 3 * MIB]
-    assert sampler.totals()["gpu"] == [80 * MIB, None, 80 * MIB]
-
-    def without_driver() -> None:
-        raise NVMLError
-
-    nvml.nvmlInit = without_driver
-    assert "gpu" not in Sampler(os.getpid()).sample()
+    assert memory_profile.sample(psutil.Process())["gpu"] == [MIB, 2 * MIB]
+    assert memory_profile.node_memory("total")["gpu"] == [80 * MIB, 80 * MIB]
 
 
 def made_up(at: float, rss: float = 100, shm: float = 0, gpu: float = 0) -> dict[str, Any]:
@@ -233,73 +205,34 @@ def made_up(at: float, rss: float = 100, shm: float = 0, gpu: float = 0) -> dict
     return {**line, "gpu": [MIB, None, int(gpu * MIB)]} if gpu else line
 
 
-def recorded(
-    folder: Path, lines: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, node: str = "node1"
-) -> list[dict[str, Any]]:
-    """The file's lines after its first, when those samples were added, one each ten seconds."""
-    monkeypatch.setenv("SLURMD_NODENAME", node)
-    record = Record(folder, seconds=10.0, totals={"host": 512 * MIB, "shm": 256 * MIB, "gpu": [80 * MIB]})
-    for line in lines:
-        record.add(line)
-    record.close()
-    return [json.loads(line) for line in (folder / f"{node}.jsonl").read_text().splitlines()][1:]
+def recorded(folder: Path, lines: list[dict[str, Any]], node: str = "node1") -> None:
+    """Writes a start of a sampler and these samples."""
+    totals = {"host": 512 * 1024 * MIB, "shm": 256 * 1024 * MIB, "gpu": [80 * 1024 * MIB]}
+    for line in ({"start": 0.0, "seconds": 10.0, "total": totals}, *lines):
+        memory_profile._append(folder / f"{node}.jsonl", line)
 
 
-def test_what_stands_still_is_not_written_and_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    still = [made_up(10.0 * at, rss=1000 + at % 2) for at in range(45)]
-    peak, after = made_up(450.0, rss=1500), [made_up(460.0 + 10 * at, rss=1000) for at in range(4)]
-
-    lines = recorded(tmp_path, [*still, peak, *after], monkeypatch)
-    (node,) = memory.read(tmp_path)
-
-    assert [line["time"] for line in lines] == [0, 10, 310, 450, 460, 490]
-    assert node.time == pytest.approx(10.0 * np.arange(50))
-    assert node.values["rss"][45] == 1500 * MIB
-    assert np.abs(np.delete(node.values["rss"], 45) / (1000 * MIB) - 1).max() < 0.01
-    assert np.isnan(node.values["gpu"]).all()
-
-
-def test_a_sample_soon_after_a_late_one_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded(tmp_path, [made_up(0.0), made_up(16.0, rss=200), made_up(20.0, rss=300)], monkeypatch)
-
-    (node,) = memory.read(tmp_path)
-
-    assert node.time.tolist() == [0.0, 8.0, 16.0, 20.0]
-
-
-def test_half_a_line_breaks_neither_reader_nor_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded(tmp_path, [made_up(0.0), made_up(10.0, rss=200)], monkeypatch)
+def test_half_a_line_is_skipped(tmp_path: Path) -> None:
+    recorded(tmp_path, [made_up(0.0), made_up(10.0, rss=200)])
     with (tmp_path / "node1.jsonl").open("a") as stream:
         stream.write('{"time": 20.0, "rs')
-    recorded_again = (tmp_path / "node1.jsonl").read_text()
-    assert [each.time.tolist() for each in memory.read(tmp_path)] == [[0.0, 10.0]]
 
-    monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    record = Record(tmp_path, seconds=10.0, totals={"host": 512 * MIB, "shm": 256 * MIB})
-    record.add(made_up(5000.0, rss=300))
-
-    assert (tmp_path / "node1.jsonl").read_text().startswith(recorded_again + "\n")
     (node,) = memory.read(tmp_path)
-    assert node.time.tolist() == [0.0, 10.0, 5000.0]  # nothing is filled in while the run was down
-    assert node.starts == (0, 2)
+
+    assert node.time.tolist() == [0.0, 10.0]
 
 
-def test_a_sample_that_could_not_be_written_is_not_taken_as_known(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    record = Record(tmp_path / "memory", seconds=10.0, totals={})
-    record.add(made_up(0.0))
-    full = record.path
-    record.path = tmp_path / "memory" / "node1.jsonl" / "not a folder"
-    record.add(made_up(10.0, rss=900))
-    record.path = full
-    record.add(made_up(20.0, rss=900))
+def test_nothing_is_drawn_while_the_run_was_down(tmp_path: Path) -> None:
+    recorded(tmp_path, [made_up(0.0), made_up(10.0, rss=200)])
+    recorded(tmp_path, [made_up(5000.0, rss=300)])
 
-    assert [line["time"] for line in samples(tmp_path / "memory")] == [0.0, 20.0]
+    (node,) = memory.read(tmp_path)
+
+    assert node.time.tolist() == [0.0, 10.0, 20.0, 5000.0]
+    assert np.isnan(node.values[:, 0]).tolist() == [False, False, True, False]
 
 
-def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_of_their_phase_and_node(tmp_path: Path) -> None:
     recorded(
         tmp_path,
         [
@@ -310,9 +243,8 @@ def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.M
             made_up(40.0, rss=300, gpu=50),
             made_up(50.0, rss=9000, gpu=70),  # after the run's end
         ],
-        monkeypatch,
     )
-    recorded(tmp_path, [made_up(20.0, rss=250, gpu=30)], monkeypatch, node="node2")
+    recorded(tmp_path, [made_up(20.0, rss=250, gpu=30)], node="node2")
     phases: list[tuple[float, str | None]] = [
         *((5.0, "setup"), (15.0, "training"), (25.0, "checkpoint"), (31.0, "validation"), (32.0, "training")),
         (45.0, None),
@@ -321,8 +253,8 @@ def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.M
     found = memory.peaks(memory.read(tmp_path), phases)
 
     def megabytes(phase: str, quantity: str) -> tuple[float, str]:
-        peak = found[phase][1][quantity]
-        return peak.bytes / MIB, peak.node
+        values = found[phase][1][:, ["rss", "host", "shm", "gpu"].index(quantity)]
+        return np.nanmax(values) / MIB, f"node{np.nanargmax(values) + 1}"
 
     assert {phase: count for phase, (count, _) in found.items()} == {
         "setup": 2,
@@ -334,17 +266,17 @@ def test_peaks_are_of_their_phase_and_node(tmp_path: Path, monkeypatch: pytest.M
     assert megabytes("training", "rss") == (300, "node1") and megabytes("training", "host") == (600, "node1")
     assert megabytes("training", "shm") == (7, "node1") and megabytes("training", "gpu") == (50, "node1")
     assert megabytes("checkpoint", "rss") == (500, "node1") and megabytes("checkpoint", "gpu") == (41, "node1")
-    assert found["validation"][1] == {}
+    assert np.isnan(found["validation"][1]).all()
     assert memory.peaks(memory.read(tmp_path), [])["run"][0] == 7
 
 
 @pytest.mark.parametrize("nodes", [1, 12])
-def test_the_report_has_the_picture_and_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
+def test_the_report_has_the_picture_and_the_table(tmp_path: Path, nodes: int) -> None:
     folder = tmp_path / memory_profile.FOLDER
     for number in range(nodes):
-        lines = [made_up(10.0 * at, rss=100 + 10 * number + at, shm=number, gpu=40) for at in range(20)]
-        recorded(folder, lines, monkeypatch, node=f"node{number}")
-        recorded(folder, [made_up(9000.0 + 10 * at, gpu=41) for at in range(20)], monkeypatch, node=f"node{number}")
+        lines = [made_up(10.0 * at, rss=1024 * (100 + 10 * number + at), shm=number, gpu=40) for at in range(20)]
+        recorded(folder, lines, node=f"node{number}")
+        recorded(folder, [made_up(9000.0 + 10 * at, gpu=41) for at in range(20)], node=f"node{number}")
     for at, phase in ((0.0, "setup"), (50.0, "training"), (9000.0, "setup"), (9050.0, "training"), (9100.0, None)):
         memory_profile._append(folder / memory_profile.PHASES, {"time": at, "phase": phase})
 
@@ -352,22 +284,12 @@ def test_the_report_has_the_picture_and_the_table(tmp_path: Path, monkeypatch: p
 
     most = 100 + 10 * (nodes - 1) + 19
     where = f" (node{nodes - 1})" if nodes > 1 else ""
-    assert f"| {most}.0 MiB{where} |" in next(line for line in text.splitlines() if line.startswith("| training |"))
-    assert "| there is on a node |  |  | 512.0 MiB | 256.0 MiB | 80.0 MiB |" in text
+    assert f"| {most}.00 GiB{where} |" in next(line for line in text.splitlines() if line.startswith("| training |"))
+    assert "| there is on a node |  |  | 512.00 GiB | 256.00 GiB | 80.00 GiB |" in text
     picture = (tmp_path / memory.PLOT).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 2_000
     folder.rename(tmp_path / "elsewhere")
     assert memory.section(tmp_path) == ""
-
-
-def test_an_error_of_the_sampler_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURMD_NODENAME", "node1")
-    record = Record(tmp_path / memory_profile.FOLDER, seconds=10.0, totals={})
-    record.add(made_up(0.0))
-    record.failed(OSError("no /proc"))
-    record.failed(OSError("no /proc"))
-
-    assert memory.section(tmp_path).count("node1: samples are missing: OSError: no /proc.") == 1
 
 
 def test_a_phase_that_interrupts_another_gives_it_back(tmp_path: Path) -> None:
@@ -501,8 +423,7 @@ def test_a_training_run_leaves_its_memory_in_the_report(
     assert {"setup", "training", "validation", "checkpoint"} <= rows.keys()
     # The first phases may be over before the sampler has started.
     sampled = [row for row in rows.values() if row[1].isdigit() and int(row[1])]
-    amount, unit = sampled[-1][2].split()
-    assert float(amount) * {"MiB": 1, "GiB": 1024}[unit] > 300
+    assert float(sampled[-1][2].removesuffix(" GiB")) > 0.3
     assert "![memory over time](memory.png)" in text and (tmp_path / "memory.png").is_file()
     phases = [phase for _, phase in memory.read_phases(tmp_path / "memory")]
     assert phases[0] == "setup" and phases[-1] is None
