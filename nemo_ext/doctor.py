@@ -151,7 +151,8 @@ def _gpu_lack(*, build: str | None, devices: list[Mapping[str, Any]], problem: s
     return f"GPUs that torch can reach: {problem or 'it sees none'}", "nvidia-smi"
 
 
-_DESCRIPTION = """Show which engines work on this machine, and what the others lack; each is imported in a separate process.
+_DESCRIPTION = """\
+Show which engines work on this machine, and what the others lack; each is imported in a separate process.
 
 Exit code 1 if hydra, torch or megatron-core does not work. With --install, before an installation: what is here by
 metadata alone, what pip would change, and commands that change nothing; exit code 1 if packages that are here would

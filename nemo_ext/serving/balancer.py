@@ -20,7 +20,6 @@ from starlette.routing import Route
 from nemo_ext.endpoint.address import AWAY, Address
 from nemo_ext.serving.guard import Guard, gone, metrics_page, refusal
 from nemo_ext.serving.members import Watch
-from nemo_ext.serving.router import Router, root_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -67,13 +66,10 @@ class Balancer:
 
     Args:
         watch: the replicas.
-        router: a vllm-router that chooses among them; None chooses here.
-        key: key of the replicas, for the router's requests.
     """
 
-    def __init__(self, watch: Watch, router: Router | None = None, key: str | None = None) -> None:
-        self.watch, self.router = watch, router
-        self._routed = None if router is None else Member("router", Address(url=f"{router.root}/v1", key=key), up=True)
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
         self.members: dict[str, Member] = {}
         self._session: aiohttp.ClientSession | None = None
         self._probes: dict[Member, asyncio.Task[None]] = {}
@@ -110,9 +106,6 @@ class Balancer:
             try:
                 while True:
                     self._compare(self.watch.living())
-                    if self.router is not None:
-                        up = {root_of(member.address) for member in self.members.values() if member.up}
-                        await self.router.follow(self._session, up)
                     await asyncio.sleep(_LOOK)
             finally:
                 for probe in self._probes.values():
@@ -173,8 +166,6 @@ class Balancer:
         last.headers[AWAY] = "1"
         while True:
             left = [member for member in self.members.values() if member.up and member not in tried]
-            if self.router is not None and self.router.up and self._routed is not None and self._routed not in tried:
-                left = [self._routed]
             if not left:
                 last.headers.setdefault("Retry-After", "5")
                 return last

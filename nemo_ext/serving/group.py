@@ -22,13 +22,12 @@ from typing import Any
 from nemo_ext.endpoint.address import FILE, Address
 from nemo_ext.job.config import USER_ERROR
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.parent import end, end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import write_config
 from nemo_ext.serving.balancer import Balancer
 from nemo_ext.serving.listen import bind, server, url_of
 from nemo_ext.serving.members import FOLDER, Watch, present
-from nemo_ext.serving.router import Router, program
 from nemo_ext.serving.settings import ServingSettings
 
 KEY = "NEMO_EXT_SERVING_KEY"
@@ -123,14 +122,8 @@ class Replica:
 
     def stop(self) -> None:
         """Stop it, after it has ended what it has begun."""
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.send_signal(signal.SIGINT)
-        try:
-            self.process.wait(_SECONDS_TO_STOP)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None:
+            end(self.process, _SECONDS_TO_STOP, signal.SIGINT)
 
     @property
     def hopeless(self) -> bool:
@@ -203,11 +196,7 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
     """The endpoint: a balancer that is announced once enough replicas answer."""
     bound = bind(settings.host, port)
-    path = None if settings.balancer == "python" else program()
-    if path is None and settings.balancer != "python":
-        raise ValueError("serving.balancer=vllm-router: there is none here: pip install vllm-router")
-    router = None if path is None else Router(path, run_dir / "router.log")
-    balancer = Balancer(Watch(run_dir), router, key)
+    balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())
     front = server(balancer.app(key))
     serving = asyncio.create_task(front.serve(sockets=[bound]))
@@ -230,5 +219,3 @@ async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, po
         await asyncio.gather(serving, return_exceptions=True)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        if router is not None:
-            router.stop()

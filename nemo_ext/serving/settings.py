@@ -30,7 +30,6 @@ class ServingSettings:
         max_batch: most answers in work at a time, for transformers.
         replicas: number of servers behind the endpoint.
         least: number of them that must answer before the endpoint is announced; None for all.
-        balancer: what chooses among them: python, or vllm-router, which writes requests anew (docs/serving.md).
         replica: number of the one that this process keeps, in an array on Slurm; None for all of them.
         gpus: GPUs of a replica, on each of its nodes.
         nodes: nodes of a replica, for vllm.
@@ -48,7 +47,6 @@ class ServingSettings:
     max_batch: PositiveInt = 64
     replicas: PositiveInt = 1
     least: PositiveInt | None = None
-    balancer: Literal["python", "vllm-router"] = "python"
     replica: NonNegativeInt | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1

@@ -20,7 +20,7 @@ from typing import Any
 from nemo_ext.chat.template import Template
 from nemo_ext.checkpoint.beside import read_json
 from nemo_ext.checkpoint.foreign_code import may_run_code
-from nemo_ext.job.parent import end_with_parent
+from nemo_ext.job.parent import end, end_with_parent
 from nemo_ext.quantization.generation import cli_words
 from nemo_ext.serving.settings import ServingSettings
 
@@ -125,13 +125,7 @@ def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[byte
     try:
         yield process
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-            try:
-                process.wait(_SECONDS_TO_STOP)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
+        end(process, _SECONDS_TO_STOP, signal.SIGINT)
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, key: str | None) -> None:

@@ -23,7 +23,7 @@ from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm import attempts, beside
 from nemo_ext.slurm.jobs import nodes_and_gpus, record_of, saved_step, submitted
-from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster, ray_cluster
+from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster
 from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 _SECONDS_TO_START = 120.0
@@ -172,7 +172,7 @@ class Task(Batch):
             # NeMo-RL saves before this time and ends.
             environment[SAVE_BY] = str(int(self.began + self.limit - super().margin()))
         try:
-            with ray_cluster(
+            with RayCluster(
                 self.srun,
                 names,
                 job=self.job,
@@ -181,7 +181,7 @@ class Task(Batch):
                 container=container.runtime if container.used else "none",
                 memory=None if self.seconds is None else (self.record / sampler.FOLDER, self.seconds),
                 say=say,
-            ) as self.cluster:
+            ).running() as self.cluster:
                 return self.cluster.run(command)
         except ClusterError as error:
             say(str(error))

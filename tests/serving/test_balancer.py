@@ -15,7 +15,6 @@ from nemo_ext.serving import balancer as module
 from nemo_ext.serving import members
 from nemo_ext.serving.balancer import Balancer
 from nemo_ext.serving.members import FOLDER, Watch, present
-from nemo_ext.serving.router import Router, program
 
 ASKED = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -49,11 +48,9 @@ def replica(tmp_path: Path, endpoints: Callable[[], Any], reply: Any) -> Callabl
         manager.__exit__(None, None, None)
 
 
-async def balanced(
-    run_dir: Path, do: Callable[[Balancer, httpx.AsyncClient], Any], *, up: int = 1, router: Router | None = None
-) -> Any:
+async def balanced(run_dir: Path, do: Callable[[Balancer, httpx.AsyncClient], Any], *, up: int = 1) -> Any:
     """Result of a coroutine function of a balancer, once so many replicas answer, and of a client of it."""
-    made = Balancer(Watch(run_dir), router, "k")
+    made = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(made.keep())
     transport = httpx.ASGITransport(app=made.app("key"))
     headers = {"Authorization": "Bearer key"}
@@ -176,34 +173,6 @@ def test_refusals_are_passed_on_and_asked_once(tmp_path: Path, replica: Any, rep
 
     assert (response.status_code, response.json()["error"]["message"]) == (400, "no")
     assert sum("messages" in request for request in one.requests) == 1
-
-
-def test_vllm_router_chooses_where_it_is_installed(tmp_path: Path, replica: Any, reply: Any) -> None:
-    if (path := program()) is None:
-        pytest.skip("vllm-router is not installed")
-    one, two = replica("one"), replica("two")
-    one.models = two.models = ["m"]
-    router = Router(path, tmp_path / "router.log")
-
-    async def through(balancer: Balancer, client: httpx.AsyncClient) -> tuple[set[str], str, str]:
-        await until(lambda: len(router.members) == 2)
-        both = {await ask(client) for _ in range(30)}
-        one.reply = lambda payload: reply(status=500)
-        await until(lambda: balancer.up == 1 and len(router.members) == 1)
-        other = await ask(client)
-        router.process.kill()
-        router.process.wait()
-        return both, other, await ask(client)
-
-    try:
-        both, other, without = asyncio.run(balanced(tmp_path, through, up=2, router=router))
-    finally:
-        router.stop()
-
-    assert both <= {"one", "two"}
-    assert other == without == "two"
-    keys = {headers["authorization"] for each in (one, two) for headers in each.headers}
-    assert keys == {"Bearer k"}
 
 
 def test_without_replicas_the_endpoint_is_away(tmp_path: Path) -> None:
