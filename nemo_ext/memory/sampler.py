@@ -150,7 +150,8 @@ def follow(root: int, directory: str, seconds: float) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a scheduler sends them to all of a job
     end_with_parent(signal.SIGKILL)
     path = Path(directory, f"{os.environ.get('SLURMD_NODENAME') or os.uname().nodename or 'node'}.jsonl")
-    _append(path, {"start": round(time.time(), 3), "seconds": seconds, "total": node_memory("total")})
+    if not _append(path, {"start": round(time.time(), 3), "seconds": seconds, "total": node_memory("total")}):
+        print(f"memory over time is incomplete: {path} cannot be written", file=sys.stderr, flush=True)
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(root)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -158,11 +159,14 @@ def follow(root: int, directory: str, seconds: float) -> None:
             time.sleep(seconds)
 
 
-def _append(path: Path, line: Mapping[str, Any]) -> None:
+def _append(path: Path, line: Mapping[str, Any]) -> bool:
+    """Append a line; False if the file system refuses."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab", buffering=0) as stream:
             stream.write(json.dumps(line, separators=(",", ":")).encode() + b"\n")
+        return True
+    return False
 
 
 def main() -> None:
