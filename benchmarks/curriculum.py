@@ -83,7 +83,7 @@ def main() -> None:
         (folder / "copy").unlink()
         source = f"rollouts={rollouts}" if given.rollouts else f"profile={profile}"
         words = [f"prompts={prompts}", source, f"output={folder / 'made'}", f"workers={given.workers}"]
-        program = "import sys; sys.argv[0] = 'curriculum'; from launchers.curriculum import main; main()"
+        program = "import sys; from nemo_ext.cli import main; main(['curriculum', *sys.argv[1:]])"
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         subprocess.run([sys.executable, "-c", program, *words], check=True)
         seconds = time.monotonic() - begin

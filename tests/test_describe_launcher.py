@@ -231,8 +231,8 @@ def test_help_and_config_are_printed(word: str, command: Command) -> None:
 
 def test_describing_needs_neither_torch_nor_matplotlib(tmp_path: Path) -> None:
     script = (
-        "import sys; sys.argv = ['describe', 'recipe=llama_nemotron/super_sft']\n"
-        "from launchers.describe import main; main()\n"
+        "import sys; from nemo_ext.cli import main\n"
+        "main(['describe', 'recipe=llama_nemotron/super_sft'])\n"
         "print(sorted({'torch', 'matplotlib', 'megatron'} & set(sys.modules)))"
     )
 

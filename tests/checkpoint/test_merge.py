@@ -705,8 +705,8 @@ def test_the_job_refuses_what_is_no_setting(words: tuple[str, ...], said: str) -
 @pytest.mark.parametrize(("word", "said"), [("--help", "points=[0,0.25,0.5,0.75,1]"), ("--cfg=job", "dry_run: false")])
 def test_help_and_config_need_no_torch(word: str, said: str, tmp_path: Path) -> None:
     script = (
-        f"import sys; sys.argv = ['merge', '{word}']\nfrom launchers.merge import main\n"
-        "try: main()\nfinally: print('torch' in sys.modules)"
+        "import sys\nfrom nemo_ext.cli import main\n"
+        f"try: main(['merge', '{word}'])\nfinally: print('torch' in sys.modules)"
     )
     alone = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert alone.returncode == 0

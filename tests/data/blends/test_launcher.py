@@ -21,8 +21,8 @@ RECIPES = sorted(
 SCRIPT = """
 import sys
 sys.modules["torch"] = None
-from launchers.blend import main
-main()
+from nemo_ext.cli import main
+main(["blend", *sys.argv[1:]])
 """
 
 

@@ -21,8 +21,8 @@ PRESETS = sorted(path.stem for path in (ROOT / "hydra_conf/preference_data").glo
 SCRIPT = """
 import sys
 sys.modules["torch"] = None
-from launchers.preference_data import main
-main()
+from nemo_ext.cli import main
+main(["preference_data", *sys.argv[1:]])
 """
 Lines = Callable[[Path], list[dict[str, Any]]]
 Write = Callable[..., Path]
