@@ -1,5 +1,6 @@
 """Commands by name, from the entry points of installed packages. Standard library only."""
 
+import sys
 import tomllib
 from functools import cache
 from importlib import metadata
@@ -26,32 +27,51 @@ def ours(group: str) -> dict[str, EntryPoint]:
 
 @cache
 def entry_points(group: str) -> dict[str, EntryPoint]:
-    """Entry points of all installed packages by name.
+    """Entry points of all installed packages by name, ours first.
 
-    Raises:
-        ValueError: two packages have one of the same name.
+    A name that is taken is left to the package that has it, with a line on stderr.
     """
-    found: dict[str, EntryPoint] = {}
-    for point in (*ours(group).values(), *metadata.entry_points(group=group)):
-        # Of this package pip may have noted others than a checkout has.
-        if found.setdefault(point.name, point).value != point.value and point.name not in ours(group):
-            raise ValueError(
-                f"two packages have {point.name} in {group}: {found[point.name].value} and {point.value}: uninstall one"
+    found = dict(ours(group))
+    for point in metadata.entry_points(group=group):
+        package = point.dist.name if point.dist else "a package"
+        if package.replace("-", "_") == "nemo_ext":
+            continue  # pip may have noted others than a checkout has
+        if found.setdefault(point.name, point) is not point:
+            print(
+                f"{package}: {point.name} of {group} is not used: {found[point.name].value} has that name",
+                file=sys.stderr,
             )
     return found
 
 
 @cache
 def _load(point: EntryPoint) -> Command:
-    command = point.load()
+    """The command of an entry point.
+
+    Raises:
+        ValueError: it cannot be imported, or is no command of that name.
+    """
+    try:
+        command = point.load()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{point.name} = {point.value} of {GROUP} cannot be imported: {error}") from error
     if not isinstance(command, Command) or point.name not in (command.name, command.config):
-        raise ValueError(f"entry point {point.name} = {point.value} of {GROUP}: not a Job or Command of that name")
+        raise ValueError(f"{point.name} = {point.value} of {GROUP} is no Job or Command of that name")
     return command
 
 
-def commands() -> list[Command]:
-    """All commands of installed packages, by name."""
-    return [_load(point) for _, point in sorted(entry_points(GROUP).items())]
+@cache
+def commands() -> tuple[Command, ...]:
+    """All commands of installed packages, by name; those of others that cannot be loaded are reported on stderr."""
+    found = []
+    for name, point in sorted(entry_points(GROUP).items()):
+        try:
+            found.append(_load(point))
+        except ValueError as error:
+            if name in ours(GROUP):
+                raise
+            print(error, file=sys.stderr)
+    return tuple(found)
 
 
 def command(name: str) -> Command:

@@ -24,6 +24,8 @@ name = "mine"
 version = "1.0"
 [project.entry-points."nemo_ext.jobs"]
 count_words = "mine.commands:COUNT_WORDS"
+train = "mine.commands:COUNT_WORDS"
+broken = "mine.nowhere:BROKEN"
 [project.entry-points."nemo_ext.environments"]
 rhymes = "mine.rhymes"
 [tool.setuptools]
@@ -107,7 +109,7 @@ def test_another_packages_job_is_listed_and_runs(run: Run, tmp_path: Path) -> No
     ended = run("count_words", "input=a=b, c.txt", "output=o", cwd=tmp_path)
 
     assert "count_words        count the words of a text file" in listed.stdout
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.returncode == 0, ended.stderr
     assert (tmp_path / "o" / "count").read_text() == "3"
 
 
@@ -117,7 +119,7 @@ def test_its_mistakes_are_one_line(run: Run, tmp_path: Path) -> None:
     wrong = run("count_words", "input=empty", "output=o", cwd=tmp_path)
     unknown = run("count_words", "inptu=empty", "output=o", cwd=tmp_path)
 
-    assert (wrong.returncode, wrong.stderr) == (2, "error: input=empty: is empty: name a text\n")
+    assert (wrong.returncode, wrong.stderr.splitlines()[-1]) == (2, "error: input=empty: is empty: name a text")
     assert unknown.returncode == 2
     assert "count_words has no such key; `nemo-ext count_words --help` names those it has: did you mean 'input'?" in (
         unknown.stderr
@@ -143,6 +145,21 @@ def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> N
     assert "first" in (tmp_path / "run" / "report.md").read_text()
     assert "task.sbatch count_words input=a.txt output=x" in submitted.stdout
     assert "error: input=b.txt: not there; name a file" in missing.stdout
+
+
+def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None:
+    """By a name that is taken, or an entry point that cannot be imported."""
+    listed = run("--help", cwd=tmp_path)
+    ours = run("byte_tokenizer", "output=bytes", cwd=tmp_path)
+    broken = run("broken", cwd=tmp_path)
+
+    assert "  train              train a model with Megatron's own trainer" in listed.stdout
+    assert listed.stderr.splitlines() == [
+        "mine: train of nemo_ext.jobs is not used: nemo_ext.megatron.commands:TRAIN has that name",
+        "broken = mine.nowhere:BROKEN of nemo_ext.jobs cannot be imported: No module named 'mine.nowhere'",
+    ]
+    assert (ours.returncode, ours.stderr) == (0, "")
+    assert (broken.returncode, broken.stderr.count("cannot be imported")) == (2, 1)
 
 
 def test_another_packages_environment_verifies(run: Run, tmp_path: Path) -> None:
