@@ -140,7 +140,7 @@ def _text_and_tokenizers(config: Config) -> list[Input]:
 TRAIN_TOKENIZER = Job(
     name="train_tokenizer",
     group="data",
-    help="train a byte-level BPE tokenizer on text, with a report beside other tokenizers",
+    help="train a byte-level BPE tokenizer on text, and compare it with others in a report",
     run="nemo_ext.data.vocabulary.job:run",
     check=reads("nemo_ext.data.vocabulary.job:check"),
     inputs=_text_and_tokenizers,

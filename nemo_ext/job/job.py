@@ -66,7 +66,7 @@ class Grammar:
     advice: Mapping[str, str] = field(default_factory=dict)
 
     def may_be_new(self, key: str) -> bool:
-        """True for a key that the config may lack."""
+        """True for a key that may be absent from the config."""
         section = key.rpartition(".")[0]
         return section in self.open or any(
             key == name or (name[-1] == "." and key.startswith(name)) for name in self.free
@@ -75,7 +75,7 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command with arguments of its own.
+    """A command that parses its arguments itself.
 
     Attributes:
         name: `nemo-ext NAME`.
@@ -185,7 +185,7 @@ class Job(Command):
         training: whether its config is that of a training run, with `launcher`, `megatron` and data.
         ranks: "slurm" if Slurm starts its ranks, "asked" if it asks for ranks on its nodes, "" if it has none.
         ray: function of the config; True if it runs on Ray.
-        serving: "replicas" for jobs with servers of one model, "meanwhile" for those that serve models by themselves.
+        serving: "replicas" for jobs with servers of one model, "meanwhile" for jobs that serve one model after another.
         server: whether it ends only when it is interrupted.
         rehearsed: whether its ranks can be rehearsed.
         saved_step: function of the run directory that returns the step of the newest checkpoint, 0 if there is none.

@@ -74,7 +74,7 @@ def _figures(run_dir: Path) -> Figures:
 TRAIN = Job(
     name="train",
     group="train",
-    help="train a model with Megatron's own trainer (resumes by itself)",
+    help="train a model with Megatron's own trainer (resumes automatically)",
     run="nemo_ext.evaluation.live:train",
     engines=("torch", "megatron-core"),
     check=reads("nemo_ext.evaluation.live:check"),

@@ -33,7 +33,7 @@ def size(config: Config, settings: Any) -> tuple[int, int]:
 
 
 def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
-    """The node of a job that serves models by itself, and its GPUs."""
+    """The node of a job that serves one model after another, and its GPUs."""
     return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
 
 
@@ -48,7 +48,7 @@ def served_inputs(config: Config) -> list[Input]:
 
 
 def check_one_node(config: Config, job: str) -> None:
-    """Refuse replicas and further nodes for a job that serves models by itself.
+    """Refuse replicas and further nodes for a job that serves one model after another.
 
     Raises:
         ValueError: there are several.

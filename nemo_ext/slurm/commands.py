@@ -124,7 +124,7 @@ def _cancel(words: list[str]) -> None:
 SUBMIT = Command(
     name="submit",
     group="cluster",
-    help="check a job and submit it to Slurm; it continues by itself after stops",
+    help="check a job and submit it to Slurm, where it resumes automatically after stops",
     main=_submit,
     config="slurm",
     grammar=Grammar(settings={"slurm": "nemo_ext.slurm.settings:Keeping", "cluster": "nemo_ext.slurm.cluster:Cluster"}),
