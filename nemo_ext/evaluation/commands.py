@@ -8,16 +8,7 @@ from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
 from nemo_ext.job.settings import Places, strings
 from nemo_ext.rl.commands import ENVIRONMENTS
-from nemo_ext.serving.commands import (
-    REPLICAS,
-    SERVED,
-    STARTS_FROM,
-    check_one_node,
-    engines,
-    served_inputs,
-    size,
-    size_of_one,
-)
+from nemo_ext.serving.commands import SERVED, asking, check_one_node, size_of_one
 
 ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge": "nemo_ext.rl.judge:JudgeSettings"})}
 """Types of a section `evaluate`."""
@@ -33,21 +24,12 @@ def _figures(run_dir: Path) -> Figures:
     return Figures(text=f"accuracy {figure(mean['accuracy'], mean.get('interval')).text}" if mean else "")
 
 
-EVALUATE = Job(
+EVALUATE = asking(
     name="evaluate",
     group="serve and evaluate",
     help="evaluate a model or an endpoint: benchmarks with intervals, tokens and every answer",
     run="nemo_ext.evaluation.job:run",
-    engines=engines,
-    resumable=True,
     check=reads("nemo_ext.evaluation.job:check"),
-    inputs=served_inputs,
-    model=STARTS_FROM,
-    script="task",
-    size=size,
-    size_keys=("serving.nodes", "serving.gpus"),
-    array=REPLICAS,
-    serving="replicas",
     figures=_figures,
     grammar=Grammar(
         settings=("nemo_ext.evaluation.job:Given", SERVED, ASKED),
@@ -58,21 +40,12 @@ EVALUATE = Job(
 )
 
 
-ROLLOUTS = Job(
+ROLLOUTS = asking(
     name="rollouts",
     group="reinforcement learning",
     help="ask for answers to RL tasks and verify them: pass rates for curricula",
     run="nemo_ext.evaluation.rollouts:run",
-    engines=engines,
-    resumable=True,
     check=reads("nemo_ext.evaluation.rollouts:check"),
-    inputs=served_inputs,
-    model=STARTS_FROM,
-    script="task",
-    size=size,
-    size_keys=("serving.nodes", "serving.gpus"),
-    array=REPLICAS,
-    serving="replicas",
     figures=_figures,
     grammar=Grammar(
         settings=(

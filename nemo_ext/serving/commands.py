@@ -47,6 +47,22 @@ def served_inputs(config: Config) -> list[Input]:
     )
 
 
+def asking(**attributes: Any) -> Job:
+    """A job that asks a served model or an endpoint, in as many array tasks as there are replicas."""
+    return Job(
+        engines=engines,
+        resumable=True,
+        inputs=served_inputs,
+        model=STARTS_FROM,
+        script="task",
+        size=size,
+        size_keys=("serving.nodes", "serving.gpus"),
+        array=REPLICAS,
+        serving="replicas",
+        **attributes,
+    )
+
+
 def check_one_node(config: Config, job: str) -> None:
     """Refuse replicas and further nodes for a job that serves one model after another.
 

@@ -2,9 +2,9 @@
 
 import re
 
-from nemo_ext.job.job import Grammar, Job, reads
+from nemo_ext.job.job import Grammar, reads
 from nemo_ext.job.settings import Place
-from nemo_ext.serving.commands import REPLICAS, STARTS_FROM, engines, served_inputs, size
+from nemo_ext.serving.commands import asking
 
 _NO_TEXT = re.compile(r"(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?")
 _SECTIONS = (
@@ -26,21 +26,12 @@ def literal(key: str, value: str) -> bool | None:
     return section or listed or bool(_NO_TEXT.fullmatch(value))
 
 
-SYNTHESIZE = Job(
+SYNTHESIZE = asking(
     name="synthesize",
     group="data",
     help="make training data with models, by a recipe of steps: answers, verdicts, judges, filters",
     run="nemo_ext.synthesis.job:run",
-    engines=engines,
-    resumable=True,
     check=reads("nemo_ext.synthesis.job:check"),
-    inputs=served_inputs,
-    model=STARTS_FROM,
-    script="task",
-    size=size,
-    size_keys=("serving.nodes", "serving.gpus"),
-    array=REPLICAS,
-    serving="replicas",
     grammar=Grammar(
         settings=(
             "nemo_ext.synthesis.job:Given",
