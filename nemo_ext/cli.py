@@ -6,11 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.job.job import Job, invoke
+from nemo_ext.job.job import GROUPS, Job, invoke
 from nemo_ext.job.registry import command, commands
-
-_GROUPS = ("data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster")
-"""Headings of the help, in their order."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -54,10 +51,8 @@ def _run(job: Job) -> None:
 
 
 def _help() -> str:
-    listed = sorted(
-        (each for each in commands() if each.group), key=lambda each: (_GROUPS.index(each.group), each.name)
-    )
-    width = max(len(each.name) for each in listed)
+    listed = sorted((each for each in commands() if each.group), key=lambda each: (GROUPS.index(each.group), each.name))
+    width = max((len(each.name) for each in listed), default=0)
     parts = [
         "\n".join([f"{group}:", *(f"  {each.name:<{width}}  {each.help}" for each in of_group)])
         for group, of_group in groupby(listed, key=lambda each: each.group)

@@ -38,7 +38,7 @@ def _tokenized(config: Config) -> Sequence[Any]:
 
 def _tokenizers_record(config: Config) -> Sequence[Any]:
     directory = None if config["output"] else config["data"]["directory"]
-    return [directory] if directory else _tokenized(config)
+    return [directory] if directory else [os.path.expanduser(str(place)) for place in _tokenized(config)]
 
 
 def _tokenize(config: Config) -> None:

@@ -8,7 +8,7 @@ from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
 from nemo_ext.job.settings import Places, strings
 from nemo_ext.rl.commands import ENVIRONMENTS
-from nemo_ext.serving.commands import SERVED, asking, check_one_node, size_of_one
+from nemo_ext.serving.commands import SERVED, asking, on_one_node, size_of_one
 
 ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge": "nemo_ext.rl.judge:JudgeSettings"})}
 """Types of a section `evaluate`."""
@@ -80,7 +80,6 @@ COMPARE = Job(
 def _check_merge_sweep(config: Config, coming: Sequence[Path]) -> None:
     from nemo_ext.evaluation.merges import check
 
-    check_one_node(config, "merge_sweep")
     check(config, megatron=not coming)
 
 
@@ -92,6 +91,7 @@ MERGE_SWEEP = Job(
     engines=("torch",),
     resumable=True,
     check=_check_merge_sweep,
+    findings=on_one_node,
     inputs=lambda config: inputs(
         *(("from", place, "train or convert it first") for place in strings(config["from"])), model=("from",)
     ),

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,6 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import hydra_conf
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
 from nemo_ext.job.places import is_place
@@ -350,7 +350,9 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
     """
     folders, words = config_folders(words)
     own = grammar_of(job).groups.get(group, group)
-    places = [Path(hydra_conf.__file__).parent / own, *(folder / own for folder in folders)]
+    packages = dict.fromkeys([CONFIGS, _package_of(job)])
+    roots = [Path(str(files(package))) for package in packages]
+    places = [root / own for root in (*roots, *folders)]
     known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
     for word in words:
         name = word.removeprefix(f"{group}=").strip("\"'").removesuffix(".yaml")
@@ -439,7 +441,10 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     with mistakes_are_one_line():
         check_choice("recipe", sys.argv[1:], config_name)
         package = _package_of(config_name)
-        sys.argv = [sys.argv[0], *hydra_words(sys.argv[1:], config_name), *_search(package)]
+        words = hydra_words(sys.argv[1:], config_name)
+        # Next to the first override: argparse takes only one run of them.
+        first = next((number for number, word in enumerate(words) if "=" in word and word[0] != "-"), len(words))
+        sys.argv = [sys.argv[0], *words[:first], *_search(package), *words[first:]]
 
     composed = False
 
@@ -448,7 +453,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         composed = True
         print_errors()
         try:
-            job(named_blends(own_streams(plain(config))))
+            job(named_blends(own_streams(plain(config)), _search(package)))
         except ValueError as error:
             _end(USER_ERROR, error)
         except JobFailed as error:

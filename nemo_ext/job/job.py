@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 type Config = Mapping[str, Any]
 """A composed config."""
@@ -22,6 +22,11 @@ def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
         return function(*arguments, **named)
     module, _, name = function.partition(":")
     return getattr(import_module(module), name)(*arguments, **named)
+
+
+Group = Literal["data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster", ""]
+GROUPS = get_args(Group)
+"""Headings of `nemo-ext --help` in their order."""
 
 
 class JobFailed(RuntimeError):
@@ -88,7 +93,7 @@ class Command:
     """
 
     name: str
-    group: Literal["data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster", ""]
+    group: Group
     help: str
     main: Reference | None = None
     config: str = ""

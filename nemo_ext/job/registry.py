@@ -2,13 +2,14 @@
 
 import sys
 import tomllib
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import nemo_ext
-from nemo_ext.job.job import Command, Grammar, Job
+from nemo_ext.job.job import GROUPS, Command, Grammar, Job
 from nemo_ext.job.words import nearest
 
 GROUP = "nemo_ext.jobs"
@@ -18,11 +19,14 @@ GROUP = "nemo_ext.jobs"
 @cache
 def ours(group: str) -> dict[str, EntryPoint]:
     """Entry points of this package: of a checkout by its pyproject.toml, which is newer than what pip has noted."""
-    project = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
-    if project.is_file():
-        points = tomllib.loads(project.read_text(encoding="utf-8")).get("project", {}).get("entry-points", {})
-        return {name: EntryPoint(name, value, group) for name, value in points.get(group, {}).items()}
-    return {point.name: point for point in metadata.distribution("nemo_ext").entry_points if point.group == group}
+    file = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
+    if project.get("name") == "nemo_ext":
+        points = project.get("entry-points", {}).get(group, {})
+        return {name: EntryPoint(name, value, group) for name, value in points.items()}
+    with suppress(metadata.PackageNotFoundError):
+        return {point.name: point for point in metadata.distribution("nemo_ext").entry_points if point.group == group}
+    return {}
 
 
 @cache
@@ -53,10 +57,15 @@ def _load(point: EntryPoint) -> Command:
     """
     try:
         command = point.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # whatever a package of others does when it is imported
         raise ValueError(f"{point.name} = {point.value} of {GROUP} cannot be imported: {error}") from error
-    if not isinstance(command, Command) or point.name not in (command.name, command.config):
+    known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
+    if not isinstance(command, Command) or point.name not in known:
         raise ValueError(f"{point.name} = {point.value} of {GROUP} is no Job or Command of that name")
+    if command.group not in GROUPS:
+        raise ValueError(
+            f"{point.name} = {point.value} of {GROUP}: group={command.group!r}: {nearest(command.group, GROUPS)}"
+        )
     return command
 
 
@@ -112,6 +121,8 @@ def grammar_of(config: str) -> Grammar:
 
 def with_config(config: str) -> Command | None:
     """The command that composes a primary config."""
+    if not config:
+        return None
     point = ours(GROUP).get(config) or entry_points(GROUP).get(config)
     if point is not None and _load(point).config in ("", config):
         return _load(point)

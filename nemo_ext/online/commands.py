@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_ext.evaluation.commands import ASKED
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model
 from nemo_ext.rl.commands import ENVIRONMENTS, NEW_KEYS, RL, figures, training_inputs
-from nemo_ext.serving.commands import SERVED, check_one_node, size_of_one
+from nemo_ext.serving.commands import SERVED, on_one_node, size_of_one
 
 
 def _inputs(config: Config) -> list[Input]:
@@ -16,7 +16,6 @@ def _inputs(config: Config) -> list[Input]:
 def _check(config: Config, coming: Sequence[Path]) -> None:
     from nemo_ext.online.job import check
 
-    check_one_node(config, "online")
     check(config, tasks=all(read.path.exists() for read in _inputs(config)))
 
 
@@ -27,6 +26,7 @@ ONLINE = Job(
     run="nemo_ext.online.job:run",
     resumable=True,
     check=_check,
+    findings=on_one_node,
     inputs=_inputs,
     model=Model(
         key="model", takes="hugging_face", leaves="any", place=lambda folder, words: folder / "model", trained=True

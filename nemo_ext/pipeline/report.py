@@ -73,7 +73,7 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
     name, found, efficiency = stage.name, Figures(), Efficiency()
     try:
         found = figures_of(stage.job, record)
-        if find(stage.job).training and (record / METRICS).is_file():
+        if find(stage.job).ranks == "slurm" and (record / METRICS).is_file():
             efficiency = efficiency_of(record)
     except (ValueError, OSError) as error:
         found = Figures(text=f"cannot be read: {error}")

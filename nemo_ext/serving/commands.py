@@ -2,8 +2,10 @@
 
 import glob
 import os
+from collections.abc import Iterator
 from typing import Any
 
+from nemo_ext.job.findings import Finding
 from nemo_ext.job.job import Array, Config, Grammar, Input, Job, Model, inputs
 from nemo_ext.job.settings import Place, strings
 
@@ -63,17 +65,14 @@ def asking(**attributes: Any) -> Job:
     )
 
 
-def check_one_node(config: Config, job: str) -> None:
-    """Refuse replicas and further nodes for a job that serves one model after another.
-
-    Raises:
-        ValueError: there are several.
-    """
+def on_one_node(config: Config, settings: Any, **others: object) -> Iterator[Finding]:
+    """Errors for replicas and further nodes of a job that serves one model after another."""
     for key in ("replicas", "nodes"):
         if (number := config["serving"][key]) != 1:
-            raise ValueError(
-                f"serving.{key}={number}: job={job} serves its models on its own node, one at a time: leave it at 1; "
-                "serving.gpus gives a model more GPUs (serving.engine=vllm)"
+            yield Finding(
+                "error",
+                f"serving.{key}={number}: job={settings.job} serves its models on its own node, one at a time: leave "
+                "it at 1; serving.gpus gives a model more GPUs (serving.engine=vllm)",
             )
 
 

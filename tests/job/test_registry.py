@@ -26,18 +26,26 @@ version = "1.0"
 count_words = "mine.commands:COUNT_WORDS"
 train = "mine.commands:COUNT_WORDS"
 broken = "mine.nowhere:BROKEN"
+newer = "mine.newer:NEWER"
 [project.entry-points."nemo_ext.environments"]
 rhymes = "mine.rhymes"
 [tool.setuptools]
 packages = ["mine", "mine.conf"]
-package-data = {"*" = ["*.yaml"]}
+package-data = {"*" = ["**/*.yaml"]}
 """,
     "mine/__init__.py": "",
     "mine/conf/__init__.py": "",
+    "mine/conf/recipe/few.yaml": "# @package _global_\nwords: few\n",
+    "mine/newer.py": "from nemo_ext.job.job import Job\nNEWER = Job(name='newer', attribute=1)\n",
     "mine/conf/count_words.yaml": """
-defaults: [_self_, override hydra/job_logging: disabled, override hydra/hydra_logging: disabled]
+defaults:
+  - _self_
+  - optional recipe: null
+  - override hydra/job_logging: disabled
+  - override hydra/hydra_logging: disabled
 input: ???
 output: ???
+words: all
 hydra: {run: {dir: .}, output_subdir: null, job: {chdir: false}}
 """,
     "mine/commands.py": """
@@ -126,6 +134,14 @@ def test_its_mistakes_are_one_line(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_its_groups_and_options_are_those_of_any_job(run: Run, tmp_path: Path) -> None:
+    shown = run("count_words", "input=a", "output=o", "recipe=few", "--cfg", "job", cwd=tmp_path)
+    unknown = run("count_words", "input=a", "output=o", "recipe=fww", cwd=tmp_path)
+
+    assert "words: few" in shown.stdout, shown.stderr
+    assert "error: recipe=fww: no such recipe: did you mean 'few'" in unknown.stderr
+
+
 def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     (tmp_path / "mine" / "pipeline" / "words.yaml").write_text(
@@ -157,6 +173,8 @@ def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None
     assert listed.stderr.splitlines() == [
         "mine: train of nemo_ext.jobs is not used: nemo_ext.megatron.commands:TRAIN has that name",
         "broken = mine.nowhere:BROKEN of nemo_ext.jobs cannot be imported: No module named 'mine.nowhere'",
+        "newer = mine.newer:NEWER of nemo_ext.jobs cannot be imported: "
+        "Job.__init__() got an unexpected keyword argument 'attribute'",
     ]
     assert (ours.returncode, ours.stderr) == (0, "")
     assert (broken.returncode, broken.stderr.count("cannot be imported")) == (2, 1)
