@@ -38,7 +38,7 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
         time_limit: Seconds for the resolution.
 
     Raises:
-        ValueError: for an extra that there is not.
+        ValueError: an extra does not exist.
     """
     requires, chosen = requirements(), list(dict.fromkeys(extra.replace("-", "_") for extra in extras))
     if unknown := [extra for extra in chosen if extra not in requires]:

@@ -1,5 +1,6 @@
 """`nemo-ext convert`, `merge` and `fetch`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
@@ -15,9 +16,8 @@ def _to(config: Config) -> list[str]:
     return [config["to"]]
 
 
-def _target(folder: Path, words: object) -> Path | None:
-    written = dict(words)  # type: ignore[call-overload]
-    return Path(written["to"]) if "to" in written else None
+def _target(folder: Path, words: Mapping[str, str]) -> Path | None:
+    return Path(words["to"]) if "to" in words else None
 
 
 CONVERT = Job(

@@ -55,6 +55,7 @@ TOKENIZE = Job(
     run=_tokenize,
     resumable=True,
     check=reads("nemo_ext.data.streams:blend_to_tokenize"),
+    inputs=_files("input"),
     outputs=_tokenized,
     record=_tokenizers_record,
     script="task",

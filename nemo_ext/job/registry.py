@@ -53,7 +53,7 @@ def _load(point: EntryPoint) -> Command:
     """The command of an entry point.
 
     Raises:
-        ValueError: it cannot be imported, or is no command of that name.
+        ValueError: it cannot be imported, or is not a command of that name.
     """
     try:
         command = point.load()
@@ -61,7 +61,7 @@ def _load(point: EntryPoint) -> Command:
         raise ValueError(f"{point.name} = {point.value} of {GROUP} cannot be imported: {error}") from error
     known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
     if not isinstance(command, Command) or point.name not in known:
-        raise ValueError(f"{point.name} = {point.value} of {GROUP} is no Job or Command of that name")
+        raise ValueError(f"{point.name} = {point.value} of {GROUP} is not a Job or Command of that name")
     if command.group not in GROUPS:
         raise ValueError(
             f"{point.name} = {point.value} of {GROUP}: group={command.group!r}: {nearest(command.group, GROUPS)}"

@@ -1,5 +1,6 @@
 """`nemo-ext puzzle`, and its rehearsal's config."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.job import Array, Command, Config, Grammar, Input, Job, Model, inputs, reads
@@ -19,7 +20,7 @@ def _inputs(config: Config) -> list[Input]:
     )
 
 
-def _child(words: dict[str, str]) -> Path | None:
+def _child(folder: Path, words: Mapping[str, str]) -> Path | None:
     from nemo_ext.puzzle.workspace import MODEL
 
     return Path(words["run_dir"]) / words.get("puzzle.child", "child") / MODEL if "run_dir" in words else None
@@ -34,9 +35,7 @@ PUZZLE = Job(
     resumable=True,
     check=reads("nemo_ext.puzzle.job:check"),
     inputs=_inputs,
-    model=Model(
-        key="puzzle.parent", start="puzzle.parent", leaves="megatron", place=lambda folder, words: _child(dict(words))
-    ),
+    model=Model(key="puzzle.parent", start="puzzle.parent", leaves="megatron", place=_child),
     script="puzzle",
     size=size,
     size_keys=("launcher.nodes", "launcher.nproc_per_node"),

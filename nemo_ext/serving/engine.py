@@ -224,9 +224,9 @@ class Engine:
         return joining
 
     def _alike(self, joining: list[_Sequence]) -> list[_Sequence]:
-        """Those that share at least half of the first one's prompt, as answers to one prompt do; the others wait.
+        """Sequences to prefill now: the group that shares at least half of the first prompt, as answers to a prompt do.
 
-        Without such ones, all whose prompts are like no other.
+        If the first prompt has no group, all sequences without a group are returned. The rest wait for the next step.
         """
         if joining[0].sampling.echo or not self._splits:
             return joining
@@ -237,7 +237,7 @@ class Engine:
                 groups[-1].append(sequence)
             else:
                 groups.append([sequence])
-        several = [set(map(id, group)) for group in groups if len(group) > 1]
+        several = [set(map(id, group)) for group in groups if len(group) > 1]  # a sequence has no hash
         single = {id(group[0]) for group in groups if len(group) == 1}
         chosen = next((group for group in several if id(joining[0]) in group), single)
         self._waiting = [*(each for each in joining if id(each) not in chosen), *self._waiting]
