@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_ext.job.job import Grammar, Job
 from nemo_ext.job.settings import Place, checked_whole
-from nemo_ext.megatron.commands import NEW_KEYS, TRAINING
+from nemo_ext.megatron.commands import TRAINING
 
 if TYPE_CHECKING:
     from nemo_ext.architecture.precision_plan import Plan
@@ -180,5 +180,5 @@ DESCRIBE = Job(
     group="train",
     help="show parameters, FLOPs and memory of a model, as a table, JSON or picture",
     run=report,
-    grammar=Grammar(settings={**TRAINING, "draw": Place}, free=NEW_KEYS),
+    grammar=Grammar(settings={**TRAINING, "draw": Place}),
 )

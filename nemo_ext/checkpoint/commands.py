@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
-from nemo_ext.job.settings import Place, Places, strings
+from nemo_ext.job.settings import Open, Place, Places, strings
 
 
 def _conversion_inputs(config: Config) -> list[Input]:
@@ -35,8 +35,8 @@ CONVERT = Job(
         settings={
             **dict.fromkeys(("from", "to", "files_from", "tokenizer", "old_tokenizer"), Place),
             "parity": {"data": Place},
+            "megatron": Open,
         },
-        free=("megatron.",),
         dry_run="dry_run",
     ),
 )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.job.job import Array, Config, Grammar, Input, Job, inputs, reads, will_exist
-from nemo_ext.job.settings import Place, Places, strings
+from nemo_ext.job.settings import Extra, Open, Place, Places, strings
 
 DATA = {"directory": Place, "tokenizer": {"path": Place}, "packed": {"train": Places, "valid": Places}}
 """Types of a section `data`."""
@@ -115,7 +115,6 @@ CURATE = Job(
             },
         ),
         groups={"preset": "curate"},
-        free=("curate.blocks.",),
         streams=True,
     ),
 )
@@ -149,7 +148,6 @@ TRAIN_TOKENIZER = Job(
     grammar=Grammar(
         settings=(TEXT, "nemo_ext.data.vocabulary.settings:Settings"),
         groups={"preset": "train_tokenizer"},
-        texts=("split", "end"),
         streams=True,
     ),
 )
@@ -176,8 +174,6 @@ SFT_DATA = Job(
             {"data_root": Place, "tokenizer": Place, "filters": {"*": "nemo_ext.data.sft.filters.screen:FILTERS"}},
         ),
         groups={"preset": "sft_data"},
-        open=("reasoning", "thinking_shares", "sampling", "packing", "near_duplicates"),
-        free=("filters", "filters."),
     ),
 )
 
@@ -202,11 +198,9 @@ PREFERENCE_DATA = Job(
     grammar=Grammar(
         settings=(
             "nemo_ext.data.preference.settings:Settings",
-            {"tokenizer": Place, "sources": {"*": "nemo_ext.data.preference.settings:SourceSettings"}},
+            {"tokenizer": Place, "sources": ({"*": "nemo_ext.data.preference.settings:SourceSettings"}, Extra)},
         ),
         groups={"preset": "preference_data"},
-        open=("sources",),
-        free=("sources.", "filters", "filters."),
     ),
 )
 
@@ -216,7 +210,7 @@ BLEND = Job(
     help="show what each stream of a blend gets: shares, epochs, warnings; files for trainers",
     run="nemo_ext.data.blends.job:audit",
     script="task",
-    grammar=Grammar(settings=TEXT, free=("megatron.",), streams=True, added=("data",)),
+    grammar=Grammar(settings={**TEXT, "megatron": Open}, streams=True, added=("data",)),
 )
 
 
@@ -227,5 +221,5 @@ CURRICULUM = Job(
     run="nemo_ext.data.curriculum.job:run",
     check=reads("nemo_ext.data.curriculum.job:settings"),
     script="task",
-    grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings", free=("filters", "filters.")),
+    grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings"),
 )

@@ -32,10 +32,8 @@ EVALUATE = asking(
     check=reads("nemo_ext.evaluation.job:check"),
     figures=_figures,
     grammar=Grammar(
-        settings=("nemo_ext.evaluation.job:Given", SERVED, ASKED),
+        settings=("nemo_ext.evaluation.settings:Settings", ASKED),
         aliases={"model": "served", "suite": "evaluate.suite"},
-        open=("serving.vllm",),
-        free=("evaluate.",),
     ),
 )
 
@@ -49,13 +47,11 @@ ROLLOUTS = asking(
     figures=_figures,
     grammar=Grammar(
         settings=(
-            SERVED,
+            "nemo_ext.evaluation.settings:Settings",
             ASKED,
             {"rollouts": ("nemo_ext.evaluation.rollouts:RolloutSettings", {"environments": ENVIRONMENTS})},
         ),
         aliases={"model": "served"},
-        open=("rollouts.extra", "rollouts.environments", "serving.vllm"),
-        free=("evaluate.", "rollouts.environments."),
     ),
 )
 
@@ -102,9 +98,7 @@ MERGE_SWEEP = Job(
     own_folder=True,
     serving="meanwhile",
     grammar=Grammar(
-        settings=(SERVED, ASKED, {"from": Places}),
+        settings=(SERVED, ASKED, {"from": Places, "sweep": "nemo_ext.evaluation.merges:SweepSettings"}),
         aliases={"suite": "evaluate.suite"},
-        open=("sweep.objectives", "sweep.at_least", "serving.vllm"),
-        free=("evaluate.", "sweep."),
     ),
 )

@@ -4,18 +4,15 @@ import asyncio
 import functools
 import hashlib
 import json
-import os
 import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext import __version__
 from nemo_ext.endpoint.address import Address
@@ -26,47 +23,20 @@ from nemo_ext.evaluation.benchmark import Benchmark, read_suite
 from nemo_ext.evaluation.likelihood import Likelihoods
 from nemo_ext.evaluation.results import Plan, results
 from nemo_ext.evaluation.score import Scorer
-from nemo_ext.evaluation.settings import EvaluateSettings
+from nemo_ext.evaluation.settings import EvaluateSettings, Settings
 from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Key, Sample, Store, digest_of
 from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Place, checked, nearest
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 
 _MADE_OF = "made_of.json"
 _A_DAY = 86400.0
-
-
-@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Given:
-    """The config's own keys.
-
-    Attributes:
-        endpoint: run directory of `nemo-ext serve`, or URL; None serves a model here meanwhile.
-        served: name of the model at the endpoint, where it serves several; or without an endpoint the model's folder.
-        run_dir: folder of the store and the results.
-        key_variable: environment variable with the endpoint's key.
-    """
-
-    run_dir: Place
-    endpoint: Place | None = None
-    served: str | None = None
-    key_variable: str | None = None
-    evaluate: Mapping[str, Any] = field(default_factory=dict)
-    serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: Place | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.endpoint is None and self.served is None:
-            raise ValueError("model: name a folder; or endpoint: a run directory of `nemo-ext serve`, or a URL")
-        if self.key_variable is not None and not os.environ.get(self.key_variable):
-            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,49 +57,44 @@ class Prepared:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Evaluate a model as the config says; the same command goes on.
+    """Evaluate a model as the config says; the same command resumes.
 
     Raises:
         ValueError: a wrong setting, no benchmark that can be asked, or a store of another model.
         OSError: a file cannot be written.
     """
-    given, settings = _checked(config)
-    run_dir = Path(given.run_dir).expanduser()
-    print(report.summary(asked(config, given, settings, chosen(settings), run_dir)))
+    settings = read(config)
+    print(report.summary(asked(config, settings, chosen(settings.evaluate))))
+    run_dir = Path(settings.run_dir).expanduser()
     notice(f"report: {run_dir / report.REPORT}, {run_dir / page.PAGE}")
 
 
-def asked(
-    config: Mapping[str, Any],
-    given: Given,
-    settings: EvaluateSettings,
-    benchmarks: Sequence[Benchmark],
-    run_dir: Path,
-) -> dict[str, Any]:
-    """What results.json has, of benchmarks asked as a job's config says; the process ends where the endpoint is gone.
+def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
+    """Contents of results.json for benchmarks asked by a job's config; the process ends if the endpoint is gone.
 
     Raises:
         ValueError: see `run`.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
-    share = _share(config)
-    prepared = prepare(settings, Path(settings.data_root).expanduser(), benchmarks)
+    share, run_dir = _share(config), Path(settings.run_dir).expanduser()
+    evaluate = settings.evaluate
+    prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks)
     try:
         with (
             only_run_in(run_dir) if share is None else _nothing(),
             endpoint_of(config, run_dir / OWN) as (place, model, folder),
         ):
-            tokenizer = folder if given.files_from is None else Path(given.files_from).expanduser()
+            tokenizer = folder if settings.files_from is None else Path(settings.files_from).expanduser()
             return asyncio.run(
                 _evaluate(
-                    settings,
+                    evaluate,
                     prepared,
-                    lambda: Client(place, settings.client, model=model, key_variable=given.key_variable),
+                    lambda: Client(place, evaluate.client, model=model, key_variable=settings.key_variable),
                     run_dir,
                     tokenizer=tokenizer,
                     share=share,
-                    meanwhile=given.endpoint is None,
-                    trust_code=given.trust_remote_code,
+                    meanwhile=settings.endpoint is None,
+                    trust_code=settings.trust_remote_code,
                 )
             )
     except EndpointGone as error:
@@ -146,7 +111,7 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `run`.
     """
-    _, settings = _checked(config)
+    settings = read(config).evaluate
     for scorer in prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)).scorers.values():
         scorer.close()
 
@@ -257,27 +222,20 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
     return Prepared(plans=plans, scorers=scorers, harness=harness, missing=missing)
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[Given, EvaluateSettings]:
-    given, settings = read(config)
-    chosen(settings)
-    return given, settings
-
-
-def read(config: Mapping[str, Any]) -> tuple[Given, EvaluateSettings]:
-    """A job's own keys and its section `evaluate`.
+def read(config: Mapping[str, Any]) -> Settings:
+    """Settings of an evaluation.
 
     Raises:
         ValueError: a setting is wrong, or the model cannot be served.
     """
-    given = checked(Given, config)
-    settings = EvaluateSettings.of(given.evaluate)
-    if given.endpoint is None:
-        check_model(str(given.served), ServingSettings.of(config), config)
-    if settings.judge is not None:
+    settings = checked(Settings, config)
+    if settings.endpoint is None:
+        check_model(str(settings.served), ServingSettings.of(config), config)
+    if settings.evaluate.judge is not None:
         from nemo_ext.rl.judge import JudgeSettings
 
-        JudgeSettings.of(settings.judge)
-    return given, settings
+        JudgeSettings.of(settings.evaluate.judge)
+    return settings
 
 
 def _share(config: Mapping[str, Any]) -> tuple[int, int] | None:

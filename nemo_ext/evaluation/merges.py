@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass as checked_dataclass
 
@@ -28,7 +28,7 @@ from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.report import COLOURS, markdown_table, new_figure, save_figure, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
-from nemo_ext.job.settings import STRICT, Strings, checked, nearest, strings
+from nemo_ext.job.settings import REPLACED, STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
 _NONE_COUNTS = "sweep.objectives: no benchmark counts in a grand mean: name those that do"
@@ -54,8 +54,8 @@ class SweepSettings:
     shard_gigabytes: float = 5
     check_finite: bool = True
     verify: bool = True
-    objectives: Mapping[str, Strings] = field(default_factory=dict)
-    at_least: Mapping[str, float] = field(default_factory=dict)
+    objectives: Annotated[Mapping[str, Strings], REPLACED] = field(default_factory=dict)
+    at_least: Annotated[Mapping[str, float], REPLACED] = field(default_factory=dict)
 
     def weights(self, count: int) -> dict[str, list[float]]:
         """Weights of each average of `count` checkpoints, by its name.
@@ -158,7 +158,7 @@ def _checked(config: Mapping[str, Any]) -> tuple[SweepSettings, list[Path], Eval
     given = checked(SweepSettings, config["sweep"], where="sweep")
     sources = [Path(path).expanduser() for path in strings(config["from"])]
     given.weights(len(sources))
-    _, settings = job.read(_of(config, str(sources[0]), Path(str(config["run_dir"])).expanduser()))
+    settings = job.read(_of(config, str(sources[0]), Path(str(config["run_dir"])).expanduser())).evaluate
     _check_names(given, [benchmark.name for benchmark in job.chosen(settings)])
     return given, sources, settings
 
@@ -188,8 +188,8 @@ def _evaluated(config: Mapping[str, Any], model: Path, run_dir: Path) -> Mapping
     if record.exists() and json.loads(record.read_text()) == json.loads(json.dumps(made_of)):
         found: dict[str, Any] = json.loads((run_dir / RESULTS).read_text())
         return found
-    given, settings = job.read(_of(config, str(model), run_dir))
-    found = job.asked(_of(config, str(model), run_dir), given, settings, job.chosen(settings), run_dir)
+    settings = job.read(_of(config, str(model), run_dir))
+    found = job.asked(_of(config, str(model), run_dir), settings, job.chosen(settings.evaluate))
     note(record, made_of)
     return found
 

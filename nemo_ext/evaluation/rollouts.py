@@ -4,19 +4,19 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.evaluation import job, report
 from nemo_ext.evaluation.benchmark import Benchmark
-from nemo_ext.evaluation.settings import EvaluateSettings
+from nemo_ext.evaluation.settings import Settings
 from nemo_ext.evaluation.store import ASKED, STORE, Sample, Store
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.files import complete_file
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import STRICT, Count, Places, checked
+from nemo_ext.job.settings import REPLACED, STRICT, Count, Extra, Places, checked
 from nemo_ext.rl.plan import TaskFile
 
 ROLLOUTS = "rollouts.jsonl"
@@ -38,9 +38,9 @@ class RolloutSettings:
     samples: Count = 8
     temperature: float = 1.0
     top_p: float = 1.0
-    extra: Mapping[str, JsonValue] = field(default_factory=dict)
+    extra: Extra = field(default_factory=dict)
     max_tokens: Count = 4096
-    environments: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
+    environments: Annotated[Mapping[str, Mapping[str, JsonValue]], REPLACED] = field(default_factory=dict)
 
     def benchmarks(self) -> list[Benchmark]:
         """A benchmark for each environment that the tasks have.
@@ -76,9 +76,9 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: a wrong setting, or a store of another model.
         OSError: a file cannot be written.
     """
-    given, settings, benchmarks = _checked(config)
-    run_dir = Path(given.run_dir).expanduser()
-    found = job.asked(config, given, settings, benchmarks, run_dir)
+    settings, benchmarks = _checked(config)
+    run_dir = Path(settings.run_dir).expanduser()
+    found = job.asked(config, settings, benchmarks)
     verifiers = {name: entry["verifier"] for name, entry in found["benchmarks"].items()}
     count = 0
     with complete_file(run_dir / ROLLOUTS) as file:
@@ -100,11 +100,10 @@ def check(config: Mapping[str, Any]) -> None:
         _checked(config)
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[job.Given, EvaluateSettings, list[Benchmark]]:
+def _checked(config: Mapping[str, Any]) -> tuple[Settings, list[Benchmark]]:
     section = checked(RolloutSettings, config["rollouts"], where="rollouts")
-    own = {key: value for key, value in config.items() if key != "rollouts"}
-    given, settings = job.read(own)
-    return given, settings, section.benchmarks()
+    evaluation = {key: value for key, value in config.items() if key != "rollouts"}
+    return job.read(evaluation), section.benchmarks()
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,14 @@
 """Settings of `nemo-ext evaluate`, and of evaluations during training."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
 from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings
-from nemo_ext.job.settings import STRICT, Count, Place, StringsOrNone, Whole, checked_flat
+from nemo_ext.job.settings import FLAT, STRICT, Count, Place, StringsOrNone, Whole
+from nemo_ext.serving.settings import AskingSettings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -44,13 +45,22 @@ class EvaluateSettings:
     draws: Count = 10_000
     retry: bool = False
     inspect: bool = False
-    client: ClientSettings = Field(default_factory=ClientSettings)
+    client: Annotated[ClientSettings, FLAT] = Field(default_factory=ClientSettings)
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "EvaluateSettings":
-        """Settings from a config's section `evaluate`, where the keys of `client` stand beside others.
 
-        Raises:
-            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
-        """
-        return checked_flat(cls, section, "evaluate", client=ClientSettings)
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(AskingSettings):
+    """Settings of `nemo-ext evaluate`.
+
+    Attributes:
+        run_dir: folder of the store and the results.
+        evaluate: benchmarks, and how they are asked.
+    """
+
+    run_dir: Place
+    evaluate: EvaluateSettings = Field(default_factory=EvaluateSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint is None and self.served is None:
+            raise ValueError("model: name a folder; or endpoint: a run directory of `nemo-ext serve`, or a URL")

@@ -1,7 +1,6 @@
 """`nemo-ext generate`."""
 
 from nemo_ext.job.job import Grammar, reads
-from nemo_ext.job.settings import Place
 from nemo_ext.serving.commands import asking
 
 GENERATE = asking(
@@ -11,10 +10,8 @@ GENERATE = asking(
     run="nemo_ext.generate.job:run",
     check=reads("nemo_ext.generate.job:check"),
     grammar=Grammar(
-        settings=("nemo_ext.generate.job:Given", {"served": Place}),
+        settings="nemo_ext.generate.settings:Settings",
         aliases={"model": "served"},
-        open=("generate.extra", "serving.vllm"),
-        texts=("generate.template", "generate.system"),
         dry_run="generate.dry_run",
     ),
 )

@@ -8,59 +8,24 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import field
 from pathlib import Path
 from typing import Any
-
-from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from nemo_ext.endpoint.client import Client, EndpointGone
 from nemo_ext.generate.batch import Asks, answer_all
 from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Rows, is_batch
-from nemo_ext.generate.settings import GenerateSettings
+from nemo_ext.generate.settings import Settings
 from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.config import FAILED
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Place, Places, checked
+from nemo_ext.job.settings import checked
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 
 _SHOWN, _TRIED = 3, 20
 _CHARACTERS = 4
-
-
-@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Given:
-    """The config's own keys.
-
-    Attributes:
-        endpoint: run directory of `nemo-ext serve`, or URL; None serves a model here meanwhile.
-        input: .parquet or .jsonl files; globs too.
-        output: folder of the answers.
-        samples: number of answers to each row.
-        served: name of the model at the endpoint, where it serves several; or without an endpoint the model's folder.
-        key_variable: environment variable with the endpoint's key.
-        seed: seed of the answers.
-        generate: see `GenerateSettings`.
-    """
-
-    input: Places
-    output: Place
-    endpoint: Place | None = None
-    samples: Count = 1
-    served: str | None = None
-    key_variable: str | None = None
-    seed: int = 1234
-    generate: Mapping[str, Any] = field(default_factory=dict)
-    serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: Place | None = None
-    trust_remote_code: bool = False
-
-    def __post_init__(self) -> None:
-        if self.endpoint is None and self.served is None:
-            raise ValueError("endpoint: name one (a run directory of `nemo-ext serve`, or a URL), or a folder in model")
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -70,27 +35,28 @@ def run(config: Mapping[str, Any]) -> None:
         ValueError: a wrong setting, an input that cannot be read, or an output that was made with other settings.
         OSError: a file cannot be written.
     """
-    given, settings = _checked(config)
+    settings = _checked(config)
+    generate = settings.generate
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
-    folder = Path(given.output).expanduser()
-    rows = Rows.of(given.input, settings.key)
-    if settings.dry_run:
-        index = rows.index(settings.part_rows)
-        _show(index, rows, _prompts(settings, index, given.seed), given, settings)
+    folder = Path(settings.output).expanduser()
+    rows = Rows.of(settings.input, generate.key)
+    if generate.dry_run:
+        index = rows.index(generate.part_rows)
+        _show(index, rows, _prompts(settings, index), settings)
         return
     try:
         with endpoint_of(config, folder / OWN) as (endpoint, model, _):
-            client = Client(endpoint, settings.client, model=model, key_variable=given.key_variable)
+            client = Client(endpoint, generate.client, model=model, key_variable=settings.key_variable)
 
             def asks(index: Index) -> Asks:
-                prompts = _prompts(settings, index, given.seed)
+                prompts = _prompts(settings, index)
                 _try(prompts, rows.read(index.ranges[0]))
-                return Asks(prompts=prompts, made_of=_made_of(given, settings, prompts))
+                return Asks(prompts=prompts, made_of=_made_of(settings, prompts))
 
-            asyncio.run(answer_all(client, rows, asks, folder, samples=given.samples, settings=settings))
+            asyncio.run(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
         _fail(
-            f"{folder}: more than generate.max_dead={settings.max_dead:g} of the answers failed, last: {error}; "
+            f"{folder}: more than generate.max_dead={generate.max_dead:g} of the answers failed, last: {error}; "
             f"{folder / 'dead'} says why; mend that and give generate.retry_dead=true, or raise generate.max_dead"
         )
     except EndpointGone as error:
@@ -103,11 +69,12 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `run`.
     """
-    given, settings = _checked(config)
-    if not all(glob.glob(os.path.expanduser(word)) for word in given.input):
+    settings = _checked(config)
+    generate = settings.generate
+    if not all(glob.glob(os.path.expanduser(word)) for word in settings.input):
         return
-    if first := Rows.of(given.input, settings.key).first(_TRIED):
-        prompts = Prompts.of(settings, given.seed, columns=list(first[0]), batch=is_batch(first[0]))
+    if first := Rows.of(settings.input, generate.key).first(_TRIED):
+        prompts = Prompts.of(generate, settings.seed, columns=list(first[0]), batch=is_batch(first[0]))
         _try(prompts, first)
 
 
@@ -124,20 +91,15 @@ def _try(prompts: Prompts, rows: Sequence[Mapping[str, Any]]) -> None:
         raise problems[0]
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[Given, GenerateSettings]:
-    given = checked(Given, config)
-    settings = GenerateSettings.of(given.generate)
-    if Path(given.output).expanduser().is_file():
-        raise ValueError(f"output={given.output}: is a file: name a folder")
-    if given.key_variable is not None and not os.environ.get(given.key_variable):
-        raise ValueError(f"key_variable: the environment variable {given.key_variable} is not set")
-    if given.endpoint is None:
-        check_model(str(given.served), ServingSettings.of(config), config)
-    return given, settings
+def _checked(config: Mapping[str, Any]) -> Settings:
+    settings = checked(Settings, config)
+    if settings.endpoint is None:
+        check_model(str(settings.served), ServingSettings.of(config), config)
+    return settings
 
 
-def _prompts(settings: GenerateSettings, index: Index, seed: int) -> Prompts:
-    return Prompts.of(settings, seed, columns=index.columns, batch=index.batch)
+def _prompts(settings: Settings, index: Index) -> Prompts:
+    return Prompts.of(settings.generate, settings.seed, columns=index.columns, batch=index.batch)
 
 
 def _fail(text: str) -> None:
@@ -145,22 +107,22 @@ def _fail(text: str) -> None:
     sys.exit(FAILED)
 
 
-def _made_of(given: Given, settings: GenerateSettings, prompts: Prompts) -> dict[str, Any]:
+def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
     return {
-        "samples": given.samples,
-        "seed": given.seed,
-        "generate": {"format": settings.format, "part_rows": settings.part_rows, **prompts.made_of()},
+        "samples": settings.samples,
+        "seed": settings.seed,
+        "generate": {"format": settings.generate.format, "part_rows": settings.generate.part_rows, **prompts.made_of()},
     }
 
 
-def _show(index: Index, rows: Rows, prompts: Prompts, given: Given, settings: GenerateSettings) -> None:
+def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> None:
     """Prints three requests and what all of them may take."""
     first, bodies = rows.read(index.ranges[0]), list[Mapping[str, Any]]()
     _try(prompts, first)
     for row in first:
         with contextlib.suppress(ValueError):  # a dead letter then
             bodies.append(prompts.request(row, 0).body)
-    hidden = {"seed", *settings.client.omit}
+    hidden = {"seed", *settings.generate.client.omit}
     for body in bodies[:_SHOWN]:
         print(
             json.dumps(
@@ -168,12 +130,13 @@ def _show(index: Index, rows: Rows, prompts: Prompts, given: Given, settings: Ge
             )
         )
     characters = sum(len(_text_of(body)) for body in bodies) / len(bodies)
-    total = index.rows * given.samples
+    total = index.rows * settings.samples
     prompt_tokens = characters / _CHARACTERS * total
-    most = f", at most {settings.sampling.max_tokens * total:,} of answers" if settings.sampling.max_tokens else ""
+    longest = settings.generate.sampling.max_tokens
+    most = f", at most {longest * total:,} of answers" if longest else ""
     repeated = f" ({index.repeated:,} more equal an earlier row)" if index.repeated else ""
     print(
-        f"{index.rows:,} rows{repeated} x {given.samples} samples = {total:,} answers; "
+        f"{index.rows:,} rows{repeated} x {settings.samples} samples = {total:,} answers; "
         f"about {prompt_tokens:,.0f} tokens of prompts ({_CHARACTERS} characters each){most}"
     )
 

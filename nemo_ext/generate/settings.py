@@ -1,14 +1,15 @@
 """Settings of `nemo-ext generate`."""
 
-from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings, Seconds
-from nemo_ext.job.settings import STRICT, Count, Share, checked_flat
+from nemo_ext.job.settings import FLAT, STRICT, Count, Extra, Place, Places, Share, Text
+from nemo_ext.serving.settings import AskingSettings
 
 Format = Literal["parquet", "jsonl", "openai_batch"]
 
@@ -26,7 +27,7 @@ class Sampling:
     top_p: Share | None = None
     max_tokens: PositiveInt | None = None
     stop: str | tuple[str, ...] | None = None
-    extra: Mapping[str, JsonValue] = Field(default_factory=dict)
+    extra: Extra = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         taken = {"model", "messages", "prompt", "stream", "n", "seed"} & set(self.extra)
@@ -57,16 +58,7 @@ class BatchSettings:
     retry_dead: bool = False
     lease: Seconds = 60.0
     dry_run: bool = False
-    client: ClientSettings = Field(default_factory=ClientSettings)
-
-    @classmethod
-    def read(cls, section: Mapping[str, Any], where: str, **parts: type[Any]) -> Self:
-        """Settings from a config's section, where the keys of `client` and of other parts stand beside others.
-
-        Raises:
-            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
-        """
-        return checked_flat(cls, section, where, client=ClientSettings, **parts)
+    client: Annotated[ClientSettings, FLAT] = Field(default_factory=ClientSettings)
 
 
 BATCH = tuple(each.name for each in fields(BatchSettings))
@@ -90,14 +82,35 @@ class GenerateSettings(BatchSettings):
 
     key: str | None = None
     messages: str | None = None
-    template: str | None = None
-    system: str | None = None
+    template: Text | None = None
+    system: Text | None = None
     complete: bool = False
     tools: str | None = None
-    sampling: Sampling = Field(default_factory=Sampling)
+    sampling: Annotated[Sampling, FLAT] = Field(default_factory=Sampling)
     format: Format = "parquet"
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "GenerateSettings":
-        """Settings from a config's section `generate`; see `read`."""
-        return cls.read(section, "generate", sampling=Sampling)
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(AskingSettings):
+    """Settings of `nemo-ext generate`.
+
+    Attributes:
+        input: .parquet or .jsonl files; globs too.
+        output: folder of the answers.
+        samples: number of answers to each row.
+        seed: seed of the answers.
+        generate: requests, sampling and the output's files.
+    """
+
+    input: Places
+    output: Place
+    samples: Count = 1
+    seed: int = 1234
+    generate: GenerateSettings = Field(default_factory=GenerateSettings)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint is None and self.served is None:
+            raise ValueError("endpoint: name one (a run directory of `nemo-ext serve`, or a URL), or a folder in model")
+        if Path(self.output).expanduser().is_file():
+            raise ValueError(f"output={self.output}: is a file: name a folder")

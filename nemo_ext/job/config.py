@@ -5,6 +5,7 @@
 like one line and exit code 1.
 """
 
+import functools
 import math
 import os
 import re
@@ -26,9 +27,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
-from nemo_ext.job.places import is_place
+from nemo_ext.job.keys import is_marked, is_place, may_be_new
 from nemo_ext.job.registry import grammar_of, with_config
-from nemo_ext.job.settings import nearest
+from nemo_ext.job.settings import REPLACED, TEXT, WORDS, nearest
 from nemo_ext.job.words import did_you_mean
 
 CONFIGS = "hydra_conf"
@@ -223,10 +224,10 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
     """Command line words in Hydra's grammar, by the `Grammar` of the command that composes a config.
 
-    A key of an open section may be new: Hydra knows only those that a file names, the code that reads them knows them
-    all. An open section given whole (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's, where Hydra would
-    merge the two; `filters` given whole keep the filters that they do not name. Texts, names of files and folders, and
-    `model.pattern`, whose braces mean something else to Hydra, are quoted.
+    A key that a class of settings has, or that stands in an open mapping, may be new: Hydra knows only the keys that a
+    file names. A section that is marked so (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's as a whole,
+    where Hydra would merge the two. Texts, names of files and folders, and `model.pattern`, whose braces mean something
+    else to Hydra, are quoted.
 
     Raises:
         ValueError: both `streams` and `data.directory`, from which streams are not read.
@@ -241,19 +242,14 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
         if equals and not _is_plain(value) and _is_text(grammar, key.lstrip("+~"), value):
             value = hydra_value(value)
         word = f"{key}{equals}{value}"
+        marked = functools.partial(is_marked, grammar.settings, key)
         literal = invoke(grammar.literal, key, value) if equals and grammar.literal else None
         if literal is not None:
             spelled.append(f"++{key}={value if literal or _QUOTED.fullmatch(value) else hydra_value(value)}")
         elif word == "--dry-run" and grammar.dry_run:
             spelled.append(f"{grammar.dry_run}=true")
-        elif (key == "data.tokenizer" and value.startswith("{") and grammar.streams) or (
-            equals and grammar.may_be_new(key)
-        ):
-            spelled.append(f"++{word}")
         elif key == "streams" and equals and grammar.streams:
             spelled += ["streams=null", word]
-        elif equals and key in grammar.open:
-            spelled += [f"~{key}", f"+{word}"]
         elif key in grammar.groups:
             chosen = f"{grammar.groups[key]}={value}"
             spelled += [chosen, word] if key == "preset" else [chosen]
@@ -264,12 +260,17 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
             spelled += [word, f"~{grammar.replaces[key]}"]
         elif key == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{key}="{value}"')
-        elif key in grammar.texts and value not in ("", "null") and not _QUOTED.fullmatch(value):
-            spelled.append(f"{key}={hydra_value(value)}")
-        elif key in grammar.words and value not in ("", "null") and value[:1] not in ("[", "$"):
+        elif equals and marked(REPLACED):
+            spelled += [f"~{key}", f"+{word}"]
+        elif equals and value[:1] not in ("[", "$") and value not in ("", "null") and marked(WORDS):
             spelled.append(f"{key}=[{','.join(map(hydra_value, _split(key, value)))}]")
         else:
-            spelled.append(word)
+            if value not in ("", "null") and not _QUOTED.fullmatch(value) and marked(TEXT):
+                word = f"{key}={hydra_value(value)}"
+            section = value.startswith("{")
+            new = bool(equals) and ("." in key or section) and may_be_new(grammar.settings, key)
+            new |= key == "data.tokenizer" and section and grammar.streams  # a recipe may name one by a word
+            spelled.append(f"++{word}" if new else word)
     return spelled
 
 

@@ -38,14 +38,10 @@ class Grammar:
     """Keys of a command line that mean more than Hydra knows.
 
     Attributes:
-        settings: types of the keys that name files and folders, see `nemo_ext.job.places`.
+        settings: types of the keys, see `nemo_ext.job.keys`: which are paths or texts, may be new or are replaced.
         aliases: keys by their other names on the command line: `model` for `served`.
         groups: config groups by the keys that choose a file of them: `preset` for `rl`.
-        open: sections whose keys the user chooses; one given whole replaces the config's.
-        free: keys, and prefixes that end in a dot, that may be new: the code that reads them knows which exist.
         added: config groups that a recipe has and that are added without one.
-        texts: keys whose values are texts, in which braces, commas and the like mean nothing to Hydra.
-        words: keys whose values are words of another job, written as on its command line, or as a list.
         replaces: keys that take the place of another key, by the key.
         streams: whether `streams` stands for the recipe's training data.
         loose: whether values of keys without a dot that Hydra cannot read are texts.
@@ -58,24 +54,13 @@ class Grammar:
     settings: Any = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
-    open: tuple[str, ...] = ()
-    free: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    words: tuple[str, ...] = ()
     replaces: Mapping[str, str] = field(default_factory=dict)
     streams: bool = False
     loose: bool = False
     dry_run: str = ""
     literal: Reference | None = None
     advice: Mapping[str, str] = field(default_factory=dict)
-
-    def may_be_new(self, key: str) -> bool:
-        """True for a key that may be absent from the config."""
-        section = key.rpartition(".")[0]
-        return section in self.open or any(
-            key == name or (name[-1] == "." and key.startswith(name)) for name in self.free
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,14 @@
 """Checks of what a user wrote in a config: every message names the key, what it holds and what it may hold."""
 
+import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, cast, get_args, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonValue, TypeAdapter, ValidationError
 
 from nemo_ext.job.words import nearest
 
@@ -36,6 +37,22 @@ PLACE = "file or folder"
 """Mark of types whose values name files or folders, which the command line takes as they are."""
 Place = Annotated[str, PLACE]
 """Name of a file or folder, or of what may stand in its place, such as an endpoint's URL."""
+TEXT = "text"
+"""Mark of types whose values are texts, in which the command line takes braces and commas as they are."""
+Text = Annotated[str, TEXT]
+"""Text such as a template or a regular expression."""
+REPLACED = "replaced"
+"""Mark of sections that a command line replaces by giving them as a whole, where Hydra would merge the two."""
+WORDS = "words"
+"""Mark of words of another job's command line: written as there, or as a list."""
+Words = Annotated[Strings, WORDS]
+"""Such words."""
+FLAT = "flat"
+"""Mark of fields of a dataclass whose keys stand among those of the class itself."""
+Open = Mapping[str, Any]
+"""Section whose keys the code that reads it knows."""
+Extra = Annotated[Mapping[str, JsonValue], REPLACED]
+"""Section whose keys the user chooses."""
 Places = Annotated[Strings, PLACE]
 """One such name or a list of them."""
 PlacesOrNone = Annotated[StringsOrNone, PLACE]
@@ -72,6 +89,8 @@ def strings(value: object) -> tuple[str, ...]:
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:
     """An instance of a dataclass, pydantic's or another, whose fields are a section of a composed config.
 
+    The keys of a field that is marked `FLAT` stand among the others.
+
     Args:
         kind: the dataclass; its `__post_init__` may raise ValueError too.
         section: the fields by name.
@@ -83,15 +102,14 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     """
     if not isinstance(section, Mapping):
         raise ValueError(f"{where}={section!r}: expected a section with keys")
-    adapter, fields = _adapter(cast(Any, kind))  # a class can be hashed, which mypy does not see
+    adapter, fields, parts = _adapter(cast(Any, kind))  # a class can be hashed, which mypy does not see
     prefix = f"{where}: " if where else ""
-    for key in section:  # before types: a wrong name also leaves the right one out
-        if key not in fields:
-            raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(key), fields)}")
+    _check_names(section, fields, parts, prefix)  # before types: a wrong name also leaves the right one out
+    nested = _nested(section, parts)
     try:
         if strict:
-            return cast(T, adapter.validate_json(_json(section, prefix), strict=True))
-        return cast(T, adapter.validate_python(dict(section)))
+            return cast(T, adapter.validate_json(_json(nested, prefix), strict=True))
+        return cast(T, adapter.validate_python(nested))
     except ValidationError as error:
         found = error.errors()
     first = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
@@ -103,7 +121,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
             said = f"{key}: {said}"
         raise ValueError(said if where and said.startswith(where) else prefix + said)
     if first["type"] == "unexpected_keyword_argument":
-        known = _fields(adapter.json_schema(), first["loc"][:-1])
+        known = _keys_at(cast(Any, kind), first["loc"][:-1])
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
     if first["type"] == "json_invalid":
         raise ValueError(
@@ -119,27 +137,6 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     why = ", or ".join(dict.fromkeys(one["msg"] for other, one in within if other == place))
     why = re.sub(r"a valid (tuple|array)\b", "a list", why.replace(", or Input should be ", ", or "))
     raise ValueError(f"{prefix}{key}={first['input']!r}: {why[:1].lower()}{why[1:]}")
-
-
-def checked_flat[T](kind: type[T], section: Mapping[str, Any], where: str, **parts: type[Any]) -> T:
-    """As `checked`, of a section where the keys of parts stand beside others.
-
-    Args:
-        kind: the dataclass.
-        section: the section.
-        where: its place in the config.
-        parts: dataclasses of fields of `kind` by the fields' names.
-
-    Raises:
-        ValueError: see `checked`.
-    """
-    own, known = dict(section), set(_adapter(cast(Any, kind))[1]) - set(parts)
-    for name, part in parts.items():
-        names = _adapter(cast(Any, part))[1]
-        known.update(names)
-        own[name] = {key: own.pop(key) for key in list(own) if key in names}
-    check_keys(section, sorted(known), required=(), where=where)
-    return checked(kind, own, where)
 
 
 _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
@@ -178,11 +175,63 @@ def _plain(value: object) -> object:
     raise ValueError(f"{value!r} is no value of a config")
 
 
+type _Parts = Mapping[str, tuple[bool, list[str], _Parts]]
+"""Fields that are dataclasses: flat or not, keys, and their own such fields."""
+
+
 @functools.cache
-def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str]]:
-    """Validator of a dataclass and the names of its fields; both take a millisecond to make."""
+def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
+    """Validator of a dataclass, its keys and its fields that are dataclasses; takes a millisecond to make."""
     adapter = TypeAdapter(kind)
-    return adapter, _fields(adapter.json_schema(), ())
+    parts = {}
+    for name, part, flat in dataclass_fields(kind):
+        _, names, inner = _adapter(cast(Any, part))
+        parts[name] = (flat, names, inner)
+    keys = [
+        key
+        for name in _fields(adapter.json_schema(), ())
+        for key in (parts[name][1] if name in parts and parts[name][0] else [name])
+    ]
+    return adapter, keys, parts
+
+
+def dataclass_fields(kind: type[Any]) -> Iterator[tuple[str, type[Any], bool]]:
+    """Fields of a dataclass that are dataclasses: name, type, and whether it is marked `FLAT`."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        part = get_args(hint)[0] if marks else hint
+        if dataclasses.is_dataclass(part):
+            yield name, cast(type[Any], part), FLAT in marks
+
+
+def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts, prefix: str, above: str = "") -> None:
+    for key in section:
+        if key not in keys:
+            raise ValueError(f"{prefix}unknown key '{above}{key}': {nearest(str(key), keys)}")
+        flat, names, inner = parts.get(key, (True, [], {}))
+        if not flat and isinstance(section[key], Mapping):
+            _check_names(section[key], names, inner, prefix, f"{above}{key}.")
+
+
+def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
+    """Keys of the section at a place of a dataclass's."""
+    adapter, keys, parts = _adapter(cast(Any, kind))
+    for step in map(str, place):
+        if step not in parts:
+            return _fields(adapter.json_schema(), place)
+        _, keys, parts = parts[step]
+    return keys
+
+
+def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
+    """A section with the keys of flat fields below the names of these."""
+    nested = dict(section)
+    for name, (flat, keys, inner) in parts.items():
+        if flat:
+            nested[name] = _nested({key: nested.pop(key) for key in keys if key in nested}, inner)
+        elif isinstance(nested.get(name), Mapping):
+            nested[name] = _nested(nested[name], inner)
+    return nested
 
 
 def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from nemo_ext.data.commands import DATA
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
-from nemo_ext.job.settings import Place, Places
+from nemo_ext.job.settings import Open, Place, Places
 
 MEGATRON = {
     **dict.fromkeys(("pretrained_checkpoint", "data_cache_path", "data_args_path", "per_split_data_args_path"), Place),
@@ -26,19 +26,17 @@ TRAINING: Mapping[str, Any] = {
     "run_dir": Place,
     "data_root": Place,
     "data": DATA,
-    "megatron": MEGATRON,
+    "megatron": (MEGATRON, Open),
+    "precision_plan": Open,
     "phases": {"*": {"data": DATA, "megatron": MEGATRON}},
     "distillation": {"teacher": Place},
     "evaluate": (
-        "nemo_ext.evaluation.settings:EvaluateSettings",
         {"judge": "nemo_ext.rl.judge:JudgeSettings"},
         "nemo_ext.evaluation.live:LiveSettings",
     ),
     "cluster": "nemo_ext.slurm.cluster:Cluster",
 }
 """Types of the keys of a training run's config."""
-NEW_KEYS = ("megatron.", "precision_plan.", "evaluate.")
-"""Keys of a training run's config that may be new: Megatron's parser and the plan know which exist."""
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
@@ -92,7 +90,6 @@ TRAIN = Job(
     figures=_figures,
     grammar=Grammar(
         settings=TRAINING,
-        free=NEW_KEYS,
         streams=True,
         advice={
             "data.streams": "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",

@@ -36,9 +36,5 @@ MIXTURE = Job(
     array=Array(
         key="shard", words=("shard={number}/{count}",), tasks=lambda config, shards: 1, rounds=lambda config: 2
     ),
-    grammar=Grammar(
-        settings="nemo_ext.mixture.settings:Settings",
-        open=("mixture.at_least", "mixture.at_most", "mixture.weights"),
-        words=("train", "evaluate"),
-    ),
+    grammar=Grammar(settings="nemo_ext.mixture.settings:Settings"),
 )

@@ -29,6 +29,7 @@ from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, hydra_value
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, digest, note, told
 from nemo_ext.job.progress import notice
+from nemo_ext.job.settings import checked
 from nemo_ext.mixture import report
 from nemo_ext.mixture.law import Law, fit, foreseen, optimum
 from nemo_ext.mixture.sampling import Shares, sample
@@ -139,7 +140,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
         return
     settings, mixture = read_settings(config)
     training_of(config)
-    mixture.weights_of(_in_bits(chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"])), settings))
+    mixture.weights_of(_in_bits(chosen(_evaluation(config)), settings))
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -178,7 +179,7 @@ def _planned(config: Mapping[str, Any]) -> Plan:
     """
     settings, mixture = read_settings(config)
     streams = _streams(training_of(config), mixture)
-    names = _in_bits(chosen(EvaluateSettings.of(evaluation_of(config)["evaluate"])), settings)
+    names = _in_bits(chosen(_evaluation(config)), settings)
     mixture.weights_of(names)
     _limits(streams, mixture)
     plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
@@ -186,6 +187,10 @@ def _planned(config: Mapping[str, Any]) -> Plan:
     if record.exists() and (changed := differing(json.loads(record.read_text()), plan.made_of)):
         raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
     return replace(plan, mixtures=_mixtures(plan))
+
+
+def _evaluation(config: Mapping[str, Any]) -> EvaluateSettings:
+    return checked(EvaluateSettings, evaluation_of(config)["evaluate"], "evaluate")
 
 
 def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
@@ -196,7 +201,7 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
     """
     if all(plan.is_done(name) for name in plan.mixtures):
         return
-    evaluate = EvaluateSettings.of(evaluation_of(config)["evaluate"])
+    evaluate = _evaluation(config)
     prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), chosen(evaluate))
     for scorer in prepared.scorers.values():
         scorer.close()

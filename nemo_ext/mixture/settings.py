@@ -12,7 +12,19 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Place, Shard, Share, Strings, checked, nearest, part_of
+from nemo_ext.job.settings import (
+    REPLACED,
+    STRICT,
+    WORDS,
+    Count,
+    Place,
+    Shard,
+    Share,
+    Strings,
+    checked,
+    nearest,
+    part_of,
+)
 
 RUNS_A_STREAM = 5
 """Runs for each stream where their number is not given (OLMo 3)."""
@@ -46,9 +58,9 @@ class Mixture:
     repeats: _Positive
     tokens: _Positive | None
     kl: Annotated[float, Field(ge=0)]
-    at_least: dict[str, Share]
-    at_most: dict[str, Share]
-    weights: dict[str, Annotated[float, Field(ge=0)]]
+    at_least: Annotated[dict[str, Share], REPLACED]
+    at_most: Annotated[dict[str, Share], REPLACED]
+    weights: Annotated[dict[str, Annotated[float, Field(ge=0)]], REPLACED]
     seed: int
 
     def check_names(self, streams: Iterable[str]) -> None:
@@ -85,12 +97,14 @@ class Settings:
         evaluate: words of `nemo-ext evaluate`, with benchmarks in bits per byte.
         output: folder to write.
         shard: this process's share of the runs, as 0/40; null for all of them.
+        mixture: sampled mixtures, the fit, and limits of the optimum.
     """
 
-    train: Annotated[Strings, Field(min_length=1)]
-    evaluate: Annotated[Strings, Field(min_length=1)]
+    train: Annotated[Strings, Field(min_length=1), WORDS]
+    evaluate: Annotated[Strings, Field(min_length=1), WORDS]
     output: Annotated[Place, Field(min_length=1)]
     shard: Shard | None
+    mixture: Mixture
 
     @property
     def part(self) -> tuple[int, int]:
@@ -116,7 +130,6 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
     """
     check_place("output", config["output"])
     settings = checked(Settings, {each.name: config[each.name] for each in dataclasses.fields(Settings)})
-    mixture = checked(Mixture, config["mixture"], where="mixture")
     for key, words, taken in (
         ("train", settings.train, ("run_dir",)),
         ("evaluate", settings.evaluate, ("run_dir", "model", "served", "endpoint")),
@@ -124,7 +137,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
         for word in words:
             if (name := word.partition("=")[0]) in taken:
                 raise ValueError(f"{key}: {word}: each run has its own {name}: take the word away")
-    return settings, mixture
+    return settings, settings.mixture
 
 
 def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

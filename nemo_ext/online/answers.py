@@ -82,9 +82,9 @@ def answered(config: Mapping[str, Any], tasks: Sequence[Task], asked: Asked, fol
 
 
 def _write(config: Mapping[str, Any], tasks: Sequence[Task], asked: Asked, folder: Path) -> None:
-    given, settings = job.read(_of_evaluation(config, folder))
+    settings = job.read(_of_evaluation(config, folder))
     benchmarks = list(_benchmarks(tasks, asked, folder / "tasks"))
-    found = job.asked(_of_evaluation(config, folder), given, settings, benchmarks, folder)
+    found = job.asked(_of_evaluation(config, folder), settings, benchmarks)
     if found["missing"]:
         raise ValueError(next(iter(found["missing"].values())))
     verifiers = {name: entry["verifier"] for name, entry in found["benchmarks"].items()}

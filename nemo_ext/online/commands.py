@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_ext.evaluation.commands import ASKED
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model
-from nemo_ext.rl.commands import ENVIRONMENTS, NEW_KEYS, RL, figures, training_inputs
+from nemo_ext.rl.commands import ENVIRONMENTS, RL, figures, training_inputs
 from nemo_ext.serving.commands import SERVED, on_one_node, size_of_one
 
 
@@ -42,11 +42,14 @@ ONLINE = Job(
             SERVED,
             RL,
             ASKED,
-            {"online": {"environments": ENVIRONMENTS, "group": "nemo_ext.rl.algorithms:GroupReward"}},
+            {
+                "online": (
+                    "nemo_ext.online.settings:OnlineSettings",
+                    {"environments": ENVIRONMENTS, "group": "nemo_ext.rl.algorithms:GroupReward"},
+                )
+            },
         ),
         aliases={"model": "served"},
         groups={"preset": "rl"},
-        open=("online.extra", "online.environments", "serving.vllm"),
-        free=(*NEW_KEYS, "nemo_rl.set.", "evaluate.", "online.environments.", "online.group."),
     ),
 )

@@ -9,7 +9,7 @@ from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import Sampling
-from nemo_ext.job.settings import STRICT, Count, checked
+from nemo_ext.job.settings import REPLACED, STRICT, Count, Extra, checked
 from nemo_ext.rl.algorithms import Preference, algorithm_of, of_steps
 
 
@@ -29,9 +29,9 @@ class OnlineSettings:
     prompts: Count | None = None
     temperature: float = 1.0
     top_p: float = 1.0
-    extra: Mapping[str, JsonValue] = field(default_factory=dict)
+    extra: Extra = field(default_factory=dict)
     max_tokens: Count | None = None
-    environments: Mapping[str, Mapping[str, JsonValue]] = field(default_factory=dict)
+    environments: Annotated[Mapping[str, Mapping[str, JsonValue]], REPLACED] = field(default_factory=dict)
     group: Mapping[str, Any] | None = None
     min_margin: Annotated[float, Field(ge=0)] = 0.0
 

@@ -4,7 +4,7 @@ import sys
 
 from nemo_ext.job.config import INTERRUPTED, mistakes_are_one_line
 from nemo_ext.job.job import Command, Grammar
-from nemo_ext.job.settings import Place
+from nemo_ext.job.settings import Place, Words
 
 HELP = """\
 nemo-ext pipeline: run a pipeline's stages one after the other on this machine (docs/pipelines.md). The same command
@@ -51,5 +51,5 @@ PIPELINE = Command(
     group="train",
     help="run jobs that follow each other on this machine, a table of them, one report; resumable",
     main=_main,
-    grammar=Grammar(settings={"run_dir": Place, "data_root": Place}, words=("evaluate",), loose=True),
+    grammar=Grammar(settings={"run_dir": Place, "data_root": Place, "evaluate": Words}, loose=True),
 )

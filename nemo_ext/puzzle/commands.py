@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.job.job import Array, Command, Config, Grammar, Input, Job, Model, inputs, reads
-from nemo_ext.megatron.commands import MEGATRON, NEW_KEYS, TRAINING, size
+from nemo_ext.megatron.commands import MEGATRON, TRAINING, size
 
 _SETTINGS = {**TRAINING, "puzzle": ("nemo_ext.puzzle.settings:Settings", {"heal": {"megatron": MEGATRON}})}
-_OPEN = ("puzzle.search.shares", "puzzle.search.limits", "puzzle.heal.megatron")
-_GRAMMAR = Grammar(settings=_SETTINGS, open=_OPEN, free=NEW_KEYS, streams=True)
+_GRAMMAR = Grammar(settings=_SETTINGS, streams=True)
 
 
 def _inputs(config: Config) -> list[Input]:

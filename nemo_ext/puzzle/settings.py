@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Place, checked, nearest
+from nemo_ext.job.settings import REPLACED, STRICT, Place, checked, nearest
 from nemo_ext.puzzle.choice.problem import Limit
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT
 from nemo_ext.puzzle.cost import REQUEST_SECONDS, RESOURCES, Serving
@@ -140,8 +140,8 @@ class Search:
     """
 
     metric: Literal["kl", "loss", "cosine"] = "kl"
-    shares: dict[str, Any] = field(default_factory=dict)
-    limits: dict[str, Any] = field(default_factory=dict)
+    shares: Annotated[dict[str, Any], REPLACED] = field(default_factory=dict)
+    limits: Annotated[dict[str, Any], REPLACED] = field(default_factory=dict)
     pool: PositiveInt = 1
     min_distance: PositiveInt = 1
     gap: Annotated[float, Field(ge=0, lt=1)] = GAP
@@ -210,7 +210,7 @@ class Heal:
     temperature: PositiveFloat = 1.0
     top_k: PositiveInt | None = None
     continue_tokens: NonNegativeFloat = 0
-    megatron: dict[str, Any] = field(default_factory=dict)
+    megatron: Annotated[dict[str, Any], REPLACED] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.teacher == "cached" and self.top_k is None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
-from nemo_ext.job.settings import Place
+from nemo_ext.job.settings import Open, Place
 
 
 def _inputs(config: Config) -> list[Input]:
@@ -41,7 +41,8 @@ QUANTIZE = Job(
         settings={
             **dict.fromkeys(("from", "to", "files_from"), Place),
             "calibration": {"data": Place, "template": Place},
+            "megatron": Open,
+            "precision_plan": Open,
         },
-        free=("megatron.", "precision_plan."),
     ),
 )

@@ -5,7 +5,7 @@ import sys
 from nemo_ext.job.config import mistakes_are_one_line, run_job
 from nemo_ext.job.job import Command, Grammar
 from nemo_ext.job.settings import nearest
-from nemo_ext.megatron.commands import NEW_KEYS, TRAINING
+from nemo_ext.megatron.commands import TRAINING
 
 CONFIGS = {"train": "rehearse", "puzzle": "rehearse_puzzle"}
 """Configs by the job that is rehearsed."""
@@ -27,5 +27,5 @@ REHEARSE = Command(
     group="cluster",
     help="step one rank of each kind of a full-size run without its GPUs: memory, FLOPs, communication",
     main=_main,
-    grammar=Grammar(settings=TRAINING, free=NEW_KEYS),
+    grammar=Grammar(settings=TRAINING),
 )

@@ -6,23 +6,23 @@ from typing import Any
 
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
-from nemo_ext.job.settings import Place, Places
+from nemo_ext.job.settings import Open, Place, Places
 
 ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
 """Types of a section of environments."""
 RL: Mapping[str, Any] = {
     **dict.fromkeys(("run_dir", "policy", "template"), Place),
-    "tasks": {"*": dict.fromkeys(("path", "curriculum", "directory"), Place)},
+    "tasks": ({"*": dict.fromkeys(("path", "curriculum", "directory"), Place)}, Open),
     "pairs": {"train": Place, "validation": Place},
     "rl": (
         "nemo_ext.rl.algorithms:PolicyGradient",
         {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]},
+        Open,
     ),
-    "environments": ENVIRONMENTS,
+    "trl": Open,
+    "nemo_rl": {"set": Open},
 }
-"""Types of the keys of RL."""
-NEW_KEYS = ("rl.", "trl.", "tasks.")
-"""Keys of RL that may be new: presets and engines know which exist."""
+"""Types of the keys of RL; presets and engines know which keys exist in open sections."""
 _REWARDS = {
     "reward": "reward",
     "eval_reward": "validation reward",
@@ -112,10 +112,9 @@ RL_JOB = Job(
     saved_step=saved_step,
     figures=figures,
     grammar=Grammar(
-        settings=RL,
+        settings={**RL, "environments": (ENVIRONMENTS, Open), "megatron": Open, "precision_plan": Open},
         aliases={"model": "policy"},
         groups={"preset": "rl"},
-        free=(*NEW_KEYS, "nemo_rl.set.", "environments.", "megatron.", "precision_plan."),
         replaces={"environments": "rl.environments"},
     ),
 )

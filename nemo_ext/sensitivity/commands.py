@@ -1,7 +1,7 @@
 """`nemo-ext sensitivity`."""
 
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs, reads
-from nemo_ext.megatron.commands import NEW_KEYS, TRAINING, size
+from nemo_ext.megatron.commands import TRAINING, size
 
 
 def _inputs(config: Config) -> list[Input]:
@@ -23,7 +23,5 @@ SENSITIVITY = Job(
     size=size,
     size_keys=("launcher.nodes", "launcher.nproc_per_node"),
     training=True,
-    grammar=Grammar(
-        settings={**TRAINING, "sensitivity": "nemo_ext.sensitivity.settings:Settings"}, free=NEW_KEYS, streams=True
-    ),
+    grammar=Grammar(settings={**TRAINING, "sensitivity": "nemo_ext.sensitivity.settings:Settings"}, streams=True),
 )

@@ -9,7 +9,10 @@ from nemo_ext.job.findings import Finding
 from nemo_ext.job.job import Array, Config, Grammar, Input, Job, Model, inputs
 from nemo_ext.job.settings import Place, strings
 
-SERVED = {"run_dir": Place, "served": Place, "files_from": Place, "endpoint": Place}
+SERVED = {
+    **dict.fromkeys(("run_dir", "served", "files_from", "endpoint"), Place),
+    "serving": "nemo_ext.serving.settings:ServingSettings",
+}
 """Types of the keys about a served model."""
 REPLICAS = Array(
     key="serving.replica",
@@ -101,5 +104,5 @@ SERVE = Job(
     own_folder=True,
     serving="replicas",
     server=True,
-    grammar=Grammar(settings=SERVED, aliases={"model": "served"}, open=("serving.vllm",)),
+    grammar=Grammar(settings=SERVED, aliases={"model": "served"}),
 )

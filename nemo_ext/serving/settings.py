@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import STRICT, Extra, Place, checked
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -20,7 +20,7 @@ class ServingSettings:
 
     Attributes:
         engine: transformers (any machine, any class of `nemo-ext convert`) or vllm.
-        name: name of the model at the endpoint.
+        name: name of the model at the endpoint; null takes its folder's.
         host: address that the endpoint listens at.
         key_variable: environment variable with the key; None makes one.
         open: whether no key is wanted; at loopback addresses alone.
@@ -37,7 +37,7 @@ class ServingSettings:
     """
 
     engine: Literal["transformers", "vllm"] = "transformers"
-    name: str = "model"
+    name: Annotated[str, BeforeValidator(lambda name: "model" if name is None else name)] = "model"
     host: str = "127.0.0.1"
     key_variable: str | None = None
     open: bool = False
@@ -50,7 +50,7 @@ class ServingSettings:
     replica: NonNegativeInt | None = None
     gpus: PositiveInt = 1
     nodes: PositiveInt = 1
-    vllm: Mapping[str, JsonValue] = Field(default_factory=dict)
+    vllm: Extra = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.open and self.host not in LOOPBACK:
@@ -94,3 +94,28 @@ class ServingSettings:
         if not (key := os.environ.get(self.key_variable)):
             raise ValueError(f"serving.key_variable: the environment variable {self.key_variable} is not set")
         return key
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AskingSettings:
+    """Keys of a job that asks a served model or an endpoint.
+
+    Attributes:
+        endpoint: run directory of `nemo-ext serve`, or URL that ends in /v1; null serves `model` while the job runs.
+        served: Hugging Face folder or run directory, or with an endpoint the model's name there.
+        key_variable: environment variable with the endpoint's key; null takes the key of the run directory.
+        serving: how `model` is served, see `nemo-ext serve --help`.
+        files_from: for a run directory of Megatron, folder with tokenizer, chat template and generation config.
+        trust_remote_code: whether Python files in the model's folder may run.
+    """
+
+    endpoint: Place | None = None
+    served: Place | None = None
+    key_variable: str | None = None
+    serving: ServingSettings = Field(default_factory=ServingSettings)
+    files_from: Place | None = None
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        if self.key_variable is not None and not os.environ.get(self.key_variable):
+            raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")

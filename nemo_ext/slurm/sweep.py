@@ -8,7 +8,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from nemo_ext.job.config import compose, hydra_value, hydra_words
-from nemo_ext.job.places import is_place
+from nemo_ext.job.keys import is_place
 from nemo_ext.job.registry import grammar_of
 from nemo_ext.slurm.settings import split
 

@@ -3,7 +3,6 @@
 import re
 
 from nemo_ext.job.job import Grammar, reads
-from nemo_ext.job.settings import Place
 from nemo_ext.serving.commands import asking
 
 _NO_TEXT = re.compile(r"(?:null|true|false|-?[\d.]+(?:e-?\d+)?)?")
@@ -34,13 +33,11 @@ SYNTHESIZE = asking(
     check=reads("nemo_ext.synthesis.job:check"),
     grammar=Grammar(
         settings=(
-            "nemo_ext.synthesis.job:Given",
-            {"served": Place, "roles": {"*": "nemo_ext.synthesis.settings:Role"}},
+            "nemo_ext.synthesis.settings:Settings",
+            {"roles": {"*": "nemo_ext.synthesis.settings:Role"}},
         ),
         aliases={"model": "served"},
         groups={"recipe": "synthesize"},
-        open=("serving.vllm",),
-        free=("roles.", "steps.", "outputs."),
         literal=literal,
         dry_run="synthesize.dry_run",
     ),

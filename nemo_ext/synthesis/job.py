@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pydantic.dataclasses import dataclass as pydantic_dataclass
-
 from nemo_ext import __version__
 from nemo_ext.endpoint.client import Client, EndpointGone
 from nemo_ext.generate.batch import A_DAY
@@ -23,7 +21,7 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest, note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Place, Places, check_keys, checked
+from nemo_ext.job.settings import check_keys, checked
 from nemo_ext.rl.environments import make, settings_of
 from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
@@ -33,33 +31,11 @@ from nemo_ext.synthesis.asking import Asking, answered
 from nemo_ext.synthesis.canaries import Fooled
 from nemo_ext.synthesis.context import Context, Counts
 from nemo_ext.synthesis.rows import FirstRows, Row, RowFile, files_of, read_input, written
-from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Screen, Step, Verify, WorkSettings
+from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Screen, Settings, Step, Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 _DONE, _ROWS, _STEPS = "done.json", "rows.jsonl", "steps"
 _TRIED = 50
-
-
-@pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Given:
-    """The config's own keys; the rest is a `Recipe` and `WorkSettings`."""
-
-    input: Places
-    output: Place
-    recipe: str
-    about: str | None = None
-    endpoint: Place | None = None
-    served: str | None = None
-    key_variable: str | None = None
-    license: str | None = None
-    seed: int = 1234
-    roles: Mapping[str, Any] = field(default_factory=dict)
-    steps: Mapping[str, Any] = field(default_factory=dict)
-    outputs: Mapping[str, Any] = field(default_factory=dict)
-    synthesize: Mapping[str, Any] = field(default_factory=dict)
-    serving: Mapping[str, Any] = field(default_factory=dict)
-    files_from: Place | None = None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +89,9 @@ def check(config: Mapping[str, Any]) -> None:
         _first_request(given, recipe)
 
 
-def _checked(config: Mapping[str, Any]) -> tuple[Given, Recipe, WorkSettings]:
-    given = checked(Given, config)
-    recipe, work = Recipe.of(config), WorkSettings.of(given.synthesize)
+def _checked(config: Mapping[str, Any]) -> tuple[Settings, Recipe, WorkSettings]:
+    given = checked(Settings, config)
+    recipe, work = Recipe.of(config), given.synthesize
     if Path(given.output).expanduser().is_file():
         raise ValueError(f"output={given.output}: is a file: name a folder")
     for name, step in recipe.steps.items():
@@ -157,7 +133,7 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 
 
 @contextmanager
-def _places(config: Mapping[str, Any], given: Given, recipe: Recipe, folder: Path) -> Iterator[dict[str, _Place]]:
+def _places(config: Mapping[str, Any], given: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, _Place]]:
     """Where each role is asked; a folder in `model` is served meanwhile."""
     own = {role: recipe.place(role) for role in recipe.asked()}
     places = {
@@ -191,7 +167,7 @@ class _Run:
         places: where each role is asked.
     """
 
-    given: Given
+    given: Settings
     recipe: Recipe
     work: WorkSettings
     folder: Path
@@ -327,7 +303,7 @@ def _hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _first_request(given: Given, recipe: Recipe) -> tuple[str, Any] | None:
+def _first_request(given: Settings, recipe: Recipe) -> tuple[str, Any] | None:
     """The first step that asks, and what it asks, as far as the steps before it can be done without others.
 
     Raises:
@@ -350,7 +326,7 @@ def _first_request(given: Given, recipe: Recipe) -> tuple[str, Any] | None:
     return None
 
 
-def _show(given: Given, recipe: Recipe) -> None:
+def _show(given: Settings, recipe: Recipe) -> None:
     """Prints the steps, and the first request."""
     for number, (name, step) in enumerate(recipe.steps.items(), start=1):
         print(f"{number}. {name}: {' '.join(filter(None, (step.kind, ', '.join(step.roles()))))}")

@@ -9,7 +9,8 @@ from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import BatchSettings, Sampling
-from nemo_ext.job.settings import STRICT, Count, Place, Share, checked, nearest
+from nemo_ext.job.settings import STRICT, Count, Place, Places, Share, checked, nearest
+from nemo_ext.serving.settings import AskingSettings
 from nemo_ext.synthesis.expressions import TEMPLATES
 
 
@@ -457,10 +458,34 @@ class WorkSettings(BatchSettings):
 
     canaries: Share | None = None
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "WorkSettings":
-        """Settings from a config's section; see `read`."""
-        return cls.read(section, "synthesize")
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(AskingSettings):
+    """Settings of `nemo-ext synthesize`; roles, steps and outputs are a `Recipe`'s.
+
+    Attributes:
+        input: files with the rows that the steps begin with; globs too.
+        output: folder to write.
+        recipe: name of the recipe.
+        about: source of the recipe, for the card.
+        license: license of the data, for the card.
+        seed: seed of answers and of sampled rows.
+        roles: models by role.
+        steps: steps by name, in order.
+        outputs: files by name.
+        synthesize: how the work is done.
+    """
+
+    input: Places
+    output: Place
+    recipe: str
+    about: str | None = None
+    license: str | None = None
+    seed: int = 1234
+    roles: Mapping[str, Any] = Field(default_factory=dict)
+    steps: Mapping[str, Any] = Field(default_factory=dict)
+    outputs: Mapping[str, Any] = Field(default_factory=dict)
+    synthesize: WorkSettings = Field(default_factory=WorkSettings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -194,7 +194,7 @@ def test_a_judge_that_is_down_leaves_answers_without_a_score(
         ({"colour": 1}, (), "unknown key 'colour'"),
         ({}, ("evaluate.benchmarks=[sum]",), "did you mean 'sums'?"),
         ({}, ("evaluate.modes=[on]",), "unknown mode 'on'"),
-        ({}, ("evaluate.limit=0",), "evaluate: limit=0"),
+        ({}, ("evaluate.limit=0",), "evaluate.limit=0"),
         ({}, ("suite=quik",), "did you mean 'quick'?"),
     ],
 )

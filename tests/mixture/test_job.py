@@ -210,7 +210,7 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
             r"mixture\.at_least\.code=0\.6: at most 0\.0\d+ of 1,000,000",
         ),
         (["mixture.tokens=1e6"], r"at most 0\.\d+ together cannot sum to 1"),
-        (["mixture.strengths=[0,1]"], r"mixture: strengths\.0=0"),
+        (["mixture.strengths=[0,1]"], r"mixture\.strengths\.0=0"),
         (["shard=3/2"], "shard: 3/2: expected I/N with I below N"),
         (["mixture.weights.pyhton_bits=2"], r"mixture\.weights: no benchmark 'pyhton_bits' .*'python_bits'"),
         (["evaluate=suite=olmo3_base_easy evaluate.data_root=/nowhere"], "/nowhere/ai2_arc"),

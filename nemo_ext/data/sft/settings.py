@@ -14,7 +14,7 @@ from nemo_ext.data.sft.filters.near_duplicates import NearDuplicates
 from nemo_ext.data.sft.filters.screen import Screen, load_filters
 from nemo_ext.data.sft.sources import ConversationSource
 from nemo_ext.data.text.tokenizers import named_tokenizer
-from nemo_ext.job.settings import STRICT, Place, Share, checked
+from nemo_ext.job.settings import REPLACED, STRICT, Place, Share, checked
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -63,12 +63,12 @@ class SftSettings:
     turns: Literal["split", "last", "whole"]
     sources: tuple[ConversationSource, ...]
     filters: dict[str, dict[str, Any] | None]
-    near_duplicates: NearDuplicates | None
+    near_duplicates: Annotated[NearDuplicates | None, REPLACED]
     duplicate_ids: Literal["drop", "error"]
-    reasoning: ReasoningSettings | None
-    thinking_shares: dict[str, Share]
-    sampling: Sampling
-    packing: PackingSettings
+    reasoning: Annotated[ReasoningSettings | None, REPLACED]
+    thinking_shares: Annotated[dict[str, Share], REPLACED]
+    sampling: Annotated[Sampling, REPLACED]
+    packing: Annotated[PackingSettings, REPLACED]
     validation_share: Annotated[Share, Field(lt=1)]
     max_bad_share: Share
     seed: int

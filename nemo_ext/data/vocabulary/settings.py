@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, checked
+from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, Text, checked
 
 BYTES = 256
 
@@ -49,10 +49,10 @@ class Settings:
     preset: str | None
     output: Annotated[Place, Field(min_length=1)]
     vocab: Annotated[int, Field(gt=BYTES, le=1 << 24)]
-    split: Annotated[str, Field(min_length=1)]
+    split: Annotated[Text, Field(min_length=1)]
     normalizer: Literal["NFC", "NFKC"] | None
     special_tokens: tuple[Annotated[str, Field(min_length=2)], ...]
-    end: str
+    end: Text
     template: Place | None
     longest: Annotated[int, Field(gt=1, le=1 << 16)] | None
     min_frequency: Annotated[int, Field(ge=1, le=1 << 31)]

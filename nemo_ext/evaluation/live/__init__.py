@@ -1,16 +1,17 @@
 """Evaluation of the model that is being trained, as it is on its ranks (docs/evaluation.md). No torch here."""
 
 from collections.abc import Mapping
+from dataclasses import field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.text.tokenizers import Tokenizer, check_vocabulary, load_tokenizer, named_tokenizer
 from nemo_ext.data.training import data_sections
 from nemo_ext.evaluation.settings import EvaluateSettings
-from nemo_ext.job.settings import STRICT, Count, Place, checked
+from nemo_ext.job.settings import FLAT, STRICT, Count, Place, checked
 
 FOLDER = "evaluate"
 """Folder, in a run directory, of the evaluations of its steps."""
@@ -24,28 +25,28 @@ _UNFIT = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LiveSettings:
-    """What a training's section `evaluate` has beside the settings of evaluations.
+    """Section `evaluate` of a training.
 
     Attributes:
         every: steps from one evaluation to the next; null for none.
         tokenizer: Hugging Face folder, or `byte`; None takes that of the data.
         max_batch: most sequences in a forward pass.
+        settings: benchmarks, and how they are asked.
     """
 
     every: Count | None = None
     tokenizer: Place | None = None
     max_batch: Count = 64
+    settings: Annotated[EvaluateSettings, FLAT] = field(default_factory=EvaluateSettings)
 
 
-def settings_of(config: Mapping[str, Any]) -> tuple[LiveSettings, EvaluateSettings]:
+def settings_of(config: Mapping[str, Any]) -> LiveSettings:
     """The settings of a training config's section `evaluate`.
 
     Raises:
         ValueError: a setting is wrong; names it.
     """
-    section = dict(config.get("evaluate") or {})
-    own = {name: section.pop(name) for name in ("every", "tokenizer", "max_batch") if name in section}
-    return checked(LiveSettings, own, where="evaluate"), EvaluateSettings.of(section)
+    return checked(LiveSettings, config.get("evaluate") or {}, where="evaluate")
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
@@ -54,7 +55,7 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
     Raises:
         ValueError: the config names none, it cannot be read, or it has more ids than the model.
     """
-    name = settings_of(config)[0].tokenizer
+    name = settings_of(config).tokenizer
     named = next((found for data in data_sections(config) if (found := data.get("tokenizer")) is not None), None)
     if name is not None:
         named = named_tokenizer(name)
@@ -77,7 +78,7 @@ def check(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a setting is wrong, a suite or tokenizer is missing, or the model cannot be asked in this layout.
     """
-    live, settings = settings_of(config)
+    live = settings_of(config)
     if live.every is None:
         return
     flags = config["megatron"]
@@ -92,7 +93,7 @@ def check(config: Mapping[str, Any]) -> None:
     tokenizer_of(config)
     from nemo_ext.evaluation.job import chosen
 
-    chosen(settings)
+    chosen(live.settings)
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
@@ -102,7 +103,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
         ValueError: see `check`; or a package is missing here.
     """
     check(config)
-    every = settings_of(config)[0].every
+    every = settings_of(config).every
     if every is not None and (missing := [name for name in _NEEDED if find_spec(name) is None]):
         raise ValueError(f"evaluate.every={every}: needs {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
 

@@ -46,7 +46,7 @@ class Evaluations:
 
     def __init__(self, config: Mapping[str, Any], measure: Callable[..., Mapping[str, Any]] | None = None) -> None:
         self.config, self.measure = config, measure
-        self.live, self.settings = settings_of(config)
+        self.live = settings_of(config)
         self.run_dir = Path(config["run_dir"])
 
     def install(self) -> None:
@@ -148,7 +148,7 @@ class Evaluations:
                     from nemo_ext.evaluation.job import evaluate as measure
                 assert measure is not None
                 folder = folder_of(self.run_dir, step)
-                found.append(dict(measure(self.settings, address, folder, tokenizer=tokenizer)))
+                found.append(dict(measure(self.live.settings, address, folder, tokenizer=tokenizer)))
         except BaseException as error:
             print(f"evaluation at step {step} failed: {type(error).__name__}: {error}; training goes on", flush=True)
         finally:

@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from nemo_ext.job.places import is_place
+from nemo_ext.job.keys import is_place
 from nemo_ext.job.registry import commands, grammar_of
 from nemo_ext.megatron.arguments import MANAGED, megatron_parser
 

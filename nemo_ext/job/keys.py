@@ -1,0 +1,70 @@
+"""Keys of a job's config by the types of its settings: paths, texts, sections that a user fills. No torch.
+
+A tree of types is the class that reads a config (`module:name`, imported when a key leads there), a mapping of types by
+key ("*" is a name that the user chooses), or a tuple of several.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
+
+from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields
+
+
+def is_place(settings: Any, key: str) -> bool:
+    """Whether the value of a dotted key names a file or folder, or a list of them, by a tree of types."""
+    return is_marked(settings, key, PLACE)
+
+
+def is_marked(settings: Any, key: str, mark: str) -> bool:
+    """Whether the type of a dotted key has a mark of `nemo_ext.job.settings`, by a tree of types."""
+    return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
+
+
+def may_be_new(settings: Any, key: str) -> bool:
+    """Whether a class has the dotted key or a mapping may hold it, so that no file of the config needs to."""
+    return any(known for _, known in _types(settings, key.split(".")))
+
+
+def _has(kind: Any, mark: str) -> bool:
+    marks = (PLACE,) if kind is Path else getattr(kind, "__metadata__", ())
+    return mark in marks or any(_has(member, mark) for member in _members(kind))
+
+
+def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Types that a key, part by part, leads to from a type, each with whether a class or a mapping knows the key."""
+    if kind is None:
+        return
+    if isinstance(kind, str):
+        module, _, name = kind.partition(":")
+        kind = getattr(import_module(module), name)
+        kind = tuple(kind.values()) if isinstance(kind, Mapping) else kind  # kinds by name
+    if isinstance(kind, tuple):
+        for member in kind:
+            yield from _types(member, parts, known)
+    elif not parts or kind is Any or hasattr(kind, "__value__"):
+        yield kind, known
+    elif isinstance(kind, Mapping):
+        for name in {parts[0], "*"} & set(kind):
+            yield from _types(kind[name], parts[1:])
+    elif dataclasses.is_dataclass(kind):
+        for _, part, flat in dataclass_fields(cast(Any, kind)):
+            yield from _types(part, parts) if flat else ()
+        hint = get_type_hints(kind, include_extras=True).get(parts[0])
+        if hint is not None and FLAT not in getattr(hint, "__metadata__", ()):
+            yield from _types(hint, parts[1:], True)
+    elif get_origin(kind) in (dict, Mapping):
+        yield from _types(get_args(kind)[1], parts[1:], True)
+    else:
+        for member in _members(kind):
+            yield from _types(member, parts, known)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    """Types that a union, a tuple or an annotated type is of."""
+    if get_origin(kind) in (Union, UnionType, tuple):
+        return get_args(kind)
+    return (get_args(kind)[0],) if get_origin(kind) is Annotated else ()
