@@ -25,6 +25,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
 from nemo_ext.job.keys import is_marked, is_place, may_be_new
@@ -350,15 +351,37 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
         ValueError: if neither the package nor a folder of --config-dir has the file.
     """
     folders, words = config_folders(words)
-    own = grammar_of(job).groups.get(group, group)
-    packages = dict.fromkeys([CONFIGS, _package_of(job)])
-    roots = [Path(str(files(package))) for package in packages]
-    places = [root / own for root in (*roots, *folders)]
-    known = {str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")}
+    places = _places(grammar_of(job).groups.get(group, group), job, folders)
+    known = _names(places)
     for word in words:
         name = word.removeprefix(f"{group}=").strip("\"'").removesuffix(".yaml")
         if word.startswith(f"{group}=") and not any((place / f"{name}.yaml").is_file() for place in places):
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
+
+
+def _places(group: str, job: str, folders: Sequence[Path]) -> list[Path]:
+    """Folders that may have the files of a config group."""
+    packages = dict.fromkeys([CONFIGS, _package_of(job)])
+    return [root / group for root in (*(Path(str(files(package))) for package in packages), *folders)]
+
+
+def _names(places: Sequence[Path]) -> list[str]:
+    """Names of the config files in folders."""
+    return sorted({str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")})
+
+
+def _help(config_name: str, words: Sequence[str]) -> str:
+    """Text of `--help`."""
+    command, (folders, _) = with_config(config_name), config_folders(words)
+    assert command is not None
+    package = _package_of(config_name)
+    with hydra.initialize_config_module(package, version_base="1.3"):
+        config = hydra.compose(config_name, overrides=_search(package, folders), return_hydra_config=True)
+    keys = {group: key for key, group in command.grammar.groups.items()}
+    chosen = [group for group in config.hydra.runtime.choices if not group.startswith("hydra/")]
+    groups = {keys.get(group, group): group for group in dict.fromkeys([*command.grammar.groups.values(), *chosen])}
+    options = {key: _names(_places(group, config_name, folders)) for key, group in groups.items()}
+    return help_text(command, config, options)
 
 
 def mistake(error: Exception, job: str) -> str:
@@ -440,6 +463,9 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     # Threads that spin while they wait take the cores of jobs beside this one; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
+        if {"-h", "--help"} & set(sys.argv[1:]):
+            print(_help(config_name, sys.argv[1:]))
+            return
         check_choice("recipe", sys.argv[1:], config_name)
         package = _package_of(config_name)
         words = hydra_words(sys.argv[1:], config_name)

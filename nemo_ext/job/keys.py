@@ -5,11 +5,13 @@ key ("*" is a name that the user chooses), or a tuple of several.
 """
 
 import dataclasses
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Union, cast, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields
 
@@ -27,6 +29,43 @@ def is_marked(settings: Any, key: str, mark: str) -> bool:
 def may_be_new(settings: Any, key: str) -> bool:
     """Whether a class has the dotted key or a mapping may hold it, so that no file of the config needs to."""
     return any(known for _, known in _types(settings, key.split(".")))
+
+
+def choices(settings: Any, key: str) -> tuple[str, ...]:
+    """Words that the value of a dotted key may be; none if it may be others too."""
+    kinds = [kind for kind, _ in _types(settings, key.split("."))]
+    words = [
+        word
+        for kind in kinds
+        for member in (kind, *_members(kind))
+        for word in get_args(member)
+        if get_origin(member) is Literal
+    ]
+    return tuple(dict.fromkeys(map(str, words)))
+
+
+def description(settings: Any, key: str) -> str:
+    """Line on a dotted key in the docstring of the class that has it; "" if there is none."""
+    above, _, name = key.rpartition(".")
+    for kind, _ in _types(settings, above.split(".") if above else []):
+        for member in (kind, *_members(kind)):
+            if dataclasses.is_dataclass(member) and (line := _attributes(cast(type[Any], member)).get(name)):
+                return line
+    return ""
+
+
+def _attributes(kind: type[Any]) -> dict[str, str]:
+    """Lines by name of the section `Attributes` of the docstrings of a dataclass, its flat fields and its bases."""
+    lines: dict[str, str] = {}
+    for part in (*(part for _, part, flat in dataclass_fields(kind) if flat), *reversed(kind.__mro__[:-1])):
+        if part is not kind and part not in kind.__mro__:
+            lines |= _attributes(part)
+            continue
+        section = inspect.cleandoc(part.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
+        for entry in re.split(r"\n(?= {4}\S)", "\n" + section):
+            names, colon, line = " ".join(entry.split()).partition(": ")
+            lines |= dict.fromkeys(names.split(", "), line) if colon else {}
+    return lines
 
 
 def _has(kind: Any, mark: str) -> bool:

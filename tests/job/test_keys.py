@@ -7,8 +7,9 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from nemo_ext.job.keys import is_place
+from nemo_ext.job.keys import choices, description, is_marked, is_place, may_be_new
 from nemo_ext.job.registry import commands, grammar_of
+from nemo_ext.job.settings import REPLACED, TEXT, WORDS
 from nemo_ext.megatron.arguments import MANAGED, megatron_parser
 
 _NAME = re.compile(r"(\w*_)?(dir|directory|path|file|folder|root|input|output)")
@@ -60,3 +61,40 @@ def _keys(config: object, above: str = "") -> Iterator[str]:
         for key, value in config.items():
             yield f"{above}{key}"
             yield from _keys(value, f"{above}{key}.")
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "mark"),
+    [
+        ("generate", "generate.template", TEXT),
+        ("generate", "generate.extra", REPLACED),
+        ("mixture", "train", WORDS),
+        ("preference_data", "sources", REPLACED),
+        ("sft_data", "packing", REPLACED),
+    ],
+)
+def test_marks_are_found_below_sections_and_flat_fields(job: str, key: str, mark: str) -> None:
+    assert is_marked(grammar_of(job).settings, key, mark)
+
+
+@pytest.mark.parametrize(
+    ("job", "key", "new"),
+    [
+        ("train", "megatron.optimizer", True),
+        ("train", "evaluate.attempts", True),
+        ("train", "train.token", False),
+        ("generate", "generate.attempts", True),
+        ("generate", "generate.client", False),
+        ("rl", "trl.beta", True),
+    ],
+)
+def test_keys_of_classes_and_of_open_sections_may_be_new(job: str, key: str, new: bool) -> None:
+    assert may_be_new(grammar_of(job).settings, key) == new
+
+
+def test_a_key_has_its_line_and_its_choices() -> None:
+    settings = grammar_of("generate").settings
+
+    assert description(settings, "generate.max_dead").startswith("share of the answers that may fail")
+    assert description(settings, "generate.attempts") == "most attempts per request."
+    assert choices(settings, "serving.engine") == ("transformers", "vllm")
