@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.job.job import GROUPS, Job, invoke
+from nemo_ext.job.job import GROUPS, Job, check_packages, invoke
 from nemo_ext.job.registry import command, commands
 
 
@@ -40,11 +40,7 @@ def _run(job: Job) -> None:
     from nemo_ext.job.config import run_job
 
     def run(config: dict[str, Any]) -> None:
-        engines = job.engines(config) if callable(job.engines) else job.engines
-        if engines:
-            from nemo_ext.engines import require
-
-            require(*engines)
+        check_packages(job, config)
         invoke(job.run, config)
 
     run_job(job.config or job.name, run, resumable=job.resumable)

@@ -43,12 +43,7 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
     requires, chosen = requirements(), list(dict.fromkeys(extra.replace("-", "_") for extra in extras))
     if unknown := [extra for extra in chosen if extra not in requires]:
         raise ValueError(f"there is no extra {unknown[0]!r}: {nearest(unknown[0], requires)}")
-    wanted, needed = list[str](), ["base", *chosen]
-    for extra in needed:  # grows by the extras that an extra names
-        for line in requires[extra]:
-            ours = re.match(r"nemo[-_.]ext\s*\[(.*)\]", line)
-            needed += ours[1].replace("-", "_").split(",") if ours else []
-            wanted += [] if ours or line in wanted else [line]
+    wanted = _wanted(["base", *chosen], requires)
     found = {canonical(each.name or ""): each for each in reversed([*distributions()]) if each.version}
     engines = {name: built for name, module in MODULES.items() if (built := _engine(found.get(name), module))}
     known = {**dict.fromkeys(engines, TREE), **{name: each.version for name, each in found.items()}}
@@ -121,6 +116,39 @@ def requirements() -> dict[str, list[str]]:
         always, *extra = re.split(r"\s*(?:;|\band)\s*extra\s*==\s*", line)
         requires["".join(extra).strip("\"'").replace("-", "_") or "base"].append(always)
     return requires
+
+
+def check_extras(*extras: str) -> None:
+    """Refuse extras whose packages are not installed here, or are too old.
+
+    Source trees without metadata pass, and extras that the metadata of an older nemo_ext does not have.
+
+    Raises:
+        ValueError: naming the packages and the command that installs them.
+    """
+    from packaging.requirements import Requirement
+
+    lacking = []
+    for line in _wanted([*extras], requirements()):
+        wanted = Requirement(line)
+        versions = [each.version for each in distributions(name=wanted.name)]
+        if not versions and not folder_of(wanted.name.replace("-", "_")):
+            lacking.append(wanted.name)
+        elif versions and not wanted.specifier.contains(versions[0], prereleases=True):
+            lacking.append(f"{wanted.name}{wanted.specifier}, {versions[0]} is here")
+    if lacking:
+        raise ValueError(f"this job needs {'; '.join(lacking)}: pip install 'nemo_ext[{','.join(extras)}]'")
+
+
+def _wanted(extras: list[str], requires: dict[str, list[str]]) -> list[str]:
+    """Requirements of extras, and of the extras that these name."""
+    wanted, needed = list[str](), [*extras]
+    for extra in needed:  # grows by the extras that an extra names
+        for line in requires[extra]:
+            ours = re.match(r"nemo[-_.]ext\s*\[(.*)\]", line)
+            needed += ours[1].replace("-", "_").split(",") if ours else []
+            wanted += [] if ours or line in wanted else [line]
+    return wanted
 
 
 def _engine(installed: Distribution | None, module: str) -> str:

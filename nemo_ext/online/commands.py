@@ -6,7 +6,7 @@ from pathlib import Path
 from nemo_ext.evaluation.commands import ASKED
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model
 from nemo_ext.rl.commands import ENVIRONMENTS, RL, figures, training_inputs
-from nemo_ext.serving.commands import SERVED, on_one_node, size_of_one
+from nemo_ext.serving.commands import SERVED, extras, on_one_node, size_of_one
 
 
 def _inputs(config: Config) -> list[Input]:
@@ -24,6 +24,7 @@ ONLINE = Job(
     group="reinforcement learning",
     help="train by DPO or RPO in rounds on the policy's own answers: generate, judge, train",
     run="nemo_ext.online.job:run",
+    extras=lambda config: ("trl", *extras(config)),
     resumable=True,
     check=_check,
     findings=on_one_node,

@@ -29,6 +29,7 @@ from nemo_ext.endpoint.address import FILE
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
+from nemo_ext.job.job import check_packages
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.job.registry import job as find
@@ -225,6 +226,10 @@ def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_
             continue
         earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
         written = coming(earlier)
+        try:
+            check_packages(find(work.stage.job), work.config)
+        except ValueError as error:
+            wrong.append(f"error: {work.stage.name}: {error}")
         found = findings(work.config, settings_of([f"job={work.stage.job}"]), coming=written, here=True)
         if find(work.stage.job).training:
             found += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])

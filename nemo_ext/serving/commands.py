@@ -30,6 +30,11 @@ def engines(config: Config) -> tuple[str, ...]:
     return ("torch",) if here else ()
 
 
+def extras(config: Config) -> tuple[str, ...]:
+    """Extras of the server where this process serves the config's model."""
+    return ("serve",) if engines(config) else ()
+
+
 def size(config: Config, settings: Any) -> tuple[int, int]:
     """Nodes of each replica, and GPUs on each."""
     serving = config["serving"]
@@ -52,10 +57,16 @@ def served_inputs(config: Config) -> list[Input]:
     )
 
 
-def asking(**attributes: Any) -> Job:
-    """A job that asks a served model or an endpoint, in as many array tasks as there are replicas."""
+def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
+    """A job that asks a served model or an endpoint, in as many array tasks as there are replicas.
+
+    Args:
+        extra: extra of nemo_ext that it needs.
+        attributes: other attributes of the job.
+    """
     return Job(
         engines=engines,
+        extras=lambda config: (extra, *extras(config)),
         resumable=True,
         inputs=served_inputs,
         model=STARTS_FROM,
@@ -94,6 +105,7 @@ SERVE = Job(
     help="serve a model behind an OpenAI-compatible endpoint, on this machine or with vLLM",
     run="nemo_ext.serving.job:run",
     engines=engines,
+    extras=extras,
     check=_check,
     inputs=served_inputs,
     model=STARTS_FROM,

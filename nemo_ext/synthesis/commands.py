@@ -26,6 +26,7 @@ def literal(key: str, value: str) -> bool | None:
 
 
 SYNTHESIZE = asking(
+    extra="synthesize",
     name="synthesize",
     group="data",
     help="make training data with models, by a recipe of steps: answers, verdicts, judges, filters",

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_ext import install
 from nemo_ext.checkpoint import fetch
 from nemo_ext.job.config import USER_ERROR, compose
 from nemo_ext.pipeline.stages import read
@@ -96,8 +97,9 @@ def test_without_an_index_it_says_first_what_it_wanted_and_why_it_could_not(
 def test_a_missing_package_is_named_before_anything_is_downloaded(
     tmp_path: Path, own: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name == "gguf" else found(name, *at))
+    installed, folder = install.distributions, install.folder_of
+    monkeypatch.setattr(install, "distributions", lambda **of: [] if of.get("name") == "gguf" else installed(**of))
+    monkeypatch.setattr(install, "folder_of", lambda module: "" if module == "gguf" else folder(module))
     code, _, err = command("fetch", own(), "model=mine", f"to={tmp_path}/to")
 
     assert (code, "licence" in err) == (USER_ERROR, False)

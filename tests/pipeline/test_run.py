@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from nemo_ext import install
 from nemo_ext.job.run_directory import read_metrics
 from nemo_ext.pipeline.run import Work, planned, run, runs_here
 from nemo_ext.pipeline.stages import read
@@ -283,3 +284,25 @@ def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, standins: Any) 
     assert "error: judge, beside ask: the server ended with " in end(
         start(tmp_path, *words, *others, PATH=path), tmp_path, 1
     )
+
+
+def test_a_package_that_a_stage_needs_is_missed_before_any_stage_starts(
+    tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed, folder = install.distributions, install.folder_of
+    monkeypatch.setattr(install, "distributions", lambda **of: [] if of.get("name") == "gguf" else installed(**of))
+    monkeypatch.setattr(install, "folder_of", lambda module: "" if module == "gguf" else folder(module))
+    stages = {
+        "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
+        "fetch": {"job": "fetch", "words": ["model=smollm2_135m", f"to={tmp_path}/model"]},
+    }
+    (tmp_path / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "two", "stages": stages}, sort_keys=False)
+    (tmp_path / "pipeline" / "two.yaml").write_text(text)
+
+    for more in (["--dry-run"], []):
+        ended = command("pipeline", f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *more)
+
+        assert ended.returncode == 2
+        assert "error: fetch: this job needs gguf: pip install 'nemo_ext[fetch]'" in ended.stdout
+    assert not (tmp_path / "tasks.jsonl").exists()
