@@ -6,7 +6,7 @@ from itertools import groupby
 from typing import Any
 
 from nemo_ext import __version__
-from nemo_ext.job.job import GROUPS, Job, check_packages, invoke
+from nemo_ext.job.job import GROUPS, Job, invoke
 from nemo_ext.job.registry import command, commands
 
 
@@ -40,6 +40,8 @@ def _run(job: Job) -> None:
     from nemo_ext.job.config import run_job
 
     def run(config: dict[str, Any]) -> None:
+        from nemo_ext.install import check_packages
+
         check_packages(job, config)
         invoke(job.run, config)
 

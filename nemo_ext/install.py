@@ -12,12 +12,14 @@ import shlex
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
 import nemo_ext
-from nemo_ext.engines import ENGINES, folder_of
+from nemo_ext.engines import ENGINES, folder_of, require
+from nemo_ext.job.job import Config, Job
 from nemo_ext.job.words import nearest
 
 TIME_LIMIT = 300.0
@@ -118,14 +120,22 @@ def requirements() -> dict[str, list[str]]:
     return requires
 
 
-def check_extras(*extras: str) -> None:
-    """Refuse extras whose packages are not installed here, or are too old.
+def check_packages(job: Job, config: Config) -> None:
+    """Refuse a job whose engines, or packages of extras, are not installed here or are too old.
 
     Source trees without metadata pass, and extras that the metadata of an older nemo_ext does not have.
 
     Raises:
         ValueError: naming the packages and the command that installs them.
     """
+    engines, extras = (named(config) if callable(named) else named for named in (job.engines, job.extras))
+    if extras:
+        _check_extras(extras)
+    if engines:
+        require(*engines)
+
+
+def _check_extras(extras: Sequence[str]) -> None:
     from packaging.requirements import Requirement
 
     lacking = []

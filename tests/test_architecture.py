@@ -19,6 +19,7 @@ PAGE = PACKAGE.parent / "docs" / "architecture.md"
 
 ROOMS = (
     *("job", "architecture", "chat", "endpoint", "memory", "data", "checkpoint", "megatron", "launch"),
+    *("engines", "install"),
     *(
         "parity",
         "blockwise",
@@ -37,8 +38,6 @@ ROOMS = (
         "pipeline",
         "mixture",
         "memory_profile",
-        "engines",
-        "install",
         "describe",
         "doctor",
         "cli",

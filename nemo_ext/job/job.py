@@ -209,23 +209,6 @@ class Job(Command):
     figures: Reference | None = None
 
 
-def check_packages(job: Job, config: Config) -> None:
-    """Refuse a job whose engines or other packages are not installed here.
-
-    Raises:
-        ValueError: naming them and the command that installs them.
-    """
-    engines, extras = (named(config) if callable(named) else named for named in (job.engines, job.extras))
-    if extras:
-        from nemo_ext.install import check_extras
-
-        check_extras(*extras)
-    if engines:
-        from nemo_ext.engines import require
-
-        require(*engines)
-
-
 def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:
     """A `check` by a function that reads the settings of a config, and no files that an earlier job may write."""
     return lambda config, coming: invoke(function, config)

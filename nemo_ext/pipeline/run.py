@@ -26,10 +26,10 @@ from rich.live import Live
 from rich.table import Table
 
 from nemo_ext.endpoint.address import FILE
+from nemo_ext.install import check_packages
 from nemo_ext.job.config import FAILED, INTERRUPTED, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding, errors
-from nemo_ext.job.job import check_packages
 from nemo_ext.job.parent import end_with_parent
 from nemo_ext.job.progress import notice
 from nemo_ext.job.registry import job as find
