@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
-from nemo_ext.job.keys import is_marked, is_place, may_be_new
+from nemo_ext.job.keys import is_marked, is_place, may_be_new, names
 from nemo_ext.job.registry import grammar_of, with_config
 from nemo_ext.job.settings import REPLACED, TEXT, WORDS, nearest
 from nemo_ext.job.words import did_you_mean
@@ -403,7 +403,7 @@ def mistake(error: Exception, job: str) -> str:
         if "is not in struct" in why:
             key = unknown[1]
             why = grammar.advice.get(
-                key, f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error)}"
+                key, f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error, grammar)}"
             )
         return f"{unknown[0]}: {why}"
     if group := re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error)):
@@ -414,10 +414,11 @@ def mistake(error: Exception, job: str) -> str:
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 
-def _near(error: Exception) -> str:
+def _near(error: Exception, grammar: Grammar) -> str:
     """The nearest key of the section that Hydra did not have a key in; "" if none is near."""
     cause: Any = error.__cause__
-    near = did_you_mean(str(cause.key), list(map(str, cause.parent_node or ())))
+    known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]
+    near = did_you_mean(str(cause.key), known)
     return f": {near}" if near else ""
 
 

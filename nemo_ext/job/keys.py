@@ -13,7 +13,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
-from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields
+from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields, keys_of
 
 
 def is_place(settings: Any, key: str) -> bool:
@@ -42,6 +42,13 @@ def choices(settings: Any, key: str) -> tuple[str, ...]:
         if get_origin(member) is Literal
     ]
     return tuple(dict.fromkeys(map(str, words)))
+
+
+def names(settings: Any, section: str) -> list[str]:
+    """Keys of the classes that read a dotted section; "" is the whole config."""
+    kinds = [kind for kind, _ in _types(settings, section.split(".") if section else [])]
+    classes = [member for kind in kinds for member in (kind, *_members(kind)) if dataclasses.is_dataclass(member)]
+    return [key for each in classes for key in keys_of(cast(type[Any], each))]
 
 
 def description(settings: Any, key: str) -> str:

@@ -195,6 +195,11 @@ def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
     return adapter, keys, parts
 
 
+def keys_of(kind: type[Any]) -> list[str]:
+    """Keys of the section that a dataclass reads."""
+    return _adapter(cast(Any, kind))[1]
+
+
 def dataclass_fields(kind: type[Any]) -> Iterator[tuple[str, type[Any], bool]]:
     """Fields of a dataclass that are dataclasses: name, type, and whether it is marked `FLAT`."""
     for name, hint in get_type_hints(kind, include_extras=True).items():

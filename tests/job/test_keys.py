@@ -7,7 +7,7 @@ import pytest
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from nemo_ext.job.keys import choices, description, is_marked, is_place, may_be_new
+from nemo_ext.job.keys import choices, description, is_marked, is_place, may_be_new, names
 from nemo_ext.job.registry import commands, grammar_of
 from nemo_ext.job.settings import REPLACED, TEXT, WORDS
 from nemo_ext.megatron.arguments import MANAGED, megatron_parser
@@ -98,3 +98,8 @@ def test_a_key_has_its_line_and_its_choices() -> None:
     assert description(settings, "generate.max_dead").startswith("share of the answers that may fail")
     assert description(settings, "generate.attempts") == "most attempts per request."
     assert choices(settings, "serving.engine") == ("transformers", "vllm")
+
+
+def test_classes_name_their_keys_with_those_of_flat_fields() -> None:
+    assert {"every", "suite", "attempts"} <= set(names(grammar_of("train").settings, "evaluate"))
+    assert "client" not in names(grammar_of("train").settings, "evaluate")
