@@ -15,6 +15,8 @@ _WIDTH = 120
 _INDENT = 34
 _ELSEWHERE = ("defaults", "hydra")
 """Sections of a config file that no job reads."""
+_SOURCE = re.compile(r"\bsection \d|^\(choice\)")
+"""Comments on the source of a number, which do not describe the key."""
 
 
 def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequence[str]]) -> str:
@@ -42,7 +44,8 @@ def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
         shown = next((name for name, meant in command.grammar.aliases.items() if meant == key), key)
         if any(shown == name or (name.endswith(".") and key.startswith(name)) for name in explained):
             continue
-        about = comment or description(command.grammar.settings, key).rstrip(".").replace("None", "null")
+        described = description(command.grammar.settings, key).rstrip(".").replace("None", "null")
+        about = f"{described} ({comment})" if described and _SOURCE.search(comment) else comment or described
         words = choices(command.grammar.settings, key)
         listed = f"[{', '.join(words)}]" if any(word not in about for word in words) else ""
         yield _entry(f"{shown}={default}", f"{about} {listed}".strip())
