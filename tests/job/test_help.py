@@ -19,7 +19,7 @@ def helped(command: Command) -> Callable[[str], str]:
 def test_it_has_defaults_a_line_and_the_groups_that_the_job_reads(helped: Callable[[str], str]) -> None:
     text = helped("train")
 
-    assert "train.warmup_tokens=0           linear learning-rate warm-up" in text
+    assert "train.warmup_tokens=0           length of the linear learning-rate warm-up" in text
     assert "precision=                      bf16, fp32" in text
     assert "suite=" not in text.partition("Config files by name")[2]
 
