@@ -10,11 +10,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from nemo_ext.evaluation.compare import CompareSettings, Comparison, Pair, compared
-from nemo_ext.evaluation.frontier import Point, frontiers, plot_accuracies, plot_frontiers
+from nemo_ext.evaluation.frontier import ACCURACIES, FRONTIERS, Point, frontiers, plot_accuracies, plot_frontiers
 from nemo_ext.evaluation.runs import Run, benchmark_is_low, entries_of, names_of
 from nemo_ext.evaluation.store import BITS
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.report import Table, markdown_table
+from nemo_ext.job.report import Report, Table
 from nemo_ext.job.settings import checked
 
 JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
@@ -44,12 +44,10 @@ def write(given: CompareSettings) -> Comparison:
     found = compared(given)
     points = frontiers(found.runs, given)
     with only_run_in(output, "output"):
-        pictures = {
-            "compare.png": plot_accuracies(found.runs, output / "compare.png"),
-            "pareto.png": plot_frontiers(points, output / "pareto.png", found.papers),
-        }
+        for name in (ACCURACIES, FRONTIERS):
+            (output / name).unlink(missing_ok=True)
         write_text(output / "compare.json", orjson.dumps(as_json(found, points), option=JSON).decode())
-        write_text(output / "compare.md", markdown(found, [name for name, drawn in pictures.items() if drawn]))
+        page(found, points).write(output / "compare.md")
     return found
 
 
@@ -136,17 +134,8 @@ def _number(value: float | None) -> str:
 
 
 AGAINST = (
-    "benchmark",
-    "before",
-    "after",
-    "difference",
-    "kept",
-    "tokens",
-    "cut off",
-    "p",
-    "adjusted p",
-    "problems",
-    "verdict",
+    *("benchmark", "before", "after", "difference", "kept", "tokens", "cut off"),
+    *("p", "adjusted p", "problems", "verdict"),
 )
 """Columns of a table of pairs."""
 
@@ -309,21 +298,20 @@ def _left_out(found: Comparison) -> Table[str]:
     return Table("Left out", ("benchmark", "runs", "why"), rows, text)
 
 
-def markdown(found: Comparison, pictures: Sequence[str]) -> str:
-    """The report as a page."""
+def page(found: Comparison, points: Mapping[str, Sequence[Point]]) -> Report:
+    """The report."""
     runs = [[run.name, str(run.results.get("model") or "-"), str(run.folder)] for run in found.runs]
-    parts = [f"# Comparison with {found.runs[0].name}", markdown_table(("run", "model", "folder"), runs)]
-    parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
-    for table in tables(found):
-        parts.append(table.markdown())
-    parts.append(
+    report = Report(f"Comparison with {found.runs[0].name}").table("", ("run", "model", "folder"), runs)
+    plot_accuracies(report, found.runs)
+    plot_frontiers(report, points, found.papers)
+    report.add(*(table.markdown() for table in tables(found)))
+    return report.add(
         f"Intervals cover {found.level:.1%} and are over problems, which are drawn anew, never over samples. "
         "p is two-sided and paired: McNemar's exact test for one right or wrong answer a problem, else random signs by "
         f"problem. `adjusted p` is for all benchmarks of its table (Holm); `better` and `worse` mean that it is below "
         f"{1 - found.level:.2g}. `No difference shown` does not mean that there is none. `kept` is after over "
         "before."
     )
-    return "\n\n".join(parts) + "\n"
 
 
 def show(found: Comparison, output: Path) -> None:
