@@ -69,7 +69,7 @@ def name_of(name: str, entry: Mapping[str, Any]) -> str:
 
 def tables(results: Mapping[str, Any]) -> list[Table[Cell]]:
     """The tables of results.json, those without a row left out; the first one is that of the benchmarks."""
-    found = [_benchmarks(results), *_parts(results), _reasons(results), _metrics(results), _missing(results)]
+    found = [_benchmarks(results), *_parts(results)]
     return [table for place, table in enumerate(found) if table.rows or not place]
 
 
@@ -121,40 +121,32 @@ def write(results: Mapping[str, Any], run_dir: Path) -> Path:
     return report.write(run_dir / REPORT)
 
 
-def _entries(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield from results.get("benchmarks", {}).items()
-
-
 def _figures(entry: Mapping[str, Any], metric: str) -> list[Cell]:
-    return [
-        figure(entry["accuracy"], entry["interval"], metric=metric),
-        number(entry.get("n")),
-        number(entry.get("tokens")),
-        share(entry.get("truncated")),
-    ]
+    counts = (number(entry.get("n")), number(entry.get("tokens")), share(entry.get("truncated")))
+    return [figure(entry["accuracy"], entry["interval"], metric=metric), *counts]
 
 
 def _benchmarks(results: Mapping[str, Any]) -> Table[Cell]:
     heading = ("benchmark", "result", "problems", "tokens", "truncated", "metric", "reasoning tokens", "samples",
                "wanted", "failed", "unscored")  # fmt: skip
+    entries = results.get("benchmarks", {})
     rows = [
         [
             Cell(name_of(name, entry), name),
             *_figures(entry, entry["metric"]),
             text(entry["metric"]),
-            number(entry.get("reasoning_tokens")),
-            *(number(entry.get(key)) for key in ("samples", "wanted", "failed", "unscored")),
+            *(number(entry.get(key)) for key in ("reasoning_tokens", "samples", "wanted", "failed", "unscored")),
         ]
-        for name, entry in _entries(results)
+        for name, entry in entries.items()
     ]
-    arrow = (
-        " ↓: less is better." if any(not entry.get("higher_is_better", True) for _, entry in _entries(results)) else ""
-    )
-    return Table("Benchmarks", heading, rows, INTERVALS + " Tokens: mean of an answer's, reasoning included." + arrow)
+    note = f"{INTERVALS} Tokens: mean of an answer's, reasoning included."
+    low = any(not entry.get("higher_is_better", True) for entry in entries.values())
+    return Table("Benchmarks", heading, rows, note + " ↓: less is better." * low)
 
 
 def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
-    """Tables of modes, prompts, the sensitivity to prompts, and domains."""
+    """Tables of what a benchmark's problems and metrics divide into, and of what is missing."""
+    entries = results.get("benchmarks", {}).items()
     for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
         rows = [
             [
@@ -163,58 +155,38 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
                 *_figures(values, entry["metric"]),
                 figure(values.get("with_reasoning"), values.get("with_reasoning_interval")),
             ]
-            for name, entry in _entries(results)
+            for name, entry in entries
             if len(entry.get(key) or {}) > 1
             for part, values in entry[key].items()
         ]
-        yield Table(
-            title,
-            ("benchmark", title[:-1].lower(), "result", "problems", "tokens", "truncated", "with reasoning"),
-            rows,
-            "With reasoning: share of the answers that have a trace, with its interval.",
-        )
+        heading = ("benchmark", key[:-1], "result", "problems", "tokens", "truncated", "with reasoning")
+        yield Table(title, heading, rows, "With reasoning: share of the answers that have a trace, with its interval.")
     rows = [
         [text(name), figure(sensitivity["std"], sensitivity["interval"]), number(len(entry["prompts"]))]
-        for name, entry in _entries(results)
+        for name, entry in entries
         if (sensitivity := entry.get("sensitivity"))
     ]
     note = "Standard deviation of the accuracy over prompts, in points of percent."
     yield Table("Sensitivity to prompts", ("benchmark", "standard deviation", "prompts"), rows, note)
     rows = [
         [text(name), text(domain), figure(values["accuracy"], metric=entry["metric"]), number(values["n"])]
-        for name, entry in _entries(results)
+        for name, entry in entries
         for domain, values in (entry.get("domains") or {}).items()
     ]
     yield Table("Domains", ("benchmark", "domain", "result", "problems"), rows)
-
-
-def _reasons(results: Mapping[str, Any]) -> Table[Cell]:
-    rows = [
-        [text(name), text(why), number(count)]
-        for name, entry in _entries(results)
-        for why, count in (entry.get("reasons") or {}).items()
-    ]
-    missing = [
-        [text(name), text("not asked"), number(entry["missing"])]
-        for name, entry in _entries(results)
-        if entry.get("missing")
-    ]
-    return Table("Samples without a score", ("benchmark", "why", "samples"), rows + missing)
-
-
-def _metrics(results: Mapping[str, Any]) -> Table[Cell]:
+    reasons = [(name, *item) for name, entry in entries for item in (entry.get("reasons") or {}).items()]
+    reasons += [(name, "not asked", entry["missing"]) for name, entry in entries if entry.get("missing")]
+    rows = [[text(name), text(why), number(count)] for name, why, count in reasons]
+    yield Table("Samples without a score", ("benchmark", "why", "samples"), rows)
     rows = [
         [text(name), text(metric), figure(value, metric=metric)]
-        for name, entry in _entries(results)
+        for name, entry in entries
         if len(entry.get("metrics") or {}) > 1
         for metric, value in entry["metrics"].items()
     ]
-    return Table("Other metrics", ("benchmark", "metric", "result"), rows)
-
-
-def _missing(results: Mapping[str, Any]) -> Table[Cell]:
+    yield Table("Other metrics", ("benchmark", "metric", "result"), rows)
     rows = [[text(name), text(why)] for name, why in results.get("missing", {}).items()]
-    return Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
+    yield Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
 
 
 def _escaped(given: str) -> str:
@@ -224,7 +196,7 @@ def _escaped(given: str) -> str:
 
 def _plot(report: Report, results: Mapping[str, Any]) -> None:
     """Draw results with their intervals, a point a benchmark and mode, if there is any."""
-    entries = [(name, entry) for name, entry in _entries(results) if entry["accuracy"] is not None]
+    entries = [item for item in results.get("benchmarks", {}).items() if item[1]["accuracy"] is not None]
     groups = [
         (label, unit, kept)
         for label, unit, of_bits in (("accuracy, %", 100.0, False), ("bits per byte, perplexity", 1.0, True))

@@ -94,29 +94,30 @@ def write(found: Found, folder: Path) -> Path:
 
 def _as_json(found: Found) -> dict[str, object]:
     assert found.measured is not None
-    best = dict(zip(found.tasks, np.stack([found.values[0], found.predicted, found.measured], axis=1), strict=True))
+
+    def by_stream(values: Shares) -> dict[str, float]:
+        return dict(zip(found.streams, values.tolist(), strict=True))
+
+    best = zip(found.tasks, found.values[0], found.predicted, found.measured, strict=True)
+    laws, runs = zip(found.tasks, found.laws, found.quality, strict=True), zip(found.shares, found.values, strict=True)
     return {
-        "mixture": dict(zip(found.streams, found.best.tolist(), strict=True)),
-        "prior": dict(zip(found.streams, found.prior.tolist(), strict=True)),
-        "tokens": dict(zip(found.streams, found.sizes.tolist(), strict=True)),
+        "mixture": by_stream(found.best),
+        "prior": by_stream(found.prior),
+        "tokens": by_stream(found.sizes),
         "bits_per_byte": {
-            task: dict(zip(("prior", "predicted", "measured"), map(float, three), strict=True))
-            for task, three in best.items()
+            task: dict(zip(("prior", "predicted", "measured"), map(float, values), strict=True))
+            for task, *values in best
         },
         "laws": {
-            task: {
-                "constant": law.constant,
-                "slopes": dict(zip(found.streams, law.slopes.tolist(), strict=True)),
-                "held_out_error": each.error,
-            }
-            for task, law, each in zip(found.tasks, found.laws, found.quality, strict=True)
+            task: {"constant": law.constant, "slopes": by_stream(law.slopes), "held_out_error": of.error}
+            for task, law, of in laws
         },
         "runs": {
             name: {
-                "mixture": dict(zip(found.streams, shares.tolist(), strict=True)),
+                "mixture": by_stream(shares),
                 "bits_per_byte": dict(zip(found.tasks, values.tolist(), strict=True)),
             }
-            for name, shares, values in zip(found.names, found.shares, found.values, strict=True)
+            for name, (shares, values) in zip(found.names, runs, strict=True)
         },
     }
 
@@ -136,14 +137,10 @@ def _page(found: Found) -> Report:
         ]
         for place, name in enumerate(found.streams)
     ]
-    rows = [
-        _row(task, found.values[0, place], found.predicted[place], found.measured[place], found.quality[place])
-        for place, task in enumerate(found.tasks)
-    ]
-    before, predicted, after = (
-        float(each @ found.weights) for each in (found.values[0], found.predicted, found.measured)
-    )
-    rows.append(_row("mean", before, predicted, after, found.mean_quality))
+    columns = (found.tasks, found.values[0], found.predicted, found.measured, found.quality)
+    rows = [_row(task, *values, of=of) for task, *values, of in zip(*columns, strict=True)]
+    means = (float(values @ found.weights) for values in (found.values[0], found.predicted, found.measured))
+    rows.append(_row("mean", *means, of=found.mean_quality))
     of = "the run that it is for" if found.target else "a small run"
     weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
     why = doubt(found)
@@ -175,7 +172,7 @@ def _best_sample(found: Found) -> str:
     return f"The best of the others is {found.names[place]} with {means[place]:.4f} ({told})."
 
 
-def _row(name: str, prior: float, predicted: float, measured: float, of: Quality) -> list[str]:
+def _row(name: str, prior: float, predicted: float, measured: float, *, of: Quality) -> list[str]:
     values = [f"{value:.4f}" for value in (prior, predicted, measured)]
     return [name, *values, f"{measured - prior:+.4f}", f"{of.error:.4f}", f"{of.spread:.4f}", f"{of.rank:.2f}"]
 

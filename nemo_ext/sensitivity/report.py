@@ -53,18 +53,30 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(kept)
     proposed = [rule.text for rule in with_rules(plan, rules).rules]
     _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": proposed}, chosen)
+    losses = {name: lost(score, scores[REFERENCE], chosen.metric) for name, score in scores.items()}
+    groups: dict[str, list[float]] = {}
+    for unit in every:
+        groups.setdefault(unit.group, []).append(losses[unit.selector])
     metric, where = "KL" if chosen.metric == "kl" else "loss", "BF16" if config["megatron"].get("bf16") else "FP32"
     report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, kept, every, named, chosen))
     report.add(f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.")
     report.code(workspace.proposal.read_text(), "yaml")
-    _draw(report, every, kept, scores, result, chosen)
+    size = (min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2)
+    layout: Any = {"columns": 2, "width_ratios": [max(2.0, len(every) / 14), 1.6]}
+    left, right = report.picture(f"{metric} of each {chosen.per} in FP8", PICTURE, *size, **layout)
+    _draw_units(left, every, kept, [losses[unit.selector] for unit in every])
+    tidy(left, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats a token", legend=True)
+    _draw_plans(right, result["plans"], chosen)
     about = f"On validation data; what is not in FP8 was measured in {where}."
     report.section("Plans beside each other", about)
     _plans(report, result["plans"])
     about = f"{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together."
     report.section("By group", about)
-    _groups(report, every, scores, chosen)
-    _most(report.add(_finding(every, scores, chosen)), every, kept, scores, chosen)
+    _groups(report, groups, losses, every)
+    report.add(_finding(groups, chosen))
+    ranked = sorted(every, key=lambda unit: -losses[unit.selector])[:12]
+    rows = [_row(unit, scores, "BF16" if unit in kept else "FP8") for unit in ranked]
+    report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
     return report.write(workspace.run_dir / REPORT)
 
 
@@ -113,26 +125,20 @@ def _group_name(group: str) -> str:
     return f"{NAMES[kind]}{' before attention' if feeds else ''} (`{group}`)"
 
 
-def _groups(report: Report, every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> None:
+def _groups(
+    report: Report, groups: Mapping[str, Sequence[float]], losses: Mapping[str, float], every: Sequence[Unit]
+) -> None:
     rows = []
-    for group, losses in _by_group(every, scores, chosen).items():
-        together = lost(scores[f"all {group}"], scores[REFERENCE], chosen.metric)
+    for group, alone in groups.items():
+        together = losses[f"all {group}"]
         a_megabyte = together / sum(unit.bytes for unit in every if unit.group == group) * 1e6
-        figures = (median(losses), max(losses), together, a_megabyte)
-        rows.append((_group_name(group), len(losses), *(f"{figure:.2e}" for figure in figures)))
+        figures = (median(alone), max(alone), together, a_megabyte)
+        rows.append((_group_name(group), len(alone), *(f"{figure:.2e}" for figure in figures)))
     report.table("", ("group", "number", "median", "largest", "together", "together, a MB of BF16"), rows)
 
 
-def _by_group(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for unit in every:
-        found.setdefault(unit.group, []).append(lost(scores[unit.selector], scores[REFERENCE], chosen.metric))
-    return found
-
-
-def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
     """One sentence on whether this model supports Nemotron 3 Nano's choice."""
-    groups = _by_group(every, scores, chosen)
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]
@@ -148,44 +154,12 @@ def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: S
     )
 
 
-def _most(
-    report: Report, every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings
-) -> None:
-    reference = scores[REFERENCE]
-    ranked = sorted(every, key=lambda unit: -lost(scores[unit.selector], reference, chosen.metric))[:12]
-    rows = [
-        (
-            unit.selector,
-            _group_name(unit.group),
-            f"{scores[unit.selector].kl:.2e}",
-            f"{scores[unit.selector].loss - reference.loss:+.2e}",
-            unit.bytes,
-            "BF16" if unit in kept else "FP8",
-        )
-        for unit in ranked
-    ]
-    report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
+def _row(unit: Unit, scores: Mapping[str, Sensitivity], proposed: str) -> tuple[object, ...]:
+    own, loss = scores[unit.selector], scores[unit.selector].loss - scores[REFERENCE].loss
+    return unit.selector, _group_name(unit.group), f"{own.kl:.2e}", f"{loss:+.2e}", unit.bytes, proposed
 
 
-def _draw(
-    report: Report,
-    every: Sequence[Unit],
-    kept: Sequence[Unit],
-    scores: Mapping[str, Sensitivity],
-    result: Mapping[str, Any],
-    chosen: Settings,
-) -> None:
-    caption = f"{'KL' if chosen.metric == 'kl' else 'loss'} of each {chosen.per} in FP8"
-    width, widths = min(24.0, max(9.0, 4.5 + 0.22 * len(every))), [max(2.0, len(every) / 14), 1.6]
-    left, right = report.picture(caption, PICTURE, width, 4.2, columns=2, width_ratios=widths)
-    _draw_units(left, every, kept, scores, chosen)
-    _draw_plans(right, result["plans"], chosen)
-
-
-def _draw_units(
-    axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings
-) -> None:
-    losses = [lost(scores[unit.selector], scores[REFERENCE], chosen.metric) for unit in every]
+def _draw_units(axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], losses: Sequence[float]) -> None:
     seen: set[str] = set()
     for number, (unit, loss) in enumerate(zip(every, losses, strict=True)):
         kind = unit.group[0] if unit.group != HEAD else HEAD
@@ -198,8 +172,6 @@ def _draw_units(
     if min(losses) > 0 and max(losses) > 30 * min(losses):
         axes.set_yscale("log")
     axes.set_xticks(range(len(every)), [unit.selector for unit in every], fontsize=7, rotation=90)
-    metric = "KL" if chosen.metric == "kl" else "loss"
-    tidy(axes, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats a token", legend=True)
 
 
 def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
