@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.checkpoint.sound import back_to, newest_before
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, read_metrics
 from nemo_ext.job.settings import STRICT, Count, Whole, checked
 
@@ -323,19 +323,15 @@ def forget_stacks(run_dir: Path) -> None:
     shutil.rmtree(run_dir / STACKS, ignore_errors=True)
 
 
-def section(run_dir: Path) -> str:
-    """Section of a run's report on its events, as Markdown; "" without any."""
-    found = events(run_dir)
-    if not found:
-        return ""
+def add_section(report: Report, run_dir: Path) -> None:
+    """Adds a section on a run's events to its report; nothing without any."""
     rows = [
         (
-            f"{event.step:,}",
+            event.step,
             event.what,
             f"{event.skipped[0]:,} to {event.skipped[1]:,}",
-            "not yet" if event.checkpoint is None else f"{event.checkpoint:,}",
+            "not yet" if event.checkpoint is None else event.checkpoint,
         )
-        for event in found
+        for event in events(run_dir)
     ]
-    table = markdown_table(("step", "what", "batches left out", "back to"), rows)
-    return f"## Steps that went wrong\n\n{table}\n"
+    report.table("Steps that went wrong", ("step", "what", "batches left out", "back to"), rows)

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_ext.checkpoint import sound
 from nemo_ext.job.config import compose
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import CONFIG, read_metrics
 from nemo_ext.megatron import guard
 from nemo_ext.megatron.guard import Event, Guard, Watch
@@ -121,7 +122,8 @@ def test_one_checkpoint_is_not_gone_back_to_for_ever(tmp_path: Path, whole: None
 
     with pytest.raises(ValueError, match=r"step 5 was gone back to 2 times already \(for steps 7, 8, 9\)"):
         guard.turn_back(tmp_path, Guard(most=2))
-    assert "| 8 | nan | 8 to 8 | 5 |" in guard.section(tmp_path)
+    guard.add_section(report := Report("run"), tmp_path)
+    assert "| 8 | nan | 8 to 8 | 5 |" in report.markdown()
 
 
 def test_a_phase_has_losses_of_its_own(tmp_path: Path) -> None:

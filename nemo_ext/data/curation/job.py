@@ -33,7 +33,6 @@ from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.report import write_page
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.job.workers import in_workers
 
@@ -184,14 +183,8 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
             left.unlink()
     _remove(last, units)
     write_text(folder / STREAMS, _data_file(plan, counts))
-    about = [
-        ("preset", plan.settings.preset or "none"),
-        ("stages", ", ".join(plan.stages)),
-        ("passes", str(len(passes))),
-    ]
-    report.picture(counts, list(plan.stages), folder / report.PICTURE)
-    write_text(folder / REPORT, report.markdown(about, counts, list(plan.stages)))
-    page = write_page(folder / REPORT)
+    about = {"preset": plan.settings.preset or "none", "stages": ", ".join(plan.stages), "passes": len(passes)}
+    page = report.page(about, counts, list(plan.stages)).write(folder / REPORT, page=True)
     write_text(folder / RESULTS, json.dumps({name: own.as_json() for name, own in counts.items()}, indent=1) + "\n")
     first, kept = Amount(), Amount()
     for own in counts.values():

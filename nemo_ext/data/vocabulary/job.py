@@ -15,7 +15,6 @@ from nemo_ext.data.vocabulary.training import longest, special_tokens, train, un
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice
-from nemo_ext.job.report import write_page
 from nemo_ext.job.run_directory import OWN, REPORT
 
 if TYPE_CHECKING:
@@ -96,19 +95,18 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
     tokenizer, special = _compared(str(folder)), special_tokens(settings)
     counts = report.measured({report.OURS: tokenizer, **others}, samples)
     made = tokenizer.get_vocab_size()
-    about = [
-        ("preset", settings.preset or "none"),
-        ("tokens", f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special"),
-        ("ends a document", f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}"),
-        ("trained on", f"{sum(sample.train_bytes for sample in samples):,} bytes"),
-    ]
+    about = {
+        "preset": settings.preset or "none",
+        "tokens": f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special",
+        "ends a document": f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}",
+        "trained on": f"{sum(sample.train_bytes for sample in samples):,} bytes",
+    }
     left = unused(tokenizer, texts(samples))
-    if counts["stream"]:
-        report.picture(counts["stream"], folder / report.PICTURE)
     write_text(folder / RESULTS, json.dumps({"tokens": made, **counts, "unused": len(left)}, indent=1) + "\n")
-    page = report.markdown(about, counts, samples, longest=longest(tokenizer, _LONGEST), unused=left)
-    write_text(folder / REPORT, page)
-    return write_page(folder / REPORT)
+    tokens = f"Longest: {report.shown(longest(tokenizer, _LONGEST))}"
+    never = f"In the sample {len(left):,} tokens do not occur: {report.shown(left[:40])}"
+    page = report.page(about, counts, samples).section("Tokens", tokens, never)
+    return page.write(folder / REPORT, page=True)
 
 
 def _compared(path: str) -> "Tokenizer":
