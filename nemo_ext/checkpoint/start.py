@@ -45,24 +45,25 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     return {**others, "model": model, "megatron": megatron}
 
 
-def with_model_of_start(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A training config with the model of `megatron.pretrained_checkpoint`, if `train.model_of_start` asks for it.
+def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections `model` and `megatron` with the model of `megatron.pretrained_checkpoint`.
 
-    While the checkpoint is not there, the config's own model stands for it, as in checks before a search has ended.
+    Empty if `train.model_of_start` does not ask for it, and while the checkpoint is not there: the config's own model
+    stands for it, as in checks before a search has ended.
 
     Raises:
         ValueError: it names no checkpoint to start from, or one that does not say what model it is of.
     """
     if (config.get("train") or {}).get("model_of_start") is not True:
-        return config
+        return {}
     start = config["megatron"].get("pretrained_checkpoint")
     if start is None:
         raise ValueError("train.model_of_start=true: name the checkpoint in megatron.pretrained_checkpoint")
     path = checkpoints_of(Path(str(start)).expanduser())
     if not path.exists():
-        return config
+        return {}
     made = _with_model_beside(config, _beside(path))
-    return {**made, "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
+    return {"model": made["model"], "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
     try:
         with hydra.initialize_config_module(package, version_base="1.3"):
-            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))), search)
+            return resolved(hydra.compose(config_name, overrides=overrides), search)
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
     finally:
@@ -130,35 +130,29 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return folders, rest
 
 
-def own_streams(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with `streams`, a flat list or a tree, in place of all data that the recipe and its phases name.
-
-    Their files are in `data_root`, unless they have a prefix. The recipe's tokenizer, validation share, seed, workers
-    and epoch limits stay.
+def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
+    """Section `data` for `streams`, a flat list or a tree: only a few keys of the recipe's stay.
 
     Raises:
         ValueError: there are synthetic data too, or no tokenizer.
     """
-    given = config.pop("streams", None)
-    if given is None:
-        return config
     if (config.get("megatron") or {}).get("mock_data"):
         raise ValueError("streams and data=mock exclude each other: take one away")
     data = config.get("data") or {}
     kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
-    config["data"] = {
+    made = {
         "directory": config["data_root"],
         "blend": None,
         "streams": None,
         **{key: data[key] for key in kept if data.get(key) is not None},
-        "streams" if isinstance(given, list) else "blend": given,
+        "streams" if isinstance(streams, list) else "blend": streams,
     }
-    if "phases" in config and "tokenizer" not in config["data"]:
+    if "phases" in config and "tokenizer" not in made:
         raise ValueError(
             "streams: this recipe names no tokenizer: say by which they were tokenised, such as "
             "'data.tokenizer={kind: huggingface, path: FOLDER}'"
         )
-    return config | ({"phases": without_data(config["phases"])} if config.get("phases") else {})
+    return made
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,32 +163,33 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def named_blends(config: dict[str, Any], search: Sequence[str] = ()) -> dict[str, Any]:
-    """The config with blends in place of their names: `phases.NAME.data` may name a file of the `data` group.
+def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
+    """Section `data` of a file of the `data` group, which a phase names.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be composed.
+    """
+    words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
+    try:
+        return resolved(hydra.compose("tokenize", overrides=words))["data"]
+    except MissingConfigException as error:
+        raise ValueError(f"{key}={name}: {str(error).splitlines()[0]}") from error
+    except (HydraException, yaml.YAMLError) as error:
+        raise ValueError(f"{key}={name}: {mistake(error, 'tokenize')}") from error
+
+
+def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
+    """The resolved config as plain containers, its `streams` and the blends that phases name as sections `data`.
 
     Call it only while Hydra is initialised, so that the files of --config-dir are found too.
 
     Args:
+        config: config as Hydra composed it.
         search: word with the folders of --config-dir, where Hydra was initialised without them.
-    """
-    for name, phase in (config.get("phases") or {}).items():
-        if isinstance(phase, dict) and isinstance(phase.get("data"), str):
-            words = [*search, f"data={phase['data']}", f"data_root={hydra_value(str(config['data_root']))}"]
-            try:
-                phase["data"] = plain(hydra.compose("tokenize", overrides=words))["data"]
-            except MissingConfigException as error:
-                raise ValueError(f"phases.{name}.data={phase['data']}: {str(error).splitlines()[0]}") from error
-            except (HydraException, yaml.YAMLError) as error:
-                raise ValueError(f"phases.{name}.data={phase['data']}: {mistake(error, 'tokenize')}") from error
-    return config
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The resolved config as plain containers.
 
     Raises:
         ValueError: values are still missing (`???`), naming each; an interpolation cannot be resolved; `launcher` or
-            `phases` is no section.
+            `phases` is no section; or see `_own_data` and `_named_blend`.
     """
     try:
         # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
@@ -204,10 +199,19 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
-    for name, section in (("launcher", container.get("launcher", {})), ("phases", container.get("phases") or {})):
+    made = {str(key): value for key, value in container.items()}
+    for name, section in (("launcher", made.get("launcher", {})), ("phases", made.get("phases") or {})):
         if not isinstance(section, dict):
             raise ValueError(f"{name}={section!r}: expected a section with keys")
-    return {str(key): value for key, value in container.items()}
+    phases = made.get("phases") or {}
+    if (streams := made.pop("streams", None)) is not None:
+        made["data"] = _own_data(made, streams)
+        if phases:
+            made["phases"] = phases = without_data(phases)
+    for name, phase in phases.items():
+        if isinstance(phase, dict) and isinstance(phase.get("data"), str):
+            phase["data"] = _named_blend(f"phases.{name}.data", phase["data"], made, search)
+    return made
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:
@@ -481,7 +485,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         composed = True
         print_errors()
         try:
-            job(named_blends(own_streams(plain(config)), _search(package)))
+            job(resolved(config, _search(package)))
         except ValueError as error:
             _end(USER_ERROR, error)
         except JobFailed as error:

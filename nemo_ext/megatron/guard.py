@@ -142,26 +142,26 @@ def check_events(run_dir: Path, guard: Guard) -> None:
         )
 
 
-def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the steps that its run leaves out, and without Megatron's own end at what is not finite.
+def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's flags for the steps that a run leaves out, and against Megatron's own end at what is not finite.
 
     Raises:
         ValueError: see `Guard.from_config`; or every step until `exit_interval` is left out.
     """
-    guard, megatron = Guard.from_config(config), dict(config["megatron"])
+    guard, megatron, flags = Guard.from_config(config), config["megatron"], dict[str, Any]()
     steps = _whole(megatron.get("iterations_to_skip"))
     for event in events(Path(str(config["run_dir"]))):
         steps |= set(range(event.skipped[0], event.skipped[1] + 1))
     if steps:
-        megatron["iterations_to_skip"] = sorted(steps)
+        flags["iterations_to_skip"] = sorted(steps)
     if guard.nan:
         # Megatron would raise, or run the step again and look for a broken GPU, before the step is logged.
         own = {"no_check_for_nan_in_loss_and_grad": True, "rerun_mode": "disabled"}
-        megatron |= {name: value for name, value in own.items() if megatron.get(name) is None}
+        flags |= {name: value for name, value in own.items() if megatron.get(name) is None}
     last, interval = megatron.get("train_iters"), megatron.get("save_interval")
     if interval and last in steps and last % int(interval) == 0:
         # Megatron saves at the end if it has not just done so, and takes a step that it leaves out for one that has.
-        megatron |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
+        flags |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
     stop = megatron.get("exit_interval")
     if steps and stop is not None and int(stop) in steps and int(stop) < int(megatron["train_iters"]):
         # Megatron's loop asks whether to end only after a step that it makes.
@@ -170,8 +170,8 @@ def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"megatron.exit_interval={stop}: all steps until then are left out; set it higher, or null"
             )
-        megatron["exit_interval"] = made
-    return {**config, "megatron": megatron}
+        flags["exit_interval"] = made
+    return flags
 
 
 def _whole(given: Any) -> set[int]:
