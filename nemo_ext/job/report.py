@@ -27,7 +27,8 @@ def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> 
 
 
 def _cell(value: object) -> str:
-    text = "" if value is None else f"{value:,}" if isinstance(value, Integral) else str(value)
+    number = isinstance(value, Integral) and not isinstance(value, bool)
+    text = "" if value is None else f"{value:,}" if number else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
