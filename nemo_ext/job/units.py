@@ -1,4 +1,4 @@
-"""Work in units: the input alone cuts it, any number of processes do it, and what is done stays done after a kill.
+"""Work in units: the input alone cuts it, any number of processes do it, and finished units survive a kill.
 
 A unit has a number, by which its files are named. Every file gets its name when it is complete (`job.files`), the
 unit's mark last. So who does which unit, and how often the work is cut off, does not change a byte.
@@ -80,7 +80,7 @@ class Units:
 
 
 class OutputFolder:
-    """Settings of a job whose output is made by one process, or by several that each do a share of the units."""
+    """Base of a job's settings; its output is made by one process, or by several with a share of the units each."""
 
     output: str
     shard: str | None = None
@@ -92,7 +92,7 @@ class OutputFolder:
 
     @property
     def own(self) -> Path:
-        """Folder of what the job keeps for itself."""
+        """Folder of the job's records."""
         return self.folder / OWN
 
     @property
@@ -105,7 +105,7 @@ class OutputFolder:
         check_same(noted(self.record), made_of, f"output={self.folder}: {begun}", "choose another folder")
 
     def lock(self) -> FileLock:
-        """Lock on what all processes write."""
+        """Lock on the files that all processes write."""
         self.own.mkdir(parents=True, exist_ok=True)
         return FileLock(self.own / ".lock")
 

@@ -73,7 +73,7 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
 
 
 def _check_folder(plan: Plan) -> dict[str, Any]:
-    """What the output depends on; raises ValueError if its folder has something else in it."""
+    """Settings and input of the output; raises ValueError if its folder has something else in it."""
     folder, now = plan.settings.folder, _made_of(plan)
     plan.settings.check_same(now)
     others = [path.name for path in folder.iterdir()] if folder.is_dir() else []

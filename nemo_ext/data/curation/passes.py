@@ -38,7 +38,7 @@ SAMPLE = 0.01
 DECIDED = "decided"
 """File in a pass's folder that says that its barrier has decided."""
 VALUES, ENDS, VERDICTS = ".values", ".ends.npy", ".verdicts"
-"""Endings of files of a unit: what the barrier noted of its documents, where that of each ends, what was decided."""
+"""Endings of a unit's files: the barrier's values of its documents, where those of each end, and the decisions."""
 _UNITS = "units.json"
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
