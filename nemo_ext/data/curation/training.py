@@ -19,11 +19,12 @@ from nemo_ext.data.curation.classifier import ABOUT, FASTTEXT, WANTED, WEIGHTS, 
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Admission, ReadReport, Source, document_digest, readable, split_position
 from nemo_ext.job.files import complete_file, only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import STRICT, Count, Place, Places, Share, checked
+from nemo_ext.job.units import OutputFolder
 
 PICTURE = "calibration.png"
 _NAMES = ("positives", "negatives")
@@ -32,7 +33,7 @@ _LEAST_STEPS = 500_000
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class Settings(OutputFolder):
     """Settings of the job.
 
     Attributes:
@@ -60,11 +61,6 @@ class Settings:
     held_out: Annotated[Share, Field(gt=0, le=0.5)]
     bits: Annotated[int, Field(ge=10, le=28)]
     seed: int
-
-    @property
-    def folder(self) -> Path:
-        """Folder to write."""
-        return Path(self.output).expanduser()
 
 
 @plain_dataclass
@@ -102,13 +98,11 @@ def run(config: Mapping[str, Any]) -> None:
         source.check()
     folder, made_of = settings.folder, _made_of(settings, engine, sources)
     with only_run_in(folder, "output"):
-        record = folder / OWN / "settings.json"
-        if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
-            raise ValueError(f"output={folder}: has a classifier already ({told(changed)}): choose another folder")
+        settings.check_same(made_of, "has a classifier already")
         if (folder / REPORT).exists():
             notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
             return
-        note(record, made_of)
+        note(settings.record, made_of)
         sets = {name: _read(name, sources[name], settings) for name in _NAMES}
         _train(engine, sets, settings)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")

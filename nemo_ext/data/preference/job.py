@@ -20,7 +20,7 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.text.user_files import RecordSource, outside
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import digest
+from nemo_ext.job.made_of import digest, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.job.workers import in_workers, usable_cores
@@ -108,8 +108,7 @@ def _spread(
 ) -> list[Path]:
     """Write the records of a source to parts, unless an earlier run left them; returns the paths."""
     done = place / "spread.json"
-    if done.exists():
-        stored = json.loads(done.read_text())
+    if (stored := noted(done)) is not None:
         report.add(ReadReport(**stored["report"]))
         return [place / name for name in stored["parts"]]
     size = sum(path.stat().st_size for reader in files.values() for _, path in reader.inputs())
