@@ -9,12 +9,12 @@ from nemo_ext.job.report import Report, outer_legend, tidy
 
 def test_parts_in_order() -> None:
     report = Report("A run", "Said first.").facts({"steps": 12345, "loss": "0.5", "seed": None})
-    report.section("Results", "Of all.").table("", ("name", "count"), [("a|b", np.int64(1234))], "Below it.")
+    report.section("Results", "Of all.").table("", ("name", "count:"), [("a|b", np.int64(1234))], "Below it.")
     report.section("next", level=3).code("nemo-ext train\n", "bash")
 
     assert report.markdown() == (
         "# A run\n\nSaid first.\n\n|  |  |\n| --- | --- |\n| steps | 12,345 |\n| loss | 0.5 |\n| seed |  |\n\n"
-        "## Results\n\nOf all.\n\n| name | count |\n| --- | --- |\n| a\\|b | 1,234 |\n\nBelow it.\n\n"
+        "## Results\n\nOf all.\n\n| name | count |\n| --- | --: |\n| a\\|b | 1,234 |\n\nBelow it.\n\n"
         "### next\n\n```bash\nnemo-ext train\n```\n"
     )
 
