@@ -73,7 +73,7 @@ class ReasoningReport:
         """Format the counts as a Markdown table."""
         rows = sorted(self.counts.items())
         rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
-        return markdown_table(("what", "count"), [(name, f"{count:,}") for name, count in rows])
+        return markdown_table(("what", "count"), rows)
 
 
 class Control:

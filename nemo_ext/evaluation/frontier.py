@@ -98,16 +98,16 @@ def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float
 def _front(points: Iterable[Point]) -> list[Point]:
     """The points, with those marked that no other one dominates."""
     found = list(points)
+    front = on_front([(point.accuracy, -point.tokens) for point in found])
+    return [replace(point, front=own) for point, own in zip(found, front, strict=True)]
 
-    def beaten(one: Point) -> bool:
-        return any(
-            other.accuracy >= one.accuracy
-            and other.tokens <= one.tokens
-            and (other.accuracy > one.accuracy or other.tokens < one.tokens)
-            for other in found
-        )
 
-    return [replace(each, front=not beaten(each)) for each in found]
+def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
+    """For each point, whether no other is as good in all its values and better in one; more is better."""
+    return [
+        not any(other != point and all(a >= b for a, b in zip(other, point, strict=True)) for other in points)
+        for point in points
+    ]
 
 
 def plot_frontiers(

@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.checkpoint.beside import is_hugging_face
 from nemo_ext.checkpoint.merge import Plan, Settings, merge, plan
 from nemo_ext.evaluation import compare_page, job
+from nemo_ext.evaluation.frontier import on_front
 from nemo_ext.evaluation.report import figure, measured
 from nemo_ext.evaluation.runs import benchmark_is_low, counts
 from nemo_ext.evaluation.settings import EvaluateSettings
@@ -266,13 +267,10 @@ def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> li
     Raises:
         ValueError: none has the least values.
     """
+    front = on_front([tuple(one.objectives[name] for name in candidates[0].objectives) for one in candidates])
     marked = [
-        replace(
-            one,
-            front=not any(_beats(other, one) for other in candidates),
-            admitted=all(one.objectives[name] >= least for name, least in at_least.items()),
-        )
-        for one in candidates
+        replace(one, front=own, admitted=all(one.objectives[name] >= least for name, least in at_least.items()))
+        for one, own in zip(candidates, front, strict=True)
     ]
     left = [one for one in marked if one.front and one.admitted]
     if not left:
@@ -282,11 +280,6 @@ def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> li
         )
     best_of_all = max(left, key=_mean)
     return [replace(one, chosen=one is best_of_all) for one in marked]
-
-
-def _beats(one: Candidate, other: Candidate) -> bool:
-    pairs = [(one.objectives[name], other.objectives[name]) for name in other.objectives]
-    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
 def _mean(one: Candidate) -> float:

@@ -21,8 +21,12 @@ COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown, without a line break at its end; whole numbers get commas, None is an empty cell."""
-    lines = [heading, ["---"] * len(heading), *rows]
+    """A table in Markdown, without a line break at its end.
+
+    Whole numbers get commas, None is an empty cell. A column whose name ends with a colon is aligned on the right.
+    """
+    marks = ["--:" if name.endswith(":") else "---" for name in heading]
+    lines = [[name.removesuffix(":") for name in heading], marks, *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 

@@ -89,11 +89,11 @@ def peaks(nodes: Sequence[Node], phases: Phases) -> dict[str, tuple[int, NDArray
     return found
 
 
-def add_section(report: Report, run_dir: Path) -> None:
-    """Adds a section on memory to the report of a run; nothing if nothing was sampled."""
+def add_section(report: Report, run_dir: Path) -> bool:
+    """Adds a section on memory to the report of a run; False if nothing was sampled."""
     nodes, phases = read(run_dir / FOLDER), read_phases(run_dir / FOLDER)
     if not nodes:
-        return
+        return False
     found = peaks(nodes, phases).items()
     rows = [[phase, f"{count:,}", *(_peak(most, nodes) for most in highest.T)] for phase, (count, highest) in found]
     rows.append(["there is on a node", "", *map(_size, np.fmin.reduce([node.total for node in nodes]))])
@@ -102,6 +102,7 @@ def add_section(report: Report, run_dir: Path) -> None:
     )
     _plot(report.section("Memory"), nodes, phases)
     report.table("", ("phase", "samples", *QUANTITIES), rows, note)
+    return True
 
 
 def _peak(values: NDArray[np.float64], nodes: Sequence[Node]) -> str:

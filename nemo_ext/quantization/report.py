@@ -84,7 +84,7 @@ def _page(report: Quantized) -> Report:
     ]
     whole, left = sum(before.values()), sum(after.values())
     rows.append(("all", None, whole, f"{left:,} ({left / whole:.1%})"))
-    page.table("", ("bytes", "by the plan", "before", "after"), rows)
+    page.table("", ("bytes", "by the plan:", "before:", "after:"), rows)
     if (found := report.comparison) is not None:
         first, last = found.perplexities
         page.add(f"On {len(data.held_out):,} held-out samples ({found.tokens:,} predicted tokens):")
@@ -94,6 +94,6 @@ def _page(report: Quantized) -> Report:
             ("KL from before", "", f"{found.divergence:.3g}"),
             ("same likeliest token", "", f"{found.agreement:.2%}"),
         ]
-        page.table("", ("", "before", "after"), figures)
+        page.table("", ("", "before:", "after:"), figures)
     page.code(" ".join(serve_words(report.to, plan)), "shell")
     return page.add("\n".join(f"- {remark}" for remark in report.remarks))

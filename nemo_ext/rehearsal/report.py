@@ -14,7 +14,6 @@ from nemo_ext.job.report import Report, tidy
 from nemo_ext.puzzle.plan import REACHED, StageWork
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
-KINDS = ("weights", FP8_WEIGHTS, "teacher", "variants", "gradients", "optimizer", "activations", "temporary")
 COLORS = {
     "weights": "#31688e",
     FP8_WEIGHTS: "#5f7f3f",
@@ -25,6 +24,7 @@ COLORS = {
     "activations": "#f2b134",
     "temporary": "#d95f3b",
 }
+KINDS = tuple(COLORS)
 OF_PUZZLE = (
     "Each rank of library, distill, score and compare holds the whole parent, or its share of it (`puzzle.fsdp`); in "
     "compare there is a child of the largest variants beside it. FLOPs are those of a step of distill, of two batches "

@@ -216,9 +216,7 @@ class Task(Batch):
 
     def conclude(self) -> None:
         """Write a report of the nodes' memory for NeMo-RL; other jobs write their own."""
-        if self.on_ray and (self.record / sampler.FOLDER).is_dir():
-            report = Report(self.record.name)
-            add_section(report, self.record)
+        if self.on_ray and add_section(report := Report(self.record.name), self.record):
             report.write(self.record / REPORT)
 
 

@@ -73,7 +73,7 @@ def page(plan: BlendPlan, title: str) -> Report:
         "repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264). * is an assumed "
         "size, † a share at its cap."
     )
-    return report.table("Shares", ("stream", "share", "tokens", "there are", "epochs", "divided by"), rows, note)
+    return report.table("Shares", ("stream", "share:", "tokens:", "there are:", "epochs:", "divided by"), rows, note)
 
 
 def _plot(report: Report, plan: BlendPlan, title: str) -> None:
