@@ -102,10 +102,10 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
 
     check_machine(run.config)
     check_launcher(run.config)
-    remarks = [fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config)]
-    table = [] if run.plan is None else [run.plan.table()]
-    for shown in filter(None, [*remarks, *table]):
-        console.print(shown)
+    table = None if run.plan is None else run.plan.table()
+    remarks = (fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config), table)
+    for line in filter(None, remarks):
+        console.print(line)
     run = run.tokenized()
     for line in run.told_of_streams():
         console.print(line)

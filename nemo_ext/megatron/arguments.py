@@ -205,7 +205,10 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
     from megatron.training.arguments import parse_args, validate_args
 
     printed = io.StringIO()
-    with _process(argv, world_size), one_parser(), contextlib.redirect_stdout(printed):
+    place = {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
+    place["CUDA_DEVICE_MAX_CONNECTIONS"] = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    process = patch.object(sys, "argv", ["megatron", *argv])
+    with process, patch.dict(os.environ, place), one_parser(), contextlib.redirect_stdout(printed):
         try:
             arguments = deepcopy(parse_args())  # Megatron writes into lists, and may into the parser's defaults
             validate_args(arguments)
@@ -256,21 +259,6 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
     hint = did_you_mean(name, flags)
     here = versions.spelled(versions.installed())
     return f"megatron.{name}: Megatron-Core {here} has no such argument{hint and f': {hint}'}"
-
-
-@contextlib.contextmanager
-def _process(argv: list[str], world_size: int) -> Iterator[None]:
-    """Sets `sys.argv` and the environment to those of rank 0 of such a job while Megatron reads them."""
-    saved_argv, saved_environment = sys.argv, dict(os.environ)
-    sys.argv = ["megatron", *argv]
-    os.environ |= {"WORLD_SIZE": str(world_size), "RANK": "0", "LOCAL_RANK": "0"}
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    try:
-        yield
-    finally:
-        sys.argv = saved_argv
-        os.environ.clear()
-        os.environ.update(saved_environment)
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ def test_the_parser_is_built_once_and_keeps_its_defaults(monkeypatch: pytest.Mon
     ("word", "error"),
     [
         ("megatron.lr=x", "megatron.lr='x': Megatron's parser: argument --lr: invalid float value: 'x'"),
-        ("megatron.seq_length=1.5", "megatron.seq_length=1.5: Megatron's parser: argument --seq-length: invalid int"),
+        ("megatron.num_workers=1.5", "megatron.num_workers=1.5: .* argument --num-workers: invalid int value: .1.5."),
         ("megatron.lr_decay_style=foo", "megatron.lr_decay_style='foo': Megatron's parser: .* invalid choice: 'foo'"),
         ("megatron.recompute_modules=[]", r"megatron.recompute_modules=\[\]: .* expected at least one argument"),
         ("megatron.data_path=[1,-x]", r"megatron.data_path=\[1, '-x'\]: Megatron's parser: unrecognized arguments: -x"),
