@@ -234,7 +234,7 @@ def read(config: Mapping[str, Any]) -> Settings:
     if settings.evaluate.judge is not None:
         from nemo_ext.rl.judge import JudgeSettings
 
-        JudgeSettings.of(settings.evaluate.judge)
+        checked(JudgeSettings, settings.evaluate.judge, "judge", strict=True)
     return settings
 
 

@@ -35,7 +35,7 @@ StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
 """The same, with null for none."""
 PLACE = "file or folder"
 """Mark of types whose values name files or folders, which the command line takes as they are."""
-Place = Annotated[str, PLACE]
+Place = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, PurePath) else value), PLACE]
 """Name of a file or folder, or of what may stand in its place, such as an endpoint's URL."""
 TEXT = "text"
 """Mark of types whose values are texts, in which the command line takes braces and commas as they are."""

@@ -40,15 +40,11 @@ ONLINE = Job(
     figures=figures,
     grammar=Grammar(
         settings=(
+            "nemo_ext.online.settings:Settings",
             SERVED,
             RL,
             ASKED,
-            {
-                "online": (
-                    "nemo_ext.online.settings:OnlineSettings",
-                    {"environments": ENVIRONMENTS, "group": "nemo_ext.rl.algorithms:GroupReward"},
-                )
-            },
+            {"online": {"environments": ENVIRONMENTS, "group": "nemo_ext.rl.algorithms:GroupReward"}},
         ),
         aliases={"model": "served"},
         groups={"preset": "rl"},

@@ -27,14 +27,15 @@ from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, OWN, REPORT, read_metrics, write_config, write_versions
-from nemo_ext.job.settings import check_keys, checked_whole
+from nemo_ext.job.settings import checked
 from nemo_ext.online.answers import Asked, answered
 from nemo_ext.online.report import line_of, shown, summary, write_report
-from nemo_ext.online.settings import OnlineSettings, algorithm_in_rounds, folder_of_round, of_a_round
+from nemo_ext.online.settings import Settings, algorithm_in_rounds, folder_of_round, of_a_round
 from nemo_ext.rl import job as rl
 from nemo_ext.rl.environments import Environment, make, settings_of
 from nemo_ext.rl.groups import check_judges, group_reward
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
+from nemo_ext.rl.settings import TrainTasks
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.trl.render import check_arguments, render
 
@@ -43,7 +44,6 @@ PAIRS = "trl_train.jsonl"
 _MADE_OF = "made_of.json"
 _OF_EVALUATION = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
 _OF_TRAINING = ("trl", "micro_batch", "save_every", "memory_profile", "on_inexpressible", "seed", "trust_remote_code")
-KEYS = (*("preset", "rl", "run_dir", "tasks", "online"), *dict.fromkeys((*_OF_EVALUATION, *_OF_TRAINING)))
 SAME = ("served", "rl", "tasks", "online", "trl", "seed")
 """Keys that must be unchanged when a run is resumed, but for the number of rounds."""
 
@@ -90,26 +90,21 @@ class _Run:
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        check_keys(config, KEYS, required=[key for key in KEYS if key != "rl"], where="online")
-        if not config["served"]:
+        given = checked(Settings, config)
+        if not given.served:
             raise ValueError("model=null: say which Hugging Face folder to train")
-        self.config, self.settings = config, OnlineSettings.of(config)
+        self.config, self.given, self.settings = config, given, given.online
         self.algorithm = algorithm_in_rounds(config)
         assert self.algorithm.online is not None
         self.rounds, self.samples = self.algorithm.online.rounds, self.algorithm.online.generations_per_prompt
-        self.run_dir, self.policy = Path(config["run_dir"]), Path(config["served"]).expanduser()
+        self.run_dir, self.policy = Path(given.run_dir), Path(given.served).expanduser()
         evaluation.read({**{key: config[key] for key in _OF_EVALUATION}, "run_dir": str(self.run_dir)})
         self.training = of_a_round(self.algorithm)
-        for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):
-            checked_whole(key, config[key], least=least)
-        for split, tasks in config["tasks"].items():
-            if isinstance(tasks, str):
-                raise ValueError(f"tasks.{split}={tasks}: write tasks.{split}.path=FILE")
-        if config["trl"] and find_spec("trl") is not None:
-            check_arguments(self.training, config["trl"])
-        rendered = render(self.training, micro_batch=gcd(self.training.batch, config["micro_batch"]))
-        if rendered.inexpressible and config["on_inexpressible"] != "warn":
-            rendered.settled(config["on_inexpressible"])  # before hours of generation, not after
+        if given.trl and find_spec("trl") is not None:
+            check_arguments(self.training, given.trl)
+        rendered = render(self.training, micro_batch=gcd(self.training.batch, given.micro_batch))
+        if given.on_inexpressible != "warn":
+            rendered.settled()  # before hours of generation, not after
         self.asked = Asked(
             samples=self.samples,
             sampling=self.settings.sampling,
@@ -121,11 +116,12 @@ class _Run:
     @cached_property
     def tasks(self) -> PlannedTasks:
         """Tasks of all rounds, a step of the plan a round."""
-        given = {"seed": self.config["seed"], **(self.config["tasks"].get("train") or {})}
-        if given.get("curriculum"):
+        train = self.config["tasks"].get("train") or {}
+        given = checked(TrainTasks, {"seed": self.given.seed, **train}, "tasks.train")
+        if given.curriculum:
             raise ValueError("tasks.train.curriculum: rounds take tasks by path, or by directory and blend")
         for key in ("adapt", "reprofile"):
-            if given.get(key):
+            if getattr(given, key):
                 raise ValueError(f"tasks.train.{key}: tasks of all rounds are decided before the first: leave it out")
         steps = self.training.schedule.steps
         prompts = self.settings.prompts or (steps * self.training.batch if steps else None)
@@ -137,7 +133,7 @@ class _Run:
     @cached_property
     def validation(self) -> PlannedTasks | None:
         """Tasks of validation, if there are any."""
-        given = self.config["tasks"].get("validation")
+        given = self.given.tasks.validation
         return validation_tasks(given["path"]) if given else None
 
     def of_round(self, number: int) -> list[Task]:

@@ -9,8 +9,9 @@ from pydantic import Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import Sampling
-from nemo_ext.job.settings import REPLACED, STRICT, Count, Extra, checked
+from nemo_ext.job.settings import REPLACED, STRICT, Count, Extra, Open, Place, checked
 from nemo_ext.rl.algorithms import Preference, algorithm_of, of_steps
+from nemo_ext.rl.settings import TrainingSettings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,15 +36,6 @@ class OnlineSettings:
     group: Mapping[str, Any] | None = None
     min_margin: Annotated[float, Field(ge=0)] = 0.0
 
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "OnlineSettings":
-        """The section of a composed config.
-
-        Raises:
-            ValueError: naming the key, what it holds and what it may hold.
-        """
-        return checked(cls, config["online"], where="online")
-
     @property
     def sampling(self) -> Sampling:
         """Sampling of answers."""
@@ -61,6 +53,17 @@ class OnlineSettings:
         if lengths.prompt is None or lengths.total is None or lengths.total <= lengths.prompt:
             raise ValueError("online.max_tokens=null: say how many tokens an answer may have, or rl.lengths.prompt")
         return lengths.total - lengths.prompt
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Settings(TrainingSettings):
+    """Settings of `nemo-ext online`; `nemo_ext.evaluation.job.read` checks those about serving and asking."""
+
+    served: Place | None
+    files_from: Place | None
+    serving: Open
+    evaluate: Open
+    online: OnlineSettings
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:

@@ -10,32 +10,17 @@ No engine is known here. An engine calls `draw`, generates, and reports by `lear
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curriculum.schedule import fixed, rounded
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import STRICT
 from nemo_ext.rl.rewards.advantages import group_advantages
+from nemo_ext.rl.settings import Adapt
 
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Adapt:
-    """Settings of `tasks.train.adapt`.
-
-    Attributes:
-        keep: part of its given share that every dataset keeps, whatever its signal; 1 leaves the shares as they are.
-        groups: number of a dataset's groups over which its signal is averaged, exponentially.
-    """
-
-    keep: Annotated[float, Field(gt=0, le=1)] = 0.2
-    groups: PositiveInt = 128
 
 
 def signals_of(rewards: npt.ArrayLike) -> Floats:

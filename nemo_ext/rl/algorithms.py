@@ -14,10 +14,9 @@ from omegaconf import OmegaConf
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, check_keys, checked, nearest
+from nemo_ext.job.settings import STRICT, Share, check_keys, checked, nearest
 from nemo_ext.rl.environments import known_environments
 
-Share = Annotated[float, Field(ge=0, le=1)]
 Positive = Annotated[FiniteFloat, Field(gt=0)]
 NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 

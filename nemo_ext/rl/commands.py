@@ -6,23 +6,12 @@ from typing import Any
 
 from nemo_ext.job.figures import Figures
 from nemo_ext.job.job import Config, Grammar, Input, Job, Model, inputs
-from nemo_ext.job.settings import Open, Place, Places
 
 ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
 """Types of a section of environments."""
-RL: Mapping[str, Any] = {
-    **dict.fromkeys(("run_dir", "policy", "template"), Place),
-    "tasks": ({"*": dict.fromkeys(("path", "curriculum", "directory"), Place)}, Open),
-    "pairs": {"train": Place, "validation": Place},
-    "rl": (
-        "nemo_ext.rl.algorithms:PolicyGradient",
-        {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]},
-        Open,
-    ),
-    "trl": Open,
-    "nemo_rl": {"set": Open},
-}
-"""Types of the keys of RL; presets and engines know which keys exist in open sections."""
+_RL = "nemo_ext.rl.algorithms:PolicyGradient"
+RL = {"rl": (_RL, {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]})}
+"""Types of the keys of a preset's section, beside those of settings."""
 _REWARDS = {
     "reward": "reward",
     "eval_reward": "validation reward",
@@ -113,7 +102,7 @@ RL_JOB = Job(
     saved_step=saved_step,
     figures=figures,
     grammar=Grammar(
-        settings={**RL, "environments": (ENVIRONMENTS, Open), "megatron": Open, "precision_plan": Open},
+        settings=("nemo_ext.rl.settings:Settings", RL, {"environments": ENVIRONMENTS}),
         aliases={"model": "policy"},
         groups={"preset": "rl"},
         replaces={"environments": "rl.environments"},
@@ -125,7 +114,7 @@ RL_TASKS = Job(
     help="generate RL tasks: mathematics, code, instructions, tools and more",
     run="nemo_ext.rl.tasks.job:run",
     script="task",
-    grammar=Grammar(settings={"records": Places, "without": Places, "output": Place, "solutions": Place}),
+    grammar=Grammar(settings="nemo_ext.rl.settings:TaskSettings"),
 )
 
 
@@ -140,5 +129,5 @@ GYM = Job(
     group="reinforcement learning",
     help="write NeMo Gym servers for the RL environments",
     run=_gym,
-    grammar=Grammar(settings={"output": Place, "tasks": Places}),
+    grammar=Grammar(settings="nemo_ext.rl.settings:GymSettings"),
 )

@@ -11,20 +11,22 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
+
+from pydantic.dataclasses import dataclass as checked_dataclass
 
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.chat.sample import Message
-from nemo_ext.chat.tool_calls import STYLES, Style, parse_tool_calls
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.chat.tool_calls import Style, parse_tool_calls
+from nemo_ext.job.settings import STRICT, Open, Place, checked
 from nemo_ext.rl.environments import Conversation, make
 from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.rewards.components import Reward
 from nemo_ext.rl.rewards.named import Facts, reward_of
+from nemo_ext.rl.settings import AtLeastOne
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 
-KEYS = ("name", "settings", "reward", "tool_style", "concurrency")
 CONCURRENCY = 64
 """Number of concurrent verifications; one that waits for something else costs no more than a thread."""
 REFERENCES = 4096
@@ -69,30 +71,40 @@ class Turn:
     following: Episode | None = None
 
 
+@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
+class EpisodeSettings:
+    """Settings of an environment's episodes; the last four are for actors, where the engine has no tokenizer."""
+
+    name: str  # of the environment
+    settings: Open | None = None  # of the environment
+    reward: Any = None  # see `nemo_ext.rl.rewards.named.reward_of`
+    tool_style: Style | None = None  # format of the calls
+    concurrency: AtLeastOne | None = None  # number of concurrent verifications
+    template: Place | None = None  # name or file of a chat template, for conversations
+    eos: str | None = None  # token that ends a response
+    tokenizer: Place | None = None  # Hugging Face name or folder, for rewards that count tokens
+    max_tokens: int | None = None  # number of tokens at which a response was cut off
+
+
 class Episodes:
     """Verifies responses to the tasks of one environment.
 
     Args:
-        config: `name` of the environment and its `settings`; `reward`, see `nemo_ext.rl.rewards.named.reward_of`;
-            `tool_style`, format of the calls; `concurrency`, number of concurrent verifications.
+        config: an `EpisodeSettings`.
         prompts: chat template of the model, which writes the text between turns; None where the engine writes it.
 
     Raises:
         ValueError: unknown key or invalid value.
     """
 
-    def __init__(self, config: Mapping[str, Any], prompts: Prompts | None = None) -> None:
-        check_keys(config, KEYS, required=("name",), where="environment")
-        self.environment = make(config["name"], config.get("settings"))
-        self.reward = reward_of(config.get("reward"), where=f"environments.{config['name']}.reward")
-        style = config.get("tool_style") or "any"
-        if style not in STYLES:
-            raise ValueError(f"tool_style: unknown {style!r}: {nearest(str(style), STYLES)}")
-        self._tool_style = cast(Style, style)
+    def __init__(self, config: Mapping[str, Any] | EpisodeSettings, prompts: Prompts | None = None) -> None:
+        given = config if isinstance(config, EpisodeSettings) else checked(EpisodeSettings, config, "environment")
+        self.environment = make(given.name, given.settings)
+        self.reward = reward_of(given.reward, where=f"environments.{given.name}.reward")
+        self._tool_style: Style = given.tool_style or "any"
         self._prompts = prompts
-        count = config.get("concurrency")
-        slots = CONCURRENCY if count is None else checked_whole("concurrency", count, least=1)
-        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=config["name"])
+        slots = given.concurrency or CONCURRENCY
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=given.name)
         # Shared by all calls: an engine may pass one response at a time.
         self._at_once = asyncio.Semaphore(slots)
         self._references: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()

@@ -8,7 +8,8 @@ from typing import Any
 from nemo_ext.chat.response import Response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import check_keys, checked, nearest
+from nemo_ext.job.settings import checked
+from nemo_ext.rl import algorithms
 from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.judge import Judge, JudgeSettings
 from nemo_ext.rl.rewards.comparison import LengthControl, control_lengths
@@ -17,9 +18,6 @@ from nemo_ext.rl.rewards.rlhf import SHOWN, Show, reward_model_rewards, rlhf_rew
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
 """Function that returns the rewards of the members of all groups of a step, in order."""
-KEYS = ("length_control", "judge", "show", "both_orders")
-REWARD_MODEL = "reward_model"
-"""Value of `show` for a judge that gives each response a number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,27 +43,24 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
     """Group reward function that the settings ask for, or None if they ask for none.
 
     Args:
-        group: one of `length_control` (a `LengthControl`) or `judge` (a `JudgeSettings`) with it; `show`, how the
-            judge sees responses, of `nemo_ext.rl.rewards.rlhf.SHOWN` or `reward_model`; `both_orders`, to judge each
-            pair in both orders. A reward model's lengths are controlled only if `length_control` is given.
+        group: an `algorithms.GroupReward`, where null is the default. A reward model's lengths are controlled only if
+            `length_control` is given.
 
     Raises:
         ValueError: naming the key.
     """
-    check_keys(group, KEYS, required=(), where="group")
-    shown = group.get("show") or "genrm"
-    if shown not in (*SHOWN, REWARD_MODEL):
-        raise ValueError(f"group.show: unknown {shown!r}: {nearest(str(shown), (*SHOWN, REWARD_MODEL))}")
-    if group.get("length_control") is None and group.get("judge") is None:
+    given = checked(algorithms.GroupReward, {key: value for key, value in group.items() if value is not None}, "group")
+    if group.get("length_control") is None and given.judge is None:
         return None
-    control = checked(LengthControl, group.get("length_control") or {}, where="group.length_control")
-    if group.get("judge") is None:
+    control = checked(LengthControl, given.length_control, where="group.length_control")
+    if given.judge is None:
         return lambda groups: [length_controlled(members, control) for members in groups]
-    judge, both = Judge(JudgeSettings.of(group["judge"])), group.get("both_orders", True)
-    if shown == REWARD_MODEL:
-        only = control if group.get("length_control") else None
+    judge, both = Judge(checked(JudgeSettings, given.judge, "judge", strict=True)), given.both_orders
+    if given.show == "reward_model":
+        only = control if given.length_control else None
         return lambda groups: asyncio.run(judged(groups, judge, only, show=None))
-    return lambda groups: asyncio.run(judged(groups, judge, control, show=SHOWN[shown], both_orders=both))
+    show = SHOWN[given.show]
+    return lambda groups: asyncio.run(judged(groups, judge, control, show=show, both_orders=both))
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
@@ -78,7 +73,7 @@ def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) 
     environments = list(environments)
     asked = [environment.reach for environment in environments if environment.reach is not None]
     if group.get("judge"):
-        asked.append(Judge(JudgeSettings.of(group["judge"])).check)
+        asked.append(Judge(checked(JudgeSettings, group["judge"], "judge", strict=True)).check)
     for environment in environments:
         if environment.judged_in_groups and not group.get("judge"):
             raise ValueError(

@@ -14,17 +14,11 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import differing, flat, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference, algorithm_of, of_steps, presets
-from nemo_ext.rl.plan import adapt_of
 from nemo_ext.rl.reprofile import Curricula
+from nemo_ext.rl.settings import Settings, TrainTasks
 
-KEYS = (
-    *("preset", "run_dir", "engine", "policy", "template", "tasks", "pairs", "environments", "trl", "nemo_rl"),
-    *("on_inexpressible", "micro_batch", "save_every", "memory_profile", "seed"),
-)
-OPTIONAL = ("precision_plan", "megatron", "trust_remote_code")
-"""The first two are set by precision=..., which other jobs share: `megatron` is not read here."""
 SAME = (
     *("engine", "policy", "template", "tasks", "pairs", "environments", "rl", "trl", "nemo_rl"),
     *("precision_plan", "seed"),
@@ -174,55 +168,40 @@ def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
     Raises:
         ValueError: as `run`.
     """
-    check_keys(config, (*KEYS, *OPTIONAL, "rl"), required=KEYS, where="rl")
-    if config["engine"] not in ENGINES:
-        raise ValueError(f"engine={config['engine']!r}: {nearest(str(config['engine']), ENGINES)}")
-    if not config.get("rl"):
+    settings = checked(Settings, config)
+    if not settings.rl:
         raise ValueError(f"preset=null: say which algorithm; there are {', '.join(presets())}")
-    if not config["policy"]:
+    if not settings.policy:
         raise ValueError("model=null: say which Hugging Face folder to train")
-    given = dict(config["rl"])
-    if config["environments"] is not None:
-        given["environments"] = config["environments"]
+    given = dict(settings.rl)
+    if settings.environments is not None:
+        given["environments"] = settings.environments
     algorithm = algorithm_of(of_steps(given), where="rl")
-    if not isinstance(config.get("trust_remote_code", False), bool):
-        raise ValueError(f"trust_remote_code={config['trust_remote_code']!r}: set it to true or false")
-    for key, least in (("micro_batch", 1), ("save_every", 1), ("seed", 0)):
-        checked_whole(key, config[key], least=least)
     section, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
-    for name in (section, other):
-        check_keys(config[name], ("train", "validation"), required=(), where=name)
-        for split, given in config[name].items():
-            if given is not None and isinstance(given, str) != (name == "pairs"):
-                spelled = f"pairs.{split}=FILE" if name == "pairs" else f"tasks.{split}.path=FILE"
-                raise ValueError(f"{name}.{split}={given}: write {spelled}")
-    if config["tasks"].get("validation") is not None:
-        check_keys(config["tasks"]["validation"], ("path",), required=("path",), where="tasks.validation")
-    if not config[section].get("train"):
+    asked = {"tasks": settings.tasks.train, "pairs": settings.pairs.get("train")}
+    if not asked[section]:
         raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
-    if section == "tasks":
-        _check_while_training(config, algorithm)
-    if config[other].get("train"):
+    if isinstance(algorithm, PolicyGradient):
+        _check_while_training(config, settings, algorithm)
+    if asked[other]:
         raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
     return algorithm
 
 
-def _check_while_training(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Refuse wrong settings of shares and orders that change while a run trains, and where it cannot do that."""
-    train = config["tasks"]["train"]
-    reprofile = train.get("reprofile")
-    if reprofile is not None and config["engine"] != "trl":
+def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:
+    """Refuse shares and orders that change while a run trains where it cannot do that."""
+    train = settings.tasks.train or TrainTasks()
+    if train.reprofile is not None and settings.engine != "trl":
         reason = "cannot measure pass rates while it trains, engine=trl can"
-        raise ValueError(f"tasks.train.reprofile: engine={config['engine']} {reason}")
-    if train.get("adapt") is not None and config["engine"] != "trl" and getattr(algorithm, "asynchronous", None):
+        raise ValueError(f"tasks.train.reprofile: engine={settings.engine} {reason}")
+    if train.adapt is not None and settings.engine != "trl" and algorithm.asynchronous:
         raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}: set rl.asynchronous=null")
-    if isinstance(reprofile, Mapping) and reprofile.get("plateau") and not config["tasks"].get("validation"):
-        raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")
-    adapt_of(train)
-    if reprofile is None or not isinstance(algorithm, PolicyGradient):
+    if train.reprofile is None:
         return
+    if train.reprofile.plateau and not settings.tasks.validation:
+        raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")
     if algorithm.group is not None and algorithm.group.judge:
         raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
-    first = train.get("curriculum")
-    if not first or (Path(str(first)).expanduser() / STATS).is_file():  # an earlier job may have to make it
-        Curricula.of(train, Path("."), prompts=algorithm.prompts_per_step, steps=algorithm.steps or 1)
+    if not train.curriculum or (Path(train.curriculum).expanduser() / STATS).is_file():  # else an earlier job makes it
+        given = config["tasks"]["train"]
+        Curricula.of(given, Path("."), prompts=algorithm.prompts_per_step, steps=algorithm.steps or 1)

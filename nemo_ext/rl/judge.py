@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass as pydantic_dataclass
 from nemo_ext.endpoint import client
 from nemo_ext.endpoint.address import Address
 from nemo_ext.endpoint.client import Client, ClientSettings, Seconds
-from nemo_ext.job.settings import Place, checked
+from nemo_ext.job.settings import Place
 
 Messages = Sequence[Mapping[str, Any]]
 _TO_COME_UP = 60.0
@@ -54,15 +54,6 @@ class JudgeSettings:
     attempt_seconds: Seconds = 120.0
     total_seconds: Seconds = 1800.0
     concurrency: PositiveInt = 64
-
-    @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "JudgeSettings":
-        """Settings from a config, whose keys are checked.
-
-        Raises:
-            ValueError: naming the key of `judge`, what it holds and what it may hold.
-        """
-        return checked(cls, config, where="judge", strict=True)
 
     def __post_init__(self) -> None:
         if self.is_url:

@@ -32,11 +32,11 @@ from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.schedule import fixed, quotas
 from nemo_ext.data.text.user_files import record_source
 from nemo_ext.job.seeds import generator
-from nemo_ext.job.settings import check_keys, checked, checked_whole
-from nemo_ext.rl.adaptive import Adapt, AdaptiveShares
+from nemo_ext.job.settings import checked
+from nemo_ext.rl.adaptive import AdaptiveShares
+from nemo_ext.rl.settings import Adapt, TrainTasks
 from nemo_ext.rl.task import Task
 
-_KEYS = ("path", "shuffle", "curriculum", "directory", "blend", "streams", "adapt", "reprofile", "seed")
 _SUFFIX = ".jsonl"
 MOST_SHOWN = 20
 """Largest number of wrong tasks that an error lists."""
@@ -183,13 +183,12 @@ class PlannedTasks:
 
 
 def plan_tasks(
-    settings: Mapping[str, Any], *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
+    settings: Mapping[str, Any] | TrainTasks, *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
 ) -> PlannedTasks:
     """Tasks of a run, from the settings described in the module's docstring.
 
     Args:
-        settings: `path` with `shuffle` (default true), `curriculum`, or `directory` with `blend` or `streams`, and
-            `adapt`; `seed` (default 1234).
+        settings: a `TrainTasks`.
         steps: number of steps of the run.
         prompts: number of prompts per step.
         spare: batches that may be drawn beyond one per step; after its last step a curriculum begins again.
@@ -197,42 +196,24 @@ def plan_tasks(
     Raises:
         ValueError: naming the key or the file and line.
     """
-    check_keys(settings, _KEYS, required=(), where=where)
-    given = [key for key in ("path", "curriculum", "directory") if settings.get(key) is not None]
+    read = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
+    given = [key for key in ("path", "curriculum", "directory") if getattr(read, key) is not None]
     if len(given) != 1:
         raise ValueError(f"{where}: give one of path, curriculum, or directory with a blend, not {given or 'none'}")
-    seed = checked_whole(f"{where}.seed", settings.get("seed", 1234))
-    adapt = adapt_of(settings, where=where)
-    if settings.get("directory") is not None:
-        return _blended(settings, adapt, steps=steps + spare, prompts=prompts, seed=seed, where=where)
-    shuffle = settings.get("shuffle", True)
-    if not isinstance(shuffle, bool):
-        raise ValueError(f"{where}.shuffle must be true or false, not {shuffle!r}")
-    if settings.get("curriculum") is None:
-        path = Path(settings["path"])
+    if read.directory is not None:
+        return _blended(read, steps=steps + spare, prompts=prompts, where=where)
+    if read.curriculum is None:
+        path, shuffle = Path(str(read.path)), read.shuffle
     else:
-        path, shuffle = _curriculum(Path(settings["curriculum"]), prompts=prompts, where=where), False
-    file = TaskFile(path, repeats=settings.get("curriculum") is not None)
-    if settings.get("curriculum") is not None and steps * prompts > len(file.tasks):
+        path, shuffle = _curriculum(Path(read.curriculum), prompts=prompts, where=where), False
+    file = TaskFile(path, repeats=read.curriculum is not None)
+    if read.curriculum is not None and steps * prompts > len(file.tasks):
         has = len(file.tasks) // prompts
         raise ValueError(f"{where}.curriculum: it has {has} steps, the run {steps}: make them fit")
     name = path.stem
     return PlannedTasks(
-        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=seed, shuffle=shuffle
+        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=read.seed, shuffle=shuffle
     )
-
-
-def adapt_of(settings: Mapping[str, Any], *, where: str = "tasks.train") -> Adapt | None:
-    """Settings of adaptive shares, or None; no file is read.
-
-    Raises:
-        ValueError: naming the key.
-    """
-    if settings.get("adapt") is None:
-        return None
-    if settings.get("directory") is None:
-        raise ValueError(f"{where}.adapt: shares adapt between files: give directory with a blend")
-    return checked(Adapt, settings["adapt"], where=f"{where}.adapt")
 
 
 def validation_tasks(path: str | Path) -> PlannedTasks:
@@ -275,10 +256,9 @@ def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
-def _blended(
-    settings: Mapping[str, Any], adapt: Adapt | None, *, steps: int, prompts: int, seed: int, where: str
-) -> PlannedTasks:
-    root = read_tree({key: settings[key] for key in ("directory", "blend", "streams") if key in settings})
+def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> PlannedTasks:
+    root = read_tree({"directory": settings.directory, "blend": settings.blend, "streams": settings.streams})
+    adapt = settings.adapt
     for leaf in root.leaves():
         for key in ("source", "tokens"):
             if getattr(leaf, key) is not None:
@@ -297,7 +277,7 @@ def _blended(
         raise ValueError(f"{where}.adapt: shares that adapt cannot keep a cap_epochs: leave one of them out")
     if adapt is not None and len([share for share in shares.values() if share]) < 2:
         raise ValueError(f"{where}.adapt: only {next(iter(shares))} has a share: give others to choose from")
-    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=seed, adapt=adapt)
+    return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=settings.seed, adapt=adapt)
 
 
 def _nodes(node: Node) -> Iterator[Node]:

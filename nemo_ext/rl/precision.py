@@ -3,18 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from nemo_ext.architecture.precision_plan import HEAD, Plan
 from nemo_ext.checkpoint.beside import is_hugging_face, read_json
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.checkpoint.safetensors_files import CONFIG
-from nemo_ext.job.settings import nearest
 from nemo_ext.quantization.generation import high_modules, never_quantised
 from nemo_ext.quantization.modelopt import matrices
-
-Where = Literal["generation", "training", "both"]
-PLACES = ("generation", "training", "both")
+from nemo_ext.rl.settings import Where
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +33,7 @@ class Precision:
     where: Where
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], where: str | None = None) -> "Precision | None":
+    def from_config(cls, config: Mapping[str, Any], where: Where | None = None) -> "Precision | None":
         """Precision of an RL run's config; None without a plan, or with one that has nothing in FP8.
 
         Args:
@@ -46,8 +43,6 @@ class Precision:
         Raises:
             ValueError: the plan is wrong, or the model is no folder with a config.json that formats/ can read.
         """
-        if where is not None and where not in PLACES:
-            raise ValueError(f"nemo_rl.fp8_in={where!r}: {nearest(str(where), PLACES)}")
         if config.get("precision_plan") is None:
             return None
         plan = Plan.from_config(config["precision_plan"])
@@ -64,7 +59,7 @@ class Precision:
             high=tuple(high_modules(listed)),
             never=tuple(never_quantised(listed)),
             head=head,
-            where=where or "generation",  # type: ignore[arg-type]
+            where=where or "generation",
         )
 
     def in_(self, place: str) -> bool:

@@ -23,9 +23,6 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, PositiveInt
-from pydantic.dataclasses import dataclass as checked_dataclass
-
 from nemo_ext.data.curriculum import job as curriculum
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.curriculum.plan import NoOrder
@@ -34,44 +31,13 @@ from nemo_ext.data.text.user_files import find_files, pyarrow_module
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import STRICT, checked
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.plan import PlannedTasks, TaskFile
+from nemo_ext.rl.settings import OF_A_RUN, Reprofile, TrainTasks
 from nemo_ext.rl.task import Task
 
 CURRICULA, TASKS, ROLLOUTS = "curricula", "tasks.jsonl", "rollouts.jsonl"
 BEGUN, RESULT = "begun.json", "result.json"
-OURS = (
-    *("output", "prompts", "rollouts", "profile", "previous", "previous_steps", "batch", "steps", "first_step"),
-    *("keys", "rollout_keys", "split_domains"),
-)
-"""Settings of a curriculum that follow from the run."""
-
-
-@checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Reprofile:
-    """Settings of `tasks.train.reprofile`.
-
-    Attributes:
-        every: steps after which pass rates are measured again; null for none.
-        plateau: number of validations in a row after which, if none has a better reward than those before; null for
-            none.
-        times: most new curricula of a run.
-        samples: answers to each task.
-        curriculum: settings of `nemo-ext curriculum`; those of the run's first curriculum, if it has one, else the
-            job's, are the defaults, and `exhausted: repeat`.
-    """
-
-    every: PositiveInt | None = None
-    plateau: PositiveInt | None = None
-    times: PositiveInt = 1
-    samples: PositiveInt = 8
-    curriculum: Mapping[str, Any] = Field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.every is None and self.plateau is None:
-            raise ValueError("give every (steps) or plateau (validations)")
-        if ours := sorted(set(self.curriculum) & set(OURS)):
-            raise ValueError(f"curriculum.{ours[0]} follows from the run: leave it out")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,19 +101,16 @@ class Curricula:
         Raises:
             ValueError: naming the setting.
         """
-        if train.get("reprofile") is None:
+        read = checked(TrainTasks, train, "tasks.train")
+        if read.reprofile is None:
             return None
-        where = "tasks.train.reprofile"
-        settings = checked(Reprofile, train["reprofile"], where=where)
-        if train.get("adapt") is not None:
-            raise ValueError(f"{where} and adapt: shares follow from a curriculum or adapt: leave one of them out")
         pyarrow_module()
-        first = Path(str(train["curriculum"])).expanduser() if train.get("curriculum") else None
-        made = cls(settings, run_dir / CURRICULA, first, prompts, steps)
+        first = Path(read.curriculum).expanduser() if read.curriculum else None
+        made = cls(read.reprofile, run_dir / CURRICULA, first, prompts, steps)
         try:
             curriculum_settings(made._config(1, (), step=0))
         except ValueError as error:
-            raise ValueError(f"{where}.curriculum: {error}") from None
+            raise ValueError(f"tasks.train.reprofile.curriculum: {error}") from None
         return made
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:
@@ -257,7 +220,7 @@ class Curricula:
         inherited = _stats(self.first) if self.first else {}
         return {
             **compose("curriculum", ["prompts=?", "output=?", "exhausted=repeat"]),
-            **{key: value for key, value in inherited.items() if key not in (*OURS, "exhausted")},
+            **{key: value for key, value in inherited.items() if key not in (*OF_A_RUN, "exhausted")},
             **self.settings.curriculum,
             "output": str(self.of_number(number)),
             "prompts": [str(self.folder / TASKS)],

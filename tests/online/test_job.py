@@ -90,7 +90,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
         (("online.environments={code: {colour: 1}}",), "online.environments: no task has the environment 'code'"),
         (
             ("online.group={judge: {endpoint: http://x/v1, model: m}, show: revard_model}",),
-            "did you mean 'reward_model'",
+            "input should be 'genrm', 'instructed' or 'reward_model'",
         ),
         (("tasks.train.path=nothing.jsonl",), "no such file of tasks"),
         (("rl.lengths={prompt: null, total: 288}",), "online.max_tokens=null"),

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.rl.adaptive import Adapt, AdaptiveShares, signals_of
+from nemo_ext.rl.adaptive import AdaptiveShares, signals_of
 from nemo_ext.rl.plan import plan_tasks
+from nemo_ext.rl.settings import Adapt
 
 SIGNALS = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1)), min_size=1, max_size=12)
 SHARES = st.lists(st.floats(0.01, 1), min_size=3, max_size=3)
@@ -120,7 +121,7 @@ def test_a_plan_adapts_between_the_files_of_its_blend(tmp_path: Path) -> None:
     assert plan_tasks(blend, steps=2, prompts=8).adaptive() is None
     for wrong, said in (
         ({"path": "x", "adapt": {}}, "give directory with a blend"),
-        ({**blend, "adapt": {"keep": 0}}, r"tasks\.train\.adapt: keep"),
+        ({**blend, "adapt": {"keep": 0}}, r"tasks\.train: adapt\.keep=0"),
         ({**blend, "adapt": {"kept": 1}}, "did you mean 'keep'"),
         ({**blend, "blend": {"a": {"share": 3, "cap_epochs": 9}, "b": 1}, "adapt": {}}, "cannot keep a cap_epochs"),
         ({**blend, "blend": {"a": 3}, "adapt": {}}, "only a has a share"),

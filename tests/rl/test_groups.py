@@ -100,7 +100,7 @@ def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
 @pytest.mark.parametrize(
     ("group", "said"),
     [
-        ({"show": "genrn", "judge": {}}, "did you mean 'genrm'"),
+        ({"show": "genrn", "judge": {}}, "show='genrn': input should be 'genrm'"),
         ({"lenght_control": {}}, "did you mean 'length_control'"),
         ({"length_control": {"thinking": -1}}, "thinking=-1"),
     ],

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from nemo_ext.endpoint import client
 from nemo_ext.endpoint.address import FILE, Address, write_address
 from nemo_ext.endpoint.failures import Failed
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.judge import Answer, Judge, JudgeSettings
 
 SHORT = {"attempt_seconds": 1.0}
@@ -25,7 +26,7 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def judge(endpoint: Any, **settings: Any) -> Judge:
     limits = {"attempt_seconds": 60.0, "total_seconds": 120.0, **settings}
-    return Judge(JudgeSettings.of({"endpoint": endpoint.url, "model": "m", **limits}))
+    return Judge(checked(JudgeSettings, {"endpoint": endpoint.url, "model": "m", **limits}, "judge", strict=True))
 
 
 def ask(asked: Judge, read: Any = str) -> Answer[Any]:
@@ -282,19 +283,24 @@ def test_a_key_that_no_header_can_hold(endpoint: Any, monkeypatch: pytest.Monkey
 )
 def test_settings_are_checked(changed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
-        JudgeSettings.of({"endpoint": "http://localhost/v1", "model": "m", **changed})
+        checked(JudgeSettings, {"endpoint": "http://localhost/v1", "model": "m", **changed}, "judge", strict=True)
 
     assert "secret" not in str(raised.value)
 
 
 def test_sampling_may_have_keys_that_are_numbers() -> None:
-    made = JudgeSettings.of({"endpoint": "http://x/v1", "model": "m", "sampling": {"logit_bias": {50256: -100}}})
+    made = checked(
+        JudgeSettings,
+        {"endpoint": "http://x/v1", "model": "m", "sampling": {"logit_bias": {50256: -100}}},
+        "judge",
+        strict=True,
+    )
     assert made.sampling == {"logit_bias": {"50256": -100}}
 
 
 def test_settings_say_what_is_missing() -> None:
     with pytest.raises(ValueError, match="judge: model is missing"):
-        JudgeSettings.of({"endpoint": "http://localhost/v1"})
+        checked(JudgeSettings, {"endpoint": "http://localhost/v1"}, "judge", strict=True)
 
 
 def test_check_finds_the_model(endpoint: Any, reply: Any) -> None:

@@ -8,7 +8,9 @@ import pytest
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.formats import choose
 from nemo_ext.job.config import compose
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.precision import Precision
+from nemo_ext.rl.settings import NemoRl
 
 
 @pytest.fixture
@@ -36,8 +38,10 @@ def test_no_plan_and_a_plan_without_fp8_are_none(policy: str) -> None:
 
 
 def test_mistakes_are_named(policy: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nemo_rl\.fp8_in='train'.*did you mean 'training'"):
-        Precision.from_config({"precision_plan": None, "policy": policy}, "train")
+    with pytest.raises(
+        ValueError, match=r"nemo_rl: fp8_in='train': input should be 'generation', 'training' or 'both'"
+    ):
+        checked(NemoRl, {"backend": "megatron", "set": {}, "fp8_in": "train"}, "nemo_rl")
     with pytest.raises(ValueError, match=r"precision_plan: model=.*no config\.json"):
         Precision.from_config({"precision_plan": {"default": "fp8"}, "policy": str(tmp_path / "none")})
     with pytest.raises(ValueError, match="there is no block 9"):

@@ -66,7 +66,7 @@ class ComparisonServer(SimpleResourcesServer):
         config = self.config
         if (config.num_workers or 1) > 1:
             raise ValueError("num_workers must be 1: a group's responses meet in one process")
-        self._judge = Judge(JudgeSettings.of(config.judge))
+        self._judge = Judge(checked(JudgeSettings, config.judge, "judge", strict=True))
         self._control = checked(LengthControl, config.length_control, where="length_control")
         self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compared)
 

@@ -7,7 +7,7 @@ written into its tree. Each config holds a server and the agent that asks it; th
 import functools
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,17 @@ import yaml
 from nemo_ext import __version__
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.settings import check_keys, checked_whole, nearest
+from nemo_ext.job.settings import checked, nearest
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.gym.rows import to_gym
 from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.settings import GymSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 
 SERVER = "nemo_ext"
 EXAMPLES = 5
 """Number of rows of example.jsonl, as `gym env test` requires."""
-_KEYS = ("output", "servers", "tasks", "seed")
 _JUDGE = {
     "endpoint": "${nemo_ext_judge_endpoint}",
     "model": "${nemo_ext_judge_model}",
@@ -129,21 +129,18 @@ def run(config: Mapping[str, Any]) -> str:
     Raises:
         ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.
     """
-    check_keys(config, _KEYS, required=_KEYS, where="gym")
-    if not config["output"]:
-        raise ValueError("output=null: say in which folder NeMo Gym will be started")
-    names = config["servers"] or list(SERVERS)
+    given = checked(GymSettings, config)
+    names = given.servers or tuple(SERVERS)
     for name in names:
         if name not in SERVERS:
             raise ValueError(f"servers: unknown name {name!r}: {nearest(str(name), SERVERS)}")
-    seed = checked_whole("seed", config["seed"])
-    files = _files(names, seed, [Path(path).expanduser() for path in config["tasks"] or ()])
-    folder = Path(config["output"]).expanduser() / "resources_servers" / SERVER
+    files = _files(names, given.seed, [Path(path).expanduser() for path in given.tasks])
+    folder = Path(str(given.output)).expanduser() / "resources_servers" / SERVER
     for path, text in files.items():
         write_text(folder / path, text)
     notice(f"{len(names)} servers: {folder}")
     start = f"gym env start --config resources_servers/{SERVER}/configs/{names[0]}.yaml --model-type vllm_model"
-    return f"cd {shlex.quote(str(config['output']))} && {start} --model-url URL --model-api-key KEY --model NAME"
+    return f"cd {shlex.quote(str(given.output))} && {start} --model-url URL --model-api-key KEY --model NAME"
 
 
 def server_config(name: str) -> dict[str, Any]:
@@ -197,7 +194,7 @@ def _asked(name: str, task: Task) -> Task:
     return task
 
 
-def _files(names: list[str], seed: int, tasks: list[Path]) -> dict[str, str]:
+def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]:
     """Contents of the files to write, by path in the server's folder."""
     files = {
         "app.py": _APP.format(module="server", server="VerifierServer"),

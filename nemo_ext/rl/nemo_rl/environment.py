@@ -13,36 +13,29 @@ import ray
 import torch
 from nemo_rl.environments.interfaces import EnvironmentInterface, EnvironmentReturn
 
-from nemo_ext.job.settings import check_keys
-from nemo_ext.rl.episodes import KEYS as OWN
-from nemo_ext.rl.episodes import Episodes
+from nemo_ext.job.settings import checked
+from nemo_ext.rl.episodes import Episodes, EpisodeSettings
 from nemo_ext.rl.prompts import Prompts
-
-KEYS = (*OWN, "template", "eos", "tokenizer", "max_tokens")
 
 
 class TaskEnvironment(EnvironmentInterface):
     """An environment as NeMo-RL calls it; `TaskEnvironmentActor` is the Ray actor around it.
 
     Args:
-        config: `name` of the environment and its `settings`; `reward`, see `rewards.reward_of`; `concurrency`,
-            number of concurrent verifications. Format of the responses: `tool_style` of calls; for conversations
-            `template`, a chat template's name or file, and `eos`, the token that ends a response. For rewards that
-            count tokens: `tokenizer`, a Hugging Face name or folder, and `max_tokens`, at which a response was cut off.
+        config: an `EpisodeSettings`.
 
     Raises:
         ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        check_keys(config, KEYS, required=("name",), where="environment")
-        template = config.get("template")
-        prompts = None if template is None else Prompts.load(template, eos=config.get("eos"))
-        self._episodes = Episodes({key: config[key] for key in OWN if key in config}, prompts)
+        given = checked(EpisodeSettings, config, "environment")
+        prompts = None if given.template is None else Prompts.load(given.template, eos=given.eos)
+        self._episodes = Episodes(given, prompts)
         if self._episodes.environment.begin is not None and prompts is None:
-            raise ValueError(f"environment {config['name']!r} has several turns: give the chat template of the model")
-        self._max_tokens = config.get("max_tokens")
-        self._tokenizer = _tokenizer(config.get("tokenizer")) if self._episodes.reward.counts_tokens else None
+            raise ValueError(f"environment {given.name!r} has several turns: give the chat template of the model")
+        self._max_tokens = given.max_tokens
+        self._tokenizer = _tokenizer(given.tokenizer) if self._episodes.reward.counts_tokens else None
 
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]

@@ -28,13 +28,11 @@ import numpy.typing as npt
 import torch
 
 from nemo_ext.chat.response import CLOSE, parse_response
-from nemo_ext.job.settings import check_keys, nearest
+from nemo_ext.job.settings import checked
+from nemo_ext.rl.algorithms import Advantage
 from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.groups import GroupReward, Member, group_reward
 from nemo_ext.rl.nemo_rl import compat
-
-_ADVANTAGE = {"baseline": ("mean", "leave_one_out"), "normalise": ("unbiased_std", "std", "none")}
-"""Words of each setting; the first is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +140,12 @@ def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: M
     Raises:
         ValueError: naming the key.
     """
-    given = dict(advantage or {})
-    check_keys(given, tuple(_ADVANTAGE), required=(), where="advantage")
-    for key, known in _ADVANTAGE.items():
-        if given.setdefault(key, known[0]) not in known:
-            raise ValueError(f"advantage.{key}: unknown {given[key]!r}: {nearest(str(given[key]), known)}")
+    given = checked(Advantage, {"baseline": "mean", "normalise": "unbiased_std", **(advantage or {})}, "advantage")
     names = (group or {}).get("environments")
     return Groups(
         generations=generations,
-        leave_one_out=given["baseline"] == "leave_one_out",
-        biased=given["normalise"] == "std",
+        leave_one_out=given.baseline == "leave_one_out",
+        biased=given.normalise == "std",
         reward=group_reward({key: value for key, value in (group or {}).items() if key != "environments"}),
         tasks=None if names is None else frozenset(compat.PREFIX + name for name in names),
     )

@@ -11,7 +11,7 @@ from nemo_ext.job.config import INTERRUPTED
 from nemo_ext.job.made_of import flat
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, write_config, write_versions
-from nemo_ext.job.settings import check_keys
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.checkout import Checkout
 from nemo_ext.rl.nemo_rl.draft import Draft, put, section_of
@@ -19,9 +19,7 @@ from nemo_ext.rl.nemo_rl.export import FINISHED, MODEL, finished_step, has_model
 from nemo_ext.rl.nemo_rl.layout import description_of, plan, put_layout, stated
 from nemo_ext.rl.nemo_rl.render import render
 from nemo_ext.rl.precision import Precision
-
-_KEYS = ("backend", "set")
-_OPTIONAL = ("fp8_in", "layout", "gpu_memory_gib")
+from nemo_ext.rl.settings import NemoRl
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
@@ -71,13 +69,13 @@ def settings_of(
     Raises:
         ValueError: as `run`.
     """
-    check_keys(config["nemo_rl"], (*_KEYS, *_OPTIONAL), required=_KEYS, where="nemo_rl")
+    asked = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: say how many steps to train")
-    precision = Precision.from_config(config, config["nemo_rl"].get("fp8_in"))
-    backend, of_user = config["nemo_rl"]["backend"], flat(config["nemo_rl"]["set"] or {})
-    rendered = render(algorithm, checkout, backend=backend, precision=precision)
-    _lay_out(config, algorithm, rendered, of_user)
+    of_user = flat(asked.set or {})
+    precision = Precision.from_config(config, asked.fp8_in)
+    rendered = render(algorithm, checkout, backend=asked.backend, precision=precision)
+    _lay_out(config, asked, algorithm, rendered, of_user)
     rendered.settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     own: dict[str, Any] = {
@@ -124,21 +122,22 @@ def on_cluster(
     }
 
 
-def _lay_out(config: Mapping[str, Any], algorithm: Algorithm, draft: Draft, of_user: Mapping[str, Any]) -> None:
+def _lay_out(
+    config: Mapping[str, Any], asked: NemoRl, algorithm: Algorithm, draft: Draft, of_user: Mapping[str, Any]
+) -> None:
     """Write the layout into a draft of the settings, and tell it."""
-    given, backend = config["nemo_rl"], config["nemo_rl"]["backend"]
-    wanted = stated(given.get("layout"), of_user, backend, given.get("gpu_memory_gib"))
+    wanted = stated(asked.layout, of_user, asked.backend, asked.gpu_memory_gib)
     model = description_of(config["policy"])
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
     found = plan(
         algorithm,
         model,
         wanted,
-        backend=backend,
+        backend=asked.backend,
         micro_batch=config["micro_batch"],
         generation_bytes=1 if fp8 else 2,
     )
-    put_layout(draft, found, model, algorithm, backend)
+    put_layout(draft, found, model, algorithm, asked.backend)
     notice(found.told())
 
 

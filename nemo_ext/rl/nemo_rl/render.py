@@ -29,12 +29,7 @@ def render(
         checkout: NeMo-RL version to render for.
         backend: training backend; NeMo-RL's configs have optimizer sections for both and read one.
         precision: precision of generation and training; None leaves it to NeMo-RL's configs.
-
-    Raises:
-        ValueError: there is no such backend.
     """
-    if backend not in ("megatron", "dtensor"):
-        raise ValueError(f"backend must be megatron or dtensor, not {backend!r}")
     draft = Draft(checkout, algorithm)
     draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
     draft.put("backend", "policy.dtensor_cfg.enabled", backend == "dtensor")

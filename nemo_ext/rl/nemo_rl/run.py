@@ -17,9 +17,8 @@ from typing import Any
 
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import truncate_metrics
-from nemo_ext.job.settings import check_keys, nearest
+from nemo_ext.job.settings import check_keys, checked, nearest
 from nemo_ext.rl.environments import known_environments
-from nemo_ext.rl.episodes import KEYS as EPISODE_KEYS
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.groups import check_judges
 from nemo_ext.rl.job import READS_AHEAD
@@ -32,6 +31,7 @@ from nemo_ext.rl.nemo_rl.pairs import PairDataset
 from nemo_ext.rl.pairs import read_pairs
 from nemo_ext.rl.plan import PlannedTasks, check_references, plan_tasks, validation_tasks
 from nemo_ext.rl.prompts import Prompts
+from nemo_ext.rl.settings import Tasks
 from nemo_ext.rl.task import Task
 
 ALGORITHMS = ("grpo", "rloo", "dpo", "rpo")
@@ -94,7 +94,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     if (master.get("data_plane") or {}).get("enabled"):
         raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
     compat.register()
-    check_keys(config["tasks"], ("train", "validation"), required=("train",), where="tasks")
+    tasks = checked(Tasks, config["tasks"], "tasks")
     groups = groups_of(
         generations=grpo["num_generations_per_prompt"], advantage=config.get("advantage"), group=config.get("group")
     )
@@ -118,11 +118,8 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
         # Its collector loses unfinished batches when the data end, and the training then waits for them forever.
         spare += grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
-    train = plan_tasks(config["tasks"]["train"], steps=steps, prompts=prompts, spare=spare)
-    validation = None
-    if (given := config["tasks"].get("validation")) is not None:
-        check_keys(given, ("path",), required=("path",), where="tasks.validation")
-        validation = validation_tasks(given["path"])
+    train = plan_tasks(tasks.train or {}, steps=steps, prompts=prompts, spare=spare)
+    validation = validation_tasks(tasks.validation["path"]) if tasks.validation else None
     # The order is the dataset's; shuffling again would break quotas and curricula.
     master["data"]["shuffle"] = False
     shares = train.adaptive()
@@ -137,10 +134,7 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     planned = [tasks for tasks in (train, validation) if tasks is not None]
     settings = _environment_settings(config, master, tokenizer, planned)
     reads = Prompts.of(tokenizer, config.get("template"))
-    made = {
-        name: Episodes({key: given[key] for key in EPISODE_KEYS if key in given}, reads)
-        for name, given in settings.items()
-    }
+    made = {name: Episodes(given, reads) for name, given in settings.items()}
     check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
     check_references(planned, lambda task: made[task.environment].check(task))
     processor = TaskProcessor(reads)

@@ -1,7 +1,7 @@
 """Writes files of tasks, generated or from records, and of conversations that solve generated ones."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -15,17 +15,14 @@ from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.data.sft.sources import ConversationReport
 from nemo_ext.job.files import write_text
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import check_keys, checked_share, checked_whole
+from nemo_ext.job.settings import checked
 from nemo_ext.rl.environments import make
 from nemo_ext.rl.plan import TaskFile
+from nemo_ext.rl.settings import TaskSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
 from nemo_ext.rl.tasks.records import SCORES, tasks_of
 
-_KEYS = (
-    *("generator", "environment", "records", "count", "level", "seed", "settings", "thinking", "without"),
-    *("output", "solutions"),
-)
 COUNT = 1000
 """Default number of generated tasks."""
 _WORKED_OUT = ("arithmetic", "tables")
@@ -38,47 +35,32 @@ def run(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the key, what it holds and what it may hold.
     """
-    check_keys(config, _KEYS, required=_KEYS, where="rl_tasks")
-    if not isinstance(config["output"], str) or not config["output"]:
-        raise ValueError(f"output={config['output']}: say the file to write")
-    if config["solutions"] == config["output"]:
-        raise ValueError(f"solutions={config['solutions']}: the tasks are written there; name another file")
-    if config["records"]:
-        tasks = _from_records(config)
-    elif config["generator"]:
-        tasks = _generated(config)
-    else:
-        raise ValueError("generator=null: say which tasks, or give records=FILES and environment=NAME")
-    if config["without"]:
-        tasks = _new(tasks, config["without"])
-    tasks = [_in_mode(task, config["thinking"], config["seed"]) for task in tasks]
-    _write(config["output"], (task.record() for task in tasks))
-    if config["solutions"]:
-        solve = judged if config["records"] else partial(solved, generator=config["generator"])
-        _write(config["solutions"], (to_record(solve(task)) for task in tasks))
+    given = checked(TaskSettings, config)
+    tasks = _from_records(given) if given.records else _generated(given)
+    if given.without:
+        tasks = _new(tasks, given.without)
+    if given.thinking is not None:
+        share = float(given.thinking)
+        tasks = [replace(task, thinking=uniform(given.seed, "thinking", task.id) < share) for task in tasks]
+    _write(str(given.output), (task.record() for task in tasks))
+    if given.solutions:
+        solve = judged if given.records else partial(solved, generator=str(given.generator))
+        _write(given.solutions, (to_record(solve(task)) for task in tasks))
 
 
-def _generated(config: Mapping[str, Any]) -> list[Task]:
-    if config["environment"]:
-        raise ValueError(
-            f"environment={config['environment']}: is for records; generator={config['generator']} has one"
-        )
-    level = None if config["level"] is None else checked_whole("level", config["level"], least=1)
-    seed = checked_whole("seed", config["seed"])
-    count = COUNT if config["count"] is None else checked_whole("count", config["count"], least=1)
-    settings = config["settings"] or {}
+def _generated(given: TaskSettings) -> list[Task]:
+    settings = given.settings or {}
     try:
-        return list(generate(config["generator"], count, seed=seed, level=level, **settings))
+        return list(
+            generate(str(given.generator), given.count or COUNT, seed=given.seed, level=given.level, **settings)
+        )
     except TypeError as error:
         raise ValueError(f"settings={settings}: {error}") from None
 
 
-def _new(tasks: Sequence[Task], files: object) -> list[Task]:
+def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:
     """Tasks whose prompt neither a task of the files nor an earlier one has."""
-    paths = [files] if isinstance(files, str) else files
-    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
-        raise ValueError(f"without={files}: give a file of tasks, or a list of them")
-    taken = {task.prompt for path in paths for task in TaskFile(path).tasks}
+    taken = {task.prompt for path in files for task in TaskFile(path).tasks}
     there = len(taken)
     kept = []
     for task in tasks:
@@ -86,7 +68,9 @@ def _new(tasks: Sequence[Task], files: object) -> list[Task]:
             taken.add(task.prompt)
             kept.append(task)
     if not kept:
-        raise ValueError(f"without={files}: all {len(tasks):,} tasks have a prompt of these files; raise count")
+        raise ValueError(
+            f"without={', '.join(files)}: all {len(tasks):,} tasks have a prompt of these files; raise count"
+        )
     print(
         f"left out: {len(tasks) - len(kept):,} of {len(tasks):,} tasks, whose prompt one of the {there:,} tasks of "
         f"without, or an earlier task, has"
@@ -94,26 +78,14 @@ def _new(tasks: Sequence[Task], files: object) -> list[Task]:
     return kept
 
 
-def _from_records(config: Mapping[str, Any]) -> list[Task]:
-    for key in ("generator", "level", "settings"):
-        if config[key]:
-            raise ValueError(f"{key}={config[key]}: is for generated tasks, not for records")
-    if config["solutions"] and config["environment"] != "genrm":
-        raise ValueError(f"solutions={config['solutions']}: is for generated tasks and environment=genrm")
-    if not isinstance(config["environment"], str):
-        raise ValueError(f"environment={config['environment']}: say which tasks to make of the records: chat or genrm")
-    given = config["records"]
-    if not isinstance(given, str) and not (isinstance(given, list) and all(isinstance(path, str) for path in given)):
-        raise ValueError(f"records={given}: give a file, or a list of files and globs")
+def _from_records(given: TaskSettings) -> list[Task]:
     report = ConversationReport()
-    made: Iterable[Task] = tasks_of(config["environment"], [given] if isinstance(given, str) else given, report)
-    if config["count"] is not None:
-        made = islice(made, checked_whole("count", config["count"], least=1))
-    tasks = list(made)
+    tasks = list(islice(tasks_of(str(given.environment), list(given.records), report), given.count))
     if report.skipped:
         print(f"left out: {report.summary()}")
     if not tasks:
-        raise ValueError(f"records={given}: none of the {report.records:,} records gives a task")
+        files = ", ".join(given.records)
+        raise ValueError(f"records={files}: none of the {report.records:,} records gives a task")
     return tasks
 
 
@@ -163,13 +135,6 @@ def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
         )
     verdict = conversation.verdict()
     assert verdict.outcome == "correct", f"{task.id}: {verdict.reason}"
-
-
-def _in_mode(task: Task, thinking: object, seed: int) -> Task:
-    if thinking is None:
-        return task
-    share = float(thinking) if isinstance(thinking, bool) else checked_share("thinking", thinking)
-    return replace(task, thinking=uniform(seed, "thinking", task.id) < share)
 
 
 def _write(path: str, records: Iterator[Mapping[str, Any]]) -> None:

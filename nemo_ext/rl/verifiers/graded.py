@@ -96,7 +96,7 @@ def environment(
     if checked_whole("best", best, least=1) > 1000:
         raise ValueError(f"best={best}: expected 1 to 1000")
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    asked = judge if isinstance(judge, Judge) else Judge(JudgeSettings.of(judge))
+    asked = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
     return Environment(
         name="graded",
         check=functools.partial(check, rubric=rubric, best=best),

@@ -72,7 +72,7 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
         ValueError: naming the setting.
     """
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    asked = judge if isinstance(judge, Judge) else Judge(JudgeSettings.of(judge))
+    asked = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
     return Environment(
         name="judge",
         check=check,

@@ -164,7 +164,7 @@ def environment(
             check=check,
             verify=functools.partial(verify, opening=opening, phrases=tuple(phrases)),
         )
-    asked = judge if isinstance(judge, Judge) else Judge(JudgeSettings.of(judge))
+    asked = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
     return Environment(
         name="refusal",
         check=functools.partial(check, judged=True),

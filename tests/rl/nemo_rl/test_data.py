@@ -137,7 +137,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
         ({"path": "a", "curriculum": "b"}, "give one of"),
         ({"path": "nowhere.jsonl"}, "no such file"),
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
-        ({"path": "a", "shuffle": "no"}, "shuffle must be true or false"),
+        ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
         ({"directory": "d", "blend": {"a": {"share": 1, "source": {"kind": "jsonl"}}}}, r"data.blend.a.source"),
     ],

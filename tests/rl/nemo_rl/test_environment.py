@@ -188,8 +188,8 @@ def test_a_conversation_needs_a_template(made: Step) -> None:
         ({"reward": "outcom"}, "did you mean 'outcome'"),
         ({"reward": {"name": "domyn_math", "max_token": 1}}, "did you mean 'max_tokens'"),
         ({"reward": "domyn_math"}, "give the environment the tokenizer"),
-        ({"tool_style": "xml"}, "tool_style: unknown 'xml'"),
-        ({"concurrency": 0}, "concurrency must be a whole number of at least 1"),
+        ({"tool_style": "xml"}, "tool_style='xml': input should be 'any'"),
+        ({"concurrency": 0}, "concurrency=0: input should be greater than or equal to 1"),
     ],
 )
 def test_wrong_settings_are_named(made: Step, config: dict[str, Any], message: str) -> None:

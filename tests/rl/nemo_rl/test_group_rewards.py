@@ -175,7 +175,7 @@ def test_an_empty_answer_is_no_short_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"advantage": {"baseline": "median"}}, "advantage.baseline: unknown 'median'"),
+        ({"advantage": {"baseline": "median"}}, "advantage: baseline='median': input should be 'mean'"),
         ({"advantage": {"normalize": "std"}}, "did you mean 'normalise'"),
         ({"group": {"length_control": {"percentile": 200}}}, "percentile=200"),
         ({"group": {"lenght_control": {}}}, "did you mean 'length_control'"),

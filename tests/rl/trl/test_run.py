@@ -434,27 +434,33 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m"], "tasks.train=null"),
         (["preset=dpo_delta", "model=m"], "pairs.train=null"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "rl.lose.level=token"], "did you mean 'loss'"),
-        (["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=tlr"], "did you mean 'trl'"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "engine=tlr"], "engine='tlr': input should be 'trl'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "environments={maths: {}}"], "did you mean 'math'"),
         (["preset=rl_zero", "model=m", "pairs.train=p", "tasks.train.path=t"], "trains on tasks, not on pairs"),
         (["preset=rl_zero", "model=m", "tasks.train=t"], "tasks.train=t: write tasks.train.path=FILE"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
-        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "did you mean 'path'"),
+        (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "input should be 'path'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
         (
             ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {plateau: 2}}"],
             "reprofile.plateau: of what?",
         ),
-        (["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {}}", "engine=nemo_rl"], "reprofile: engine="),
+        (
+            ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {every: 2}}", "engine=nemo_rl"],
+            "reprofile: engine=",
+        ),
         (
             [
-                *("preset=rl_zero", "model=m", "tasks.train={path: t, adapt: {}}", "engine=nemo_rl"),
+                *("preset=rl_zero", "model=m", "tasks.train={directory: t, adapt: {}}", "engine=nemo_rl"),
                 "rl.asynchronous={max_age: 1, in_flight: false}",
             ],
             "set rl.asynchronous=null",
         ),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "save_every=0"], "save_every"),
-        (["preset=dpo_delta", "model=m", "pairs.train={path: t}"], "write pairs.train=FILE"),
+        (
+            ["preset=dpo_delta", "model=m", "pairs.train={path: t}"],
+            "pairs.train={'path': 't'}: input should be a valid string",
+        ),
     ],
 )
 def test_what_is_missing_or_misspelled_is_said(words: list[str], said: str) -> None:
