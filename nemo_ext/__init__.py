@@ -40,7 +40,7 @@ def register(*, bridge: bool | None = None, replace: Collection[str] = REPLACED)
     try:
         from nemo_ext.megatron.bridge import register_bridges
 
-        return register_bridges(replace)
+        return Registration(*register_bridges(replace))
     except (ImportError, OSError) as error:  # torch raises OSError for incompatible libraries
         if bridge:
             raise ImportError(

@@ -102,12 +102,10 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
 
     check_machine(run.config)
     check_launcher(run.config)
-    for told in filter(None, (fp8.remark(run.config), packed_attention.remark(run.config))):
-        console.print(told)
-    for line in not_reproduced(run.config):
-        console.print(line)
-    if run.plan is not None:
-        console.print(run.plan.table())
+    remarks = [fp8.remark(run.config), packed_attention.remark(run.config), *not_reproduced(run.config)]
+    table = [] if run.plan is None else [run.plan.table()]
+    for shown in filter(None, [*remarks, *table]):
+        console.print(shown)
     run = run.tokenized()
     for line in run.told_of_streams():
         console.print(line)
@@ -242,8 +240,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             for number, handler in previous.items():
                 signal.signal(number, handler)
     step = run_directory.last_checkpoint(run_dir)
+    saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
     if received:
-        saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
         console.print(f"interrupted: {saved}; the same command resumes")
         sys.exit(INTERRUPTED)
     if process.returncode and pending(run_dir) is None:
@@ -253,7 +251,6 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             sys.exit(1)
         words = "\n".join(_last_words(run_dir / run_directory.LOG, position))
         if room := no_room(run_dir, words):
-            saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
             print(f"error: {room}; {saved}; the same command resumes", file=sys.stderr)
             sys.exit(1)
         print(words, file=sys.stderr)

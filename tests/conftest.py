@@ -291,7 +291,7 @@ def steps(run_dir: Path) -> list[int]:
 @pytest.fixture(scope="session")
 def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, Any]]]:
     """Trains as the launcher's ranks do, and gives back the logged training steps."""
-    from nemo_ext.megatron.fp8 import with_plan
+    from nemo_ext.megatron.fp8 import plan_flags
 
     # CUDA does not work in forked processes.
     start = torchrun if torch.cuda.is_available() else request.getfixturevalue("fork_ranks")
@@ -301,7 +301,8 @@ def train_ranks(request: pytest.FixtureRequest) -> Callable[..., list[dict[str, 
     ) -> list[dict[str, Any]]:
         config = compose("train", [*SMALL, f"run_dir={run_dir}", f"launcher.nproc_per_node={ranks}", *overrides])
         config["data"] = config["data"] if data is None else data
-        start(run_directory.write_config(run_dir, with_plan(config)), ranks)
+        config["megatron"] |= plan_flags(config)
+        start(run_directory.write_config(run_dir, config), ranks)
         return [line for line in run_directory.read_metrics(run_dir / run_directory.METRICS) if "loss" in line]
 
     return run

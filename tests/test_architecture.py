@@ -128,6 +128,12 @@ def test_no_modules_import_each_other() -> None:
     TopologicalSorter({module: ours(module, everywhere=True) for module in modules()}).prepare()
 
 
+def test_what_the_package_itself_imports_does_not_import_it_back() -> None:
+    names = {name for module in ours("", everywhere=True) for name in imported(module, everywhere=True)}
+
+    assert names and not [name for name in names if re.fullmatch(r"nemo_ext(\.[A-Z_]\w*|\.register)?", name)]
+
+
 def test_an_engine_is_imported_only_in_its_rooms() -> None:
     wrong = [
         f"{module} imports {engine}"

@@ -45,24 +45,25 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
     return {**others, "model": model, "megatron": megatron}
 
 
-def with_model_of_start(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Training config with the model of `megatron.pretrained_checkpoint`, if `train.model_of_start` is set.
+def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections `model` and `megatron` with the model of `megatron.pretrained_checkpoint`.
 
-    While the checkpoint does not exist yet, as in checks before a search has finished, the config's own model is used.
+    Empty if `train.model_of_start` is not set, or while the checkpoint does not exist yet, as in checks before a search
+    has finished; the config's own model is used then.
 
     Raises:
         ValueError: no checkpoint is named, or there is no model config next to it.
     """
     if (config.get("train") or {}).get("model_of_start") is not True:
-        return config
+        return {}
     start = config["megatron"].get("pretrained_checkpoint")
     if start is None:
         raise ValueError("train.model_of_start=true: name the checkpoint in megatron.pretrained_checkpoint")
     path = checkpoints_of(Path(str(start)).expanduser())
     if not path.exists():
-        return config
+        return {}
     made = _with_model_beside(config, _beside(path))
-    return {**made, "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
+    return {"model": made["model"], "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:

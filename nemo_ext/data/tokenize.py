@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.data.streams import Blend, Stream, read_blend
-from nemo_ext.data.text.documents import Source
+from nemo_ext.data.text.documents import Source, cut
 from nemo_ext.data.text.indexed_dataset import ids_type
 from nemo_ext.data.text.manifest import FORMAT_VERSION, Manifest, finished_manifest, write_manifest
-from nemo_ext.data.text.shards import ShardWork, complete_shards, cut, open_shards
+from nemo_ext.data.text.shards import ShardWork, complete_shards, open_shards
 from nemo_ext.data.text.splits import select, write_splits
 from nemo_ext.data.text.tokenizers import Tokenizer
 from nemo_ext.job.files import folder_for_one
@@ -141,10 +141,10 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
             seed=blend.seed,
             directory=directory,
         )
-        shards = cut(source, max_documents=documents_per_shard, max_size=shard_size)
+        shards = cut({stream.name: source}, max_documents=documents_per_shard, max_size=shard_size)
         try:
-            with progress_of(f"{stream.name}: reading", total, enabled=progress) as advance:
-                count = complete_shards(work, shards, source, workers=blend.workers or usable_cores(), advance=advance)
+            workers, shown = blend.workers or usable_cores(), total if progress else None
+            count = complete_shards(work, shards, source, workers=workers, label=f"{stream.name}: reading", total=shown)
             if source.fingerprint(source.inputs()) != fingerprint:
                 raise ValueError(
                     f"{prefix}: input files changed while they were read: run again when they are complete"

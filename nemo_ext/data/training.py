@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.data.blends.blend import with_blend
+from nemo_ext.data.blends.blend import planned
 from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.packs.mixed_lengths import MixedLengths
-from nemo_ext.data.packs.packed_files import check_packed, with_packed
+from nemo_ext.data.packs.packed_files import check_packed, packed_flags
 from nemo_ext.data.text.indexed_dataset import index_digest
 
 
@@ -19,13 +19,13 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
         tokens: number of tokens read from this data; None: those of the whole run.
 
     Raises:
-        ValueError: see `with_packed`, `with_blend` and `MixedLengths.from_config`.
+        ValueError: see `packed_flags`, `planned` and `MixedLengths.from_config`.
     """
     if config.get("data") is None:
         return dict(config)
-    if config["data"].get("packed") is not None:
-        return with_packed(config)
-    made = with_blend(config, tokens=tokens)
+    data = config["data"]
+    data, flags = planned(config, tokens=tokens) if data.get("packed") is None else (data, packed_flags(config))
+    made = {**config, "data": data, "megatron": {**config["megatron"], **flags}}
     MixedLengths.from_config(made)
     return made
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import orjson
@@ -10,11 +11,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from nemo_ext.evaluation.compare import CompareSettings, Comparison, Pair, compared
-from nemo_ext.evaluation.frontier import Point, frontiers, plot_accuracies, plot_frontiers
+from nemo_ext.evaluation.frontier import ACCURACIES, FRONTIERS, Point, frontiers, plot_accuracies, plot_frontiers
 from nemo_ext.evaluation.runs import Run, benchmark_is_low, entries_of, names_of
 from nemo_ext.evaluation.store import BITS
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.report import Table, markdown_table
+from nemo_ext.job.report import Report, Table
 from nemo_ext.job.settings import checked
 
 JSON = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
@@ -44,12 +45,10 @@ def write(given: CompareSettings) -> Comparison:
     found = compared(given)
     points = frontiers(found.runs, given)
     with only_run_in(output, "output"):
-        pictures = {
-            "compare.png": plot_accuracies(found.runs, output / "compare.png"),
-            "pareto.png": plot_frontiers(points, output / "pareto.png", found.papers),
-        }
+        for name in (ACCURACIES, FRONTIERS):
+            (output / name).unlink(missing_ok=True)
         write_text(output / "compare.json", orjson.dumps(as_json(found, points), option=JSON).decode())
-        write_text(output / "compare.md", markdown(found, [name for name, drawn in pictures.items() if drawn]))
+        page(found, points).write(output / "compare.md")
     return found
 
 
@@ -136,17 +135,8 @@ def _number(value: float | None) -> str:
 
 
 AGAINST = (
-    "benchmark",
-    "before",
-    "after",
-    "difference",
-    "kept",
-    "tokens",
-    "cut off",
-    "p",
-    "adjusted p",
-    "problems",
-    "verdict",
+    *("benchmark", "before", "after", "difference", "kept", "tokens", "cut off"),
+    *("p", "adjusted p", "problems", "verdict"),
 )
 """Columns of a table of pairs."""
 
@@ -154,18 +144,16 @@ AGAINST = (
 def _against(found: Comparison, name: str) -> Table[str]:
     entries = entries_of(found.runs)
     rows = [pair_row(pair, entries.get(pair.benchmark, {})) for pair in found.pairs[name]]
-    kept = sorted(
+    kept = [
         pair.after / pair.before
         for pair in found.pairs[name]
-        if pair.before
-        and pair.after is not None
-        and pair.apart is not None
-        and not benchmark_is_low(entries[pair.benchmark])
-    )
+        if pair.before and pair.after is not None and pair.apart is not None
+        if not benchmark_is_low(entries[pair.benchmark])
+    ]
     text = ""
     if len(kept) > 1:
-        median = (kept[(len(kept) - 1) // 2] + kept[len(kept) // 2]) / 2
-        text = f"Median accuracy kept: {median:.1%} over {len(kept)} benchmarks (Nemotron 3 Nano, section 4.3)."
+        share = f"{median(kept):.1%} over {len(kept)} benchmarks"
+        text = f"Median accuracy kept: {share} (Nemotron 3 Nano, section 4.3)."
     return Table(f"{name} against {found.runs[0].name}", AGAINST, rows, text)
 
 
@@ -195,10 +183,8 @@ def _modes(found: Comparison) -> Table[str]:
         for pair in found.modes.get(run.name, ()):
             entry = run.benchmarks[pair.benchmark]
             rows.append([run.name, f"{pair.a} to {pair.b}", *pair_row(pair, entry)])
-    columns = ("run", "modes", *AGAINST)
-    return Table(
-        "Modes", columns, rows, "Each mode against the first on the same problems, such as reasoning off and on."
-    )
+    text = "Each mode against the first on the same problems, such as reasoning off and on."
+    return Table("Modes", ("run", "modes", *AGAINST), rows, text)
 
 
 def _published(found: Comparison, paper: Mapping[str, Any]) -> Table[str]:
@@ -236,36 +222,26 @@ def _sensitivity(found: Comparison) -> Table[str]:
             if (one := entry.get("sensitivity")) is not None:
                 ends = one.get("interval")
                 interval = "-" if ends is None else f"[{100 * ends[0]:.2f}, {100 * ends[1]:.2f}]"
-                prompts = entry.get("prompts") or {}
-                each = ", ".join(
-                    f"{prompt} {_value(entry, p['accuracy'])}"
-                    for prompt, p in prompts.items()
-                    if p.get("accuracy") is not None
-                )
-                rows.append([name, run.name, f"{100 * one['std']:.2f}", interval, each])
+                values = {prompt: values.get("accuracy") for prompt, values in (entry.get("prompts") or {}).items()}
+                shown = [f"{prompt} {_value(entry, v)}" for prompt, v in values.items() if v is not None]
+                rows.append([name, run.name, f"{100 * one['std']:.2f}", interval, ", ".join(shown)])
     text = "Standard deviation over prompts of the mean, in points (Nemotron 3 Nano, appendix E); lower is better."
     return Table("Prompt sensitivity", ("benchmark", "run", "deviation", "interval", "prompts"), rows, text)
 
 
 def _noise(found: Comparison) -> Table[str]:
     entries = entries_of(found.runs)
-    rows = [
-        [
-            name,
-            _value(entries[name], one.apart),
-            _value(entries[name], one.spread),
-            f"{one.ratio:.1f}",
-            "beyond noise" if one.apart > 2 * one.spread else "within noise",
-        ]
-        for name, one in found.noise.items()
-    ]
+    rows = []
+    for name, one in found.noise.items():
+        values = [_value(entries[name], value) for value in (one.apart, one.spread)]
+        beyond = "beyond noise" if one.apart > 2 * one.spread else "within noise"
+        rows.append([name, *values, f"{one.ratio:.1f}", beyond])
     text = (
         f"Greatest difference between the runs, beside the standard deviation of {found.checkpoints} checkpoints of "
         "one training; beyond noise: more than two of them. The ratio is of relative values (arXiv:2508.13144)."
     )
-    return Table(
-        "Signal and noise", ("benchmark", "between runs", "between checkpoints", "ratio", "verdict"), rows, text
-    )
+    columns = ("benchmark", "between runs", "between checkpoints", "ratio", "verdict")
+    return Table("Signal and noise", columns, rows, text)
 
 
 def _further(found: Comparison) -> Table[str]:
@@ -288,9 +264,8 @@ def _counted(found: Comparison) -> Table[str]:
             if (entry := run.benchmarks.get(name)) is None:
                 continue
             cut = entry.get("truncated")
-            numbers = [
-                _number(entry.get(key)) for key in ("tokens", "reasoning_tokens", "n", "samples", "failed", "unscored")
-            ]
+            keys = ("tokens", "reasoning_tokens", "n", "samples", "failed", "unscored")
+            numbers = [_number(entry.get(key)) for key in keys]
             rows.append([name, run.name, *numbers[:2], "-" if cut is None else f"{cut:.1%}", *numbers[2:]])
     columns = ("benchmark", "run", "tokens", "of reasoning", "cut off", "problems", "answers", "failed", "not scored")
     return Table("Answers", columns, rows)
@@ -309,21 +284,20 @@ def _left_out(found: Comparison) -> Table[str]:
     return Table("Left out", ("benchmark", "runs", "why"), rows, text)
 
 
-def markdown(found: Comparison, pictures: Sequence[str]) -> str:
-    """The report as a page."""
+def page(found: Comparison, points: Mapping[str, Sequence[Point]]) -> Report:
+    """The report."""
     runs = [[run.name, str(run.results.get("model") or "-"), str(run.folder)] for run in found.runs]
-    parts = [f"# Comparison with {found.runs[0].name}", markdown_table(("run", "model", "folder"), runs)]
-    parts += [f"![{name.removesuffix('.png')}]({name})" for name in pictures]
-    for table in tables(found):
-        parts.append(table.markdown())
-    parts.append(
+    report = Report(f"Comparison with {found.runs[0].name}").table("", ("run", "model", "folder"), runs)
+    plot_accuracies(report, found.runs)
+    plot_frontiers(report, points, found.papers)
+    report.add(*(table.markdown() for table in tables(found)))
+    return report.add(
         f"Intervals cover {found.level:.1%} and are over problems, which are drawn anew, never over samples. "
         "p is two-sided and paired: McNemar's exact test for one right or wrong answer a problem, else random signs by "
         f"problem. `adjusted p` is for all benchmarks of its table (Holm); `better` and `worse` mean that it is below "
         f"{1 - found.level:.2g}. `No difference shown` does not mean that there is none. `kept` is after over "
         "before."
     )
-    return "\n\n".join(parts) + "\n"
 
 
 def show(found: Comparison, output: Path) -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,12 +9,14 @@ import numpy as np
 from nemo_ext.evaluation.compare import CompareSettings
 from nemo_ext.evaluation.runs import Run, Values, benchmark_is_low, counts, entries_of, names_of, values_of
 from nemo_ext.job import statistics
-from nemo_ext.job.report import COLOURS, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, Report, error_bar, outer_legend, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ACCURACIES, FRONTIERS = "compare.png", "pareto.png"
 MARKERS = "osD^vPX*"
+BARS: Any = {"capsize": 2.5, "elinewidth": 1}
 GRAND = "grand mean"
 PANELS = 12
 """Most panels of a picture."""
@@ -90,12 +91,7 @@ def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float
     accuracy, of_accuracy = statistics.grand_mean([each.values for each in parts], weights, **settings)
     tokens, of_tokens = statistics.grand_mean([each.tokens for each in parts], weights, **settings)
     return Point(
-        run=run,
-        mode=mode,
-        accuracy=accuracy,
-        tokens=tokens,
-        accuracy_interval=of_accuracy,
-        tokens_interval=of_tokens,
+        run=run, mode=mode, accuracy=accuracy, tokens=tokens, accuracy_interval=of_accuracy, tokens_interval=of_tokens
     )
 
 
@@ -114,36 +110,29 @@ def _front(points: Iterable[Point]) -> list[Point]:
     return [replace(each, front=not beaten(each)) for each in found]
 
 
-def plot_frontiers(points: Mapping[str, Sequence[Point]], path: Path, papers: Sequence[Mapping[str, Any]] = ()) -> bool:
-    """Draw accuracy against tokens (PNG), a panel for the grand mean and each benchmark; whether there was any.
+def plot_frontiers(
+    report: Report, points: Mapping[str, Sequence[Point]], papers: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Draw accuracy against tokens, a panel for the grand mean and each benchmark, if there is any.
 
     Published values with tokens are letters; they take no part in the front.
     """
     shown = dict(list(points.items())[:PANELS])
     if not shown:
-        path.unlink(missing_ok=True)
-        return False
+        return
     runs = list(dict.fromkeys(point.run for each in shown.values() for point in each))
     modes = list(dict.fromkeys(point.mode for each in shown.values() for point in each))
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
-    figure = new_figure(figsize=(max(6.5, 4.2 * columns), 3.6 * rows + 0.9))
-    panels = figure.subplots(rows, columns, squeeze=False).ravel()
+    panels = report.picture("pareto", FRONTIERS, max(6.5, 4.2 * columns), 3.6 * rows + 0.9, rows, columns)
     for axes, (name, each) in zip(panels, shown.items(), strict=False):
         _panel(axes, name, each, runs, modes)
         _published(axes, name, papers)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
-    handles: dict[str, Any] = {}
-    for axes in panels[: len(shown)]:
-        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(handles)), frameon=False
-    )
+    outer_legend(panels, "lower center")
     more = f"; the first {PANELS} of {len(points)}" if len(points) > PANELS else ""
-    figure.suptitle(f"accuracy against generated tokens, with intervals over problems{more}", fontsize=11)
-    save_figure(figure, path)
-    return True
+    panels[0].figure.suptitle(f"accuracy against generated tokens, with intervals over problems{more}", fontsize=11)
 
 
 def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str], modes: Sequence[str]) -> None:
@@ -153,22 +142,18 @@ def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str]
         axes.errorbar(
             point.tokens,
             100 * point.accuracy,
-            xerr=_bars(point.tokens, point.tokens_interval, 1),
-            yerr=_bars(point.accuracy, point.accuracy_interval, 100),
+            xerr=error_bar(point.tokens, point.tokens_interval),
+            yerr=error_bar(point.accuracy, point.accuracy_interval, 100),
             fmt=MARKERS[modes.index(point.mode) % len(MARKERS)],
             color=COLOURS[number % len(COLOURS)],
             markersize=7,
-            capsize=2.5,
-            elinewidth=1,
             label=label,
+            **BARS,
         )
     front = sorted((point.tokens, 100 * point.accuracy) for point in points if point.front)
     axes.plot(*zip(*front, strict=True), "--", color="#999999", linewidth=1.1, zorder=0, label="Pareto front")
-    axes.set_title(name, fontsize=10, loc="left")
-    axes.set_xlabel("mean generated tokens")
-    axes.set_ylabel("accuracy (%)")
     axes.margins(0.12)
-    tidy(axes)
+    tidy(axes, title=name, xlabel="mean generated tokens", ylabel="accuracy (%)")
 
 
 def _published(axes: "Axes", name: str, papers: Sequence[Mapping[str, Any]]) -> None:
@@ -180,49 +165,33 @@ def _published(axes: "Axes", name: str, papers: Sequence[Mapping[str, Any]]) -> 
         if value.get("tokens") and value.get("unit", "percent") == "percent":
             letter = chr(ord("a") + timed.index(model) % 26)
             place = value["tokens"], value["value"]
-            axes.plot(
-                *place, linestyle="", marker=f"${letter}$", color="#555555", markersize=7, label=f"{model}, published"
-            )
+            looks: Any = {"linestyle": "", "color": "#555555", "markersize": 7}
+            axes.plot(*place, marker=f"${letter}$", label=f"{model}, published", **looks)
 
 
-def _bars(value: float, interval: tuple[float, float] | None, times: float) -> Any:
-    """Lengths below and above of an error bar."""
-    if interval is None:
-        return None
-    return [[max(0.0, times * (value - interval[0]))], [max(0.0, times * (interval[1] - value))]]
-
-
-def plot_accuracies(runs: Sequence[Run], path: Path) -> bool:
-    """Draw each run's accuracies with their intervals, a row a benchmark (PNG); whether there was any."""
+def plot_accuracies(report: Report, runs: Sequence[Run]) -> None:
+    """Draw each run's accuracies with their intervals, a row a benchmark, if there is any."""
     entries = entries_of(runs)
     names = [name for name in names_of(runs) if not benchmark_is_low(entries[name])][:ROWS]
     if not names:
-        path.unlink(missing_ok=True)
-        return False
-    figure = new_figure(figsize=(8, 1.4 + 0.24 * len(names) * (len(runs) + 1)))
-    axes = figure.subplots()
+        return
+    (axes,) = report.picture("compare", ACCURACIES, 8, 1.4 + 0.24 * len(names) * (len(runs) + 1))
     for number, run in enumerate(runs):
         for row, name in enumerate(names):
             entry = run.benchmarks.get(name, {})
             if entry.get("accuracy") is None:
                 continue
-            interval = entry.get("interval")
             axes.errorbar(
                 100 * entry["accuracy"],
                 row + (number - (len(runs) - 1) / 2) * 0.8 / len(runs),
-                xerr=_bars(entry["accuracy"], None if interval is None else tuple(interval), 100),
+                xerr=error_bar(entry["accuracy"], entry.get("interval"), 100),
                 fmt=MARKERS[number // len(COLOURS) % len(MARKERS)],
                 color=COLOURS[number % len(COLOURS)],
                 markersize=5,
-                capsize=2.5,
-                elinewidth=1,
                 label=run.name,
+                **BARS,
             )
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlabel("accuracy (%), with intervals over problems")
-    handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(4, len(runs)), frameon=False)
-    tidy(axes, grid="x")
-    save_figure(figure, path)
-    return True
+    limits = (len(names) - 0.5, -0.5)
+    tidy(axes, grid="x", xlabel="accuracy (%), with intervals over problems", ylim=limits)
+    outer_legend([axes], "lower center")

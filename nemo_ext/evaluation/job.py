@@ -27,7 +27,7 @@ from nemo_ext.evaluation.settings import EvaluateSettings, Settings
 from nemo_ext.evaluation.store import ASKED, RESULTS, STORE, Key, Sample, Store, digest_of
 from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked, nearest
@@ -343,13 +343,9 @@ def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
     with only_run_in(run_dir / OWN, wait=_A_DAY):
-        if not record.exists():
-            note(record, made_of)
-            return
-        if changed := differing(json.loads(record.read_text()), made_of):
-            raise ValueError(
-                f"run_dir={run_dir}: holds the answers of another model or seed ({told(changed)}): name another run_dir"
-            )
+        begun = f"run_dir={run_dir}: holds the answers of another model or seed"
+        check_same(noted(record), made_of, begun, "name another run_dir")
+        note(record, made_of)
 
 
 def _work(

@@ -26,7 +26,7 @@ from nemo_ext.evaluation.store import BITS, RESULTS
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
-from nemo_ext.job.report import COLOURS, markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, Report, markdown_table, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import REPLACED, STRICT, Strings, checked, nearest, strings
 
@@ -315,17 +315,19 @@ def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_d
         for one in candidates
     ]
     shown = [f"{name} ↓" if name in best.metrics else name for name in names]
-    table = markdown_table(("average", "weights", *shown, "mean", "", ""), rows)
     least = f" that have {_named(at_least)} at least" if at_least else ""
-    drawn = _plot(candidates, run_dir / PLOT)
-    picture = f"![front]({PLOT})\n\n" if drawn else ""
-    write_text(
-        run_dir / REPORT,
-        f"# {run_dir.name}: averages of checkpoints\n\nChosen: **{best.name}**, of the averages on the Pareto front"
-        f"{least} the one with the highest mean of the objectives (equal weights; ↓: less is better, "
-        f"negated in the mean). With intervals over problems; differences of less than these are chance: "
-        f"[compare/compare.md](compare/compare.md) tests each average against the chosen one.\n\n{picture}{table}\n",
+    report = Report(
+        f"{run_dir.name}: averages of checkpoints",
+        f"Chosen: **{best.name}**, of the averages on the Pareto front{least} the one with the highest mean of the "
+        "objectives (equal weights; ↓: less is better, negated in the mean). With intervals over problems; differences "
+        "of less than these are chance: [compare/compare.md](compare/compare.md) tests each average against the chosen "
+        "one.",
     )
+    (run_dir / PLOT).unlink(missing_ok=True)
+    if len(names) > 1:
+        _plot(report, candidates, names[:2])
+    table = markdown_table(("average", "weights", *shown, "mean", "", ""), rows)
+    report.add(table).write(run_dir / REPORT)
     write_text(run_dir / FRONT, json.dumps([asdict(one) for one in candidates], indent=1) + "\n")
     print(table)
     notice(f"chosen: {best.name}: {link}; report: {run_dir / REPORT}")
@@ -338,14 +340,9 @@ def _cell(one: Candidate, name: str) -> str:
     return figure(value, ends, metric=one.metrics.get(name, "")).text
 
 
-def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
-    """Draw the first two objectives against each other (PNG); whether there are two."""
-    names = list(candidates[0].objectives)[:2]
-    if len(names) < 2:
-        path.unlink(missing_ok=True)
-        return False
-    figure = new_figure(figsize=(6.5, 4.5))
-    axes = figure.subplots()
+def _plot(report: Report, candidates: Sequence[Candidate], names: Sequence[str]) -> None:
+    """Draw two objectives against each other."""
+    (axes,) = report.picture("front", PLOT, 6.5, 4.5)
     scales = [1 if measured(candidates[0].metrics.get(name, "")) else 100 for name in names]
 
     def place_of(one: Candidate) -> tuple[float, float]:
@@ -359,10 +356,6 @@ def _plot(candidates: Sequence[Candidate], path: Path) -> bool:
     front = sorted(place_of(one) for one in candidates if one.front)
     axes.plot(*zip(*front, strict=True), "--", color="#999999", linewidth=1.1, zorder=0)
     labels = [f"{name} (%)" if scale == 100 else f"{name} (negated)" for scale, name in zip(scales, names, strict=True)]
-    axes.set_xlabel(labels[0])
-    axes.set_ylabel(labels[1])
-    axes.set_title("averages; dashed: the Pareto front; star: chosen", loc="left", fontsize=10)
     axes.margins(0.15)
-    tidy(axes)
-    save_figure(figure, path)
-    return True
+    title = "averages; dashed: the Pareto front; star: chosen"
+    tidy(axes, title=title, xlabel=labels[0], ylabel=labels[1])

@@ -1,5 +1,6 @@
 """Reports of an evaluation: tables with formatted numbers, report.md with its plot, a summary for the terminal."""
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.evaluation.store import BITS
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import Table, markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, Report, Table, tidy
 
 REPORT, PICTURE = "report.md", "accuracy.png"
 NONE = "–"
@@ -16,7 +16,6 @@ INTERVALS = (
     "In brackets: the 95% interval of a bootstrap over problems. It says how far the figure would move with other "
     "problems of the same kind; two intervals that overlap do not show that two models are equal."
 )
-_COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def name_of(name: str, entry: Mapping[str, Any]) -> str:
 
 def tables(results: Mapping[str, Any]) -> list[Table[Cell]]:
     """The tables of results.json, those without a row left out; the first one is that of the benchmarks."""
-    found = [_benchmarks(results), *_parts(results), _reasons(results), _metrics(results), _missing(results)]
+    found = [_benchmarks(results), *_parts(results)]
     return [table for place, table in enumerate(found) if table.rows or not place]
 
 
@@ -111,63 +110,43 @@ def summary(results: Mapping[str, Any]) -> str:
 
 
 def write(results: Mapping[str, Any], run_dir: Path) -> Path:
-    """Write report.md and its plot into a run directory.
-
-    Args:
-        results: what results.json holds.
-        run_dir: the run directory.
-
-    Returns:
-        Path of report.md.
-    """
-    parts = [f"# {_escaped(str(results['model']))}"]
-    parts += [markdown_table(("", ""), [(name, _escaped(value)) for name, value in facts(results)])]
-    plotted = _plot(results, run_dir / PICTURE)
-    if not plotted:
-        (run_dir / PICTURE).unlink(missing_ok=True)
+    """Write report.md and its plot into a run directory, of what results.json holds; returns the report's path."""
+    report = Report(_escaped(str(results["model"]))).facts((name, _escaped(value)) for name, value in facts(results))
+    (run_dir / PICTURE).unlink(missing_ok=True)
     for place, table in enumerate(tables(results)):
-        parts += [table.markdown(lambda cell: _escaped(cell.text))]
-        if not place and plotted:
-            parts += [f"![accuracy with intervals]({PICTURE})"]
-    parts += ["Every answer: `report.html`. All numbers: `results.json`. All of it is computed from `store/`."]
-    write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
-    return run_dir / REPORT
-
-
-def _entries(results: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    yield from results.get("benchmarks", {}).items()
+        report.add(table.markdown(lambda cell: _escaped(cell.text)))
+        if not place:
+            _plot(report, results)
+    report.add("Every answer: `report.html`. All numbers: `results.json`. All of it is computed from `store/`.")
+    return report.write(run_dir / REPORT)
 
 
 def _figures(entry: Mapping[str, Any], metric: str) -> list[Cell]:
-    return [
-        figure(entry["accuracy"], entry["interval"], metric=metric),
-        number(entry.get("n")),
-        number(entry.get("tokens")),
-        share(entry.get("truncated")),
-    ]
+    counts = (number(entry.get("n")), number(entry.get("tokens")), share(entry.get("truncated")))
+    return [figure(entry["accuracy"], entry["interval"], metric=metric), *counts]
 
 
 def _benchmarks(results: Mapping[str, Any]) -> Table[Cell]:
     heading = ("benchmark", "result", "problems", "tokens", "truncated", "metric", "reasoning tokens", "samples",
                "wanted", "failed", "unscored")  # fmt: skip
+    entries = results.get("benchmarks", {})
     rows = [
         [
             Cell(name_of(name, entry), name),
             *_figures(entry, entry["metric"]),
             text(entry["metric"]),
-            number(entry.get("reasoning_tokens")),
-            *(number(entry.get(key)) for key in ("samples", "wanted", "failed", "unscored")),
+            *(number(entry.get(key)) for key in ("reasoning_tokens", "samples", "wanted", "failed", "unscored")),
         ]
-        for name, entry in _entries(results)
+        for name, entry in entries.items()
     ]
-    arrow = (
-        " ↓: less is better." if any(not entry.get("higher_is_better", True) for _, entry in _entries(results)) else ""
-    )
-    return Table("Benchmarks", heading, rows, INTERVALS + " Tokens: mean of an answer's, reasoning included." + arrow)
+    note = f"{INTERVALS} Tokens: mean of an answer's, reasoning included."
+    low = any(not entry.get("higher_is_better", True) for entry in entries.values())
+    return Table("Benchmarks", heading, rows, note + " ↓: less is better." * low)
 
 
 def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
-    """Tables of modes, prompts, the sensitivity to prompts, and domains."""
+    """Tables of what a benchmark's problems and metrics divide into, and of what is missing."""
+    entries = results.get("benchmarks", {}).items()
     for title, key in (("Modes", "modes"), ("Prompts", "prompts")):
         rows = [
             [
@@ -176,58 +155,38 @@ def _parts(results: Mapping[str, Any]) -> Iterator[Table[Cell]]:
                 *_figures(values, entry["metric"]),
                 figure(values.get("with_reasoning"), values.get("with_reasoning_interval")),
             ]
-            for name, entry in _entries(results)
+            for name, entry in entries
             if len(entry.get(key) or {}) > 1
             for part, values in entry[key].items()
         ]
-        yield Table(
-            title,
-            ("benchmark", title[:-1].lower(), "result", "problems", "tokens", "truncated", "with reasoning"),
-            rows,
-            "With reasoning: share of the answers that have a trace, with its interval.",
-        )
+        heading = ("benchmark", key[:-1], "result", "problems", "tokens", "truncated", "with reasoning")
+        yield Table(title, heading, rows, "With reasoning: share of the answers that have a trace, with its interval.")
     rows = [
         [text(name), figure(sensitivity["std"], sensitivity["interval"]), number(len(entry["prompts"]))]
-        for name, entry in _entries(results)
+        for name, entry in entries
         if (sensitivity := entry.get("sensitivity"))
     ]
     note = "Standard deviation of the accuracy over prompts, in points of percent."
     yield Table("Sensitivity to prompts", ("benchmark", "standard deviation", "prompts"), rows, note)
     rows = [
         [text(name), text(domain), figure(values["accuracy"], metric=entry["metric"]), number(values["n"])]
-        for name, entry in _entries(results)
+        for name, entry in entries
         for domain, values in (entry.get("domains") or {}).items()
     ]
     yield Table("Domains", ("benchmark", "domain", "result", "problems"), rows)
-
-
-def _reasons(results: Mapping[str, Any]) -> Table[Cell]:
-    rows = [
-        [text(name), text(why), number(count)]
-        for name, entry in _entries(results)
-        for why, count in (entry.get("reasons") or {}).items()
-    ]
-    missing = [
-        [text(name), text("not asked"), number(entry["missing"])]
-        for name, entry in _entries(results)
-        if entry.get("missing")
-    ]
-    return Table("Samples without a score", ("benchmark", "why", "samples"), rows + missing)
-
-
-def _metrics(results: Mapping[str, Any]) -> Table[Cell]:
+    reasons = [(name, *item) for name, entry in entries for item in (entry.get("reasons") or {}).items()]
+    reasons += [(name, "not asked", entry["missing"]) for name, entry in entries if entry.get("missing")]
+    rows = [[text(name), text(why), number(count)] for name, why, count in reasons]
+    yield Table("Samples without a score", ("benchmark", "why", "samples"), rows)
     rows = [
         [text(name), text(metric), figure(value, metric=metric)]
-        for name, entry in _entries(results)
+        for name, entry in entries
         if len(entry.get("metrics") or {}) > 1
         for metric, value in entry["metrics"].items()
     ]
-    return Table("Other metrics", ("benchmark", "metric", "result"), rows)
-
-
-def _missing(results: Mapping[str, Any]) -> Table[Cell]:
+    yield Table("Other metrics", ("benchmark", "metric", "result"), rows)
     rows = [[text(name), text(why)] for name, why in results.get("missing", {}).items()]
-    return Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
+    yield Table("Not evaluated", ("benchmark", "why, and where its data are had"), rows)
 
 
 def _escaped(given: str) -> str:
@@ -235,40 +194,36 @@ def _escaped(given: str) -> str:
     return re.sub(r"([\\`*<>\[\]~&$])", r"\\\1", given)
 
 
-def _plot(results: Mapping[str, Any], path: Path) -> bool:
-    """Plot results with their intervals, a point a benchmark and mode; whether there is any."""
-    entries = [(name, entry) for name, entry in _entries(results) if entry["accuracy"] is not None]
+def _plot(report: Report, results: Mapping[str, Any]) -> None:
+    """Draw results with their intervals, a point a benchmark and mode, if there is any."""
+    entries = [item for item in results.get("benchmarks", {}).items() if item[1]["accuracy"] is not None]
     groups = [
         (label, unit, kept)
         for label, unit, of_bits in (("accuracy, %", 100.0, False), ("bits per byte, perplexity", 1.0, True))
         if (kept := [each for each in entries if measured(each[1]["metric"]) is of_bits])
     ]
     if not groups:
-        return False
-    heights = [0.3 * len(kept) + 0.9 for _, _, kept in groups]
-    picture = new_figure(figsize=(8, sum(heights) + 0.4))
-    axes = picture.subplots(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+        return
+    heights, caption = [0.3 * len(kept) + 0.9 for _, _, kept in groups], "accuracy with intervals"
+    axes = report.picture(caption, PICTURE, 8, sum(heights) + 0.4, len(groups), height_ratios=heights)
     modes = list(dict.fromkeys(mode for _, _, kept in groups for _, entry in kept for mode in entry.get("modes") or {}))
-    named = [mode for mode in modes if any(mode in (entry.get("modes") or {}) for _, entry in groups[0][2])]
+    colours = dict(zip(modes or [""], itertools.cycle(COLOURS), strict=False))
     for axis, (label, unit, kept) in zip(axes, groups, strict=True):
         for row, (_, entry) in enumerate(kept):
             several = {mode: each for mode, each in (entry.get("modes") or {}).items() if each["accuracy"] is not None}
             shown = several or {modes[0] if modes else "": entry}
             for place, (mode, each) in enumerate(shown.items()):
-                colour = _COLOURS[modes.index(mode) % len(_COLOURS)] if mode in modes else _COLOURS[0]
+                colour = colours.get(mode, COLOURS[0])
                 y = row + (place - (len(shown) - 1) / 2) * min(0.28, 0.7 / len(shown))
                 if each["interval"] is not None:
                     axis.plot([unit * end for end in each["interval"]], [y, y], color=colour, alpha=0.55, linewidth=2.5)
                 axis.plot(unit * each["accuracy"], y, "o", color=colour, markersize=5)
         names = [name_of(name, entry) for name, entry in kept]
         axis.set_yticks(range(len(kept)), names, fontsize=9, parse_math=False)
-        axis.set_ylim(len(kept) - 0.4, -0.6)
-        axis.set_xlim(*((-2, 102) if unit == 100 else (0, 1.05 * axis.get_xlim()[1])))
-        axis.set_xlabel(label)
-        tidy(axis, grid="x")
+        limits = (-2, 102) if unit == 100 else (0, 1.05 * axis.get_xlim()[1])
+        tidy(axis, grid="x", xlabel=label, xlim=limits, ylim=(len(kept) - 0.4, -0.6))
+    named = [mode for mode in modes if any(mode in (entry.get("modes") or {}) for _, entry in groups[0][2])]
     if len(named) > 1:
         for mode in named:
-            axes[0].plot([], [], "o", color=_COLOURS[modes.index(mode) % len(_COLOURS)], label=mode)
+            axes[0].plot([], [], "o", color=colours[mode], label=mode)
         axes[0].legend(frameon=False, ncols=min(6, len(named)), loc="lower left", bbox_to_anchor=(0, 1), fontsize=9)
-    save_figure(picture, path)
-    return True

@@ -19,7 +19,7 @@ from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import differing, note, noted, told
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 
@@ -125,8 +125,8 @@ def held_part_rows(folder: Path) -> int:
 
 def made_of(folder: Path) -> dict[str, Any] | None:
     """The settings that an output was begun with; None if it was not."""
-    record = folder / OWN / _MADE_OF
-    return json.loads(record.read_text()) if record.is_file() else None
+    before: dict[str, Any] | None = noted(folder / OWN / _MADE_OF)
+    return before
 
 
 def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:

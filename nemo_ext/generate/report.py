@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from nemo_ext.endpoint.address import Address
 from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import REPORT
 
 DATA, PICTURE = "report.json", "lengths.png"
@@ -79,8 +78,7 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
         "this_start": speed,
     }
     write_text(folder / DATA, json.dumps(data, indent=1) + "\n")
-    _picture(sums, folder / PICTURE)
-    write_text(folder / REPORT, _page(data, output, address))
+    _page(data, sums, folder.name, address).write(folder / REPORT)
     dead_letters = f", {dead:,} failed ({folder / 'dead'})" if dead else ""
     return f"done: {folder}: {sums.answers:,} answers{dead_letters}; {folder / REPORT}"
 
@@ -90,54 +88,36 @@ def _reason(problem: str) -> str:
     return problem.partition(":")[0] if problem.startswith(("HTTP", "prompt")) else problem
 
 
-def _page(data: dict[str, Any], output: Output, address: Address) -> str:
-    answers = data["answers"]
-    mean = data["completion_tokens"] / answers if answers else 0.0
-    speed = data["this_start"]
-    rows = [
-        ("endpoint", f"{address.model} at {address.url}"),
-        (
-            "rows",
-            f"{data['rows']:,}" + (f" ({data['repeated']:,} more equal an earlier row)" if data["repeated"] else ""),
-        ),
-        ("answers", f"{answers:,} of {data['rows'] * data['samples']:,} ({data['samples']} a row)"),
-        ("failed", f"{data['dead']:,}"),
-        (
-            "tokens",
-            f"{data['prompt_tokens']:,} of prompts, {data['completion_tokens']:,} of answers ({mean:,.1f} each)",
-        ),
-        (
-            "this start",
-            f"{speed['answers']:,} answers in {speed['seconds']:,.1f} s: "
-            f"{speed['answers'] / speed['seconds']:,.1f} answers/s, {speed['tokens'] / speed['seconds']:,.0f} tokens/s",
-        ),
-        (
-            "seconds of an answer",
-            ", ".join(f"{name} {value:,.2f}" for name, value in data["seconds"].items() if value is not None)
-            or "unknown",
-        ),
-    ]
-    parts = [f"# {output.folder.name}", markdown_table(("what", "value"), rows)]
-    ended = [(reason, f"{count:,}", f"{count / answers:.1%}") for reason, count in data["finish_reasons"].items()]
-    parts += ["## How the answers ended", markdown_table(("finish reason", "answers", "share"), ended)]
-    if data["dead"]:
-        dead = [(reason, f"{count:,}") for reason, count in data["dead_by_reason"].items()]
-        parts += ["## What failed", markdown_table(("reason", "answers"), dead)]
-        parts += ["`dead/` has every one with its row; `generate.retry_dead=true` tries them again."]
-    parts += ["## Length of the answers", f"![Tokens of the answers]({PICTURE})"]
-    return "\n\n".join(parts) + "\n"
+def _page(data: dict[str, Any], sums: _Sums, title: str, address: Address) -> Report:
+    answers, speed, repeated = sums.answers, data["this_start"], data["repeated"]
+    mean = sums.completion_tokens / answers if answers else 0.0
+    times = [f"{name} {value:,.2f}" for name, value in data["seconds"].items() if value is not None]
+    facts = {
+        "endpoint": f"{address.model} at {address.url}",
+        "rows": f"{data['rows']:,}" + (f" ({repeated:,} more equal an earlier row)" if repeated else ""),
+        "answers": f"{answers:,} of {data['rows'] * data['samples']:,} ({data['samples']} a row)",
+        "failed": data["dead"],
+        "tokens": f"{sums.prompt_tokens:,} of prompts, {sums.completion_tokens:,} of answers ({mean:,.1f} each)",
+        "this start": f"{speed['answers']:,} answers in {speed['seconds']:,.1f} s: "
+        f"{speed['answers'] / speed['seconds']:,.1f} answers/s, {speed['tokens'] / speed['seconds']:,.0f} tokens/s",
+        "seconds of an answer": ", ".join(times) or "unknown",
+    }
+    report = Report(title).table("", ("what", "value"), facts.items())
+    ended = [(reason, count, f"{count / answers:.1%}") for reason, count in data["finish_reasons"].items()]
+    report.table("How the answers ended", ("finish reason", "answers", "share"), ended)
+    note = "`dead/` has every one with its row; `generate.retry_dead=true` tries them again."
+    report.table("What failed", ("reason", "answers"), data["dead_by_reason"].items(), note)
+    _picture(report.section("Length of the answers"), sums)
+    return report
 
 
-def _picture(sums: _Sums, path: Path) -> None:
+def _picture(report: Report, sums: _Sums) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    figure = new_figure(figsize=(7, 3))
-    axes = figure.subplots()
+    (axes,) = report.picture("Tokens of the answers", PICTURE, 7, 3)
     axes.stairs(sums.lengths, _TOKENS, fill=True, color="#4477aa")
     filled = np.flatnonzero(sums.lengths)
     if len(filled):
         axes.set_xlim(_TOKENS[filled[0]] / 2, _TOKENS[filled[-1] + 1] * 2)
-    axes.set(xscale="log", xlabel="tokens of the answer", ylabel="answers")
+    tidy(axes, xscale="log", xlabel="tokens of the answer", ylabel="answers")
     axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:,.0f}", minor_locator=NullLocator())
-    tidy(axes)
-    save_figure(figure, path)

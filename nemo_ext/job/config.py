@@ -90,7 +90,7 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # set if a running job composes another
     try:
         with hydra.initialize_config_module(package, version_base="1.3"):
-            return named_blends(own_streams(plain(hydra.compose(config_name, overrides=overrides))), search)
+            return resolved(hydra.compose(config_name, overrides=overrides), search)
     except (HydraException, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(mistake(error, config_name)) from error
     finally:
@@ -131,8 +131,8 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     return folders, rest
 
 
-def own_streams(config: dict[str, Any]) -> dict[str, Any]:
-    """Config in which the user's `streams`, a flat list or a tree, replace all data of the recipe and its phases.
+def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
+    """Section `data` in which the user's `streams`, a flat list or a tree, replace the recipe's data.
 
     Their files are in `data_root`, unless they have a prefix. The recipe's tokenizer, validation share, seed, workers
     and epoch limits are kept.
@@ -140,26 +140,23 @@ def own_streams(config: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the config also has mock data, or no tokenizer.
     """
-    streams = config.pop("streams", None)
-    if streams is None:
-        return config
     if (config.get("megatron") or {}).get("mock_data"):
         raise ValueError("streams and data=mock exclude each other: remove one of them")
     data = config.get("data") or {}
     kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
-    config["data"] = {
+    made = {
         "directory": config["data_root"],
         "blend": None,
         "streams": None,
         **{key: data[key] for key in kept if data.get(key) is not None},
         "streams" if isinstance(streams, list) else "blend": streams,
     }
-    if "phases" in config and "tokenizer" not in config["data"]:
+    if "phases" in config and "tokenizer" not in made:
         raise ValueError(
             "streams: this recipe names no tokenizer: name the one they were tokenised with, such as "
             "'data.tokenizer={kind: huggingface, path: FOLDER}'"
         )
-    return config | ({"phases": without_data(config["phases"])} if config.get("phases") else {})
+    return made
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,32 +167,33 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def named_blends(config: dict[str, Any], search: Sequence[str] = ()) -> dict[str, Any]:
-    """Config with names of blends resolved: `phases.NAME.data` may name a file of the `data` group.
+def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
+    """Section `data` of a file of the `data` group that a phase names.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be composed.
+    """
+    words = [*search, f"data={name}", f"data_root={hydra_value(str(config['data_root']))}"]
+    try:
+        return resolved(hydra.compose("tokenize", overrides=words))["data"]
+    except MissingConfigException as error:
+        raise ValueError(f"{key}={name}: {str(error).splitlines()[0]}") from error
+    except (HydraException, yaml.YAMLError) as error:
+        raise ValueError(f"{key}={name}: {mistake(error, 'tokenize')}") from error
+
+
+def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
+    """Resolve a config to plain containers, with `streams` and blends named by phases turned into sections `data`.
 
     Call this only while Hydra is initialised, so that files in --config-dir are found as well.
 
     Args:
+        config: config as composed by Hydra.
         search: override with the folders of --config-dir, if Hydra was initialised without them.
-    """
-    for name, phase in (config.get("phases") or {}).items():
-        if isinstance(phase, dict) and isinstance(phase.get("data"), str):
-            words = [*search, f"data={phase['data']}", f"data_root={hydra_value(str(config['data_root']))}"]
-            try:
-                phase["data"] = plain(hydra.compose("tokenize", overrides=words))["data"]
-            except MissingConfigException as error:
-                raise ValueError(f"phases.{name}.data={phase['data']}: {str(error).splitlines()[0]}") from error
-            except (HydraException, yaml.YAMLError) as error:
-                raise ValueError(f"phases.{name}.data={phase['data']}: {mistake(error, 'tokenize')}") from error
-    return config
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Resolve a config and convert it to plain containers.
 
     Raises:
-        ValueError: mandatory values (`???`) are missing (names all of them), an interpolation cannot be resolved, or
-            `launcher` or `phases` is not a section.
+        ValueError: mandatory values (`???`) are missing (names all of them), an interpolation cannot be resolved,
+            `launcher` or `phases` is not a section, or see `_own_data` and `_named_blend`.
     """
     try:
         # Not OmegaConf.missing_keys, which fails on interpolations of missing values.
@@ -205,10 +203,19 @@ def plain(config: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
-    for name, section in (("launcher", container.get("launcher", {})), ("phases", container.get("phases") or {})):
+    made = {str(key): value for key, value in container.items()}
+    for name, section in (("launcher", made.get("launcher", {})), ("phases", made.get("phases") or {})):
         if not isinstance(section, dict):
             raise ValueError(f"{name}={section!r}: expected a section with keys")
-    return {str(key): value for key, value in container.items()}
+    phases = made.get("phases") or {}
+    if (streams := made.pop("streams", None)) is not None:
+        made["data"] = _own_data(made, streams)
+        if phases:
+            made["phases"] = phases = without_data(phases)
+    for name, phase in phases.items():
+        if isinstance(phase, dict) and isinstance(phase.get("data"), str):
+            phase["data"] = _named_blend(f"phases.{name}.data", phase["data"], made, search)
+    return made
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:
@@ -484,7 +491,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         composed = True
         print_errors()
         try:
-            job(named_blends(own_streams(plain(config)), _search(package)))
+            job(resolved(config, _search(package)))
         except ValueError as error:
             _end(USER_ERROR, error)
         except JobFailed as error:

@@ -49,6 +49,21 @@ def note(record: Path, made_of: Mapping[str, Any]) -> None:
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 
+def noted(record: Path) -> Any:
+    """Content of a record; None if there is none."""
+    return json.loads(record.read_text()) if record.is_file() else None
+
+
+def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any], begun: str, advice: str) -> None:
+    """Refuses settings other than those that an output was begun with; `before` is None where it was not.
+
+    Raises:
+        ValueError: `begun (the settings that differ): advice`.
+    """
+    if before is not None and (changed := differing(before, now)):
+        raise ValueError(f"{begun} ({told(changed)}): {advice}")
+
+
 def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
     as_json: dict[str, Any] = json.loads(json.dumps(section))
     return as_json

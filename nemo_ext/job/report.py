@@ -1,12 +1,13 @@
-"""Common parts of reports: tables in Markdown, and pictures that get their name when complete. No torch."""
+"""The layout of reports: text, tables, code and pictures as Markdown and as one HTML file. No torch."""
 
 import base64
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 from urllib.parse import unquote
 
 from nemo_ext.job.files import write_text
@@ -19,13 +20,15 @@ COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8
 """Colours of the lines of a picture."""
 
 
-def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown, without a line break at its end."""
+def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, without a line break at its end; whole numbers get commas, None is an empty cell."""
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
 
 
-def _cell(text: str) -> str:
+def _cell(value: object) -> str:
+    number = isinstance(value, Integral) and not isinstance(value, bool)
+    text = "" if value is None else f"{value:,}" if number else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
@@ -34,7 +37,7 @@ class Table[Cell]:
     """A table of a report.
 
     Attributes:
-        title: heading above it.
+        title: heading above it; "" for none.
         heading: names of the columns.
         rows: as many cells as there are columns.
         note: text below it; "" for none.
@@ -45,10 +48,74 @@ class Table[Cell]:
     rows: Sequence[Sequence[Cell]]
     note: str = ""
 
-    def markdown(self, shown: Callable[[Cell], str] = str) -> str:
-        """Title, table and note; `shown` makes text of a cell."""
+    def markdown(self, shown: Callable[[Cell], object] = lambda cell: cell) -> str:
+        """Title, table and note; `shown` makes of a cell what `markdown_table` takes."""
         table = markdown_table(self.heading, [[shown(cell) for cell in row] for row in self.rows])
-        return "\n\n".join([f"## {self.title}", table, *([self.note] if self.note else [])])
+        return "\n\n".join(filter(None, [self.title and f"## {self.title}", table, self.note]))
+
+
+class Report:
+    """A report that is built up from its title down. Parts that are None or "" are left out.
+
+    Args:
+        title: title of the page; "" for sections that are to be added to a report.
+        parts: Markdown below it.
+    """
+
+    def __init__(self, title: str, *parts: str | None) -> None:
+        self._parts: list[str] = []
+        self._pictures: dict[str, Figure] = {}
+        self.add(title and f"# {title}", *parts)
+
+    def add(self, *parts: str | None) -> Self:
+        """Adds Markdown; each part is a block of its own."""
+        self._parts += filter(None, parts)
+        return self
+
+    def section(self, title: str, *parts: str | None, level: int = 2) -> Self:
+        """Adds a section; nothing if all its parts are empty."""
+        return self.add(f"{'#' * level} {title}", *parts) if not parts or any(parts) else self
+
+    def table(self, title: str, heading: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Self:
+        """Adds a section ("" for none) that is a table with a note below it; nothing without rows."""
+        rows = list(rows)
+        return self.add(Table(title, heading, rows, note).markdown() if rows else None)
+
+    def facts(self, rows: Mapping[str, object] | Iterable[Sequence[object]]) -> Self:
+        """Adds a table of names and values without a heading."""
+        return self.table("", ("", ""), rows.items() if isinstance(rows, Mapping) else rows)
+
+    def code(self, text: str, language: str = "") -> Self:
+        """Adds a block of code."""
+        return self.add(f"```{language}\n{text.rstrip()}\n```")
+
+    def picture(
+        self, caption: str, name: str, width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
+    ) -> "list[Axes]":
+        """Adds a picture of so many inches, written with the report; returns its axes, row by row."""
+        self._pictures[name], axes = panels(width, height, rows, columns, **layout)
+        self.add(f"![{caption}]({name})")
+        return axes
+
+    def markdown(self) -> str:
+        """The whole report."""
+        return "\n\n".join(self._parts) + "\n"
+
+    def write(self, path: Path, *, page: bool = False, after: str = "") -> Path:
+        """Writes the report and its pictures into one folder.
+
+        Args:
+            path: the Markdown file.
+            page: whether to write an HTML file beside it.
+            after: Markdown of an earlier report, which these sections follow.
+
+        Returns:
+            Path of the page if there is one, else of the Markdown.
+        """
+        for name, figure in self._pictures.items():
+            save_figure(figure, path.parent / name)
+        write_text(path, after + "\n" * bool(after) + self.markdown())
+        return write_page(path) if page else path
 
 
 _PAGE = """<!doctype html>
@@ -103,11 +170,54 @@ def new_figure(**sizes: Any) -> "Figure":
     return figure
 
 
-def tidy(axes: "Axes", *, grid: Literal["x", "y", "both"] | None = "both") -> None:
-    """Takes away an axis's upper and right frame and draws a faint grid (`x`, `y`, `both` or None)."""
-    if grid is not None:
-        axes.grid(axis=grid, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+def panels(
+    width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
+) -> tuple["Figure", list["Axes"]]:
+    """A figure of so many inches and its axes, row by row; `layout` is matplotlib's for `subplots`."""
+    figure = new_figure(figsize=(width, height))
+    return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
+
+
+def tidy(
+    *axes: "Axes",
+    grid: Literal["x", "y", "both"] | None = "both",
+    title: str = "",
+    legend: bool | Mapping[str, Any] = False,
+    **labels: Any,
+) -> None:
+    """Labels axes, takes away their upper and right frame and draws a faint grid.
+
+    Args:
+        axes: axes that get all of it.
+        grid: lines of the grid.
+        title: title on the left.
+        legend: whether there is a legend, or options of matplotlib's `legend`.
+        labels: options of matplotlib's `Axes.set`: xlabel, ylabel, xlim and others.
+    """
+    for axis in axes:
+        axis.set(**labels)
+        if grid is not None:
+            axis.grid(axis=grid, alpha=0.25)
+        axis.set_axisbelow(True)
+        axis.spines[["top", "right"]].set_visible(False)
+        if title:
+            axis.set_title(title, loc="left", fontsize=11)
+        if legend is not False:
+            axis.legend(**{"frameon": False, "fontsize": 9, **({} if legend is True else legend)})
+
+
+def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns: int = 4) -> None:
+    """Draws one legend of a picture outside of its axes, with every label once; none for a single label."""
+    found = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in found}
+    if len(handles) > 1:
+        looks: Any = {"ncols": min(columns, len(handles)), "frameon": False, "fontsize": 9}
+        axes[0].figure.legend(handles.values(), handles.keys(), loc=f"outside {place}", **looks)
+
+
+def error_bar(value: float, interval: Sequence[float] | None, times: float = 1.0) -> Any:
+    """Lengths below and above a value, as matplotlib's `errorbar` takes them; None without an interval."""
+    return interval and [[max(0.0, times * (value - interval[0]))], [max(0.0, times * (interval[1] - value))]]
 
 
 def save_figure(figure: "Figure", path: Path, *, dpi: int = 120) -> None:

@@ -16,14 +16,17 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.pipeline import balance
+from nemo_ext.job import run_directory
 from nemo_ext.job.words import did_you_mean
 from nemo_ext.megatron import versions
 
@@ -122,8 +125,6 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         ValueError: a key that the installed Megatron does not have (names the nearest), or one that the trainer sets
             itself (says what to set instead).
     """
-    import torch
-
     given: Mapping[str, Any] = config["megatron"]
     for name, advice in MANAGED.items():
         if given.get(name) is not None:
@@ -137,23 +138,62 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
     if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
         raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
-    values: dict[str, Any] = {}
-    if backend_of(config) == "local":
-        values |= LOCAL_BACKEND
-    else:
-        values["transformer_impl"] = "transformer_engine"
+    parser = megatron_parser()
+    flags = {
+        option.removeprefix("--").replace("-", "_"): (option, action)
+        for action in parser._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    line: list[str] = []
+    set_by_user = {name: value for name, value in given.items() if value is not None}
+    for name, value in (_own_flags(config) | set_by_user).items():
+        if name not in flags:
+            raise ValueError(_unknown(name, flags))
+        option, action = flags[name]
+        if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
+            line.append(option if value else f"--no-{option.removeprefix('--')}")
+        elif action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"megatron.{name}={value!r}: {option} is a switch, set it to true or false")
+            line += [option] if value else []
+        else:
+            words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
+            if action.nargs is None and not words:
+                raise ValueError(f"megatron.{name}=[]: {option} wants a value; null leaves it out")
+            if action.nargs is None and len(words) > 1:
+                words = [",".join(words)]  # such as window_size, one word with commas
+            kinds = "A" if action.nargs is None else "".join("O" if parser._parse_optional(w) else "A" for w in words)
+            try:  # as the parser will read them: `O` is a word that looks like an option
+                if rest := words[parser._match_argument(action, kinds) :]:
+                    raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(rest)}")
+                parser._get_values(action, [*words])
+            except argparse.ArgumentError as error:
+                raise ValueError(f"megatron.{name}={value!r}: Megatron's parser: {error}") from error
+            # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.
+            line += [f"{option}={words[0]}"] if action.nargs is None else [option, *words]
+    return line
+
+
+def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags that follow from other settings than `megatron:` and from this machine; those of the user replace them."""
+    import torch
+
+    given, run_dir = config["megatron"], Path(config["run_dir"])
+    values = LOCAL_BACKEND
+    if backend_of(config) != "local":
+        values = {"transformer_impl": "transformer_engine"}
         if given.get("bf16") and not given.get("deterministic_mode"):  # with which Megatron refuses it
             values["cross_entropy_loss_fusion"] = True
-    if not torch.cuda.is_available():
-        values |= CPU
-    run_dir = Path(config["run_dir"])
     pattern = compile_pattern(parse(pattern_with_cuts(config))).hybrid_layer_pattern
-    values["hybrid_layer_pattern"] = _pattern_word(pattern)
-    values["save"] = str(run_dir / "checkpoints")
-    values["load"] = str(run_dir / "checkpoints")
-    values["tensorboard_dir"] = str(run_dir / "tensorboard")
-    values |= {name: value for name, value in given.items() if value is not None}
-    return _spell(values)
+    return {
+        **values,
+        **({} if torch.cuda.is_available() else CPU),
+        "hybrid_layer_pattern": _pattern_word(pattern),
+        "save": str(run_dir / run_directory.CHECKPOINTS),
+        "load": str(run_dir / run_directory.CHECKPOINTS),
+        "tensorboard_dir": str(run_dir / run_directory.TENSORBOARD),
+    }
 
 
 def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
@@ -165,9 +205,9 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
     from megatron.training.arguments import parse_args, validate_args
 
     printed = io.StringIO()
-    with _process(argv, world_size), contextlib.redirect_stdout(printed):
+    with _process(argv, world_size), one_parser(), contextlib.redirect_stdout(printed):
         try:
-            arguments = parse_args()
+            arguments = deepcopy(parse_args())  # Megatron writes into lists, and may into the parser's defaults
             validate_args(arguments)
         except SystemExit as exit_:
             raise ValueError(f"Megatron cannot read its arguments: {printed.getvalue().strip()[-500:]}") from exit_
@@ -188,6 +228,16 @@ def megatron_parser() -> argparse.ArgumentParser:
     return add_megatron_arguments(Parser(allow_abbrev=False))
 
 
+@contextlib.contextmanager
+def one_parser() -> Iterator[None]:
+    """Has Megatron read its command line with `megatron_parser`: building another one takes a tenth of a second."""
+    from megatron.training import arguments
+
+    parser = megatron_parser()
+    with patch.object(arguments, "add_megatron_arguments", lambda _: parser):
+        yield
+
+
 def _pattern_word(pattern: str) -> str:
     """A pattern in a form that the command line can hold.
 
@@ -195,47 +245,6 @@ def _pattern_word(pattern: str) -> str:
     multi-token prediction after the main ones) as the same (`parse_hybrid_pattern`).
     """
     return "--/" if pattern == "--" else pattern
-
-
-def _spell(values: Mapping[str, Any]) -> list[str]:
-    """Flags and values as command line words, each checked by the parser that will read them."""
-    parser = megatron_parser()
-    flags = {
-        option.removeprefix("--").replace("-", "_"): (option, action)
-        for action in parser._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
-    pieces: dict[str, list[str]] = {}
-    for name, value in values.items():
-        if name not in flags:
-            raise ValueError(_unknown(name, flags))
-        option, action = flags[name]
-        if isinstance(action, argparse.BooleanOptionalAction) and isinstance(value, bool):
-            pieces[name] = [option if value else f"--no-{option.removeprefix('--')}"]
-        elif action.nargs == 0:
-            if not isinstance(value, bool):
-                raise ValueError(f"megatron.{name}={value!r}: {option} is a switch, set it to true or false")
-            pieces[name] = [option] if value else []
-        else:
-            items = value if isinstance(value, list | tuple) else [value]
-            if action.nargs is None and not items:
-                raise ValueError(f"megatron.{name}=[]: {option} wants a value; null leaves it out")
-            if action.nargs is None and len(items) > 1:
-                items = [",".join(map(str, items))]  # such as window_size, one word with commas
-            # With `=`, so that a pattern that begins with an MLP (`-*-`) does not look like an option.
-            one = action.nargs is None
-            pieces[name] = [f"{option}={items[0]}"] if one else [option, *(str(item) for item in items)]
-    words = [word for piece in pieces.values() for word in piece]
-    try:
-        parser.parse_args(words)
-    except ValueError:
-        for name, piece in pieces.items():  # slow: every parse sets all of Megatron's defaults
-            try:
-                parser.parse_args(piece)
-            except ValueError as error:
-                raise ValueError(f"megatron.{name}={values[name]!r}: {error}") from error
-    return words
 
 
 def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:

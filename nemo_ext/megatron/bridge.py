@@ -20,7 +20,6 @@ from megatron.core.activations import squared_relu
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 
-from nemo_ext import Registration
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import compile as compile_pattern
 from nemo_ext.architecture.pattern import format as format_pattern
@@ -224,8 +223,8 @@ def _plain(value: Any) -> Any:
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
-def register_bridges(replace: Collection[str]) -> Registration:
-    """Register a bridge for every format; see `nemo_ext.register`.
+def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Register a bridge for every format; returns the fields of a `nemo_ext.Registration`.
 
     Raises:
         ImportError: Megatron-Bridge cannot be imported.
@@ -246,7 +245,7 @@ def register_bridges(replace: Collection[str]) -> Registration:
         if not ours:
             _register(found)
         registered.append(architecture)
-    return Registration(tuple(registered), skipped)
+    return tuple(registered), skipped
 
 
 def _served_by(architecture: str) -> type | None:

@@ -26,6 +26,7 @@ from nemo_ext.megatron.arguments import (
 )
 from nemo_ext.megatron.cpu import mamba_modules, patches
 from nemo_ext.megatron.fp8 import check_backend
+from nemo_ext.megatron.stability import Stability
 
 KEYS = {
     "model": {
@@ -91,7 +92,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     """Refuse an unknown key, a switch that is neither true nor false, or values that exclude each other.
 
     Raises:
-        ValueError: names the key, and the nearest known one if it is unknown.
+        ValueError: names the key, and the nearest known one if it is unknown; or see `Stability.from_config`.
     """
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
@@ -108,23 +109,12 @@ def check_keys(config: Mapping[str, Any]) -> None:
             f"model.vocab_size={ids}: more ids than megatron.padded_vocab_size={rows} has rows, so the model could "
             "not be converted: set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
         )
-    check_stability(config)
+    Stability.from_config(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
         raise ValueError(
             "train.validate_at_start measures the model before megatron.pretrained_checkpoint is loaded: "
             "set train.validate_at_start=false"
         )
-
-
-def check_stability(config: Mapping[str, Any]) -> None:
-    """Refuse an invalid section `stability`.
-
-    Raises:
-        ValueError: see `nemo_ext.megatron.stability.Stability.from_config`.
-    """
-    from nemo_ext.megatron.stability import Stability
-
-    Stability.from_config(config)
 
 
 def check_version(config: Mapping[str, Any]) -> None:

@@ -104,8 +104,8 @@ class Precision:
         return RecipeConfig.from_config_dict(self.recipe(stage))
 
 
-def with_plan(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with Megatron's flags for its precision plan, from which single modules then deviate.
+def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
+    """Megatron's flags for a config's precision plan, from which single modules then deviate; none without a plan.
 
     Raises:
         ValueError: the plan is invalid, flags set another precision, sizes do not fit the scaling, or the back end does
@@ -113,9 +113,8 @@ def with_plan(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     precision = Precision.from_config(config)
     if precision is None:
-        return dict(config)
-    plan, given = precision.plan, config["megatron"]
-    flags: dict[str, str] = {}
+        return {}
+    plan, given, flags = precision.plan, config["megatron"], dict[str, str]()
     if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if given.get(name)]:
         raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
     routers, high = set(), []
@@ -133,7 +132,7 @@ def with_plan(config: Mapping[str, Any]) -> dict[str, Any]:
         _check_fp8(config, precision)
         if plan.default == "fp8" and backend_of(config) != "local":
             flags |= {"fp8_format": plan.format, "fp8_recipe": plan.recipe}
-    return {**config, "megatron": {**given, **flags}}
+    return flags
 
 
 def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
@@ -177,7 +176,7 @@ def check_backend(config: Mapping[str, Any], backend: str) -> None:
     Megatron would silently train without FP8.
 
     Args:
-        config: config of a run, from `with_plan`.
+        config: config of a run, with the flags of `plan_flags`.
         backend: `local` or `transformer_engine`.
 
     Raises:

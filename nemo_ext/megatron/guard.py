@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.checkpoint.sound import back_to, newest_before
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, read_metrics
 from nemo_ext.job.settings import STRICT, Count, Whole, checked
 
@@ -142,26 +142,26 @@ def check_events(run_dir: Path, guard: Guard) -> None:
         )
 
 
-def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the steps that its run leaves out, and without Megatron's own end at what is not finite.
+def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's flags for the steps that a run leaves out, and against Megatron's own end at what is not finite.
 
     Raises:
         ValueError: see `Guard.from_config`; or every step until `exit_interval` is left out.
     """
-    guard, megatron = Guard.from_config(config), dict(config["megatron"])
+    guard, megatron, flags = Guard.from_config(config), config["megatron"], dict[str, Any]()
     steps = _whole(megatron.get("iterations_to_skip"))
     for event in events(Path(str(config["run_dir"]))):
         steps |= set(range(event.skipped[0], event.skipped[1] + 1))
     if steps:
-        megatron["iterations_to_skip"] = sorted(steps)
+        flags["iterations_to_skip"] = sorted(steps)
     if guard.nan:
         # Megatron would raise, or run the step again and look for a broken GPU, before the step is logged.
         own = {"no_check_for_nan_in_loss_and_grad": True, "rerun_mode": "disabled"}
-        megatron |= {name: value for name, value in own.items() if megatron.get(name) is None}
+        flags |= {name: value for name, value in own.items() if megatron.get(name) is None}
     last, interval = megatron.get("train_iters"), megatron.get("save_interval")
     if interval and last in steps and last % int(interval) == 0:
         # Megatron saves at the end if it has not just done so, and takes a step that it leaves out for one that has.
-        megatron |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
+        flags |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
     stop = megatron.get("exit_interval")
     if steps and stop is not None and int(stop) in steps and int(stop) < int(megatron["train_iters"]):
         # Megatron's loop asks whether to end only after a step that it makes.
@@ -170,8 +170,8 @@ def with_guard(config: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"megatron.exit_interval={stop}: all steps until then are left out; set it higher, or null"
             )
-        megatron["exit_interval"] = made
-    return {**config, "megatron": megatron}
+        flags["exit_interval"] = made
+    return flags
 
 
 def _whole(given: Any) -> set[int]:
@@ -323,19 +323,15 @@ def forget_stacks(run_dir: Path) -> None:
     shutil.rmtree(run_dir / STACKS, ignore_errors=True)
 
 
-def section(run_dir: Path) -> str:
-    """Section of a run's report on its events, as Markdown; "" without any."""
-    found = events(run_dir)
-    if not found:
-        return ""
+def add_section(report: Report, run_dir: Path) -> None:
+    """Adds a section on a run's events to its report; nothing without any."""
     rows = [
         (
-            f"{event.step:,}",
+            event.step,
             event.what,
             f"{event.skipped[0]:,} to {event.skipped[1]:,}",
-            "not yet" if event.checkpoint is None else f"{event.checkpoint:,}",
+            "not yet" if event.checkpoint is None else event.checkpoint,
         )
-        for event in found
+        for event in events(run_dir)
     ]
-    table = markdown_table(("step", "what", "batches left out", "back to"), rows)
-    return f"## Steps that went wrong\n\n{table}\n"
+    report.table("Steps that went wrong", ("step", "what", "batches left out", "back to"), rows)

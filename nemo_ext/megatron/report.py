@@ -11,8 +11,7 @@ from nemo_ext.architecture.cost import active_params, total_params
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan
 from nemo_ext.job import run_directory
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.megatron import guard
 from nemo_ext.memory import report as memory
 
@@ -37,64 +36,43 @@ def write_report(run_dir: Path) -> Path:
     benchmarks = [line for line in lines if "evaluate" in line]
     if not steps:
         raise ValueError(f"{run_dir / run_directory.METRICS}: no step is logged yet, so there is nothing to report")
-    title = f"{config['recipe']} · {config['model']['name']}"
-    plot(
-        steps,
-        evaluations,
-        run_dir / PLOT,
-        title=title,
-        ranks=_ranks(config),
-        benchmarks=benchmarks,
-        wrong=guard.events(run_dir),
+    report = Report(config["recipe"]).facts(_facts(config, steps, evaluations, run_dir))
+    _plot(report, config, steps, evaluations, benchmarks, guard.events(run_dir))
+    report.add(
+        f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
+        f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`."
     )
-    path = run_dir / run_directory.REPORT
-    parts = [
-        _markdown(config, steps, evaluations, run_dir),
-        _table(benchmarks),
-        guard.section(run_dir),
-        memory.section(run_dir),
-    ]
-    write_text(path, "\n".join(filter(None, parts)))
-    return path
+    report.table("", ("benchmark", "", ""), _ends(benchmarks))
+    guard.add_section(report, run_dir)
+    memory.add_section(report, run_dir)
+    return report.write(run_dir / run_directory.REPORT)
 
 
-def plot(
+def _plot(
+    report: Report,
+    config: dict[str, Any],
     steps: list[dict[str, Any]],
     evaluations: list[dict[str, Any]],
-    path: Path,
-    *,
-    title: str,
-    ranks: int = 1,
-    benchmarks: list[dict[str, Any]] | None = None,
-    wrong: list[guard.Event] | None = None,
+    benchmarks: list[dict[str, Any]],
+    wrong: list[guard.Event],
 ) -> None:
-    """Plots loss, learning rate and speed over tokens in one figure (PNG or SVG by suffix), and benchmarks if any.
+    """Draws loss, learning rate and speed over tokens, and benchmarks if any.
 
     Speed is tokens per second and, where processor time was logged, tokens per processor second too: other work on the
     machine changes only the first, the run itself both.
     """
-
-    measured = {key: what for key, what in MEASURED.items() if any(line.get(key) for line in benchmarks or ())}
+    measured = {key: what for key, what in MEASURED.items() if any(line.get(key) for line in benchmarks)}
     heights = (3, *[2] * len(measured), 1.2, 1.2)
-    figure = new_figure(figsize=(9, 7 + 2.4 * len(measured)))
-    loss, *others, rate, speed = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    layout: Any = {"sharex": True, "height_ratios": heights}
+    caption = "loss, learning rate and speed"
+    loss, *others, rate, speed = report.picture(caption, PLOT, 9, 7 + 2.4 * len(measured), len(heights), **layout)
     unit, name = _token_unit(steps[-1]["tokens"])
-    for event in wrong or ():
-        before = max(
-            (line for line in steps if line["step"] <= event.step), key=lambda line: line["step"], default=None
-        )
+    for event in wrong:
+        before = max((line["tokens"] / unit for line in steps if line["step"] <= event.step), default=None)
         if before is not None:
-            loss.axvline(before["tokens"] / unit, color="#d98c00", linewidth=1.1, linestyle=":")
-            loss.annotate(
-                f"step {event.step}: {event.what}",
-                (before["tokens"] / unit, 0.97),
-                fontsize=8,
-                color="#a86a00",
-                xycoords=("data", "axes fraction"),
-                rotation=90,
-                va="top",
-                ha="right",
-            )
+            loss.axvline(before, color="#d98c00", linewidth=1.1, linestyle=":")
+            looks: Any = {"xycoords": ("data", "axes fraction"), "rotation": 90, "va": "top", "ha": "right"}
+            loss.annotate(f"step {event.step}: {event.what}", (before, 0.97), fontsize=8, color="#a86a00", **looks)
     tokens = [line["tokens"] / unit for line in steps]
     loss.plot(tokens, [line["loss"] for line in steps], color="#9db7d5", linewidth=0.9, label="training, logged steps")
     smooth = _running_mean([line["loss"] for line in steps], window=max(1, len(steps) // 30))
@@ -104,53 +82,35 @@ def plot(
         values = [line["val_loss"] for line in evaluations]
         loss.plot(at, values, "o-", color="#d1495b", markersize=4.5, linewidth=1.2, label="validation")
         for index in {0, len(values) - 1}:
-            loss.annotate(
-                f"{values[index]:.3f}",
-                (at[index], values[index]),
-                xytext=(4, 6),
-                textcoords="offset points",
-                fontsize=9,
-                color="#d1495b",
-            )
-    loss.set_ylabel("loss (nats per token)")
-    loss.legend(frameon=False)
-    loss.set_title(title, loc="left", fontsize=11)
-    rate.plot(tokens, [line.get("lr") for line in steps], color="#2f7d5c")
-    rate.set_ylabel("learning rate")
+            looks = {"textcoords": "offset points", "fontsize": 9, "color": "#d1495b"}
+            loss.annotate(f"{values[index]:.3f}", (at[index], values[index]), xytext=(4, 6), **looks)
+    title = f"{config['recipe']} · {config['model']['name']}"
+    tidy(loss, title=title, ylabel="loss (nats per token)", legend=True)
+    rate.plot(tokens, [_number(line.get("lr")) for line in steps], color="#2f7d5c")
+    tidy(rate, ylabel="learning rate")
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     by_clock = [line["tokens_per_second"] for line in steps]
-    by_processor = [_tokens_per_cpu_second(line, ranks) for line in steps]
+    by_processor = [_tokens_per_cpu_second(line, _ranks(config)) for line in steps]
     if any(value is not None for value in by_processor):
+        values = [_number(value) for value in by_processor]
         speed.plot(tokens, by_clock, color="#c3b1d1", linewidth=0.9, label="per second")
-        speed.plot(
-            tokens,
-            [_number(value) for value in by_processor],
-            color="#7a5195",
-            linewidth=1.3,
-            label="per processor second",
-        )
-        speed.legend(frameon=False, fontsize=8, ncols=2)
-        speed.set_ylabel("tokens")
+        speed.plot(tokens, values, color="#7a5195", linewidth=1.3, label="per processor second")
+        tidy(speed, ylabel="tokens", legend={"ncols": 2})
     else:
         speed.plot(tokens, by_clock, color="#7a5195", linewidth=1.0)
-        speed.set_ylabel("tokens / s")
-    speed.set_ylim(bottom=0)
-    speed.set_xlabel(f"trained tokens ({name})")
+        tidy(speed, ylabel="tokens / s")
+    speed.set(ylim=(0, None), xlabel=f"trained tokens ({name})")
     for axis, (key, what) in zip(others, measured.items(), strict=True):
-        for name in _names(benchmarks or [], key):
-            found = [(line["tokens"] / unit, line[key][name]) for line in benchmarks or () if name in line.get(key, ())]
+        for name in _names(benchmarks, key):
+            found = [(line["tokens"] / unit, line[key][name]) for line in benchmarks if name in line.get(key, ())]
             values = [_number(value) for _, value in found]
             axis.plot([place for place, _ in found], values, "o-", markersize=3.5, linewidth=1.2, label=name)
-        axis.set_ylabel(what)
-        axis.legend(frameon=False, fontsize=8, ncols=2, loc="center left", bbox_to_anchor=(1, 0.5))
-    for axis in (loss, *others, rate, speed):
-        tidy(axis)
-    save_figure(figure, path)
+        tidy(axis, ylabel=what, legend={"ncols": 2, "loc": "center left", "bbox_to_anchor": (1, 0.5)})
 
 
-def _markdown(
+def _facts(
     config: dict[str, Any], steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], run_dir: Path
-) -> str:
+) -> list[tuple[str, str]]:
     architecture = Architecture.from_config(config)
     last, target = steps[-1], config["megatron"]["train_iters"]
     lines = pairwise([{"step": 0}, *steps])
@@ -185,14 +145,10 @@ def _markdown(
     if versions_path.exists():
         packages = json.loads(versions_path.read_text())["packages"]
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in packages.items() if version)))
-    return (
-        f"# {config['recipe']}\n\n{markdown_table(('', ''), rows)}\n\n![loss, learning rate and speed]({PLOT})\n\n"
-        f"Every step: `{run_directory.METRICS}`. Config: `{run_directory.CONFIG}`. Log: `{run_directory.LOG}`. "
-        f"TensorBoard: `tensorboard --logdir {run_directory.TENSORBOARD}`.\n"
-    )
+    return rows
 
 
-def _table(benchmarks: list[dict[str, Any]]) -> str | None:
+def _ends(benchmarks: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     """Benchmarks at the first and at the last step where each was measured."""
     rows = []
     for key, what in MEASURED.items():
@@ -200,7 +156,7 @@ def _table(benchmarks: list[dict[str, Any]]) -> str | None:
             found = [(line["step"], _number(line[key][name])) for line in benchmarks if name in line.get(key, ())]
             ends = " -> ".join(f"{value:.3f} at step {step}" for step, value in {0: found[0], 1: found[-1]}.values())
             rows.append((name, what, ends))
-    return markdown_table(("benchmark", "", ""), rows) + "\n" if rows else None
+    return rows
 
 
 def _names(benchmarks: list[dict[str, Any]], key: str) -> list[str]:

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.checkpoint.retention import Retention
-from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.start import model_of_start
 from nemo_ext.data.blends.plan import MAX_EPOCHS
 from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
 from nemo_ext.data.training import data_sections, tokenize_streams, with_data
 from nemo_ext.job.settings import checked_whole
-from nemo_ext.megatron.fp8 import with_plan
-from nemo_ext.megatron.guard import Guard, check_events, with_guard
+from nemo_ext.megatron.fp8 import plan_flags
+from nemo_ext.megatron.guard import Guard, check_events, guard_flags
 from nemo_ext.memory import sampler
 
 _SECTIONS = ("data", "distillation", "evaluate", "guard", "phases", "precision_plan", "retention", "stability")
@@ -39,18 +39,20 @@ class Run:
         """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
 
         Raises:
-            ValueError: a value of another kind than its key's; or see `with_model_of_start`, `with_plan`, `with_data`,
-                `with_guard`, `plan_of`, `data_paths` and `Retention.from_config`.
+            ValueError: a value of another kind than its key's; or see `model_of_start`, `plan_flags`, `with_data`,
+                `guard_flags`, `plan_of`, `data_paths` and `Retention.from_config`.
         """
         _check_kinds(given)
         sampler.interval(given)
         Retention.from_config(given)
-        given = with_model_of_start(given)
-        config = with_guard(with_data(with_plan(given)))
+        config = {**given, **model_of_start(given)}
+        config["megatron"] = {**config["megatron"], **plan_flags(config)}
+        config = with_data(config)
         plan = plan_of(config)
-        made = (config,) if plan is None else segments(config, plan, data_paths(config, plan))
-        made = tuple(map(with_guard, made))  # each ends with a step of its own
-        return cls(given=given, config=config, plan=plan, segments=made)
+        starts = [config] if plan is None else [config, *segments(config, plan, data_paths(config, plan))]
+        for each in starts:  # each ends with a step of its own
+            each["megatron"] |= guard_flags(each)
+        return cls(given=given, config=config, plan=plan, segments=tuple(starts[1:] or starts))
 
     def tokenized(self) -> "Run":
         """The run after its streams are tokenised: shares that depend on their sizes are those of the files.

@@ -27,7 +27,7 @@ from nemo_ext.data.phases import Plan, plan_of
 from nemo_ext.job import run_directory
 from nemo_ext.job.files import write_text
 from nemo_ext.megatron import guard
-from nemo_ext.megatron.arguments import command_line, pattern_with_cuts
+from nemo_ext.megatron.arguments import command_line, one_parser, pattern_with_cuts
 from nemo_ext.megatron.cpu import runtime
 from nemo_ext.megatron.fp8 import Precision, check_backend
 from nemo_ext.megatron.run import target_of
@@ -67,7 +67,8 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
         prepare()
     set_startup_timestamps(program_start=psutil.Process().create_time(), main_entry=main_entry)
     sys.argv = [sys.argv[0], *command_line(config)]
-    arguments = parse_and_validate_args()
+    with one_parser():
+        arguments = parse_and_validate_args()
     check_backend(config, arguments.transformer_impl)
     write_checkpoints_without_helper(arguments)
     copy_before_writing(arguments)
@@ -117,13 +118,14 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     update_by_size()
     conclude = retain(config, arguments, () if plan is None else [phase.last_step for phase in plan.phases])
     try:
-        pretrain(
-            container,
-            provider,
-            model_type=ModelType.encoder_or_decoder,
-            forward_step_func=step,
-            **model_of_container(container),
-        )
+        with one_parser():  # its fault tolerance reads the command line again
+            pretrain(
+                container,
+                provider,
+                model_type=ModelType.encoder_or_decoder,
+                forward_step_func=step,
+                **model_of_container(container),
+            )
     finally:
         memory_phases.begin(None)
         close_metrics()

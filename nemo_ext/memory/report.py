@@ -11,7 +11,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, outer_legend, tidy
 from nemo_ext.memory.sampler import FOLDER, PHASES
 
 PLOT = "memory.png"
@@ -89,20 +89,19 @@ def peaks(nodes: Sequence[Node], phases: Phases) -> dict[str, tuple[int, NDArray
     return found
 
 
-def section(run_dir: Path) -> str:
-    """Draws the plot and returns the report's section on memory, empty if nothing was sampled."""
+def add_section(report: Report, run_dir: Path) -> None:
+    """Adds a section on memory to the report of a run; nothing if nothing was sampled."""
     nodes, phases = read(run_dir / FOLDER), read_phases(run_dir / FOLDER)
     if not nodes:
-        return ""
-    plot(nodes, phases, run_dir / PLOT)
+        return
     found = peaks(nodes, phases).items()
     rows = [[phase, f"{count:,}", *(_peak(most, nodes) for most in highest.T)] for phase, (count, highest) in found]
     rows.append(["there is on a node", "", *map(_size, np.fmin.reduce([node.total for node in nodes]))])
-    table = markdown_table(["phase", "samples", *QUANTITIES], rows)
     note = (
         f"Peak of each phase on any node, of the samples in `{FOLDER}/`. Memory that processes share counts for each."
     )
-    return f"## Memory\n\n![memory over time]({PLOT})\n\n{table}\n\n{note}\n"
+    _plot(report.section("Memory"), nodes, phases)
+    report.table("", ("phase", "samples", *QUANTITIES), rows, note)
 
 
 def _peak(values: NDArray[np.float64], nodes: Sequence[Node]) -> str:
@@ -114,11 +113,10 @@ def _size(value: float) -> str:
     return "" if np.isnan(value) else f"{value / GIB:,.2f} GiB"
 
 
-def plot(nodes: Sequence[Node], phases: Phases, path: Path) -> None:
-    """Plots each quantity over time, with shaded phases (PNG or SVG by suffix); few nodes have a colour each."""
+def _plot(report: Report, nodes: Sequence[Node], phases: Phases) -> None:
+    """Draws each quantity over time, with shaded phases; few nodes have a colour each."""
     shown = np.flatnonzero(np.any([np.isfinite(node.values).any(axis=0) for node in nodes], axis=0))
-    figure = new_figure(figsize=(9, 1.9 * len(shown) + 0.6))
-    axes = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
+    axes = report.picture("memory over time", PLOT, 9, 1.9 * len(shown) + 0.6, len(shown), sharex=True)
     # A killed run recorded no end: its phase ends where samples ended before the next start.
     killed = nodes[0].time[np.isnan(nodes[0].values[:, 0])]
     marks = [*phases, *((at, None) for at in [*killed, max(node.time[-1] for node in nodes)])]
@@ -133,9 +131,7 @@ def plot(nodes: Sequence[Node], phases: Phases, path: Path) -> None:
             style = {"label": node.name} if len(nodes) < 6 else {"color": "#1f4e8c", "alpha": 0.3}
             marker = "." if len(node.time) < 20 else ""
             axis.plot(node.time / DAY, node.values[:, column] / GIB, marker=marker, linewidth=1.2, **style)
-        axis.set(title=QUANTITIES[column], ylabel="GiB", ylim=(0, None))
-        tidy(axis)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=9, frameon=False, fontsize=8)
+        tidy(axis, title=QUANTITIES[column], ylabel="GiB", ylim=(0, None))
+    outer_legend(axes, columns=9)
     axes[-1].xaxis_date()
     axes[-1].set_xlabel("UTC")
-    save_figure(figure, path)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import yaml
-from filelock import FileLock
 
 from nemo_ext.data.blends.blend import tokens_of_run
 from nemo_ext.data.blends.hierarchy import Leaf
@@ -26,8 +25,8 @@ from nemo_ext.evaluation.job import chosen, prepare
 from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.evaluation.store import BITS, RESULTS
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, hydra_value
-from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, digest, note, told
+from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 from nemo_ext.mixture import report
@@ -42,7 +41,7 @@ CONF, RUNS, PRIOR = "conf", "runs", "prior"
 DATA = "mixture"
 """Name of the data file."""
 _TRAIN = "train"
-_RECORD, _MIXTURES, _LOCK = "settings.json", "mixtures.json", ".lock"
+_MIXTURES = "mixtures.json"
 _DIGITS = 6
 """Digits of the optimum's shares."""
 
@@ -152,14 +151,13 @@ def run(config: Mapping[str, Any]) -> None:
         KeyboardInterrupt: a run was interrupted; it has saved.
     """
     settings, _ = read_settings(config)
-    number, count = settings.part
-    with only_run_in(settings.own / f"shard_{number}_of_{count}", "shard"):
-        with FileLock(settings.own / _LOCK):
+    with settings.claim():
+        with settings.lock():
             plan = _planned(config)
-            note(settings.own / _RECORD, plan.made_of)
+            note(settings.record, plan.made_of)
             note(settings.own / _MIXTURES, {name: shares.tolist() for name, shares in plan.mixtures.items()})
         _check_benchmarks(plan, config)
-        mine = list(plan.mixtures)[number::count]
+        mine = settings.mine(list(plan.mixtures))
         for place, name in enumerate(mine, 1):
             if not plan.is_done(name):
                 notice(f"run {place} of {len(mine)}: {name}: {plan.streams.told(plan.mixtures[name])}")
@@ -167,7 +165,7 @@ def run(config: Mapping[str, Any]) -> None:
             _losses(plan, name)
         if left := [name for name in plan.mixtures if not plan.is_done(name)]:
             notice(f"shard {settings.shard} is done, {len(left)} of {len(plan.mixtures)} runs are not; shard 0 goes on")
-        elif number == 0:
+        elif PRIOR in mine:
             _choose(plan)
 
 
@@ -183,9 +181,7 @@ def _planned(config: Mapping[str, Any]) -> Plan:
     mixture.weights_of(names)
     _limits(streams, mixture)
     plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
-    record = settings.own / _RECORD
-    if record.exists() and (changed := differing(json.loads(record.read_text()), plan.made_of)):
-        raise ValueError(f"output={settings.folder}: was begun otherwise ({told(changed)}): choose another folder")
+    settings.check_same(plan.made_of)
     return replace(plan, mixtures=_mixtures(plan))
 
 
@@ -264,9 +260,9 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
     """Shares of each run by its name; those of runs that were begun stay as they are."""
-    mixture, streams, record = plan.mixture, plan.streams, plan.settings.own / _MIXTURES
+    mixture, streams = plan.mixture, plan.streams
     count = mixture.runs or RUNS_A_STREAM * len(streams.leaves)
-    before = json.loads(record.read_text()) if record.exists() else {}
+    before = noted(plan.settings.own / _MIXTURES) or {}
     found = sample(
         count,
         streams.prior,

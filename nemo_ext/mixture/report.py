@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy, write_page
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.mixture.law import Law, Quality, quality
 from nemo_ext.mixture.sampling import Shares
@@ -89,41 +89,40 @@ def write(found: Found, folder: Path) -> Path:
     """Write the report and what it is made of; returns the page."""
     assert found.measured is not None
     write_text(folder / RESULT, json.dumps(_as_json(found), indent=1) + "\n")
-    _picture(found, folder / PICTURE)
-    write_text(folder / REPORT, _markdown(found))
-    return write_page(folder / REPORT)
+    return _page(found).write(folder / REPORT, page=True)
 
 
 def _as_json(found: Found) -> dict[str, object]:
     assert found.measured is not None
-    best = dict(zip(found.tasks, np.stack([found.values[0], found.predicted, found.measured], axis=1), strict=True))
+
+    def by_stream(values: Shares) -> dict[str, float]:
+        return dict(zip(found.streams, values.tolist(), strict=True))
+
+    best = zip(found.tasks, found.values[0], found.predicted, found.measured, strict=True)
+    laws, runs = zip(found.tasks, found.laws, found.quality, strict=True), zip(found.shares, found.values, strict=True)
     return {
-        "mixture": dict(zip(found.streams, found.best.tolist(), strict=True)),
-        "prior": dict(zip(found.streams, found.prior.tolist(), strict=True)),
-        "tokens": dict(zip(found.streams, found.sizes.tolist(), strict=True)),
+        "mixture": by_stream(found.best),
+        "prior": by_stream(found.prior),
+        "tokens": by_stream(found.sizes),
         "bits_per_byte": {
-            task: dict(zip(("prior", "predicted", "measured"), map(float, three), strict=True))
-            for task, three in best.items()
+            task: dict(zip(("prior", "predicted", "measured"), map(float, values), strict=True))
+            for task, *values in best
         },
         "laws": {
-            task: {
-                "constant": law.constant,
-                "slopes": dict(zip(found.streams, law.slopes.tolist(), strict=True)),
-                "held_out_error": each.error,
-            }
-            for task, law, each in zip(found.tasks, found.laws, found.quality, strict=True)
+            task: {"constant": law.constant, "slopes": by_stream(law.slopes), "held_out_error": of.error}
+            for task, law, of in laws
         },
         "runs": {
             name: {
-                "mixture": dict(zip(found.streams, shares.tolist(), strict=True)),
+                "mixture": by_stream(shares),
                 "bits_per_byte": dict(zip(found.tasks, values.tolist(), strict=True)),
             }
-            for name, shares, values in zip(found.names, found.shares, found.values, strict=True)
+            for name, (shares, values) in zip(found.names, runs, strict=True)
         },
     }
 
 
-def _markdown(found: Found) -> str:
+def _page(found: Found) -> Report:
     assert found.measured is not None
     length = found.target or found.tokens
     streams = [
@@ -138,43 +137,30 @@ def _markdown(found: Found) -> str:
         ]
         for place, name in enumerate(found.streams)
     ]
-    rows = [
-        _row(task, found.values[0, place], found.predicted[place], found.measured[place], found.quality[place])
-        for place, task in enumerate(found.tasks)
-    ]
-    before, predicted, after = (
-        float(each @ found.weights) for each in (found.values[0], found.predicted, found.measured)
-    )
-    rows.append(_row("mean", before, predicted, after, found.mean_quality))
-    heading = (
-        "benchmark",
-        "prior",
-        "optimum, predicted",
-        "optimum, measured",
-        "change",
-        "error",
-        "spread",
-        "rank correlation",
-    )
+    columns = (found.tasks, found.values[0], found.predicted, found.measured, found.quality)
+    rows = [_row(task, *values, of=of) for task, *values, of in zip(*columns, strict=True)]
+    means = (float(values @ found.weights) for values in (found.values[0], found.predicted, found.measured))
+    rows.append(_row("mean", *means, of=found.mean_quality))
     of = "the run that it is for" if found.target else "a small run"
     weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
-    weighed = f" Weights in the mean: {weights}." if np.ptp(found.weights) else ""
     why = doubt(found)
-    doubted = "" if why is None else f"**{why}.**\n\n"
-    return (
-        f"# Mixture of {len(found.streams)} streams\n\n{verdict(found)}.\n\n{doubted}"
+    report = Report(f"Mixture of {len(found.streams)} streams", f"{verdict(found)}.", why and f"**{why}.**")
+    report.add(
         f"{len(found.names)} runs of {found.tokens:,} tokens, the prior's among them, and one on the optimum "
-        f"([{found.run}]({found.run}/report.md)). {_best_sample(found)}\n\n![shares]({PICTURE})\n\n## Shares\n\n"
-        + markdown_table(
-            ("stream", "tokens", "prior %", "optimum %", "by parts of the runs", "at most %", "passes"), streams
-        )
-        + f"\n\nPasses are those of {of}, {length:,.0f} tokens. As a data file: "
-        "`--config-dir=OUTPUT/conf data=mixture`.\n\n## Bits per byte\n\n"
-        + markdown_table(heading, rows)
-        + "\n\nError is the root of the mean squared error of predictions for runs that the law was not fitted to, "
-        "spread the standard deviation of the runs themselves: a law is of use where its error is much smaller. A "
-        f"change smaller than the error may be chance.{weighed}\n"
+        f"([{found.run}]({found.run}/report.md)). {_best_sample(found)}"
     )
+    _picture(report, found)
+    heading = ("stream", "tokens", "prior %", "optimum %", "by parts of the runs", "at most %", "passes")
+    note = f"Passes are those of {of}, {length:,.0f} tokens. As a data file: `--config-dir=OUTPUT/conf data=mixture`."
+    report.table("Shares", heading, streams, note)
+    heading = ("benchmark", "prior", "optimum, predicted", "optimum, measured", "change", "error", "spread")
+    note = (
+        "Error is the root of the mean squared error of predictions for runs that the law was not fitted to, "
+        "spread the standard deviation of the runs themselves: a law is of use where its error is much smaller. A "
+        "change smaller than the error may be chance."
+        + (f" Weights in the mean: {weights}." if np.ptp(found.weights) else "")
+    )
+    return report.table("Bits per byte", (*heading, "rank correlation"), rows, note)
 
 
 def _best_sample(found: Found) -> str:
@@ -186,26 +172,24 @@ def _best_sample(found: Found) -> str:
     return f"The best of the others is {found.names[place]} with {means[place]:.4f} ({told})."
 
 
-def _row(name: str, prior: float, predicted: float, measured: float, of: Quality) -> list[str]:
+def _row(name: str, prior: float, predicted: float, measured: float, *, of: Quality) -> list[str]:
     values = [f"{value:.4f}" for value in (prior, predicted, measured)]
     return [name, *values, f"{measured - prior:+.4f}", f"{of.error:.4f}", f"{of.spread:.4f}", f"{of.rank:.2f}"]
 
 
-def _picture(found: Found, path: Path) -> None:
-    """Shares before and after, predicted against measured means, and slopes by stream and benchmark."""
+def _picture(report: Report, found: Found) -> None:
+    """Draws shares before and after, predicted against measured means, and slopes by stream and benchmark."""
     assert found.measured is not None
     count = len(found.streams)
-    figure = new_figure(figsize=(15, max(4.5, 1.5 + 0.28 * max(count, len(found.tasks)))))
-    left, middle, right = figure.subplots(1, 3)
+    height = max(4.5, 1.5 + 0.28 * max(count, len(found.tasks)))
+    left, middle, right = report.picture("shares", PICTURE, 15, height, columns=3)
     places = np.arange(count)
     left.barh(places - 0.2, 100 * found.prior, 0.4, color=_GREY, label="prior")
     left.barh(places + 0.2, 100 * found.best, 0.4, color=_BLUE, label="optimum")
     left.set_yticks(places, found.streams)
     left.invert_yaxis()
-    left.set_xlabel("share (%)")
-    left.set_title("shares", loc="left", fontsize=10)
-    left.legend(frameon=False, fontsize=8, ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
-    tidy(left, grid="x")
+    legend = {"ncols": 2, "loc": "lower right", "bbox_to_anchor": (1, 1)}
+    tidy(left, grid="x", title="shares", xlabel="share (%)", legend=legend)
     own, values = found.mean_quality.predicted, found.values @ found.weights
     best = float(found.predicted @ found.weights), float(found.measured @ found.weights)
     ends = [min(*own, *values, *best), max(*own, *values, *best)]
@@ -213,11 +197,8 @@ def _picture(found: Found, path: Path) -> None:
     middle.plot(own[1:], values[1:], "o", color=_BLUE, markersize=4, label="samples")
     middle.plot(own[0], values[0], "s", color="black", markersize=6, label="prior")
     middle.plot(*best, "*", color=_ORANGE, markersize=12, label="optimum")
-    middle.set_xlabel("predicted by laws of other runs (bits per byte)")
-    middle.set_ylabel("measured")
-    middle.set_title("mean of the benchmarks", loc="left", fontsize=10)
-    middle.legend(frameon=False, fontsize=8)
-    tidy(middle)
+    label = "predicted by laws of other runs (bits per byte)"
+    tidy(middle, title="mean of the benchmarks", xlabel=label, ylabel="measured", legend=True)
     # What a benchmark loses or gains, near the prior, by more of a stream in place of the average of all.
     slopes = np.stack(
         [(law.slopes - found.prior @ law.slopes) * np.exp(found.prior @ law.slopes) for law in found.laws]
@@ -227,5 +208,4 @@ def _picture(found: Found, path: Path) -> None:
     right.set_xticks(places, found.streams, rotation=45, ha="right", fontsize=8)
     right.set_yticks(range(len(found.tasks)), found.tasks, fontsize=8)
     right.set_title("bits per byte by a stream's share, at the prior (blue: less)", loc="left", fontsize=10)
-    figure.colorbar(image, ax=right)
-    save_figure(figure, path)
+    right.figure.colorbar(image, ax=right)

@@ -12,19 +12,8 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.job.config import check_place, compose, hydra_value
 from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import (
-    REPLACED,
-    STRICT,
-    WORDS,
-    Count,
-    Place,
-    Shard,
-    Share,
-    Strings,
-    checked,
-    nearest,
-    part_of,
-)
+from nemo_ext.job.settings import REPLACED, STRICT, WORDS, Count, Place, Shard, Share, Strings, checked, nearest
+from nemo_ext.job.units import OutputFolder
 
 RUNS_A_STREAM = 5
 """Runs for each stream where their number is not given (OLMo 3)."""
@@ -89,7 +78,7 @@ class Mixture:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class Settings(OutputFolder):
     """Settings of the job but for the section `mixture`.
 
     Attributes:
@@ -107,19 +96,9 @@ class Settings:
     mixture: Mixture
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Number of this shard, and how many there are."""
-        return part_of(self.shard)
-
-    @property
     def folder(self) -> Path:
         """Folder to write."""
         return Path(self.output).expanduser().absolute()
-
-    @property
-    def own(self) -> Path:
-        """Folder of records in it."""
-        return self.folder / OWN
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, error_bar, tidy
 from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
 from nemo_ext.job.statistics import bootstrap
 from nemo_ext.rl.algorithms import Preference
@@ -76,17 +75,15 @@ def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def write_report(run_dir: Path, algorithm: Preference) -> Path:
     """Write report.md and its picture; returns the report's path."""
     lines = read_metrics(run_dir / METRICS)
-    _plot(run_dir / PLOT, lines)
-    rows = [
-        [name, *(_cell(line, key) for line in lines)] for key, name in _ROWS.items() if any(key in one for one in lines)
-    ]
-    text = (
-        f"# {run_dir.name}: {algorithm.algorithm} in rounds\n\n{algorithm.source}. A column is a policy, and what it "
-        f"was trained on next; rewards have 95 % intervals over prompts.\n\n![rewards]({PLOT})\n\n"
-        f"{markdown_table(('', *(f'after {line["rounds"]} rounds' for line in lines)), rows)}\n"
+    about = f"{algorithm.source}. A column is a policy, and what it was trained on next; "
+    report = Report(
+        f"{run_dir.name}: {algorithm.algorithm} in rounds", about + "rewards have 95 % intervals over prompts."
     )
-    write_text(run_dir / REPORT, text)
-    return run_dir / REPORT
+    _plot(report, lines)
+    known = {key: name for key, name in _ROWS.items() if any(key in line for line in lines)}
+    rows = [[name, *(_cell(line, key) for line in lines)] for key, name in known.items()]
+    report.table("", ("", *(f"after {line['rounds']} rounds" for line in lines)), rows)
+    return report.write(run_dir / REPORT)
 
 
 def _cell(line: Mapping[str, Any], key: str) -> str:
@@ -98,22 +95,16 @@ def _cell(line: Mapping[str, Any], key: str) -> str:
     return f"{value} ({line[f'{key}_low']:.4g} to {line[f'{key}_high']:.4g})"
 
 
-def _plot(path: Path, lines: Sequence[Mapping[str, Any]]) -> None:
-    figure = new_figure(figsize=(10, 3.6))
-    for axes, (key, title) in zip(figure.subplots(1, 2), _PANELS.items(), strict=True):
+def _plot(report: Report, lines: Sequence[Mapping[str, Any]]) -> None:
+    axes = report.picture("rewards", PLOT, 10, 3.6, columns=2)
+    for axis, (key, title) in zip(axes, _PANELS.items(), strict=True):
         for name, label in ((key, "prompts of the next round"), (f"validation/{key}", "validation")):
             there = [line for line in lines if name in line]
-            if not there:
-                continue
-            rounds, values = [line["rounds"] for line in there], np.array([line[name] for line in there])
             bars = None
-            if f"{name}_low" in there[0]:
-                ends = np.array([[line[f"{name}_low"], line[f"{name}_high"]] for line in there]).T
-                bars = np.clip(np.stack([values - ends[0], ends[1] - values]), 0, None)
-            axes.errorbar(rounds, values, yerr=bars, marker="o", capsize=3, label=label)
-        axes.set_title(title, loc="left", fontsize=11)
-        axes.set_xlabel("rounds")
-        axes.set_xticks(range(len(lines)))
-        axes.legend(frameon=False, fontsize=8)
-        tidy(axes)
-    save_figure(figure, path)
+            if there and f"{name}_low" in there[0]:
+                ends = [error_bar(line[name], (line[f"{name}_low"], line[f"{name}_high"])) for line in there]
+                bars = np.concatenate(ends, axis=1)
+            if there:
+                rounds, values = zip(*((line["rounds"], line[name]) for line in there), strict=True)
+                axis.errorbar(rounds, values, yerr=bars, marker="o", capsize=3, label=label)
+        tidy(axis, title=title, xlabel="rounds", xticks=range(len(lines)), legend=True)

@@ -1,6 +1,6 @@
 """report.md and report.html of a pipeline: what its stages took, their evaluations side by side, their pictures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_ext.evaluation.compare import CompareSettings, compared
@@ -9,9 +9,8 @@ from nemo_ext.evaluation.compare_page import write as write_comparison
 from nemo_ext.evaluation.runs import entries_of
 from nemo_ext.evaluation.store import RESULTS
 from nemo_ext.job.figures import Figures
-from nemo_ext.job.files import write_text
 from nemo_ext.job.registry import job as find
-from nemo_ext.job.report import markdown_table, write_page
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import METRICS, REPORT
 from nemo_ext.memory.report import PLOT as MEMORY
 from nemo_ext.memory.sampler import gpu_memory
@@ -57,15 +56,16 @@ def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
         if stage.job != "evaluate" or not stage.name.startswith(EVALUATION) or state not in ("finished", "left out"):
             rows.append(_row(stage, run_dir / stage.name, state, spent))
     kept = [place for place in range(len(_HEAD)) if place < _ALWAYS or any(row[place] for row in rows)]
-    table = markdown_table([_HEAD[place] for place in kept], [[row[place] for place in kept] for row in rows])
-    parts = [f"# {run_dir.name}", table, _LEGEND.format(seconds, f"; {hours:,.1f} GPU-hours" if hours else "")]
+    report = Report(run_dir.name).table(
+        "", [_HEAD[place] for place in kept], [[row[place] for place in kept] for row in rows]
+    )
+    report.add(_LEGEND.format(seconds, f"; {hours:,.1f} GPU-hours" if hours else ""))
     try:
-        parts += _evaluations(pipeline)
+        _evaluations(report, pipeline)
     except ValueError as error:
-        parts.append(f"## Evaluations\n\nThey cannot be shown: {error}")
-    parts += _pictures(pipeline)
-    write_text(run_dir / REPORT, "\n\n".join(parts) + "\n")
-    write_page(run_dir / REPORT)
+        report.section("Evaluations", f"They cannot be shown: {error}")
+    _pictures(report, pipeline)
+    report.write(run_dir / REPORT, page=True)
     return run_dir / REPORT
 
 
@@ -119,8 +119,8 @@ def _gpu_hours(stage: Stage, record: Path) -> float:
     return sum(counted) / 3600
 
 
-def _evaluations(pipeline: Pipeline) -> Iterator[str]:
-    """The evaluations side by side, and what each stage changed."""
+def _evaluations(report: Report, pipeline: Pipeline) -> None:
+    """Adds the evaluations side by side, and what each stage changed."""
     runs = {
         stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
         for stage in pipeline.every
@@ -130,18 +130,16 @@ def _evaluations(pipeline: Pipeline) -> Iterator[str]:
         return
     output = pipeline.run_dir / COMPARISON
     side_by_side = tables(write_comparison(CompareSettings(runs=runs, output=str(output))))[0]
-    yield "## Evaluations"
-    yield markdown_table(side_by_side.heading, side_by_side.rows)
-    yield f"All are compared with the first in [{COMPARISON}/compare.md]({COMPARISON}/compare.md)."
+    where = f"All are compared with the first in [{COMPARISON}/compare.md]({COMPARISON}/compare.md)."
+    report.table("Evaluations", side_by_side.heading, side_by_side.rows, where)
     if (output / "compare.png").is_file():
-        yield f"![evaluations]({COMPARISON}/compare.png)"
-    if effects := _effects(pipeline, runs):
-        yield "## What each stage changed"
-        yield markdown_table(("stage", "from", *_EFFECTS), effects)
-        yield (
-            "Each stage against the model that it started from, on the same questions: paired differences with their "
-            "intervals; `no difference shown` is no proof that there is none."
-        )
+        report.add(f"![evaluations]({COMPARISON}/compare.png)")
+    effects = _effects(pipeline, runs)
+    note = (
+        "Each stage against the model that it started from, on the same questions: paired differences with their "
+        "intervals; `no difference shown` is no proof that there is none."
+    )
+    report.table("What each stage changed", ("stage", "from", *_EFFECTS), effects, note)
 
 
 def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
@@ -166,8 +164,8 @@ def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
     return rows
 
 
-def _pictures(pipeline: Pipeline) -> Iterator[str]:
-    """The pictures that stages made of their training."""
+def _pictures(report: Report, pipeline: Pipeline) -> None:
+    """Adds the pictures that stages made of their training."""
     trained = [
         (stage.name, picture)
         for stage in pipeline.every
@@ -176,6 +174,6 @@ def _pictures(pipeline: Pipeline) -> Iterator[str]:
         if picture.name != MEMORY
     ]
     if trained:
-        yield "## Training"
+        report.section("Training")
     for name, picture in trained:
-        yield f"### {name}\n\n![{name}]({picture.relative_to(pipeline.run_dir)})"
+        report.section(name, f"![{name}]({picture.relative_to(pipeline.run_dir)})", level=3)

@@ -22,7 +22,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.job.files import write_text
-from nemo_ext.job.made_of import differing, told
+from nemo_ext.job.made_of import check_same
 from nemo_ext.job.settings import STRICT, checked
 from nemo_ext.puzzle.cost import OUTSIDE, Precision, Serving
 from nemo_ext.puzzle.variants import Variant
@@ -93,8 +93,8 @@ def read_table(file: Path, architecture: Architecture, wanted: Iterable[Block], 
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"puzzle.measure.table={file}: not JSON ({error})") from None
     table = checked(Table, given, str(file), strict=True)
-    if changed := differing({key: getattr(table, key) for key in SHAPE}, {key: asdict(serving)[key] for key in SHAPE}):
-        raise ValueError(f"{file} was measured in another shape than puzzle.serving ({told(changed)}): make them agree")
+    measured, now = ({key: getattr(of, key) for key in SHAPE} for of in (table, serving))
+    check_same(measured, now, f"{file} was measured in another shape than puzzle.serving", "make them agree")
     there: dict[str, Latency] = {}
     for each in table.latencies:
         name = each.block if each.block == OUTSIDE else _full(each.block, architecture, file)

@@ -12,8 +12,7 @@ from typing import Any
 
 from nemo_ext.architecture.draw import draw_blocks
 from nemo_ext.checkpoint.start import checkpoints_of, description_of
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, error_bar, markdown_table, outer_legend, tidy
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.workspace import Workspace
 
@@ -41,19 +40,14 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
     seq_length = chosen.serving.context
     draw_blocks(description_of(workspace.parent).architecture, folder / "blocks_parent.png", seq_length=seq_length)
     draw_blocks(description_of(workspace.newest()).architecture, folder / "blocks_child.png", seq_length=seq_length)
-    draw_losses(rows, comparison, folder / LOSSES)
-    sections = [
-        f"# {workspace.child}\n\n{_summary(rows)}",
-        _states(rows),
-        f"![loss against parameters]({LOSSES})",
-        _comparison(comparison, json.loads((folder / "choices.json").read_text())["resource"]),
-        *_pictures(folder),
-        _blocks(rows),
-        _next(workspace),
-    ]
-    path = folder / REPORT
-    write_text(path, "\n\n".join(section for section in sections if section) + "\n")
-    return path
+    report = Report(workspace.child, _summary(rows), _states(rows))
+    _losses(report, rows, comparison)
+    _comparison(report, comparison, json.loads((folder / "choices.json").read_text())["resource"])
+    for name, (title, *text) in _PICTURES.items():
+        if (folder / name).is_file():
+            report.section(title, *text, f"![{name}]({name})")
+    report.add(_blocks(rows)).section("Next").code(_next(workspace), "bash")
+    return report.write(folder / REPORT)
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -102,11 +96,10 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     head = ["", "loss", "difference***", "bits per byte", "blocks in sequence", "parameters", "active", "cache"]
     head += ["prefill*", "decode*", "measured**", "tokens/s**"]
-    tokens = parent["tokens"]
     return (
         f"{markdown_table(head, cells)}\n\n"
         "\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
-        f"forward pass over {tokens:,} tokens on this machine, in turn with the parent "
+        f"forward pass over {parent['tokens']:,} tokens on this machine, in turn with the parent "
         f"({parent['forward_seconds'] * 1000:.1f} ms): the median round and, in brackets, the slowest and the "
         "fastest. Noise: rounds on either side of 1x, or two ranges that overlap. "
         "\\*\\*\\* from the parent, on the same sequences, with the 95% interval of a bootstrap over them."
@@ -133,32 +126,20 @@ def _tested(difference: Mapping[str, Any] | None) -> str:
     return "" if difference is None else f"{_with_interval(difference)}, p = {difference['p']:.2g}"
 
 
-def draw_losses(states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]], path: Path) -> None:
+def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
     """Draws loss above the parent's against parameters, with intervals: the child's states and the baselines."""
     from matplotlib import colormaps
 
-    figure = new_figure(figsize=(8, 4.5))
-    axes = figure.subplots()
-    known = [("o", row["name"], row) for row in states] + [("s", row["name"], row) for row in tried[1:]]
-    shown = [each for each in known if "from_parent" in each[2] and not each[1].startswith("choice")]
-    for number, (marker, name, row) in enumerate(shown):
-        mean, interval = row["from_parent"]["mean"], row["from_parent"]["interval"] or (row["from_parent"]["mean"],) * 2
-        axes.errorbar(
-            row["costs"]["parameters"] / 1e6,
-            mean,
-            yerr=[[max(0.0, mean - interval[0])], [max(0.0, interval[1] - mean)]],
-            marker=marker,
-            linestyle="",
-            capsize=3,
-            color=colormaps["tab20"](number % 20),
-            label=name,
-        )
-    axes.set_xlabel("parameters, millions")
-    axes.set_ylabel("loss above the parent's, nats per token")
+    (axes,) = report.picture("loss against parameters", LOSSES, 8, 4.5)
+    known = [("o", row) for row in states] + [("s", row) for row in tried[1:]]
+    shown = [pair for pair in known if "from_parent" in pair[1] and not pair[1]["name"].startswith("choice")]
+    for number, (marker, row) in enumerate(shown):
+        mean, bars = row["from_parent"]["mean"], error_bar(row["from_parent"]["mean"], row["from_parent"]["interval"])
+        looks: Any = {"marker": marker, "linestyle": "", "capsize": 3, "color": colormaps["tab20"](number % 20)}
+        axes.errorbar(row["costs"]["parameters"] / 1e6, mean, yerr=bars, label=row["name"], **looks)
     axes.set_yscale("symlog", linthresh=0.1)
-    tidy(axes)
-    figure.legend(loc="outside right upper", fontsize=8)
-    save_figure(figure, path)
+    tidy(axes, xlabel="parameters, millions", ylabel="loss above the parent's, nats per token")
+    outer_legend([axes], "right upper", columns=1)
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
@@ -173,8 +154,8 @@ def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
     return f"{median(rounds):.2f}x ({min(rounds):.2f} to {max(rounds):.2f}{noise})"
 
 
-def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
-    parent = rows[0]
+def _comparison(report: Report, rows: Sequence[Mapping[str, Any]], resource: str) -> None:
+    parent, name = rows[0], resource.replace("_", " ")
     cells = [
         [row["name"], row["cannot"], "", "", "", ""]
         if "cannot" in row
@@ -188,32 +169,30 @@ def _comparison(rows: Sequence[Mapping[str, Any]], resource: str) -> str:
         ]
         for row in rows
     ]
-    head = [
-        "before fusion and healing",
-        "loss",
-        "from the parent",
-        "from the child",
-        resource.replace("_", " "),
-        "score",
-    ]
-    return (
-        f"## What was tried\n\n{markdown_table(head, cells)}\n\n"
-        "The choices keep to all limits; pruning, dropping and the "
-        f"search beside them to that on {resource.replace('_', ' ')} alone. Differences are paired by sequence, with "
-        "95% intervals (bootstrap) and p (permutation of signs); sequences of one document are not independent."
+    head = ("before fusion and healing", "loss", "from the parent", "from the child", name, "score")
+    note = (
+        f"The choices keep to all limits; pruning, dropping and the search beside them to that on {name} alone. "
+        "Differences are paired by sequence, with 95% intervals (bootstrap) and p (permutation of signs); sequences of "
+        "one document are not independent."
     )
+    report.table("What was tried", head, cells, note)
 
 
-def _pictures(folder: Path) -> list[str]:
-    found = {
-        "pareto.png": "## The front\n\nThe best score within every bound on one resource, all other limits kept, "
-        "by the sum of replace-one-block scores (`pareto.csv`).",
-        "dependency.png": "## FFN fusion\n\nHow much each block's contribution changes without an earlier one (cosine "
-        "distance, `dependency.jsonl`); what was fused, if anything, is outlined.",
-        "blocks_parent.png": "## Blocks before",
-        "blocks_child.png": "## Blocks after",
-    }
-    return [f"{text}\n\n![{name}]({name})" for name, text in found.items() if (folder / name).is_file()]
+_PICTURES = {
+    "pareto.png": (
+        "The front",
+        "The best score within every bound on one resource, all other limits kept, by the sum of replace-one-block "
+        "scores (`pareto.csv`).",
+    ),
+    "dependency.png": (
+        "FFN fusion",
+        "How much each block's contribution changes without an earlier one (cosine distance, `dependency.jsonl`); what "
+        "was fused, if anything, is outlined.",
+    ),
+    "blocks_parent.png": ("Blocks before",),
+    "blocks_child.png": ("Blocks after",),
+}
+"""Sections of pictures that stages draw: title, and text."""
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -229,9 +208,8 @@ def _next(workspace: Workspace) -> str:
     newest, made = workspace.newest(), workspace.realised()
     (model,) = (made / "model").glob("*.yaml")
     return (
-        "## Next\n\n```bash\n"
         f"nemo-ext convert from={newest} to={workspace.exported}\n"
         f"nemo-ext describe --config-dir {made} model={model.stem}\n"
         f"nemo-ext train --config-dir {made} model={model.stem} "
-        f"megatron.pretrained_checkpoint={checkpoints_of(newest)} ...\n```"
+        f"megatron.pretrained_checkpoint={checkpoints_of(newest)} ..."
     )

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from nemo_ext.checkpoint.torch_dist import METADATA, checkpoint_folder
-from nemo_ext.job.made_of import differing, digest, note, told
+from nemo_ext.job.made_of import check_same, digest, note, noted
 from nemo_ext.job.run_directory import CONFIG
 from nemo_ext.puzzle.settings import Settings
 from nemo_ext.puzzle.stages.shards import Shard
@@ -154,9 +154,7 @@ class Workspace:
         if stage in RENEWED or record.get("empty"):
             return False
         what = f"{file}: {stage} was {'done' if finished else 'begun'}"
-        changed = differing(record["settings"], now["settings"])
-        if changed:
-            raise ValueError(f"{what} with other settings ({told(changed)}): {self._advice(stage)}")
+        check_same(record["settings"], now["settings"], f"{what} with other settings", self._advice(stage))
         raise ValueError(f"{what} from results that were replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
@@ -212,8 +210,7 @@ class Workspace:
         return {Shard.of_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
 
     def _is_done(self, shard: Path) -> bool:
-        done: bool = json.loads(shard.read_text())["done"]
-        return done
+        return bool(noted(shard)["done"])
 
     def _write_shard(self, stage: str, *, done: bool) -> None:
         assert self.shard is not None
@@ -225,12 +222,9 @@ class Workspace:
         return {"settings": settings, "made_from": {need: _digest(self.record(need)) for need in STAGES[stage]}}
 
     def _check_parent(self, record: Mapping[str, Any]) -> None:
-        changed = differing(record["checkpoint"], _fingerprint(checkpoint_folder(self.parent)))
-        if changed:
-            raise ValueError(
-                f"{self.parent}: the parent changed since the library was begun ({told(changed)}): "
-                f"{self._advice('parent')}"
-            )
+        now = _fingerprint(checkpoint_folder(self.parent))
+        begun = f"{self.parent}: the parent changed since the library was begun"
+        check_same(record["checkpoint"], now, begun, self._advice("parent"))
 
     def _advice(self, stage: str) -> str:
         if stage in SHARED:

@@ -212,7 +212,7 @@ def _quantise(work: Work) -> None:
     architecture = replace(work.conversion.description.architecture, vocab_size=vocabulary)
     report.write(
         output.folder,
-        report.Report(
+        report.Quantized(
             source=str(work.conversion.reader.path),
             to=work.to,
             architecture=work.conversion.format.architecture,
@@ -260,10 +260,7 @@ def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
     spread = device == "cuda" and torch.cuda.device_count() > 1 and is_accelerate_available()
     with _with_own_code(folder, found) as readable:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            readable,
-            dtype="auto",
-            trust_remote_code=bool(found.code),
-            **({"device_map": "auto"} if spread else {}),
+            readable, dtype="auto", trust_remote_code=bool(found.code), **({"device_map": "auto"} if spread else {})
         )
     return (model if spread else model.to(device)).eval()
 

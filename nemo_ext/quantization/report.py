@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_ext.architecture.precision_plan import Plan
+from nemo_ext.job.report import Report
 from nemo_ext.quantization.calibration import CalibrationData, CalibrationSettings
 from nemo_ext.quantization.comparison import Comparison
 from nemo_ext.quantization.generation import serve_words
@@ -17,7 +18,7 @@ _ROWS = {"fp8": "FP8", "bf16": "BF16", "fp32": "FP32", "scales": "scales", "othe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Quantized:
     """All figures of a quantisation.
 
     Attributes:
@@ -45,64 +46,54 @@ class Report:
     remarks: Sequence[str]
 
 
-def write(folder: Path, report: Report) -> None:
+def write(folder: Path, report: Quantized) -> None:
     """Write `quantization.json` and `quantization.md`."""
     (folder / JSON).write_text(json.dumps(_values(report), indent=2) + "\n")
-    (folder / MARKDOWN).write_text(_page(report))
+    _page(report).write(folder / MARKDOWN)
 
 
-def _values(report: Report) -> dict[str, Any]:
+def _values(report: Quantized) -> dict[str, Any]:
     rules = [rule.text for rule in report.plan.rules]
     return {
         "from": report.source,
         "architecture": report.architecture,
         "precision_plan": {**asdict(report.plan), "rules": rules},
         "bytes": {"predicted": dict(report.predicted), **{key: dict(value) for key, value in report.sizes.items()}},
-        "calibration": {
-            **asdict(report.calibration),
-            "available": report.data.available,
-            "tokens": report.data.tokens,
-        },
+        "calibration": {**asdict(report.calibration), "available": report.data.available, "tokens": report.data.tokens},
         "held_out": None if report.comparison is None else asdict(report.comparison),
         "serve": serve_words(report.to, report.plan),
         "remarks": list(report.remarks),
     }
 
 
-def _page(report: Report) -> str:
+def _page(report: Quantized) -> Report:
     before, after = report.sizes["before"], report.sizes["after"]
     plan, data = report.plan, report.data
     rules = ", ".join(f"`{rule.text}`" for rule in plan.rules) or "none"
-    lines = [
-        f"# {report.to.name}: {report.architecture} in FP8",
-        "",
+    page = Report(
+        f"{report.to.name}: {report.architecture} in FP8",
         f"From `{report.source}`; default {plan.default}, recipe {plan.recipe}, KV cache {plan.kv_cache}, "
-        f"rules {rules}.",
+        f"rules {rules}.\n"
         f"Scales from {len(data.samples):,} of {data.available:,} samples of `{report.calibration.data}`, "
         f"{data.tokens:,} tokens, seed {report.calibration.seed}.",
-        "",
-        "| bytes | by the plan | before | after |",
-        "|:--|--:|--:|--:|",
+    )
+    rows: list[tuple[object, ...]] = [
+        (name, report.predicted.get(key), before.get(key, 0), after.get(key, 0))
+        for key, name in _ROWS.items()
+        if key in before or key in after
     ]
-    for key, name in _ROWS.items():
-        if any(key in column for column in (before, after)):
-            planned = f"{report.predicted[key]:,}" if key in report.predicted else ""
-            lines.append(f"| {name} | {planned} | {before.get(key, 0):,} | {after.get(key, 0):,} |")
     whole, left = sum(before.values()), sum(after.values())
-    lines += [f"| all | | {whole:,} | {left:,} ({left / whole:.1%}) |", ""]
+    rows.append(("all", None, whole, f"{left:,} ({left / whole:.1%})"))
+    page.table("", ("bytes", "by the plan", "before", "after"), rows)
     if (found := report.comparison) is not None:
         first, last = found.perplexities
-        lines += [
-            f"On {len(data.held_out):,} held-out samples ({found.tokens:,} predicted tokens):",
-            "",
-            "| | before | after |",
-            "|:--|--:|--:|",
-            f"| loss | {found.loss_before:.4f} | {found.loss_after:.4f} |",
-            f"| perplexity | {first:.4g} | {last:.4g} |",
-            f"| KL from before | | {found.divergence:.3g} |",
-            f"| same likeliest token | | {found.agreement:.2%} |",
-            "",
+        page.add(f"On {len(data.held_out):,} held-out samples ({found.tokens:,} predicted tokens):")
+        figures = [
+            ("loss", f"{found.loss_before:.4f}", f"{found.loss_after:.4f}"),
+            ("perplexity", f"{first:.4g}", f"{last:.4g}"),
+            ("KL from before", "", f"{found.divergence:.3g}"),
+            ("same likeliest token", "", f"{found.agreement:.2%}"),
         ]
-    lines += ["```shell", " ".join(serve_words(report.to, plan)), "```"]
-    lines += ["", *(f"- {remark}" for remark in report.remarks)] if report.remarks else []
-    return "\n".join(lines) + "\n"
+        page.table("", ("", "before", "after"), figures)
+    page.code(" ".join(serve_words(report.to, plan)), "shell")
+    return page.add("\n".join(f"- {remark}" for remark in report.remarks))

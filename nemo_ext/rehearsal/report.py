@@ -10,7 +10,7 @@ from typing import Any
 from nemo_ext.architecture.describe import flop, number, size
 from nemo_ext.architecture.gpus import GPUS
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.puzzle.plan import REACHED, StageWork
 from nemo_ext.rehearsal.settings import FP8_WEIGHTS, TE_VERSION
 
@@ -53,14 +53,16 @@ def write(
     failed = failed or {}
     made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
     write_text(folder / "rehearsal.json", json.dumps(made, indent=1) + "\n")
-    found = [] if searched is None else search_tables(searched)
-    parts = [f"# Rehearsal of {recipe}", *found]
+    report = Report(f"Rehearsal of {recipe}")
+    if searched is not None:
+        _search(report, searched)
     if results:
-        _draw(folder / "memory.png", _shown(results, searched), limit)
-        wrong = [f"Cannot be rehearsed: {change}: {why}." for change, why in failed.items()]
-        parts += [*tables(results, limit, gpu), *wrong, "![memory](memory.png)"]
-    text = "\n\n".join(parts) + "\n"
-    write_text(folder / "report.md", text)
+        _results(report, results, limit, gpu)
+        report.add(*(f"Cannot be rehearsed: {change}: {why}." for change, why in failed.items()))
+    text = report.markdown()
+    if results:
+        _draw(report, _shown(results, searched), limit)
+    path = report.write(folder / "report.md")
     if as_json:
         json.dump(made, sys.stdout)
         print()
@@ -68,16 +70,14 @@ def write(
     from rich.console import Console
     from rich.markdown import Markdown
 
-    Console(width=None if sys.stdout.isatty() else 140).print(Markdown(text.rpartition("![")[0]))
-    print(f"{folder / 'report.md'}, {folder / 'memory.png'}, {folder / 'rehearsal.json'}")
+    Console(width=None if sys.stdout.isatty() else 140).print(Markdown(text))
+    print(f"{path}, {folder / 'memory.png'}, {folder / 'rehearsal.json'}")
 
 
-def tables(results: Sequence[Mapping[str, Any]], limit: float | None, gpu: str | None = None) -> list[str]:
-    """The report's parts in Markdown; `gpu` is the name of the GPUs, None if it is not known."""
-    parts = []
+def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float | None, gpu: str | None) -> None:
     changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
     if changes and not results[0]["number"]:
-        parts.append("\n".join(["Tried beside the config as it is (0):", "", *changes]))
+        report.add("\n".join(["Tried beside the config as it is (0):", "", *changes]))
     ranks = [rank for result in results for rank in result["ranks"]]
     shown = [kind for kind in KINDS if any(rank["peak"].get(kind) for rank in ranks)]
     heading = ["try", _label(ranks), "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
@@ -87,39 +87,35 @@ def tables(results: Sequence[Mapping[str, Any]], limit: float | None, gpu: str |
             guess, flops = rank.get("estimate"), sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
-            row = [str(result["number"]), _name(rank), number(rank["parameters"]), *kinds]
+            row = [result["number"], _name(rank), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
             row.append("" if guess is None else f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
             row += [flop(flops), "" if guess is None else f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"]
             rows.append(row)
-    parts.append(markdown_table(heading, rows))
-    parts.append(
-        "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator wastes."
+    report.table("", heading, rows).add(
+        "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator "
+        "wastes.",
+        f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).",
+        "The cost model's bytes are those of BF16, without FP8 copies." if FP8_WEIGHTS in shown else None,
+        OF_PUZZLE if "name" in ranks[0] else None,
     )
-    parts.append(f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).")
-    if FP8_WEIGHTS in shown:
-        parts.append("The cost model's bytes are those of BF16, without FP8 copies.")
-    if "name" in ranks[0]:
-        parts.append(OF_PUZZLE)
     for result in results:
         if "checkpoint" in result:
-            parts.append(_saved(result))
+            report.add(_saved(result))
         if result.get("work"):
-            parts += _work(result, gpu)
+            _work(report, result, gpu)
         if result["set_aside"]:
-            parts.append(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
+            report.add(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     if results[0]["imbalance"] > 1:
-        parts.append(f"Experts of these ranks get {results[0]['imbalance']:g} times the mean number of tokens.")
+        report.add(f"Experts of these ranks get {results[0]['imbalance']:g} times the mean number of tokens.")
     sent = [
-        [_name(rank), each["group"].lower(), each["operation"], f"{each['count']:,}", size(each["bytes"])]
+        (_name(rank), of["group"].lower(), of["operation"], of["count"], size(of["bytes"]))
         for rank in results[0]["ranks"]
-        for each in rank["collectives"]
+        for of in rank["collectives"]
     ]
-    if sent:
-        which = f", try {results[0]['number']}" if len(results) > 1 else ""
-        parts.append(f"## Communication of a step{which}")
-        parts.append(markdown_table([_label(ranks), "group", "operation", "calls", "bytes"], sent))
-    return parts
+    which = f", try {results[0]['number']}" if len(results) > 1 else ""
+    heading = [_label(ranks), "group", "operation", "calls", "bytes"]
+    report.table(f"Communication of a step{which}", heading, sent)
 
 
 def _name(rank: Mapping[str, Any]) -> str:
@@ -131,33 +127,22 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
     return "stage" if "name" in ranks[0] else "pipeline rank"
 
 
-def _work(result: Mapping[str, Any], gpu: str | None) -> list[str]:
-    """What the stages of a compression take in all."""
-    made = [StageWork(**each) for each in result["work"]]
-    heading = [
-        "stage",
-        "FLOPs of all ranks",
-        "gathered by each",
-        "from its host",
-        "written",
-        "hours",
-        "read and written",
-    ]
-    heading += ["on the disk at most"]
+def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
+    """Adds what the stages of a compression take in all."""
+    heading = ("stage", "FLOPs of all ranks", "gathered by each", "from its host", "written", "hours")
     rows = []
-    for each in made:
-        hours = "" if gpu not in GPUS else f"{each.hours(GPUS[gpu], result['world'], result['nodes']):,.1f}"
-        bytes_ = [size(n) if n else "" for n in (each.gathered_bytes, each.host_bytes, each.written_bytes)]
-        passing = [size(n) if n else "" for n in (each.passing_bytes, each.held_bytes)]
-        rows.append([each.stage, flop(each.flops), *bytes_, hours, *passing])
+    for work in (StageWork(**fields) for fields in result["work"]):
+        hours = "" if gpu not in GPUS else f"{work.hours(GPUS[gpu], result['world'], result['nodes']):,.1f}"
+        sizes = (work.gathered_bytes, work.host_bytes, work.written_bytes, work.passing_bytes, work.held_bytes)
+        texts = [size(count) if count else "" for count in sizes]
+        rows.append((work.stage, flop(work.flops), *texts[:3], hours, *texts[3:]))
     on = f" Hours are those of {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
     which = f", try {result['number']}" if result["number"] else ""
-    return [
-        f"## The stages in all{which}",
-        markdown_table(heading, rows),
+    note = (
         f"By the cost model, without data and disks.{on} Passing through files: inputs of blocks between groups of "
-        "variants (`puzzle.distill.inputs`, kept meanwhile) and checkpoints of variants.",
-    ]
+        "variants (`puzzle.distill.inputs`, kept meanwhile) and checkpoints of variants."
+    )
+    report.table(f"The stages in all{which}", (*heading, "read and written", "on the disk at most"), rows, note)
 
 
 def _saved(result: Mapping[str, Any]) -> str:
@@ -165,40 +150,31 @@ def _saved(result: Mapping[str, Any]) -> str:
     lists = ", ".join(f"`{rank['checkpoint']['list']}`" for rank in result["ranks"])
     about = "about " if saved["estimated"] else ""
     sizes = [size(saved[f"{part}bytes"]) for part in ("", "own_", "model_")]
+    try_ = f"{result['number']}: " if result["number"] else ""
     return (
-        f"{_number(result)}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it from one of {saved['writers']:,} ranks; "
+        f"{try_}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it from one of {saved['writers']:,} ranks; "
         f"the model alone is {about}{sizes[2]}. Its tensors: {lists}."
     )
 
 
-def _number(result: Mapping[str, Any]) -> str:
-    return f"{result['number']}: " if result["number"] else ""
-
-
-def search_tables(searched: Mapping[str, Any]) -> list[str]:
-    """What a search found, in Markdown: the best one's command, what was rehearsed, what it rests on."""
-    gpu, own = searched["gpu"], searched["own"]
-    fitting = [line for line in searched["tried"] if line.get("fits")]
-    parts = []
-    if fitting:
-        best = fitting[0]
+def _search(report: Report, searched: Mapping[str, Any]) -> None:
+    """Adds what a search found: the best one's command, what was rehearsed, what it rests on."""
+    gpu, own, tried = searched["gpu"], searched["own"], searched["tried"]
+    best = next((line for line in tried if line.get("fits")), None)
+    if best is not None:
         command = " ".join(part for part in (shlex.join(searched["command"]), best["words"]) if part)
-        parts += [f"The fastest by the model that fits: {best['layout']}", f"```\nnemo-ext train {command}\n```"]
+        report.add(f"The fastest by the model that fits: {best['layout']}").code(f"nemo-ext train {command}")
     else:
-        parts.append("None of the layouts that were rehearsed fits: give more GPUs.")
-    parts.append(
+        report.add("None of the layouts that were rehearsed fits: give more GPUs.")
+    report.add(
         f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, in order of a roofline that was "
         "not calibrated on GPUs: its seconds put layouts in order, and promise nothing (docs/rehearsal.md). The first "
         "that fit by the cost model were rehearsed; a layout fits if it leaves "
         f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB."
     )
-    times = [name for name in searched["tried"][0]["seconds"] if name != "total"]
-    times = [
-        name
-        for name in times
-        if any(line["seconds"][name] >= 0.001 * line["seconds"]["total"] for line in searched["tried"])
-    ]
-    lines = [*([] if own is None else [{**own, "number": "config"}]), *searched["tried"]]
+    seconds = [line["seconds"] for line in tried]
+    times = [name for name in seconds[0] if name != "total" and any(of[name] >= 0.001 * of["total"] for of in seconds)]
+    lines = [*([] if own is None else [{**own, "number": "config"}]), *tried]
     rows = []
     for line in lines:
         if "peak_bytes" in line:
@@ -206,15 +182,13 @@ def search_tables(searched: Mapping[str, Any]) -> list[str]:
         else:
             peak = "cannot be" if "error" in line else ""
         seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
-        rows.append([str(line["number"]), line["layout"], *seconds, size(line["bytes"]), peak])
+        rows.append([line["number"], line["layout"], *seconds, size(line["bytes"]), peak])
     heading = ["", "layout", "step (s)", *(f"{name} (s)" for name in times), "bytes: cost model", "bytes: rehearsal"]
-    parts.append(markdown_table(heading, rows))
-    parts.append("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in searched["tried"]))
-    errors = [f"{line['number']} cannot be: {line['error']}" for line in searched["tried"] if "error" in line]
-    reasons = [f"{count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]
-    if errors or reasons:
-        parts.append("\n".join(f"- {each}" for each in (*errors, *reasons)))
-    return parts
+    report.table("", heading, rows)
+    report.add("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in tried))
+    errors = [f"- {line['number']} cannot be: {line['error']}" for line in tried if "error" in line]
+    reasons = [f"- {count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]
+    report.add("\n".join([*errors, *reasons]))
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -227,20 +201,14 @@ def _off(guess: float, found: float) -> str:
     return f"{100 * (guess / found - 1):+.0f} %" if found else "-"
 
 
-def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
-    """Memory over the step, a line for each pipeline rank; beside it their peaks by kind."""
+def _draw(report: Report, result: Mapping[str, Any], limit: float | None) -> None:
+    """Draws memory over the step, a line for each pipeline rank; beside it their peaks by kind."""
     ranks = result["ranks"]
-    figure = new_figure(figsize=(11, 4))
-    grid = figure.add_gridspec(1, 2, width_ratios=(2, 1), wspace=0.08)
-    axes = figure.add_subplot(grid[0])
-    bars = figure.add_subplot(grid[1], sharey=axes)
+    axes, bars = report.picture("memory", "memory.png", 11, 4, columns=2, sharey=True, width_ratios=(2, 1))
     for rank in ranks:
-        axes.plot(
-            [point[0] for point in rank["curve"]],
-            [point[2] / GIB for point in rank["curve"]],
-            label=_name(rank) if "name" in rank else f"pipeline rank {rank['stage']}",
-            linewidth=1.2,
-        )
+        label = _name(rank) if "name" in rank else f"pipeline rank {rank['stage']}"
+        curve = [(point[0], point[2] / GIB) for point in rank["curve"]]
+        axes.plot(*zip(*curve, strict=True), label=label, linewidth=1.2)
     below = [0.0] * len(ranks)
     places = range(len(ranks))
     for kind in KINDS:
@@ -251,15 +219,11 @@ def _draw(path: Path, result: Mapping[str, Any], limit: float | None) -> None:
     for each in (axes, bars):
         if limit is not None:
             each.axhline(limit, color="black", linestyle="--", linewidth=1, label="limit" if each is axes else None)
-    axes.set(xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1))
-    axes.set_ylim(0, 1.08 * max([*below, limit or 0]))
-    bars.set(xlabel=f"{_label(ranks)}: bytes at its peak", xlim=(-0.6, max(len(ranks), 3) - 0.4))
     bars.set_xticks(places, [_name(rank) for rank in ranks], rotation=30 if "name" in ranks[0] else 0)
-    bars.tick_params(labelleft=False)
-    axes.legend(frameon=False, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)
     handles, names = bars.get_legend_handles_labels()
-    bars.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    for each in (axes, bars):
-        tidy(each)
-        each.set_axisbelow(True)
-    save_figure(figure, path)
+    legend = {"loc": "lower left", "bbox_to_anchor": (0, 1), "ncols": 3}
+    tidy(axes, xlabel="operations of the rehearsed part of a step", ylabel="GiB", xlim=(0, 1), legend=legend)
+    legend = {"handles": handles[::-1], "labels": names[::-1], "loc": "center left", "bbox_to_anchor": (1, 0.5)}
+    width = max(len(ranks), 3) - 0.4
+    tidy(bars, xlabel=f"{_label(ranks)}: bytes at its peak", xlim=(-0.6, width), legend=legend)
+    axes.set_ylim(0, 1.08 * max([*below, limit or 0]))

@@ -10,7 +10,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, assigned
 from nemo_ext.data.phases import plan_of
 from nemo_ext.job.settings import Strings, Whole
-from nemo_ext.megatron.fp8 import with_plan
+from nemo_ext.megatron.fp8 import plan_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +109,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     plan = _plan(megatron, config.get("precision_plan"))
     if plan is not None:
         engine = {**config["model"], "backend": "transformer_engine"}
-        megatron = with_plan({**config, "model": engine, "megatron": megatron, "precision_plan": plan})["megatron"]
+        megatron |= plan_flags({**config, "model": engine, "megatron": megatron, "precision_plan": plan})
         if any(
             each.weight.part == HEAD and each.precision == "fp8"
             for each in assigned(Plan.from_config(plan), Architecture.from_config(config))

@@ -48,16 +48,13 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.initialize import initialize_megatron
 
-    from nemo_ext.megatron.arguments import command_line
+    from nemo_ext.megatron.arguments import command_line, one_parser
 
     # The fused SwiGLU is plain torch here, and saves as much; parsing would begin to write TensorBoard files.
     left_out = ("--no-bias-swiglu-fusion", "--tensorboard-dir=")
     words = [word for word in command_line(config) if not word.startswith(left_out)]
-    with patch.object(
-        sys,
-        "argv",
-        ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"],
-    ):
+    words = ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"]
+    with patch.object(sys, "argv", words), one_parser():
         arguments = parse_and_validate_args()
     arguments.save = arguments.load = arguments.pretrained_checkpoint = None
     initialize_megatron(allow_no_cuda=True)

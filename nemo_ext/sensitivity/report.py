@@ -14,7 +14,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import HEAD, Plan, Rule
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_lines
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.sensitivity.settings import Settings
 from nemo_ext.sensitivity.units import Unit, bf16_rules, named_rule, units, with_rules
@@ -53,25 +53,31 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(kept)
     proposed = [rule.text for rule in with_rules(plan, rules).rules]
     _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": proposed}, chosen)
-    _draw(workspace.run_dir / PICTURE, every, kept, scores, result, chosen)
-    metric = "KL" if chosen.metric == "kl" else "loss"
-    lines = [
-        f"# FP8 sensitivity of {chosen.model}",
-        _summary(result, kept, every, named, chosen),
-        f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.",
-        f"```yaml\n{workspace.proposal.read_text()}```",
-        f"![{metric} of each {chosen.per} in FP8]({PICTURE})",
-        "## Plans beside each other\n\nOn validation data; what is not in FP8 was measured in "
-        f"{'BF16' if config['megatron'].get('bf16') else 'FP32'}.",
-        _plans(result["plans"]),
-        f"## By group\n\n{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together.",
-        _groups(every, scores, chosen),
-        _finding(every, scores, chosen),
-        f"## The most sensitive\n\n{_most(every, kept, scores, chosen)}",
-    ]
-    path = workspace.run_dir / REPORT
-    write_text(path, "\n\n".join(line for line in lines if line) + "\n")
-    return path
+    losses = {name: lost(score, scores[REFERENCE], chosen.metric) for name, score in scores.items()}
+    groups: dict[str, list[float]] = {}
+    for unit in every:
+        groups.setdefault(unit.group, []).append(losses[unit.selector])
+    metric, where = "KL" if chosen.metric == "kl" else "loss", "BF16" if config["megatron"].get("bf16") else "FP32"
+    report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, kept, every, named, chosen))
+    report.add(f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.")
+    report.code(workspace.proposal.read_text(), "yaml")
+    size = (min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2)
+    layout: Any = {"columns": 2, "width_ratios": [max(2.0, len(every) / 14), 1.6]}
+    left, right = report.picture(f"{metric} of each {chosen.per} in FP8", PICTURE, *size, **layout)
+    _draw_units(left, every, kept, [losses[unit.selector] for unit in every])
+    tidy(left, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats a token", legend=True)
+    _draw_plans(right, result["plans"], chosen)
+    about = f"On validation data; what is not in FP8 was measured in {where}."
+    report.section("Plans beside each other", about)
+    _plans(report, result["plans"])
+    about = f"{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together."
+    report.section("By group", about)
+    _groups(report, groups, losses, every)
+    report.add(_finding(groups, chosen))
+    ranked = sorted(every, key=lambda unit: -losses[unit.selector])[:12]
+    rows = [_row(unit, scores, "BF16" if unit in kept else "FP8") for unit in ranked]
+    report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
+    return report.write(workspace.run_dir / REPORT)
 
 
 def _write_proposal(file: Path, section: Mapping[str, Any], chosen: Settings) -> None:
@@ -98,19 +104,18 @@ def _summary(
     )
 
 
-def _plans(rows: Sequence[Mapping[str, Any]]) -> str:
-    reference = rows[0]["loss"]
-    table = [
-        [
-            LABELS[row["name"]],
-            f"{row['kl']:.3g}",
-            f"{row['loss'] - reference:+.4f}",
-            f"{row['bytes']['bf16']:,}",
-            f"{sum(row['bytes'].values()):,}",
-        ]
-        for row in rows
+def _plans(report: Report, plans: Sequence[Mapping[str, Any]]) -> None:
+    rows = [
+        (
+            LABELS[plan["name"]],
+            f"{plan['kl']:.3g}",
+            f"{plan['loss'] - plans[0]['loss']:+.4f}",
+            plan["bytes"]["bf16"],
+            sum(plan["bytes"].values()),
+        )
+        for plan in plans
     ]
-    return markdown_table(["plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"], table)
+    report.table("", ("plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"), rows)
 
 
 def _group_name(group: str) -> str:
@@ -120,34 +125,20 @@ def _group_name(group: str) -> str:
     return f"{NAMES[kind]}{' before attention' if feeds else ''} (`{group}`)"
 
 
-def _groups(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+def _groups(
+    report: Report, groups: Mapping[str, Sequence[float]], losses: Mapping[str, float], every: Sequence[Unit]
+) -> None:
     rows = []
-    for group, losses in _by_group(every, scores, chosen).items():
-        together = lost(scores[f"all {group}"], scores[REFERENCE], chosen.metric)
-        bytes_ = sum(unit.bytes for unit in every if unit.group == group)
-        rows.append(
-            [
-                _group_name(group),
-                str(len(losses)),
-                f"{median(losses):.2e}",
-                f"{max(losses):.2e}",
-                f"{together:.2e}",
-                f"{together / bytes_ * 1e6:.2e}",
-            ]
-        )
-    return markdown_table(["group", "number", "median", "largest", "together", "together, a MB of BF16"], rows)
+    for group, alone in groups.items():
+        together = losses[f"all {group}"]
+        a_megabyte = together / sum(unit.bytes for unit in every if unit.group == group) * 1e6
+        figures = (median(alone), max(alone), together, a_megabyte)
+        rows.append((_group_name(group), len(alone), *(f"{figure:.2e}" for figure in figures)))
+    report.table("", ("group", "number", "median", "largest", "together", "together, a MB of BF16"), rows)
 
 
-def _by_group(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for unit in every:
-        found.setdefault(unit.group, []).append(lost(scores[unit.selector], scores[REFERENCE], chosen.metric))
-    return found
-
-
-def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
+def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
     """One sentence on whether this model supports Nemotron 3 Nano's choice."""
-    groups = _by_group(every, scores, chosen)
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]
@@ -163,65 +154,24 @@ def _finding(every: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: S
     )
 
 
-def _most(every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings) -> str:
-    reference = scores[REFERENCE]
-    ranked = sorted(every, key=lambda unit: -lost(scores[unit.selector], reference, chosen.metric))[:12]
-    rows = [
-        [
-            unit.selector,
-            _group_name(unit.group),
-            f"{scores[unit.selector].kl:.2e}",
-            f"{scores[unit.selector].loss - reference.loss:+.2e}",
-            f"{unit.bytes:,}",
-            "BF16" if unit in kept else "FP8",
-        ]
-        for unit in ranked
-    ]
-    return markdown_table([chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"], rows)
+def _row(unit: Unit, scores: Mapping[str, Sensitivity], proposed: str) -> tuple[object, ...]:
+    own, loss = scores[unit.selector], scores[unit.selector].loss - scores[REFERENCE].loss
+    return unit.selector, _group_name(unit.group), f"{own.kl:.2e}", f"{loss:+.2e}", unit.bytes, proposed
 
 
-def _draw(
-    path: Path,
-    every: Sequence[Unit],
-    kept: Sequence[Unit],
-    scores: Mapping[str, Sensitivity],
-    result: Mapping[str, Any],
-    chosen: Settings,
-) -> None:
-
-    figure = new_figure(figsize=(min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2))
-    left, right = figure.subplots(1, 2, width_ratios=[max(2.0, len(every) / 14), 1.6])
-    _draw_units(left, every, kept, scores, chosen)
-    _draw_plans(right, result["plans"], chosen)
-    save_figure(figure, path)
-
-
-def _draw_units(
-    axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], scores: Mapping[str, Sensitivity], chosen: Settings
-) -> None:
-    losses = [lost(scores[unit.selector], scores[REFERENCE], chosen.metric) for unit in every]
+def _draw_units(axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], losses: Sequence[float]) -> None:
     seen: set[str] = set()
     for number, (unit, loss) in enumerate(zip(every, losses, strict=True)):
         kind = unit.group[0] if unit.group != HEAD else HEAD
         label = None if kind in seen else ("output layer" if kind == HEAD else NAMES[kind])
         seen.add(kind)
-        axes.bar(
-            number,
-            loss,
-            color=COLOURS.get(kind, _HEAD),
-            edgecolor=_KEPT if unit in kept else "none",
-            linewidth=1.6,
-            label=label,
-        )
+        edge = _KEPT if unit in kept else "none"
+        axes.bar(number, loss, color=COLOURS.get(kind, _HEAD), edgecolor=edge, linewidth=1.6, label=label)
     if kept:
         axes.bar(0, 0, color="none", edgecolor=_KEPT, linewidth=1.6, label="proposed: BF16")
     if min(losses) > 0 and max(losses) > 30 * min(losses):
         axes.set_yscale("log")
     axes.set_xticks(range(len(every)), [unit.selector for unit in every], fontsize=7, rotation=90)
-    axes.set_xlabel(f"{chosen.per} in FP8 alone, from 0")
-    axes.set_ylabel("KL, nats a token" if chosen.metric == "kl" else "loss, nats a token")
-    axes.legend(frameon=False, fontsize=8)
-    tidy(axes, grid="y")
 
 
 def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
@@ -230,6 +180,4 @@ def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Setting
     for row, marker in zip(rows, "osD^v", strict=False):
         value = row["kl"] if chosen.metric == "kl" else row["loss"] - reference
         axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
-    axes.set_xlabel("share of bytes in BF16, validation data")
-    axes.legend(frameon=False, fontsize=7)
-    tidy(axes, grid="y")
+    tidy(axes, grid="y", xlabel="share of bytes in BF16, validation data", legend={"fontsize": 7})

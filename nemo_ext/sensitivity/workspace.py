@@ -1,6 +1,5 @@
 """Files of a sensitivity sweep, the inputs they were made from, and their lines. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, weight_bytes
 from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import differing, note, noted, told
 from nemo_ext.job.run_directory import CONFIG
 
 LOG = "sensitivity.log"
@@ -80,8 +79,8 @@ class Workspace:
             "flags": {key: config["megatron"].get(key) for key in flags},
         }
         record = self.run_dir / "made_of.json"
-        if self.scores.is_file() and record.is_file():
-            changed = differing(json.loads(record.read_text()), made_of)
+        if self.scores.is_file():
+            changed = differing(noted(record) or made_of, made_of)
             if any(key.startswith("checkpoint") for key in changed):
                 changed = {"checkpoint": "another one"}
             if changed:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import noted
 from nemo_ext.job.run_directory import METRICS, last_lines
 
 FOLDER = "slurm"
@@ -64,8 +65,7 @@ class Attempt:
 
 def read(run_dir: Path) -> list[Attempt]:
     """All starts of a run, oldest first."""
-    path = run_dir / FOLDER / ATTEMPTS
-    return [Attempt(**line) for line in json.loads(path.read_text())] if path.is_file() else []
+    return [Attempt(**line) for line in noted(run_dir / FOLDER / ATTEMPTS) or ()]
 
 
 def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
@@ -150,8 +150,8 @@ def finish(run_dir: Path, *, step: int | None, words: Sequence[str]) -> None:
 
 def finished(run_dir: Path) -> list[str] | None:
     """Arguments of the job that finished the run, or None if it is not finished."""
-    path = run_dir / FOLDER / FINISHED
-    return list(json.loads(path.read_text()).get("words", ())) if path.is_file() else None
+    mark = noted(run_dir / FOLDER / FINISHED)
+    return list(mark.get("words", ())) if mark is not None else None
 
 
 def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
@@ -164,5 +164,5 @@ def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
 
 def finished_at(run_dir: Path) -> float | None:
     """Unix time at which the run was marked as finished, or None if it is not finished."""
-    path = run_dir / FOLDER / FINISHED
-    return float(json.loads(path.read_text())["at"]) if path.is_file() else None
+    mark = noted(run_dir / FOLDER / FINISHED)
+    return float(mark["at"]) if mark is not None else None

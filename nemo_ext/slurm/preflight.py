@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from nemo_ext.checkpoint.beside import is_hugging_face
-from nemo_ext.checkpoint.start import as_checkpoint, with_model_of_start
+from nemo_ext.checkpoint.start import as_checkpoint, model_of_start
 from nemo_ext.checkpoint.storage import CheckpointError
 from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 from nemo_ext.data.blends.hierarchy import read_tree
@@ -51,7 +51,7 @@ def findings(
     """
     cluster, job = settings.cluster, find(settings.job)
     if job.ranks == "slurm":
-        config = with_model_of_start(config)
+        config = {**config, **model_of_start(config)}
     if (place := at(config, job.model.start)) and Path(str(place)).exists():
         with suppress(ValueError):  # the job's own check reports the error
             config = as_checkpoint(config, Path(str(place)))

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.checkpoint.start import with_model_of_start
+from nemo_ext.checkpoint.start import model_of_start
 from nemo_ext.job.files import write_text
 from nemo_ext.job.findings import Finding
 from nemo_ext.job.job import will_exist
@@ -78,7 +78,8 @@ def with_rehearsals(
         return [*findings, Finding("error" if settings.slurm.rehearse else "note", why)]
     added: list[Finding] = []
     measured = True
-    for key, config in {key_of(run): run for run in map(one_phase, map(with_model_of_start, configs))}.items():
+    runs = [one_phase({**config, **model_of_start(config)}) for config in configs]
+    for key, config in {key_of(run): run for run in runs}.items():
         if config["megatron"].get("freeze_all_layers"):
             added.append(Finding("note", "not rehearsed: the run trains no weights (megatron.freeze_all_layers)"))
             measured = False

@@ -16,9 +16,10 @@ from pathlib import Path
 from nemo_ext.job.config import FAILED, INTERRUPTED, USER_ERROR, compose
 from nemo_ext.job.files import write_text
 from nemo_ext.job.ranks import ASKED, ENDED, ON_NODES
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import REPORT, write_config, write_versions
 from nemo_ext.memory import sampler
-from nemo_ext.memory.report import section
+from nemo_ext.memory.report import add_section
 from nemo_ext.rl.job import SAVE_BY
 from nemo_ext.serving.settings import LOOPBACK
 from nemo_ext.slurm import attempts, beside
@@ -215,8 +216,10 @@ class Task(Batch):
 
     def conclude(self) -> None:
         """Write a report of the nodes' memory for NeMo-RL; other jobs write their own report."""
-        if self.on_ray and (memory := section(self.record)):
-            write_text(self.record / REPORT, f"# {self.record.name}\n\n{memory}")
+        if self.on_ray and (self.record / sampler.FOLDER).is_dir():
+            report = Report(self.record.name)
+            add_section(report, self.record)
+            report.write(self.record / REPORT)
 
 
 def reachable_name() -> str:

@@ -3,9 +3,9 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.slurm import attempts
 from nemo_ext.slurm.status import goodput
 
@@ -18,7 +18,6 @@ def add_section(report: Path) -> None:
     starts = attempts.read(run_dir)
     if not starts:
         return
-    draw(starts, run_dir / PICTURE, share=goodput(run_dir, starts), title=run_dir.name)
     rows = [
         (
             str(number),
@@ -32,60 +31,36 @@ def add_section(report: Path) -> None:
         )
         for number, each in enumerate(starts, start=1)
     ]
-    table = markdown_table(("start", "job", "nodes", "began", "hours", "steps", "lost steps", "end"), rows)
-    write_text(report, f"{report.read_text()}\n## Starts\n\n![steps over time]({PICTURE})\n\n{table}\n")
+    share = goodput(run_dir, starts)
+    section = Report("").section("Starts")
+    _draw(section, starts, run_dir.name if share is None else f"{run_dir.name}: goodput {share:.0%}")
+    section.table("", ("start", "job", "nodes", "began", "hours", "steps", "lost steps", "end"), rows)
+    section.write(report, after=report.read_text())
 
 
-def draw(starts: Sequence[attempts.Attempt], path: Path, *, share: float | None, title: str) -> None:
-    """Draws the steps that count over the hours since the first start, one line a start, with its number in the table.
-
-    Args:
-        starts: all starts, oldest first.
-        path: file of the picture.
-        share: share of the time that went into steps which count (`status.goodput`); None if not known.
-        title: title of the picture.
-    """
-    figure = new_figure(figsize=(9, 3.6))
-    axes = figure.subplots()
+def _draw(section: Report, starts: Sequence[attempts.Attempt], title: str) -> None:
+    """Draws the steps that count over the hours, one line a start, with its number in the table."""
+    (axes,) = section.picture("steps over time", PICTURE, 9, 3.6)
     zero = starts[0].began
     place, at = 0.0, starts[0].first_step
     for number, each in enumerate(starts):
         first, last = (each.began - zero) / 3600, (_end(each) - zero) / 3600
         reached = each.last_step or each.first_step
         axes.plot([place, first], [at, each.first_step], ":", color="#8c8c8c", label="" if number else "not running")
-        axes.plot(
-            [first, last],
-            [each.first_step, reached],
-            "-o",
-            color="#1f4e8c",
-            markersize=3,
-            label="" if number else "running, to the last checkpoint",
-        )
+        label = "" if number else "running, to the last checkpoint"
+        axes.plot([first, last], [each.first_step, reached], "-o", color="#1f4e8c", markersize=3, label=label)
         if each.lost:
             axes.plot([last, last], [reached, reached + each.lost], color="#d1495b", linewidth=2.5)
         planned = not each.reason or each.reason.startswith(attempts.TIME_LIMIT)
-        axes.annotate(
-            str(number + 1),
-            (last, reached + each.lost),
-            (0, 7),
-            textcoords="offset points",
-            ha="right",
-            fontsize=8,
-            color="#1f4e8c" if planned else "#d1495b",
-            weight="normal" if planned else "bold",
-        )
+        looks: Any = {"color": "#1f4e8c"} if planned else {"color": "#d1495b", "weight": "bold"}
+        top = (last, reached + each.lost)
+        axes.annotate(str(number + 1), top, (0, 7), textcoords="offset points", ha="right", fontsize=8, **looks)
         place, at = last, reached
     if any(each.lost for each in starts):
-        axes.plot(
-            [], [], color="#d1495b", linewidth=2.5, label="lost steps; bold: neither finished nor at a time limit"
-        )
-    axes.set_xlabel("hours since the first start")
-    axes.set_ylabel("step")
+        label = "lost steps; bold: neither finished nor at a time limit"
+        axes.plot([], [], color="#d1495b", linewidth=2.5, label=label)
     axes.margins(x=0.02, y=0.1)
-    axes.set_title(title if share is None else f"{title}: goodput {share:.0%}", loc="left", fontsize=11)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    tidy(axes)
-    save_figure(figure, path)
+    tidy(axes, title=title, xlabel="hours since the first start", ylabel="step", legend={"loc": "lower right"})
 
 
 def _end(start: attempts.Attempt) -> float:

@@ -19,8 +19,7 @@ from nemo_ext.generate.settings import BATCH, GenerateSettings
 from nemo_ext.job import seeds
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import differing, digest, note
-from nemo_ext.job.made_of import told as told_changes
+from nemo_ext.job.made_of import check_same, digest, note, noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.records import json_line
 from nemo_ext.job.run_directory import OWN
@@ -81,8 +80,7 @@ class Asking:
             ValueError: answers of earlier rows were asked for otherwise.
         """
         record, new = self.context.folder / OWN / "asked.json", self.context.folder / OWN / "asked.new"
-        if record.exists():
-            held = json.loads(record.read_text())
+        if (held := noted(record)) is not None:
             file = self.context.folder / held["file"]
             if held["identity"] == identity and file.exists():
                 return file if held["rows"] else None
@@ -112,9 +110,8 @@ class Asking:
             before = made_of(other)
             if before is None or other == folder:
                 continue
-            if changed := differing(before, {**before, **self._made_of()}):
-                why = f"was begun otherwise ({told_changes(changed)}): {self._otherwise()}"
-                raise ValueError(f"steps.{self.context.name}: {other}: {why}")
+            begun = f"steps.{self.context.name}: {other}: was begun otherwise"
+            check_same(before, {**before, **self._made_of()}, begun, self._otherwise())
             others.append((asked, other))
         if others and made_of(folder) is None:
             (folder / OWN).mkdir(parents=True, exist_ok=True)

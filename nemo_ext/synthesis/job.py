@@ -18,7 +18,7 @@ from nemo_ext.generate.batch import A_DAY
 from nemo_ext.generate.work import TooManyDead
 from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in
-from nemo_ext.job.made_of import digest, note
+from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import check_keys, checked
@@ -208,11 +208,10 @@ class _Run:
         with only_run_in(folder, "output", wait=A_DAY):
             identity = digest([[name, _hash(path)] for name, path in files_of(self.given.input)])
             record = folder / _DONE
-            if not record.exists() or json.loads(record.read_text())["identity"] != identity:
+            if (held := noted(record) or {}).get("identity") != identity:
                 record.unlink(missing_ok=True)
                 rows, repeated = read_input(self.given.input, folder / _ROWS)
-                note(record, {"identity": identity, "rows": rows, "repeated": repeated})
-            held = json.loads(record.read_text())
+                note(record, held := {"identity": identity, "rows": rows, "repeated": repeated})
         return RowFile(folder / _ROWS), identity, {"rows": held["rows"], "repeated": held["repeated"]}
 
     def _step(self, name: str, step: Step, rows: RowFile, before: str, label: str) -> tuple[RowFile, str, Counts]:
@@ -259,11 +258,10 @@ class _Run:
 
     def _done(self, record: Path, identity: str) -> tuple[Counts, str] | None:
         """What a finished step counted, and the digest of its rows; None if it is to be made, or made again."""
-        try:
-            held = json.loads(record.read_text())
-        except FileNotFoundError:
+        held = noted(record)
+        if held is None or held["identity"] != identity:
             return None
-        return (Counts.of(held["counts"]), str(held["rows"])) if held["identity"] == identity else None
+        return Counts.of(held["counts"]), str(held["rows"])
 
     def _judge(self, step: Verify) -> dict[str, Any] | None:
         """Settings of a step's judge."""

@@ -8,7 +8,7 @@ import yaml
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.pickles import METADATA
-from nemo_ext.checkpoint.start import as_checkpoint, with_model_of_start
+from nemo_ext.checkpoint.start import as_checkpoint, model_of_start
 from nemo_ext.job.config import compose
 
 WORDS = ("run_dir=unused", "data=mock", "model=llama_nemotron_tiny", "megatron.lr=0.5")
@@ -32,13 +32,13 @@ def child(tmp_path: Path) -> Path:
 
 
 def test_a_run_takes_the_model_of_its_start(child: Path) -> None:
-    made = with_model_of_start(run_of(child))
+    made = {**run_of(child), **model_of_start(run_of(child))}
 
     assert made["model"]["pattern"] == "*-*{kv=2}-"
     assert made["model"]["name"] == "child"
     assert made["megatron"]["lr"] == 0.5
     assert from_config(made) != from_config(run_of(child))
-    assert with_model_of_start(run_of(child, asked=False))["model"] == run_of(child)["model"]
+    assert model_of_start(run_of(child, asked=False)) == {}
 
 
 def test_a_run_directory_stands_for_its_checkpoints(child: Path, tmp_path: Path) -> None:
@@ -47,21 +47,20 @@ def test_a_run_directory_stands_for_its_checkpoints(child: Path, tmp_path: Path)
     child.rename(run / "checkpoints")
     (run / "model").symlink_to(run / "checkpoints" / "model")
 
-    made = with_model_of_start(run_of(run))
+    made = model_of_start(run_of(run))
 
     assert made["megatron"]["pretrained_checkpoint"] == str(run / "checkpoints")
     assert made["model"]["name"] == "child"
 
 
 def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
-    config = run_of(child.with_name("later"))
-    assert with_model_of_start(config) is config
+    assert model_of_start(run_of(child.with_name("later"))) == {}
 
     with pytest.raises(ValueError, match=r"train.model_of_start=true: name the checkpoint"):
-        with_model_of_start(run_of(None))
+        model_of_start(run_of(None))
     (child / "model" / "child.yaml").unlink()
     with pytest.raises(ValueError, match="its model is unknown"):
-        with_model_of_start(run_of(child))
+        model_of_start(run_of(child))
 
 
 def test_a_job_on_a_checkpoint_takes_its_model_and_its_tokenizer(child: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_ext.evaluation.benchmark import names
 from nemo_ext.evaluation.compare import CompareSettings, compared, published
-from nemo_ext.evaluation.compare_page import as_json, markdown, run, tables
+from nemo_ext.evaluation.compare_page import as_json, page, run, tables
 from nemo_ext.evaluation.frontier import GRAND, frontiers
 from nemo_ext.evaluation.runs import read_run, values_of
 from nemo_ext.evaluation.store import Key, Sample, Score, Store
@@ -140,7 +140,7 @@ def test_only_what_was_asked_alike_is_compared(tmp_path: Path) -> None:
     assert pair.difference.problems == PROBLEMS - 10 - 30
     assert pair.note == "30 asked differently, 10 only in a: 40 questions compared"
     assert (absent.words, absent.note) == ("not compared", "not evaluated in b")
-    assert pair.note in markdown(found, [])
+    assert pair.note in page(found, {}).markdown()
 
 
 def test_other_verifiers_and_other_references_are_not_compared(tmp_path: Path) -> None:
@@ -213,7 +213,7 @@ def test_modes_are_paired_off_before_on_with_tokens(tmp_path: Path) -> None:
     assert (pair.a, pair.b, pair.words, pair.difference.test) == ("off", "on", "better", "permutation")
     assert all(0 < cut < 0.2 for cut in pair.cut)
     assert pair.tokens == (pytest.approx(100, abs=10), pytest.approx(900, abs=60))
-    assert "off to on" in markdown(found, [])
+    assert "off to on" in page(found, {}).markdown()
 
 
 def test_samples_beyond_those_of_the_results_do_not_count(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_differences_are_measured_against_the_last_checkpoints(tmp_path: Path) -
     last = [made(tmp_path / f"step{seed}", {"x": flat(0.5)}, seed=seed) for seed in range(3)]
     found = compared(settings(*arms, checkpoints=tuple(map(str, last))))
     assert found.noise["x"].apart > 0.5 > found.noise["x"].spread
-    assert "beyond noise" in markdown(found, [])
+    assert "beyond noise" in page(found, {}).markdown()
 
 
 def test_the_job_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.data.packs.packed_files import PackingSettings, with_packed, write_packed
+from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
 from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.data.text.indexed_dataset import write_index
+from nemo_ext.data.training import with_data
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 
@@ -82,7 +83,7 @@ def packed_config() -> Callable[..., dict[str, Any]]:
         for name in ("mock_data", "tokenizer_type", "vocab_size"):
             config["megatron"].pop(name)
         config["data"] = {"packed": {"train": str(folder / "train"), "valid": str(folder / "valid")}}
-        return with_packed(config)
+        return with_data(config)
 
     return make
 

@@ -9,7 +9,7 @@ import torch
 from nemo_ext.architecture.pattern import parse
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.job.config import compose
-from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts, world_size
+from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arguments, pattern_with_cuts, world_size
 
 
 @pytest.mark.parametrize(("virtual", "stages"), [(None, 2), (2, 4)])
@@ -40,6 +40,36 @@ def test_mlp_blocks_in_front_are_no_option(pattern: str, megatron: None) -> None
     read = parse_hybrid_pattern(arguments.hybrid_layer_pattern)
     assert (read.main_pattern, read.mtp_num_depths) == (pattern, 0)
     assert arguments.num_layers == len(pattern)
+
+
+def test_the_parser_is_built_once_and_keeps_its_defaults(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
+    from megatron.training import arguments
+
+    def build(parser: object) -> NoReturn:
+        raise AssertionError("built again")
+
+    line = command_line(compose("train", ["run_dir=unused", "data=mock"]))
+    megatron_parser()
+    monkeypatch.setattr(arguments, "add_megatron_arguments", build)
+
+    parse_arguments(line, world_size=1).iterations_to_skip.append(5)
+
+    assert parse_arguments(line, world_size=1).iterations_to_skip == []
+
+
+@pytest.mark.parametrize(
+    ("word", "error"),
+    [
+        ("megatron.lr=x", "megatron.lr='x': Megatron's parser: argument --lr: invalid float value: 'x'"),
+        ("megatron.seq_length=1.5", "megatron.seq_length=1.5: Megatron's parser: argument --seq-length: invalid int"),
+        ("megatron.lr_decay_style=foo", "megatron.lr_decay_style='foo': Megatron's parser: .* invalid choice: 'foo'"),
+        ("megatron.recompute_modules=[]", r"megatron.recompute_modules=\[\]: .* expected at least one argument"),
+        ("megatron.data_path=[1,-x]", r"megatron.data_path=\[1, '-x'\]: Megatron's parser: unrecognized arguments: -x"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_key(word: str, error: str, megatron: None) -> None:
+    with pytest.raises(ValueError, match=error):
+        command_line(compose("train", ["run_dir=unused", "data=mock", word]))
 
 
 def test_two_mlp_blocks_are_two_layers(build: Callable[..., torch.nn.Module]) -> None:

@@ -15,7 +15,7 @@ from nemo_ext.architecture.pattern import parse
 from nemo_ext.architecture.precision_plan import Plan, assigned, weights
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check_machine
-from nemo_ext.megatron.fp8 import Precision, with_plan
+from nemo_ext.megatron.fp8 import Precision, plan_flags
 
 FAMILIES = ("nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo1_tiny", "olmo3_tiny")
 NAMES = {
@@ -152,7 +152,7 @@ def test_names_are_those_within_the_stage() -> None:
 def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", *words])
     with pytest.raises(ValueError, match=r"\w") as raised:
-        with_plan(config)
+        plan_flags(config)
     assert said in str(raised.value)
 
 
@@ -162,7 +162,7 @@ def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
 def test_fp8_that_needs_no_padded_experts_may_be_chosen_by_rules(rule: str, more: list[str]) -> None:
     words = ["precision=fp8_current", "precision_plan.default=bf16", f"precision_plan.rules=[{rule}]", *more]
 
-    assert "fp8_format" not in with_plan(compose("train", ["run_dir=unused", "data=mock", *words]))["megatron"]
+    assert "fp8_format" not in plan_flags(compose("train", ["run_dir=unused", "data=mock", *words]))
 
 
 @pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
@@ -202,5 +202,5 @@ def test_the_plan_sets_megatrons_flags_where_transformer_engine_runs(
 ) -> None:
     rules = "precision_plan.rules=[M bf16, E bf16, * bf16, - bf16, head bf16]"
     config = compose("train", ["data=mock", f"model.backend={backend}", "precision=fp8_blockwise", rules])
-    made = with_plan(config)
-    assert tuple(made["megatron"].get(name) for name in ("fp8_format", "fp8_recipe")) == flags
+    made = plan_flags(config)
+    assert tuple(made.get(name) for name in ("fp8_format", "fp8_recipe")) == flags

@@ -11,6 +11,7 @@ import pytest
 
 from nemo_ext.checkpoint import sound
 from nemo_ext.job.config import compose
+from nemo_ext.job.report import Report
 from nemo_ext.job.run_directory import CONFIG, read_metrics
 from nemo_ext.megatron import guard
 from nemo_ext.megatron.guard import Event, Guard, Watch
@@ -100,7 +101,7 @@ def test_going_back_takes_the_last_checkpoint_before_what_is_left_out(tmp_path: 
     ]
     assert guard.turn_back(tmp_path, Guard()) is None, "once"
     config = compose("train", [f"run_dir={tmp_path}", "+megatron.iterations_to_skip=[3]", "guard.nan=true"])
-    flags = guard.with_guard(config)["megatron"]
+    flags = guard.guard_flags(config)
     assert flags["iterations_to_skip"] == [3, 15, 16, 17] and flags["rerun_mode"] == "disabled"
 
 
@@ -121,7 +122,8 @@ def test_one_checkpoint_is_not_gone_back_to_for_ever(tmp_path: Path, whole: None
 
     with pytest.raises(ValueError, match=r"step 5 was gone back to 2 times already \(for steps 7, 8, 9\)"):
         guard.turn_back(tmp_path, Guard(most=2))
-    assert "| 8 | nan | 8 to 8 | 5 |" in guard.section(tmp_path)
+    guard.add_section(report := Report("run"), tmp_path)
+    assert "| 8 | nan | 8 to 8 | 5 |" in report.markdown()
 
 
 def test_a_phase_has_losses_of_its_own(tmp_path: Path) -> None:
@@ -136,16 +138,16 @@ def test_a_phase_has_losses_of_its_own(tmp_path: Path) -> None:
 def test_steps_that_the_user_leaves_out(tmp_path: Path, given: object, steps: list[int] | None) -> None:
     config = compose("train", [f"run_dir={tmp_path}"])
     config["megatron"]["iterations_to_skip"] = given
-    assert guard.with_guard(config)["megatron"]["iterations_to_skip"] == steps
+    assert guard.guard_flags(config).get("iterations_to_skip") == steps
     config["megatron"]["iterations_to_skip"] = "many"
     with pytest.raises(ValueError, match=r"iterations_to_skip='many': give steps"):
-        guard.with_guard(config)
+        guard.guard_flags(config)
 
 
 def test_a_last_step_that_is_left_out_is_saved_after_megatrons_loop(tmp_path: Path) -> None:
     words = ("+megatron.iterations_to_skip=[200]", "+megatron.save_retain_interval=100")
-    megatron = guard.with_guard(compose("train", [f"run_dir={tmp_path}", *words]))["megatron"]
-    assert (megatron["train_iters"], megatron["save_interval"], megatron["save_retain_interval"]) == (200, 51, None)
+    flags = guard.guard_flags(compose("train", [f"run_dir={tmp_path}", *words]))
+    assert (flags["save_interval"], flags["save_retain_interval"]) == (51, None)
 
 
 @pytest.mark.parametrize(("stop", "skipped", "ends"), [(100, [99, 100], 98), (100, [99], 100), (300, [300], 300)])
@@ -153,13 +155,13 @@ def test_a_run_that_ends_at_a_step_that_is_left_out_ends_before_it(
     tmp_path: Path, stop: int, skipped: list[int], ends: int
 ) -> None:
     words = (f"run_dir={tmp_path}", f"megatron.exit_interval={stop}", f"+megatron.iterations_to_skip={skipped}")
-    assert guard.with_guard(compose("train", list(words)))["megatron"]["exit_interval"] == ends
+    assert guard.guard_flags(compose("train", list(words))).get("exit_interval", stop) == ends
 
 
 def test_a_run_that_would_end_before_its_first_step_is_refused(tmp_path: Path) -> None:
     words = (f"run_dir={tmp_path}", "megatron.exit_interval=2", "+megatron.iterations_to_skip=[1,2]")
     with pytest.raises(ValueError, match="exit_interval=2: all steps until then are left out"):
-        guard.with_guard(compose("train", list(words)))
+        guard.guard_flags(compose("train", list(words)))
 
 
 def test_stacks_are_of_the_last_start(tmp_path: Path) -> None:

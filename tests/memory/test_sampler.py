@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from nemo_ext.job.config import compose
+from nemo_ext.job.report import Report
 from nemo_ext.megatron.report import write_report
 from nemo_ext.megatron.run import Run
 from nemo_ext.memory import report as memory
@@ -280,7 +281,9 @@ def test_the_report_has_the_picture_and_the_table(tmp_path: Path, nodes: int) ->
     for at, phase in ((0.0, "setup"), (50.0, "training"), (9000.0, "setup"), (9050.0, "training"), (9100.0, None)):
         memory_profile._append(folder / memory_profile.PHASES, {"time": at, "phase": phase})
 
-    text = memory.section(tmp_path)
+    report = Report("run")
+    memory.add_section(report, tmp_path)
+    text = report.write(tmp_path / "report.md").read_text()
 
     most = 100 + 10 * (nodes - 1) + 19
     where = f" (node{nodes - 1})" if nodes > 1 else ""
@@ -289,7 +292,8 @@ def test_the_report_has_the_picture_and_the_table(tmp_path: Path, nodes: int) ->
     picture = (tmp_path / memory.PLOT).read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 2_000
     folder.rename(tmp_path / "elsewhere")
-    assert memory.section(tmp_path) == ""
+    memory.add_section(nothing := Report("run"), tmp_path)
+    assert nothing.markdown() == "# run\n"
 
 
 def test_a_phase_that_interrupts_another_gives_it_back(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Conversion of the config's blend to Megatron's data arguments."""
 
 import math
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,10 @@ def tokens_of_run(config: Mapping[str, Any]) -> int | None:
     return None if whole is None else round(float(whole))
 
 
-def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
-    """The config with Megatron's data and tokenizer arguments for its blend; those that the user set stay.
+def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The flat blend that is planned for a run, as its section `data`, and Megatron's data and tokenizer arguments.
 
-    Its `data` is the flat blend that was planned. Streams that will be read more often than `max_epochs` are warned of.
+    Those that the user set are left out. Streams that will be read more often than `max_epochs` are warned of.
 
     Args:
         config: resolved config of a training run.
@@ -67,7 +68,7 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
         ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is wrong
             (see `plan_blend`), the share for validation is 0, or see `check_vocabulary`.
     """
-    data, megatron = config["data"], dict(config["megatron"])
+    data, megatron = config["data"], ChainMap[str, Any]({}, config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
     for leaf in read_tree(data).leaves():
         if leaf.source is not None and data.get("validation_share") == 0:
@@ -90,8 +91,7 @@ def with_blend(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[
         # Training needs only the number of ids and the end-of-document id, so transformers is not imported.
         megatron |= megatron_arguments(tokenizer, ids_only=True)
     check_vocabulary(tokenizer.vocab_size, config)
-    flat = flattened(data, {name: float(share) for name, share in plan.shares.items()})
-    return {**config, "data": flat, "megatron": megatron}
+    return flattened(data, {name: float(share) for name, share in plan.shares.items()}), dict(megatron.maps[0])
 
 
 def shares_of(words: Sequence[object]) -> dict[str, float]:

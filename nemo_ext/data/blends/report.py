@@ -1,6 +1,5 @@
 """Audit of a blend: a table, a page with a plot, and the blend in the formats that trainers read. No torch."""
 
-import io
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from rich.table import Table
 from nemo_ext.data.blends.hierarchy import Leaf
 from nemo_ext.data.blends.plan import BlendPlan, Part
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import new_figure, save_figure
+from nemo_ext.job.report import Report, tidy
 
 _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
@@ -53,40 +52,36 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
     write_text(folder / "blend.json", json.dumps({"train": train, "valid": valid, "test": None}, indent=1) + "\n")
     paths = {"train": train, "validation": valid, "test": valid}
     write_text(folder / "nemo_paths.json", json.dumps(paths, indent=1) + "\n")
-    plot(plan, folder / "blend.png", title=title)
-    report = folder / "report.md"
-    write_text(report, markdown(plan, title=title))
-    return report
+    return page(plan, title).write(folder / "report.md")
 
 
-def markdown(plan: BlendPlan, *, title: str) -> str:
-    """Format the audit as a Markdown page."""
-    out = io.StringIO()
+def page(plan: BlendPlan, title: str) -> Report:
+    """The audit."""
     length = "a run of unknown length" if plan.tokens is None else f"{plan.tokens:,} tokens"
-    leaves = [part for part in plan.parts if isinstance(part.node, Leaf)]
-    out.write(f"# {title}\n\n{len(leaves)} streams for {length}.\n\n")
+    report = Report(title, f"{sum(isinstance(part.node, Leaf) for part in plan.parts)} streams for {length}.")
     if warning := plan.warning():
-        out.write(f"**Warning:** {warning}.\n\n")
-    out.writelines(f"- {note}\n" for note in plan.notes())
-    out.write("\n![shares and epochs](blend.png)\n\n## Shares\n\n")
-    out.write("| stream | share | tokens | there are | epochs | divided by |\n|---|--:|--:|--:|--:|---|\n")
-    for part in plan.parts:
-        name = _label(part) if isinstance(part.node, Leaf) else f"**{_label(part)}**"
-        out.write(f"| {'&emsp;' * part.depth}{name} | {' | '.join(_cells(part))} | {_rule(part)} |\n")
-    out.write(
-        f"\nEpochs are passes over a stream's training tokens, warned of above {plan.max_epochs:g}: up to four, "
+        report.add(f"**Warning:** {warning}.")
+    report.add("\n".join(f"- {note}" for note in plan.notes()))
+    _plot(report, plan, title)
+    names = [_label(part) if isinstance(part.node, Leaf) else f"**{_label(part)}**" for part in plan.parts]
+    rows = [
+        (f"{'&emsp;' * part.depth}{name}", *_cells(part), _rule(part))
+        for name, part in zip(names, plan.parts, strict=True)
+    ]
+    note = (
+        f"Epochs are passes over a stream's training tokens, warned of above {plan.max_epochs:g}: up to four, "
         "repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264). * is an assumed "
-        "size, † a share at its cap.\n"
+        "size, † a share at its cap."
     )
-    return out.getvalue()
+    return report.table("Shares", ("stream", "share", "tokens", "there are", "epochs", "divided by"), rows, note)
 
 
-def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
+def _plot(report: Report, plan: BlendPlan, title: str) -> None:
     """Draws shares as bars down the tree and, where sizes and the run's length are known, epochs beside them."""
     parts = plan.parts[1:]
     epochs = any(part.epochs is not None for part in parts)
-    figure = new_figure(figsize=(10 if epochs else 7, 1.4 + 0.24 * len(parts)))
-    axes = figure.subplots(1, 2 if epochs else 1, sharey=True, squeeze=False)[0]
+    size = (10 if epochs else 7, 1.4 + 0.24 * len(parts))
+    axes = report.picture("shares and epochs", "blend.png", *size, columns=2 if epochs else 1, sharey=True)
     rows = range(len(parts))
     leaf = [isinstance(part.node, Leaf) for part in parts]
     colours = ["#1f4e8c" if is_leaf else "#c3cedd" for is_leaf in leaf]
@@ -111,12 +106,8 @@ def plot(plan: BlendPlan, path: Path, *, title: str) -> None:
         axes[1].margins(x=0.16)
         axes[1].set_xlabel(f"epochs (dashed: warned of above {plan.max_epochs:g})")
         axes[1].tick_params(axis="y", length=0)
-    figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-    for axis in axes:
-        axis.grid(axis="x", alpha=0.25)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    save_figure(figure, path, dpi=110)
+    axes[0].figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    tidy(*axes, grid="x")
 
 
 def _cells(part: Part) -> tuple[str, str, str, str]:

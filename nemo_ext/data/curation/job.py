@@ -3,46 +3,44 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock
 
 from nemo_ext.data.curation import report
 from nemo_ext.data.curation.documents import SUFFIX
 from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.passes import (
     DOCUMENTS,
+    ENDS,
     READ,
+    VALUES,
+    VERDICTS,
     Pass,
-    Unit,
     Work,
-    cut_units,
     decide,
     passes_of,
-    read_units,
     run_unit,
     tokenizer_of,
-    write_units,
+    units_of,
 )
 from nemo_ext.data.curation.settings import Plan, read_plan
 from nemo_ext.data.curation.stages.buckets import Buckets
-from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
-from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.report import write_page
+from nemo_ext.data.text.documents import Unit
+from nemo_ext.job.files import write_text
+from nemo_ext.job.made_of import note
+from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import REPORT
-from nemo_ext.job.workers import in_workers
+from nemo_ext.job.workers import usable_cores
 
 RESULTS = "funnel.json"
 STREAMS = Path("conf", "data", "curated.yaml")
 """The streams as a data file, for `--config-dir=OUTPUT/conf data=curated`."""
 SLURM = "slurm"
 """Folder of the record of a job's starts, which `slurm.folder` may put into the output."""
-_LOCK = ".lock"
 
 
 def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
@@ -69,22 +67,18 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> Plan:
         except ValueError as error:
             raise ValueError(f"stream {name!r}: {error}") from error
     tokenizer_of(plan.curate)
-    _check_folder(plan, _made_of(plan))
+    _check_folder(plan)
     return plan
 
 
-def _check_folder(plan: Plan, made_of: Mapping[str, Any]) -> None:
-    """Raises ValueError if the output's folder has something else in it."""
-    folder, record = plan.settings.folder, _record(plan)
-    if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
-        raise ValueError(f"output={folder}: was begun otherwise ({told(changed)}): choose another folder")
+def _check_folder(plan: Plan) -> dict[str, Any]:
+    """Settings and input of the output; raises ValueError if its folder has something else in it."""
+    folder, now = plan.settings.folder, _made_of(plan)
+    plan.settings.check_same(now)
     others = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if not record.exists() and set(others) - {plan.settings.own.name, SLURM}:
+    if not plan.settings.record.exists() and set(others) - {plan.settings.own.name, SLURM}:
         raise ValueError(f"output={folder}: has files that were not made here: choose another folder")
-
-
-def _record(plan: Plan) -> Path:
-    return plan.settings.own / "settings.json"
+    return now
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -95,9 +89,10 @@ def run(config: Mapping[str, Any]) -> None:
         JobFailed: a worker process died.
     """
     plan = check(config)
-    units = _begin(plan)
-    number, count = plan.settings.part
-    with only_run_in(plan.settings.own / f"shard_{number}_of_{count}", "shard"):
+    with plan.settings.lock():
+        note(plan.settings.record, _check_folder(plan))
+        units = units_of(plan)
+    with plan.settings.claim():
         _run(config, plan, units)
 
 
@@ -110,52 +105,27 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
     for each in passes:
         work = Work(as_json, each.number)
         _run_pass(plan, each, work, units)
-        if left := [unit for unit in units if not work.counts_file(unit.number).exists()]:
+        if left := [unit for unit in units if not work.units.is_done(unit)]:
             notice(
                 f"{_named(each, passes)}: shard {settings.shard} is done; {len(left)} of {len(units)} units belong to "
                 "others: when these are done, run any shard again"
             )
             return
-        with FileLock(settings.own / _LOCK):
+        with settings.lock():
             if not each.number:
-                _check_folder(plan, _made_of(plan))  # the input may have changed while it was read
+                _check_folder(plan)  # the input may have changed while it was read
             decide(work, units)
             if each.number:  # what the pass before made is needed no more
                 _remove(Work(as_json, each.number - 1), units)
-    with FileLock(settings.own / _LOCK):
+    with settings.lock():
         if not (settings.folder / RESULTS).exists():
             _finish(plan, Work(as_json, passes[-1].number), units)
 
 
-def _begin(plan: Plan) -> list[Unit]:
-    """The units of the input, cut by the first process that comes."""
-    settings, made_of = plan.settings, _made_of(plan)
-    settings.own.mkdir(parents=True, exist_ok=True)
-    with FileLock(settings.own / _LOCK):
-        _check_folder(plan, made_of)
-        note(_record(plan), made_of)
-        units = read_units(settings.own)
-        if units is None:
-            notice("looking through the input")
-            units = list(cut_units(plan))
-            if not units:
-                raise ValueError("the input is empty: there is no document in it")
-            write_units(settings.own, units)
-    return units
-
-
 def _run_pass(plan: Plan, this: Pass, work: Work, units: Sequence[Unit]) -> None:
-    number, count = plan.settings.part
-    mine = [unit for unit in units if unit.number % count == number]
-    left = [unit for unit in mine if not work.counts_file(unit.number).exists()]
-    if not left:
-        return
-    label = f"{_named(this, passes_of(plan.stages))}:"
-    workers = min(plan.settings.processes, len(left))
-    done = in_workers(partial(run_unit, work), left, workers=workers)
-    with progress_of(label, sum(unit.size for unit in left)) as advance, closing(done):
-        for unit, _ in done:
-            advance(unit.size)
+    mine, workers = plan.settings.mine(units), plan.settings.workers or usable_cores()
+    label, total = f"{_named(this, passes_of(plan.stages))}:", sum(unit.size for unit in mine)
+    work.units.run(partial(run_unit, work), mine, workers=workers, label=label, total=total)
 
 
 def _named(this: Pass, passes: Sequence[Pass]) -> str:
@@ -166,8 +136,8 @@ def _named(this: Pass, passes: Sequence[Pass]) -> str:
 
 def _remove(work: Work, units: Sequence[Unit]) -> None:
     for unit in units:
-        for file in (work.documents_file, work.values_file, work.ends_file, work.verdicts_file):
-            file(unit.number).unlink(missing_ok=True)
+        for ending in (SUFFIX, VALUES, ENDS, VERDICTS):
+            work.units.file(unit.number, ending).unlink(missing_ok=True)
 
 
 def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
@@ -184,14 +154,8 @@ def _finish(plan: Plan, last: Work, units: Sequence[Unit]) -> None:
             left.unlink()
     _remove(last, units)
     write_text(folder / STREAMS, _data_file(plan, counts))
-    about = [
-        ("preset", plan.settings.preset or "none"),
-        ("stages", ", ".join(plan.stages)),
-        ("passes", str(len(passes))),
-    ]
-    report.picture(counts, list(plan.stages), folder / report.PICTURE)
-    write_text(folder / REPORT, report.markdown(about, counts, list(plan.stages)))
-    page = write_page(folder / REPORT)
+    about = {"preset": plan.settings.preset or "none", "stages": ", ".join(plan.stages), "passes": len(passes)}
+    page = report.page(about, counts, list(plan.stages)).write(folder / REPORT, page=True)
     write_text(folder / RESULTS, json.dumps({name: own.as_json() for name, own in counts.items()}, indent=1) + "\n")
     first, kept = Amount(), Amount()
     for own in counts.values():

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +21,14 @@ from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.settings import Curate, Plan, read_plan
 from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
 from nemo_ext.data.sft.filters.base import Drop
-from nemo_ext.data.text.documents import Part, ReadReport
-from nemo_ext.data.text.shards import cut
+from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport, Unit, cut
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer, named_tokenizer
 from nemo_ext.data.text.user_files import value_at
 from nemo_ext.job.files import complete_file, publish, unfinished, write_text
+from nemo_ext.job.made_of import noted
+from nemo_ext.job.progress import notice
 from nemo_ext.job.seeds import uniform
+from nemo_ext.job.units import Units
 
 READ = "read"
 DOCUMENTS = "documents"
@@ -36,26 +37,13 @@ SAMPLE = 0.01
 """Share of the dropped documents that `keep_dropped=sample` keeps."""
 DECIDED = "decided"
 """File in a pass's folder that says that its barrier has decided."""
+VALUES, ENDS, VERDICTS = ".values", ".ends.npy", ".verdicts"
+"""Endings of a unit's files: the barrier's values of its documents, where those of each end, and the decisions."""
 _UNITS = "units.json"
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
 """Characters of a folder's name."""
-_MANY = 1 << 62
 _ZEROS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Unit:
-    """A piece of the input: its number, its stream, and the parts of the stream's source."""
-
-    number: int
-    stream: str
-    parts: tuple[Part, ...]
-
-    @property
-    def size(self) -> int:
-        """Bytes of input."""
-        return sum(part.size for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -87,26 +75,21 @@ def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
     return [*found, Pass(len(found), begin, tuple(names), None)]
 
 
-def cut_units(plan: Plan) -> Iterator[Unit]:
-    """Cut the input into units."""
-    number = 0
-    for stream, source in plan.streams.items():
-        for parts in cut(source, max_documents=_MANY, max_size=plan.curate.unit):
-            yield Unit(number, stream, tuple(parts))
-            number += 1
+def units_of(plan: Plan) -> list[Unit]:
+    """The units of the input, cut by the first process that comes.
 
-
-def write_units(own: Path, units: Sequence[Unit]) -> None:
-    """Write the list of units."""
-    write_text(own / _UNITS, json.dumps([asdict(unit) for unit in units]))
-
-
-def read_units(own: Path) -> list[Unit] | None:
-    """The list of units; None if it was not written yet."""
-    if not (own / _UNITS).exists():
-        return None
-    found = json.loads((own / _UNITS).read_text())
-    return [Unit(each["number"], each["stream"], tuple(Part(**part) for part in each["parts"])) for each in found]
+    Raises:
+        ValueError: the input is empty.
+    """
+    file = plan.settings.own / _UNITS
+    if (found := noted(file)) is not None:
+        return [Unit(each["number"], each["stream"], tuple(Part(**part) for part in each["parts"])) for each in found]
+    notice("looking through the input")
+    units = list(cut(plan.streams, max_documents=UNLIMITED, max_size=plan.curate.unit))
+    if not units:
+        raise ValueError("the input is empty: there is no document in it")
+    write_text(file, json.dumps([asdict(unit) for unit in units]))
+    return units
 
 
 @dataclass(frozen=True)
@@ -122,46 +105,26 @@ class Work:
         return _plan(self.config)
 
     @property
-    def folder(self) -> Path:
-        """Folder of what the pass makes."""
-        return self.plan.settings.own / str(self.number)
-
-    def counts_file(self, unit: int) -> Path:
-        """File that marks a unit as done."""
-        return self.folder / f"{unit:06d}.json"
-
-    def documents_file(self, unit: int) -> Path:
-        """File of a unit's documents, but in the last pass."""
-        return self.folder / f"{unit:06d}{SUFFIX}"
+    def units(self) -> Units:
+        """Files that the pass makes of the units; their counts mark them as done."""
+        return Units(self.plan.settings.own / str(self.number))
 
     def counts(self, unit: int) -> Counts:
         """Counts of a unit that is done."""
-        return Counts.from_json(json.loads(self.counts_file(unit).read_text()))
+        return Counts.from_json(json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
         """What the barrier noted of a unit that is done."""
-        path = self.values_file(unit)
+        path = self.units.file(unit, VALUES)
         try:
-            ends = np.load(self.ends_file(unit), mmap_mode="r")
+            ends = np.load(self.units.file(unit, ENDS), mmap_mode="r")
             found = Features(path, int(ends[-1]), len(ends) - 1)
             sound = path.stat().st_size == 8 * found.number
         except (ValueError, FileNotFoundError) as error:
-            raise ValueError(f"{path} is damaged ({error}): remove {self.folder.parent} and run again") from error
+            raise ValueError(f"{path} is damaged ({error}): remove {self.plan.settings.own} and run again") from error
         if not sound:
-            raise ValueError(f"{path} is damaged: remove {self.folder.parent} and run again")
+            raise ValueError(f"{path} is damaged: remove {self.plan.settings.own} and run again")
         return found
-
-    def values_file(self, unit: int) -> Path:
-        """File of the values that the barrier noted of a unit."""
-        return self.folder / f"{unit:06d}.values"
-
-    def ends_file(self, unit: int) -> Path:
-        """File of the places where the values of each document end."""
-        return self.folder / f"{unit:06d}.ends.npy"
-
-    def verdicts_file(self, unit: int) -> Path:
-        """File of the barrier's decisions on a unit."""
-        return self.folder / f"{unit:06d}.verdicts"
 
 
 @lru_cache(maxsize=1)
@@ -196,12 +159,12 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
     this = passes_of(work.plan.stages)[work.number]
     if work.number == 0:
         check_read(work, units)
-    if this.end is None or (work.folder / DECIDED).exists():
+    if this.end is None or (work.units.folder / DECIDED).exists():
         return
     barrier = work.plan.stages[this.end]
     assert isinstance(barrier, Barrier)
     features = [work.features(unit.number) for unit in units]
-    files = [work.verdicts_file(unit.number) for unit in units]
+    files = [work.units.file(unit.number, VERDICTS) for unit in units]
     for file, each in zip(files, features, strict=True):
         size = each.number if barrier.verdict_of_values else each.documents
         with open(unfinished(file), "wb") as out:  # written, not truncated: a full disk ends a process at a map
@@ -217,7 +180,7 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
     barrier.decide(features, mark, work.plan.curate.memory)
     for file in files:
         publish(unfinished(file), file)
-    write_text(work.folder / DECIDED, "")
+    write_text(work.units.folder / DECIDED, "")
 
 
 def check_read(work: Work, units: Sequence[Unit]) -> None:
@@ -241,7 +204,7 @@ def run_unit(work: Work, unit: Unit) -> None:
     """
     plan, this = work.plan, passes_of(work.plan.stages)[work.number]
     judges, size = _judges(work.config, this.names), _Size(_counter(work.config))
-    work.folder.mkdir(parents=True, exist_ok=True)
+    work.units.folder.mkdir(parents=True, exist_ok=True)
     counts = Counts()
     end = plan.stages[this.end] if this.end is not None else None
     note = end.noting() if isinstance(end, Barrier) else None
@@ -281,14 +244,14 @@ def run_unit(work: Work, unit: Unit) -> None:
             else:
                 if note is not None:
                     noted(note(document))
-                    out.write(work.documents_file(unit.number), line_of(document))
+                    out.write(work.units.file(unit.number, SUFFIX), line_of(document))
                     continue
                 place = _place(plan, unit, document)
                 counts.written.setdefault(place, Amount()).add(size.of(document))
                 out.write(plan.settings.folder / DOCUMENTS / place / f"{unit.number:06d}{SUFFIX}", line_of(document))
     for through in counts.stages.values():
         through.finish()
-    write_text(work.counts_file(unit.number), json.dumps(counts.as_json()))
+    write_text(work.units.file(unit.number), json.dumps(counts.as_json()))
 
 
 class _Size:
@@ -319,15 +282,15 @@ def _documents(
     begin = passes_of(work.plan.stages)[work.number].begin
     barrier = work.plan.stages[begin or ""]
     assert isinstance(barrier, Barrier)
-    path, damaged = before.documents_file(unit.number), f"remove {before.folder.parent} and run again"
+    path, damaged = before.units.file(unit.number, SUFFIX), f"remove {work.plan.settings.own} and run again"
     try:
-        ends = np.load(before.ends_file(unit.number))
-        verdicts = np.fromfile(before.verdicts_file(unit.number), dtype=np.uint8)
+        ends = np.load(before.units.file(unit.number, ENDS))
+        verdicts = np.fromfile(before.units.file(unit.number, VERDICTS), dtype=np.uint8)
     except (ValueError, FileNotFoundError) as error:
         raise ValueError(f"{path}: what was decided on it is not there ({error}): {damaged}") from error
     expected = len(ends) - 1
     if len(verdicts) != (ends[-1] if barrier.verdict_of_values else expected):
-        raise ValueError(f"{before.verdicts_file(unit.number)} is damaged: {damaged}")
+        raise ValueError(f"{before.units.file(unit.number, VERDICTS)} is damaged: {damaged}")
     number = 0
     for document in read_lines(path) if expected else ():
         if number == expected:
@@ -344,14 +307,14 @@ def _documents(
 def _noted(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
     """A function that notes the features of a document, into files that get their names at the end."""
     ends = [0]
-    with complete_file(work.values_file(unit.number)) as file:
+    with complete_file(work.units.file(unit.number, VALUES)) as file:
 
         def note(values: Any) -> None:
             file.write(values.tobytes())
             ends.append(ends[-1] + len(values))
 
         yield note
-    with complete_file(work.ends_file(unit.number)) as file:
+    with complete_file(work.units.file(unit.number, ENDS)) as file:
         np.save(file, np.array(ends, dtype=np.int64))
 
 

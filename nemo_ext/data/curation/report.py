@@ -1,98 +1,68 @@
 """The report of a curation: the funnel as tables and a picture, and what left, with examples."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from nemo_ext.data.curation.funnel import Amount, Counts, Through
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.data.curation.funnel import Counts, Through
+from nemo_ext.job.report import Report, outer_legend, tidy
 
 PICTURE = "funnel.png"
 _SHOWN = 160
 
 
-def markdown(about: Sequence[tuple[str, str]], counts: Mapping[str, Counts], stages: Sequence[str]) -> str:
-    """The report.
-
-    Args:
-        about: rows of a table about the whole.
-        counts: counts of each stream.
-        stages: names of the stages in order.
-    """
+def page(about: Mapping[str, object], counts: Mapping[str, Counts], stages: Sequence[str]) -> Report:
+    """The report: rows about the whole, the funnel of each stream, what left at each stage."""
     whole = Counts()
     for own in counts.values():
         whole.add(own)
-    lines = ["# Curation", "", markdown_table(("", ""), about), "", f"![the funnel]({PICTURE})", ""]
-    parts = {"All streams": whole, **counts} if len(counts) > 1 else counts
-    for name, own in parts.items():
-        lines += [f"## {name}", "", f"Records that became no document: {own.read.summary(examples=3)}.", ""]
-        lines += [_funnel(own, stages), ""]
-    lines += ["## What left", ""]
+    report = Report("Curation").facts(about)
+    _picture(report, counts, stages)
+    for name, own in {"All streams": whole, **counts}.items() if len(counts) > 1 else counts.items():
+        report.section(name, f"Records that became no document: {own.read.summary(examples=3)}.")
+        _funnel(report, own, stages)
+    report.section("What left")
     for stage in stages:
-        lines += _left(stage, whole.of(stage))
-    return "\n".join(lines)
+        _left(report, stage, whole.of(stage))
+    return report
 
 
-def _funnel(counts: Counts, stages: Sequence[str]) -> str:
+def _funnel(report: Report, counts: Counts, stages: Sequence[str]) -> None:
     first = counts.of("read").kept
-    tokens = bool(first.tokens)
     heading = ["stage", "documents in", "out", "of those in", "of all", "MB in", "out", "changed"]
     rows = []
     for name in stages:
         through = counts.of(name)
-        row = [name, f"{through.came.documents:,}", f"{through.kept.documents:,}"]
-        row += [_share(through.kept.documents, through.came.documents), _share(through.kept.documents, first.documents)]
-        row += [f"{through.came.bytes / 1e6:,.2f}", f"{through.kept.bytes / 1e6:,.2f}", f"{through.changed:,}"]
-        row += [f"{through.came.tokens:,}", f"{through.kept.tokens:,}"] if tokens else []
-        rows.append(row)
-    return markdown_table([*heading, *(["tokens in", "out"] if tokens else [])], rows)
+        came, kept = through.came, through.kept
+        row = [name, came.documents, kept.documents, _share(kept.documents, came.documents)]
+        row += [_share(kept.documents, first.documents), f"{came.bytes / 1e6:,.2f}", f"{kept.bytes / 1e6:,.2f}"]
+        rows.append([*row, through.changed, *((came.tokens, kept.tokens) if first.tokens else ())])
+    report.table("", [*heading, *(("tokens in", "out") if first.tokens else ())], rows)
 
 
 def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _left(stage: str, through: Through) -> list[str]:
-    lines = []
+def _left(report: Report, stage: str, through: Through) -> None:
     for name, reason in sorted(through.dropped.items(), key=lambda item: -item[1].amount.documents):
-        amount = reason.amount
-        lines += [
-            f"### {stage}: {name}",
-            "",
-            f"{_told(amount)}, {_share(amount.documents, through.came.documents)}.",
-            "",
-        ]
+        left, share = reason.amount, _share(reason.amount.documents, through.came.documents)
+        report.section(
+            f"{stage}: {name}", f"{left.documents:,} documents, {left.bytes / 1e6:,.2f} MB, {share}.", level=3
+        )
         rows = [(document, detail[:_SHOWN]) for _, document, detail in reason.examples]
-        lines += [markdown_table(("document", "what was found"), rows), ""]
-    return lines
+        report.table("", ("document", "what was found"), rows)
 
 
-def _told(amount: Amount) -> str:
-    return f"{amount.documents:,} documents, {amount.bytes / 1e6:,.2f} MB"
-
-
-def picture(counts: Mapping[str, Counts], stages: Sequence[str], path: Path) -> None:
-    """Bars of the bytes that are left after every stage, by stream.
-
-    Args:
-        counts: counts of each stream.
-        stages: names of the stages in order.
-        path: picture to write.
-    """
+def _picture(report: Report, counts: Mapping[str, Counts], stages: Sequence[str]) -> None:
+    """Draws bars of the bytes that are left after every stage, by stream."""
     names = ["read", *stages]
-    figure = new_figure(figsize=(8, 1.2 + 0.35 * len(names)))
-    axes = figure.subplots()
+    (axes,) = report.picture("the funnel", PICTURE, 8, 1.2 + 0.35 * len(names))
     left = [0.0] * len(names)
     for stream, own in counts.items():
         values = [own.of(name).kept.bytes / 1e6 for name in names]
-        axes.barh(names, values, left=left, label=stream, height=0.7)
+        bars = axes.barh(names, values, left=left, label=stream, height=0.7)
         left = [a + b for a, b in zip(left, values, strict=True)]
     whole = max(left[0], 1e-12)
-    for place, value in enumerate(left):
-        axes.text(value, place, f" {value / whole:.0%}", va="center", fontsize=8)
-    axes.set_xlim(0, whole * 1.1)
+    axes.bar_label(bars, [f"{value / whole:.0%}" for value in left], padding=3, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel("MB of text that is left after each stage")
-    if len(counts) > 1:
-        figure.legend(loc="outside upper center", ncols=min(4, len(counts)))
-    tidy(axes, grid="x")
-    save_figure(figure, path)
+    tidy(axes, grid="x", xlabel="MB of text that is left after each stage", xlim=(0, whole * 1.1))
+    outer_legend([axes])

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -19,9 +18,8 @@ from nemo_ext.data.curation.stages.personal import Personal
 from nemo_ext.data.curation.stages.rules import RULES
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
-from nemo_ext.job.run_directory import OWN
-from nemo_ext.job.settings import STRICT, Count, Place, Shard, StringsOrNone, checked, nearest, part_of
-from nemo_ext.job.workers import usable_cores
+from nemo_ext.job.settings import STRICT, Count, Place, Shard, StringsOrNone, checked, nearest
+from nemo_ext.job.units import OutputFolder
 
 _NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
 KINDS: dict[str, type[Stage]] = {
@@ -60,7 +58,7 @@ class Curate:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class Settings(OutputFolder):
     """Settings of the job but for its text and the section `curate`.
 
     Attributes:
@@ -74,26 +72,6 @@ class Settings:
     output: Annotated[Place, Field(min_length=1)]
     workers: Count | None
     shard: Shard | None
-
-    @property
-    def part(self) -> tuple[int, int]:
-        """Number of the shard, and of all shards."""
-        return part_of(self.shard)
-
-    @property
-    def folder(self) -> Path:
-        """Folder to write."""
-        return Path(self.output).expanduser()
-
-    @property
-    def own(self) -> Path:
-        """Folder of what the job keeps for itself."""
-        return self.folder / OWN
-
-    @property
-    def processes(self) -> int:
-        """Number of processes."""
-        return self.workers or usable_cores()
 
 
 @dataclasses.dataclass(frozen=True)

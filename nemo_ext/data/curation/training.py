@@ -19,11 +19,12 @@ from nemo_ext.data.curation.classifier import ABOUT, FASTTEXT, WANTED, WEIGHTS, 
 from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Admission, ReadReport, Source, document_digest, readable, split_position
 from nemo_ext.job.files import complete_file, only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy, write_page
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import STRICT, Count, Place, Places, Share, checked
+from nemo_ext.job.units import OutputFolder
 
 PICTURE = "calibration.png"
 _NAMES = ("positives", "negatives")
@@ -32,7 +33,7 @@ _LEAST_STEPS = 500_000
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class Settings(OutputFolder):
     """Settings of the job.
 
     Attributes:
@@ -60,11 +61,6 @@ class Settings:
     held_out: Annotated[Share, Field(gt=0, le=0.5)]
     bits: Annotated[int, Field(ge=10, le=28)]
     seed: int
-
-    @property
-    def folder(self) -> Path:
-        """Folder to write."""
-        return Path(self.output).expanduser()
 
 
 @plain_dataclass
@@ -102,13 +98,11 @@ def run(config: Mapping[str, Any]) -> None:
         source.check()
     folder, made_of = settings.folder, _made_of(settings, engine, sources)
     with only_run_in(folder, "output"):
-        record = folder / OWN / "settings.json"
-        if record.exists() and (changed := differing(json.loads(record.read_text()), made_of)):
-            raise ValueError(f"output={folder}: has a classifier already ({told(changed)}): choose another folder")
+        settings.check_same(made_of, "has a classifier already")
         if (folder / REPORT).exists():
             notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
             return
-        note(record, made_of)
+        note(settings.record, made_of)
         sets = {name: _read(name, sources[name], settings) for name in _NAMES}
         _train(engine, sets, settings)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
@@ -198,31 +192,26 @@ def _report(
 ) -> Path:
     """Writes the report; returns its page."""
     positives, negatives = (scores[name] for name in _NAMES)
-    about = [
-        ("engine", engine),
-        *((name, f"{len(sets[name].train):,} to train on, {len(sets[name].held_out):,} held out") for name in _NAMES),
-        ("recommended threshold", f"{least:.5f}, which keeps {np.mean(negatives >= least):.1%} of held-out negatives"),
-        ("area under the ROC curve", f"{_area(positives, negatives):.4f}"),
-        ("Brier score", f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / len([*positives, *negatives]):.4f}"),
-    ]
+    count = len(positives) + len(negatives)
+    about = {
+        "engine": engine,
+        **{name: f"{len(sets[name].train):,} to train on, {len(sets[name].held_out):,} held out" for name in _NAMES},
+        "recommended threshold": f"{least:.5f}, which keeps {np.mean(negatives >= least):.1%} of held-out negatives",
+        "area under the ROC curve": f"{_area(positives, negatives):.4f}",
+        "Brier score": f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / count:.4f}",
+    }
     thresholds = {"recommended": least, **{f"{value:g}": value for value in (0.1, 0.25, 0.5, 0.75, 0.9)}}
     rows = [(name, *_at(value, positives, negatives)) for name, value in thresholds.items()]
     bins = _reliability(positives, negatives)
-    lines = [
-        *("# Classifier", "", markdown_table(("", ""), about), "", f"![calibration]({PICTURE})", ""),
-        *("## By threshold", "", "Of held-out documents, as many positives as negatives being taken to be there.", ""),
-        *(markdown_table(("threshold", "precision", "recall", "negatives kept"), rows), ""),
-        *("## Calibration", "", "Share of positives among held-out documents by their score.", ""),
-        markdown_table(
-            ("score", "documents", "mean score", "positives"),
-            [(f"{low:.1f}-{low + 0.1:.1f}", f"{n:,}", f"{mean:.3f}", f"{share:.3f}") for low, n, mean, share in bins],
-        ),
-        *("", "## Input", ""),
-        *(f"Skipped of {name}: {sets[name].report.summary(examples=2)}.\n" for name in _NAMES),
-    ]
-    _picture(scores, bins, settings.folder / PICTURE)
-    write_text(settings.folder / REPORT, "\n".join(lines))
-    return write_page(settings.folder / REPORT)
+    report = Report("Classifier").facts(about)
+    _picture(report, scores, bins)
+    about_these = "Of held-out documents, as many positives as negatives being taken to be there."
+    report.section("By threshold", about_these).table("", ("threshold", "precision", "recall", "negatives kept"), rows)
+    report.section("Calibration", "Share of positives among held-out documents by their score.")
+    tenths = [(f"{low:.1f}-{low + 0.1:.1f}", n, f"{mean:.3f}", f"{share:.3f}") for low, n, mean, share in bins]
+    report.table("", ("score", "documents", "mean score", "positives"), tenths)
+    report.section("Input", *(f"Skipped of {name}: {sets[name].report.summary(examples=2)}." for name in _NAMES))
+    return report.write(settings.folder / REPORT, page=True)
 
 
 def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
@@ -260,21 +249,15 @@ def _reliability(
 
 
 def _picture(
-    scores: Mapping[str, npt.NDArray[np.float64]], bins: list[tuple[float, int, float, float]], path: Path
+    report: Report, scores: Mapping[str, npt.NDArray[np.float64]], bins: list[tuple[float, int, float, float]]
 ) -> None:
-    figure = new_figure(figsize=(9, 3.5))
-    left, right = figure.subplots(1, 2)
+    left, right = report.picture("calibration", PICTURE, 9, 3.5, columns=2)
     for name, values in scores.items():
-        left.hist(values, bins=np.linspace(0, 1, 41), alpha=0.6, label=name, density=True)
-    left.set_xlabel("score of held-out documents")
-    left.legend()
+        left.hist(values, bins=np.linspace(0, 1, 41).tolist(), alpha=0.6, label=name, density=True)
     right.plot([0, 1], [0, 1], color="grey", linewidth=0.8)
     right.plot([mean for _, _, mean, _ in bins], [share for *_, share in bins], marker="o")
-    right.set_xlabel("mean score")
-    right.set_ylabel("share of positives")
-    for axes in (left, right):
-        tidy(axes)
-    save_figure(figure, path)
+    tidy(left, xlabel="score of held-out documents", legend=True)
+    tidy(right, xlabel="mean score", ylabel="share of positives")
 
 
 def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:

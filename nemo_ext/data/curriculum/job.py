@@ -25,7 +25,7 @@ from nemo_ext.data.curriculum.plan import Candidates, Plan, make_plan
 from nemo_ext.data.curriculum.profile import Profile, read_profile, rows_of, write_profile
 from nemo_ext.data.curriculum.prompts import Keys, Numbers, Prompts, read_prompts
 from nemo_ext.data.curriculum.records import unpacked
-from nemo_ext.data.curriculum.report import LATE, PLOT, Steps, as_json, markdown, plot, steps_of
+from nemo_ext.data.curriculum.report import LATE, Steps, as_json, page, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
 from nemo_ext.data.curriculum.settings import Settings, settings
@@ -197,9 +197,7 @@ def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompt
     if plan.stopped:
         facts["stopped"] = plan.stopped
     domains = _domain_rows(candidates, plan, steps, times, batch)
-    title = f"Curriculum of {len(plan.order):,} steps"
-    plot(steps, output / PLOT, first_step=first, batch=batch, title=title)
-    write_text(output / REPORT, markdown(title, facts, domains, left))
+    page(facts, domains, left, plan, steps).write(output / REPORT)
     stats = {
         "settings": dataclasses.asdict(given),
         "steps": len(plan.order),
@@ -220,23 +218,14 @@ def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompt
 
 def _domain_rows(
     candidates: Candidates, plan: Plan, steps: Steps, times: npt.NDArray[np.int64], batch: int
-) -> list[list[str]]:
-    rows = []
+) -> list[list[object]]:
+    rows = list[list[object]]()
     for number, name in enumerate(candidates.domains):
         members = candidates.domain == number
         drawn = int(steps.domains[name].sum()) if name in steps.domains else 0
-        mean = float((candidates.rate[members] * times[members]).sum() / drawn) if drawn else float("nan")
         share = drawn / (batch * len(plan.order))
-        rows.append(
-            [
-                name,
-                f"{share:.2%}",
-                f"{drawn:,}",
-                f"{mean:.3f}" if drawn else "",
-                f"{int(members.sum()):,}",
-                f"{plan.epochs[number]:,}",
-            ]
-        )
+        mean = f"{(candidates.rate[members] * times[members]).sum() / drawn:.3f}" if drawn else ""
+        rows.append([name, f"{share:.2%}", drawn, mean, int(members.sum()), plan.epochs[number]])
     return rows
 
 

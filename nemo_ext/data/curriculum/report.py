@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.plan import Candidates, Plan
 from nemo_ext.data.curriculum.schedule import Floats
-from nemo_ext.job.report import COLOURS, markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import COLOURS, Report, tidy
 
 PLOT = "plot.png"
 DRAWN_STEPS = 2000
@@ -59,50 +58,43 @@ def as_json(steps: Steps) -> dict[str, Any]:
     return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 
 
-def markdown(title: str, facts: Mapping[str, str], domains: Sequence[Sequence[str]], left: Mapping[str, int]) -> str:
-    """Format the report as a page: a summary, a table of domains, and prompts left out by reason."""
+def page(
+    facts: Mapping[str, str], domains: Sequence[Sequence[object]], left: Mapping[str, int], plan: Plan, steps: Steps
+) -> Report:
+    """The report: a summary, a picture of the steps, a table of domains, and prompts left out by reason."""
+    report = Report(f"Curriculum of {len(plan.order):,} steps").facts(facts)
+    _plot(report, plan, steps)
     columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "begun again")
-    why = [(reason, f"{count:,}") for reason, count in left.items()] or [("", "0")]
-    return (
-        f"# {title}\n\n{markdown_table(('', ''), facts.items())}\n\n![pass rate of every step]({PLOT})\n\n"
-        f"## Domains\n\n{markdown_table(columns, domains)}\n\n"
-        f"## Not in the curriculum\n\n{markdown_table(('reason', 'prompts'), why)}\n\n"
+    report.table("Domains", columns, domains)
+    report.table("Not in the curriculum", ("reason", "prompts"), left.items() or [("", 0)])
+    return report.add(
         "Every step: `curriculum.json`. Order: `curriculum.npz`. Train on `curriculum.jsonl` as it is, with "
-        "`shuffle: false`.\n"
+        "`shuffle: false`."
     )
 
 
-def plot(steps: Steps, path: Path, *, first_step: int, batch: int, title: str) -> None:
-    """Draw target, mean and spread of the pass rate over the steps, and the domains' shares (PNG)."""
-    from matplotlib.ticker import MaxNLocator
-
-    figure = new_figure(figsize=(9, 7))
-    rate, off, share = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1.2))
+def _plot(report: Report, plan: Plan, steps: Steps) -> None:
+    """Draws target, mean and spread of the pass rate over the steps, and the domains' shares."""
+    layout: Any = {"sharex": True, "height_ratios": (3, 1, 1.2)}
+    rate, off, share = report.picture("pass rate of every step", PLOT, 9, 7, 3, **layout)
     width = -(-len(steps.mean) // DRAWN_STEPS)
-    number = first_step + _means(np.arange(len(steps.mean), dtype=np.float64), width)
+    number = plan.first_step + _means(np.arange(len(steps.mean), dtype=np.float64), width)
     mean, spread = _means(steps.mean, width), _means(steps.spread, width)
     low, high = np.maximum(mean - spread, 0), np.minimum(mean + spread, 1)
     rate.fill_between(number, low, high, color="#9db7d5", alpha=0.5, linewidth=0, label="± spread")
     rate.plot(number, mean, color="#1f4e8c", linewidth=1.3, label="mean of the batch")
     rate.plot(number, _means(steps.target, width), "--", color="#d1495b", linewidth=1.3, label="target mean")
-    rate.set_ylim(-0.02, 1.02)
-    rate.set_ylabel("pass rate")
-    rate.legend(frameon=False)
-    rate.set_title(title, loc="left", fontsize=11)
+    tidy(rate, title=f"Curriculum of {len(plan.order):,} steps", ylabel="pass rate", ylim=(-0.02, 1.02), legend=True)
     off.plot(number, 100 * _means(steps.off_target, width), color="#7a5195", linewidth=1.0)
-    off.set_ylim(0, 102)
-    off.set_ylabel("off target (%)")
+    tidy(off, ylabel="off target (%)", ylim=(0, 102))
     for colour, (name, counts) in zip(itertools.cycle(COLOURS), steps.domains.items(), strict=False):
-        line = 100 * _means(counts / batch, width)
-        share.plot(number, line, color=colour, linewidth=1.3, label=name)
-    share.set_ylim(0, 115 * max(float(counts.max()) for counts in steps.domains.values()) / batch)
-    share.set_ylabel("share of batch (%)")
-    share.set_xlabel("step" if width == 1 else f"step (means over {width})")
-    share.xaxis.set_major_locator(MaxNLocator(integer=True))
-    share.legend(frameon=False, ncols=min(6, len(steps.domains)), fontsize=9, loc="lower left")
-    for axis in (rate, off, share):
-        tidy(axis)
-    save_figure(figure, path)
+        shares = _means(100 * counts / plan.order.shape[1], width)
+        share.plot(number, shares, color=colour, linewidth=1.3, label=name)
+    top = 115 * max(int(counts.max()) for counts in steps.domains.values()) / plan.order.shape[1]
+    legend = {"ncols": min(6, len(steps.domains)), "loc": "lower left"}
+    label = "step" if width == 1 else f"step (means over {width})"
+    tidy(share, xlabel=label, ylabel="share of batch (%)", ylim=(0, top), legend=legend)
+    share.locator_params(axis="x", integer=True)
 
 
 def _means(values: npt.NDArray[Any], width: int) -> Floats:

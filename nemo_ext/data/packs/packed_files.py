@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import os
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,8 +218,8 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
         raise ValueError(f"{prefix}.json is damaged ({error}): remove it and pack the samples again") from error
 
 
-def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with Megatron's data and tokenizer arguments for its `data.packed`; those that the user set stay.
+def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Megatron's data and tokenizer arguments for a config's `data.packed`, without those that the user set.
 
     `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid` nothing is evaluated. `data.tokenizer` is that of
     the packs; without it the model has as many ids as the packs' tokenizer.
@@ -231,7 +232,7 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
             or see `check_packed`.
     """
     check_packed(config)
-    data, megatron = config["data"], dict(config["megatron"])
+    data, megatron = config["data"], ChainMap[str, Any]({}, config["megatron"])
     for split, prefix in data["packed"].items():
         if prefix is not None:
             megatron.setdefault(f"{split}_data_path", [str(prefix)])
@@ -253,7 +254,7 @@ def with_packed(config: Mapping[str, Any]) -> dict[str, Any]:
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
     _use_tokenizer(config, megatron, [manifest for _, manifest in found])
-    return {**config, "megatron": megatron}
+    return dict(megatron.maps[0])
 
 
 def check_packed(config: Mapping[str, Any]) -> None:
@@ -300,7 +301,7 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
         raise ValueError(f"{' and '.join(known.values())} are packs of different tokenizers: a model has one")
 
 
-def _use_tokenizer(config: Mapping[str, Any], megatron: dict[str, Any], found: Sequence[PackedManifest]) -> None:
+def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], found: Sequence[PackedManifest]) -> None:
     one_tokenizer(found)
     data, vocab_size = config["data"], max(manifest.vocab_size for manifest in found)
     check_vocabulary(vocab_size, config)

@@ -12,7 +12,7 @@ from nemo_ext import __version__
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.build import Counts, Work, build, loaded, read_counts
 from nemo_ext.data.preference.mix import Line, is_validation, mixed
-from nemo_ext.data.preference.report import PLOT, Written, markdown, plot
+from nemo_ext.data.preference.report import Written, page
 from nemo_ext.data.preference.settings import Settings, SourceSettings, settings
 from nemo_ext.data.preference.spread import readers, spread
 from nemo_ext.data.preference.write import SPLITS, read_lines, write_split
@@ -20,7 +20,7 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.data.text.user_files import RecordSource, outside
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import digest
+from nemo_ext.job.made_of import digest, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import REPORT
 from nemo_ext.job.workers import in_workers, usable_cores
@@ -69,11 +69,7 @@ def _built(
 ) -> tuple[list[tuple[Path, list[Any]]], Counts]:
     """Build the parts of one source; returns them with their rows, and the counts of all."""
     work = Work(
-        source=source,
-        tokenizer=json.dumps(given.tokenizer),
-        template=given.template,
-        swap=given.swap,
-        seed=given.seed,
+        source=source, tokenizer=json.dumps(given.tokenizer), template=given.template, swap=given.swap, seed=given.seed
     )
     place = folder / _fingerprint(work, files)
     place.mkdir(parents=True, exist_ok=True)
@@ -112,8 +108,7 @@ def _spread(
 ) -> list[Path]:
     """Write the records of a source to parts, unless an earlier run left them; returns the paths."""
     done = place / "spread.json"
-    if done.exists():
-        stored = json.loads(done.read_text())
+    if (stored := noted(done)) is not None:
         report.add(ReadReport(**stored["report"]))
         return [place / name for name in stored["parts"]]
     size = sum(path.stat().st_size for reader in files.values() for _, path in reader.inputs())
@@ -156,9 +151,8 @@ def _report(given: Settings, counts: Mapping[str, Counts], written: Written, out
     facts |= {"pairs with several turns": f"{written.multi_turn:,}", "with tools": f"{written.tools:,}"}
     facts |= {"with reasoning": f"{written.thinking:,}", "seed": str(given.seed)}
     facts |= {"lengths in": unit + (f" of chat template {given.template}" if given.template else "")}
-    plotted = plot(counts, output / PLOT, unit=unit)
     title = "Preference data" + (f": {given.preset}" if given.preset else "")
-    write_text(output / REPORT, markdown(title, facts, counts, written, unit=unit, plotted=plotted))
+    page(title, facts, counts, written, unit=unit).write(output / REPORT)
     every = {
         "written": [[*key, count] for key, count in sorted(written.rows.items())],
         "left_out": {

@@ -3,18 +3,16 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nemo_ext.data.preference.build import Counts
 from nemo_ext.data.text.documents import ReadReport
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 
 PLOT = "lengths.png"
 _LINEAR = 100
-_COLOURS = ("#9db7d5", "#1f4e8c")
 
 
 @dataclass
@@ -56,88 +54,67 @@ class Written:
         )
 
 
-def markdown(
-    title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str, plotted: bool
-) -> str:
-    """Format the report as a Markdown page."""
-    said = [f"# {title}\n", markdown_table(("", ""), facts.items()) + "\n"]
+def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], written: Written, *, unit: str) -> Report:
+    """The report."""
+    report = Report(title).facts(facts)
     pairs = {key: count for key, count in written.rows.items() if key[1] != "genrm"}
     samples = {key: count for key, count in written.rows.items() if key[1] == "genrm"}
     for name, rows in (("Pairs", pairs), ("Reward model samples", samples)):
         if not rows:
             continue
-        said.append(f"## {name}\n")
+        report.section(name)
         for index, heading in enumerate(("source", "kind", "task", "language")):
             by: Counter[str] = Counter()
             for key, count in rows.items():
                 by[key[index] or "(none)"] += count
-            total = by.total()
-            table = [(label, f"{count:,}", f"{100 * count / total:.1f} %") for label, count in by.most_common()]
-            said.append(markdown_table((heading, name.lower(), "share"), table) + "\n")
+            shares = [(label, count, f"{100 * count / by.total():.1f} %") for label, count in by.most_common()]
+            report.table("", (heading, name.lower(), "share"), shares)
     if pairs:
-        models = [
-            (chosen or "(none)", rejected or "(none)", f"{count:,}")
-            for (chosen, rejected), count in written.models.most_common(20)
-        ]
-        said.append(markdown_table(("chosen model", "rejected model", "pairs"), models) + "\n")
-        said.append(f"## Lengths\n\nMeans in {unit}.\n")
-        means = [
-            (source, *(f"{value / sums[3]:,.0f}" for value in sums[:3]))
-            for source, sums in sorted(written.lengths.items())
-        ]
-        said.append(markdown_table(("source", "prompt", "chosen", "rejected"), means) + "\n")
-        if plotted:
-            said.append(f"![chosen minus rejected length]({PLOT})\n")
-    said.append("## Left out\n")
+        models = [(*(name or "(none)" for name in both), count) for both, count in written.models.most_common(20)]
+        report.table("", ("chosen model", "rejected model", "pairs"), models).section("Lengths", f"Means in {unit}.")
+        lengths = sorted(written.lengths.items())
+        means = [(source, *(f"{value / sums[3]:,.0f}" for value in sums[:3])) for source, sums in lengths]
+        report.table("", ("source", "prompt", "chosen", "rejected"), means)
+        _plot(report, counts, unit)
+    report.section("Left out")
     for what, reason_of in (
         ("records", lambda one: one.records),
         ("prompts and answers", lambda one: one.groups),
         ("pairs and samples", lambda one: one.pairs),
     ):
         reports: dict[str, ReadReport] = {source: reason_of(one) for source, one in counts.items()}
-        rows_left = [
-            (source, reason, f"{count:,}", "; ".join(report.examples.get(reason, [])[:3]))
-            for source, report in reports.items()
-            for reason, count in sorted(report.skipped.items())
+        left = [
+            (source, reason, count, "; ".join(read.examples.get(reason, [])[:3]))
+            for source, read in reports.items()
+            for reason, count in sorted(read.skipped.items())
         ]
-        seen = ", ".join(f"{source} {report.records:,}" for source, report in reports.items())
-        said.append(f"Of {what} seen ({seen}):\n")
-        said.append(markdown_table(("source", "reason", what, "examples"), rows_left) + "\n" if rows_left else "none\n")
-    return "\n".join(said)
+        report.add(f"Of {what} seen ({', '.join(f'{source} {read.records:,}' for source, read in reports.items())}):")
+        report.table("", ("source", "reason", what, "examples"), left).add("" if left else "none")
+    return report
 
 
-def plot(counts: Mapping[str, Counts], path: Path, *, unit: str) -> bool:
-    """Plot the differences of the answers' lengths before and after the filters (PNG); False if there are none."""
-    from matplotlib.ticker import FuncFormatter
-
+def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
+    """Draws the differences of the answers' lengths before and after the filters, if there are any."""
     drawn = {name: one for name, one in counts.items() if one.before}
     if not drawn:
-        return False
-    figure = new_figure(figsize=(8, 1.2 + 2.2 * len(drawn)))
-    axes = figure.subplots(len(drawn), 1, sharex=True, squeeze=False)[:, 0]
-    largest = max(abs(value) for one in drawn.values() for value in one.before)
-    edges = _edges(largest)
+        return
+    height = 1.2 + 2.2 * len(drawn)
+    axes = report.picture("chosen minus rejected length", PLOT, 8, height, len(drawn), sharex=True)
+    edges = _edges(max(abs(value) for one in drawn.values() for value in one.before))
     for axis, (name, one) in zip(axes, drawn.items(), strict=True):
-        for counter, colour, label in zip(
-            (one.before, one.after), _COLOURS, ("before the filters", "after"), strict=True
-        ):
-            values = np.fromiter(counter.keys(), dtype=np.float64, count=len(counter))
-            weights = np.fromiter(counter.values(), dtype=np.float64, count=len(counter))
+        for counter, colour, label in ((one.before, "#9db7d5", "before the filters"), (one.after, "#1f4e8c", "after")):
+            values, weights = list(counter), list(counter.values())
             heights, _ = np.histogram(values, bins=edges, weights=weights)
             axis.stairs(heights, edges, fill=True, color=colour, label=f"{label}: {counter.total():,} pairs")
         axis.axvline(0, color="#444444", linewidth=0.8)
-        axis.set_title(name, loc="left", fontsize=10)
+        legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2, "borderaxespad": 0.2}
+        tidy(axis, title=name, ylabel="pairs", legend=legend)
         axis.set_xscale("symlog", linthresh=_LINEAR)
-        axis.set_ylabel("pairs")
-        axis.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
-        tidy(axis)
     ticks = [0, _LINEAR, *(10**power for power in range(3, 8) if 10**power <= edges[-1])]
     axes[-1].set_xticks(sorted({sign * tick for tick in ticks for sign in (-1, 1)}))
-    axes[-1].xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes[-1].xaxis.set_major_formatter("{x:,.0f}")
     axes[-1].minorticks_off()
     axes[-1].set_xlabel(f"{unit} of the chosen answer minus {unit} of the rejected one")
-    save_figure(figure, path)
-    return True
 
 
 def _edges(largest: int) -> np.ndarray[Any, Any]:

@@ -107,7 +107,7 @@ def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
         sources=joined(lambda shard: np.full(len(shard.ids), shard.piece.source)),
         ids=joined(lambda shard: shard.ids, np.uint64),
         contents=joined(lambda shard: shard.contents, np.uint64),
-        samples=joined(lambda shard: shard.samples + before[shard.piece.index]),
+        samples=joined(lambda shard: shard.samples + before[shard.piece.number]),
         lengths=joined(lambda shard: shard.file.lengths if cut is None else np.minimum(shard.file.lengths, cut)),
         trained=joined(lambda shard: shard.trained if cut is None else _trained_within(shard, cut)),
         modes=joined(lambda shard: shard.modes),

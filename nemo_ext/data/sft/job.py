@@ -8,7 +8,6 @@ OUTPUT/report.md           contents, and what was left out and why
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,14 @@ from nemo_ext.data.packs.packed_files import PackedManifest, is_packed, write_pa
 from nemo_ext.data.sft.choice import Chosen, Table, choose, table_of
 from nemo_ext.data.sft.report import write_report
 from nemo_ext.data.sft.settings import SftSettings, read_settings
-from nemo_ext.data.sft.shards import FORMAT, Piece, Work, encoder_of, is_finished, make_shard, open_shard
+from nemo_ext.data.sft.shards import FORMAT, Piece, Work, encoder_of, make_shard, open_shard
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.data.text.user_files import outside
 from nemo_ext.job.files import only_run_in
-from nemo_ext.job.made_of import differing, digest, note
-from nemo_ext.job.progress import notice, progress_of
-from nemo_ext.job.workers import in_workers, usable_cores
+from nemo_ext.job.made_of import differing, digest, note, noted
+from nemo_ext.job.progress import notice
+from nemo_ext.job.units import Units
+from nemo_ext.job.workers import usable_cores
 
 PART_RECORDS = 5000
 PART_BYTES = 32_000_000
@@ -55,7 +55,7 @@ def run(config: Mapping[str, Any]) -> Path:
 
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
-    work = Work(settings, settings.output / ".work")
+    work = Work(settings, Units(settings.output / ".work"))
     if not work.encoder.ends_turns:  # fails on an unusable template or tokenizer before anything is read
         notice(
             f"chat template {work.encoder.template.name} ends no turn with a token of its tokenizer: a model that is "
@@ -65,11 +65,8 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     inputs = [path for source in settings.sources for _, path in source.check()]
     pieces = _pieces(settings)
     _prepare_folder(config, work, inputs)
-    workers = settings.workers or usable_cores()
-    made = in_workers(partial(make_shard, work), pieces, workers=workers, skip=partial(is_finished, work))
-    with progress_of("conversations", sum(piece.part.size for piece in pieces)) as advance, closing(made):
-        for piece, _ in made:
-            advance(piece.part.size)
+    workers, total = settings.workers or usable_cores(), sum(piece.size for piece in pieces)
+    work.units.run(partial(make_shard, work), pieces, workers=workers, label="conversations", total=total)
     table = table_of([open_shard(work, piece) for piece in pieces], settings.packing)
     chosen = choose(table, settings)
     packed = _pack(work, table, chosen, settings)
@@ -96,7 +93,7 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
     Raises:
         ValueError: the folder holds something else, or an input lies in it.
     """
-    folder, settings = work.folder, work.settings
+    folder, settings = work.units.folder, work.settings
     tokenizer, template = work.encoder.tokenizer, work.encoder.template
     read = [*inputs, *settings.screen.reads()]
     named = [tokenizer.path] if isinstance(tokenizer, HuggingFaceTokenizer) else []
@@ -111,12 +108,10 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
         "thinking_shares": bool(settings.thinking_shares),
     }
     record = folder / "made_of.json"
-    if record.is_file():
-        before = json.loads(record.read_text())
-        if before != made_of:
-            notice(f"{folder}: {_other(before, made_of)}: starting over")
-            shutil.rmtree(folder)
-    elif folder.exists() and any(folder.iterdir()):
+    if (before := noted(record)) not in (None, made_of):
+        notice(f"{folder}: {_other(before, made_of)}: starting over")
+        shutil.rmtree(folder)
+    elif before is None and folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder}: holds what this job did not make: move it, or choose another output")
     note(record, made_of)
 

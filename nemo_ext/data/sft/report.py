@@ -12,8 +12,7 @@ from nemo_ext.chat.reasoning import ReasoningReport
 from nemo_ext.data.packs.packed_files import PackedManifest
 from nemo_ext.data.sft.settings import SftSettings
 from nemo_ext.data.sft.shards import MODES
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, tidy
 
 if TYPE_CHECKING:
     from nemo_ext.data.sft.choice import Chosen, Table
@@ -26,46 +25,40 @@ _SHOWN = 30
 def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed: Mapping[str, PackedManifest]) -> Path:
     """Write report.md and its plot into the output folder; returns the report's path."""
     rows = chosen.train
-    groups = {
-        "Tasks": (table.tasks, table.task_names),
-        "Modes": (table.modes, list(MODES)),
-        "Languages": (table.languages, table.language_names),
-    }
-    shares = [f"## Shares of thinking\n\n{_shares(chosen)}"] if chosen.shares else []
     preset = f", preset {settings.preset}" if settings.preset else ""
-    sections = [
-        f"# {settings.output.name}: SFT data{preset}\n\n{_contents(packed)}",
-        f"## Sources\n\n{_sources(settings, table, chosen)}",
-        *(f"## {title}\n\n{_counts(table, rows, of, names)}" for title, (of, names) in groups.items()),
-        *shares,
-        f"## Left out\n\n{_left_out(chosen)}",
-        f"## Reasoning\n\n{_reasoning(table, chosen)}",
-        f"## Lengths\n\n![lengths of samples, mixture of tasks]({PLOT})",
+    contents = "\n".join(f"- {name}: {manifest.contents()}" for name, manifest in packed.items())
+    report = Report(f"{settings.output.name}: SFT data{preset}", contents)
+    read = ("source", "records read", "passes", "texts trained on", "tokens")
+    report.table("Sources", read, _sources(settings, table, chosen))
+    heading = ("", "texts", "share", "tokens", "share of tokens", "tokens with loss")
+    report.table("Tasks", heading, _counts(table, rows, table.tasks, table.task_names))
+    report.table("Modes", heading, _counts(table, rows, table.modes, MODES))
+    report.table("Languages", heading, _counts(table, rows, table.languages, table.language_names))
+    shares = [
+        [task or "not said", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
+        for task, (target, on, off) in chosen.shares.items()
     ]
-    _plot(table, chosen, settings, settings.output / PLOT)
-    path = settings.output / "report.md"
-    write_text(path, "\n\n".join(sections) + "\n")
-    return path
+    report.table("Shares of thinking", ("task", "target", "reached", "samples on", "off"), shares)
+    _left_out(report, chosen)
+    report.section("Reasoning", _reasoning(table, chosen))
+    _lengths(report, table, chosen, settings)
+    return report.write(settings.output / "report.md")
 
 
-def _contents(packed: Mapping[str, PackedManifest]) -> str:
-    return "\n".join(f"- {name}: {manifest.contents()}" for name, manifest in packed.items())
-
-
-def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> str:
+def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> list[list[str]]:
     read = {number: report.records for number, report in table.reports.items()}
-    used = np.bincount(table.sources[table.samples[chosen.train]], minlength=len(settings.sources))
-    tokens = np.bincount(
-        table.sources[table.samples[chosen.train]], weights=table.lengths[chosen.train], minlength=len(settings.sources)
-    )
-    lines = [
+    sources, count = table.sources[table.samples[chosen.train]], len(settings.sources)
+    used = np.bincount(sources, minlength=count)
+    tokens = np.bincount(sources, weights=table.lengths[chosen.train], minlength=count)
+    return [
         [source.name, f"{read.get(number, 0):,}", f"{passes:.2f}", f"{used[number]:,}", f"{int(tokens[number]):,}"]
         for number, (source, passes) in enumerate(zip(settings.sources, chosen.passes, strict=True))
     ]
-    return markdown_table(["source", "records read", "passes", "texts trained on", "tokens"], lines)
 
 
-def _counts(table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int64], names: Sequence[str]) -> str:
+def _counts(
+    table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int64], names: Sequence[str]
+) -> list[list[str]]:
     weights = (None, table.lengths[rows], table.trained[rows])
     amounts = np.stack([np.bincount(of[rows], weights=each, minlength=len(names)) for each in weights]).astype(np.int64)
     order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]
@@ -77,29 +70,18 @@ def _counts(table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int6
         count, size, learnt = amounts[:, members].sum(axis=1).tolist()
         shares = f"{count / len(rows):.1%}", f"{size / tokens:.1%}"
         lines.append([name, f"{count:,}", shares[0], f"{size:,}", shares[1], f"{learnt:,}"])
-    return markdown_table(["", "texts", "share", "tokens", "share of tokens", "tokens with loss"], lines)
+    return lines
 
 
-def _left_out(chosen: "Chosen") -> str:
-    report = chosen.left_out
-    lines = [
-        [reason, f"{count:,}", "; ".join(place[:400] for place in report.examples.get(reason, [])[:3])]
-        for reason, count in Counter(report.skipped).most_common()
+def _left_out(report: Report, chosen: "Chosen") -> None:
+    left = chosen.left_out
+    rows = [
+        [reason, f"{count:,}", "; ".join(place[:400] for place in left.examples.get(reason, [])[:3])]
+        for reason, count in Counter(left.skipped).most_common()
     ]
-    text = markdown_table(["reason", "how many", "the first ones"], lines) if lines else "Nothing."
-    if report.ignored:
-        text += "\n\nKeys of messages that mean nothing here: " + ", ".join(
-            f"{key} ({count:,})" for key, count in report.ignored.most_common()
-        )
-    return text
-
-
-def _shares(chosen: "Chosen") -> str:
-    lines = [
-        [task or "not said", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
-        for task, (target, on, off) in chosen.shares.items()
-    ]
-    return markdown_table(["task", "target", "reached", "samples on", "off"], lines)
+    report.section("Left out").table("", ("reason", "how many", "the first ones"), rows)
+    ignored = ", ".join(f"{key} ({count:,})" for key, count in left.ignored.most_common())
+    report.add("" if rows else "Nothing.", ignored and f"Keys of messages that mean nothing here: {ignored}")
 
 
 def _reasoning(table: "Table", chosen: "Chosen") -> str:
@@ -110,39 +92,28 @@ def _reasoning(table: "Table", chosen: "Chosen") -> str:
     return report.markdown() if report.counts else "As it came."
 
 
-def _plot(table: "Table", chosen: "Chosen", settings: SftSettings, path: Path) -> None:
-    """Plot a histogram of the texts' lengths, and each task's tokens by mode."""
-    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+def _lengths(report: Report, table: "Table", chosen: "Chosen", settings: SftSettings) -> None:
+    """Draws a histogram of the texts' lengths, and each task's tokens by mode."""
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     rows = chosen.train
-    figure = new_figure(figsize=(10, 4.2))
-    lengths, tasks = figure.subplots(1, 2, width_ratios=(1.2, 1))
+    report.section("Lengths")
+    caption = "lengths of samples, mixture of tasks"
+    lengths, tasks = report.picture(caption, PLOT, 10, 4.2, columns=2, width_ratios=(1.2, 1))
     most = int(table.lengths[rows].max())
-    bins = np.geomspace(max(1, int(table.lengths[rows].min())), most + 1, 50)
+    bins = np.geomspace(max(1, int(table.lengths[rows].min())), most + 1, 50).tolist()
     lengths.hist(table.lengths[rows], bins=bins, color="#1f4e8c", alpha=0.85)
     lengths.axvline(settings.packing.capacity, color="#d1495b", linewidth=1.2, label="a pack")
-    lengths.set_xscale("log")
-    lengths.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    lengths.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    lengths.xaxis.set_minor_formatter(NullFormatter())
-    lengths.set_xlabel("tokens of a text")
-    lengths.set_ylabel("texts")
-    lengths.set_title("Lengths", loc="left", fontsize=11)
-    lengths.legend(frameon=False)
+    tidy(lengths, grid=None, xlabel="tokens of a text", ylabel="texts", xscale="log", title="Lengths", legend=True)
+    locator = LogLocator(subs=(1.0, 2.0, 5.0))
+    lengths.xaxis.set(major_locator=locator, major_formatter="{x:,.0f}", minor_formatter=NullFormatter())
     sizes = np.bincount(table.tasks[rows], weights=table.lengths[rows], minlength=len(table.task_names))
     order = np.argsort(sizes)[-12:]
-    left = np.zeros(len(order))
+    names, left = [table.task_names[number] or "not said" for number in order], np.zeros(len(order))
     for mode, (name, colour) in enumerate(zip(MODES, ("#edae49", "#1f4e8c"), strict=True)):
         of_mode = rows[table.modes[rows] == mode]
-        if not len(of_mode):
-            continue
         amount = np.bincount(table.tasks[of_mode], weights=table.lengths[of_mode], minlength=len(sizes))[order] / 1e6
-        names = [table.task_names[number] or "not said" for number in order]
-        tasks.barh(names, amount, left=left, color=colour, label=f"thinking {name}")
+        if amount.any():
+            tasks.barh(names, amount, left=left, color=colour, label=f"thinking {name}")
         left += amount
-    tasks.set_xlabel("million tokens")
-    tasks.set_title("Tasks", loc="left", fontsize=11)
-    tasks.legend(frameon=False)
-    for axis in (lengths, tasks):
-        tidy(axis, grid=None)
-    save_figure(figure, path, dpi=130)
+    tidy(tasks, grid=None, xlabel="million tokens", title="Tasks", legend=True)

@@ -9,7 +9,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from nemo_ext.data.text.documents import Part
 from nemo_ext.data.text.tokenizers import load_tokenizer
 from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.seeds import digest
+from nemo_ext.job.units import Units
 
 FORMAT = 4
 """Version of these files; shards of another one are made again."""
@@ -39,10 +39,10 @@ _SKETCHED_TOGETHER = 256
 
 @dataclass(frozen=True)
 class Work:
-    """Job description for a worker; `folder` is that of the shards."""
+    """Job description for a worker; `units` are the shards."""
 
     settings: SftSettings
-    folder: Path
+    units: Units
 
     @property
     def encoder(self) -> ChatEncoder:
@@ -52,11 +52,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of one source, which becomes a shard; `index` is the shard's number, `source` the source's."""
+    """One part of one source, which becomes a shard; `number` is the shard's number, `source` the source's."""
 
-    index: int
+    number: int
     source: int
     part: Part
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return self.part.size
 
 
 @dataclass(frozen=True)
@@ -111,25 +116,16 @@ def make_shard(work: Work, piece: Piece) -> None:
     _Writer(work, piece).write()
 
 
-def is_finished(work: Work, piece: Piece) -> bool:
-    """True if all files of a shard exist."""
-    return _base(work.folder, piece.index).with_suffix(".json").is_file()
-
-
 def open_shard(work: Work, piece: Piece) -> Shard:
     """Open a finished shard."""
-    base = _base(work.folder, piece.index)
+    base = work.units.file(piece.number, "")
     vocab_size = work.encoder.tokenizer.vocab_size
     with np.load(base.with_suffix(".npz")) as arrays:
         loaded = {name: arrays[name] for name in arrays.files}
     sketches = Sketches(loaded.pop("bands"), loaded.pop("slots")) if "bands" in loaded else None
-    said = json.loads(base.with_suffix(".json").read_text())
+    said = json.loads(work.units.file(piece.number).read_text())
     said |= {"report": ConversationReport(**said["report"]), "reasoning": ReasoningReport(**said["reasoning"])}
     return Shard(piece=piece, file=open_samples(base, vocab_size=vocab_size), sketches=sketches, **said, **loaded)
-
-
-def _base(folder: Path, index: int) -> Path:
-    return folder / f"{index:06d}"
 
 
 def _controlled(
@@ -171,7 +167,7 @@ class _Writer:
     names: dict[str, dict[str, int]] = field(default_factory=lambda: {"tasks": {}, "languages": {}})
 
     def write(self) -> None:
-        base = _base(self.work.folder, self.piece.index)
+        base = self.work.units.file(self.piece.number, "")
         write_samples(base, self._texts(), vocab_size=self.work.encoder.tokenizer.vocab_size)
         self._sketch()
         arrays: dict[str, Any] = {name: np.array(values, dtype=np.int64) for name, values in self.rows.items()}
@@ -184,7 +180,7 @@ class _Writer:
             np.savez(file, **arrays)
         said = {"report": self.report, "reasoning": self.reasoning}
         said |= {f"{name}_names": list(self.names[f"{name}s"]) for name in ("task", "language")}
-        write_text(base.with_suffix(".json"), json.dumps(said, default=vars))
+        write_text(self.work.units.file(self.piece.number), json.dumps(said, default=vars))
 
     def _texts(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
         for number, texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):

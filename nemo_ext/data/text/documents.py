@@ -53,6 +53,20 @@ class Part:
     first: int = 1
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Parts of a stream that are worked on together (`nemo_ext.job.units`); `number` counts over all streams."""
+
+    number: int
+    stream: str
+    parts: tuple[Part, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of input."""
+        return sum(part.size for part in self.parts)
+
+
 @dataclass
 class ReadReport:
     """Counts of a reader: records seen, and records skipped by reason with the first few places of each."""
@@ -150,6 +164,23 @@ class Source:
 
     # Installed files get new times with every installation; the same version has the same content.
     _times_matter: ClassVar[bool] = True
+
+
+def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
+    """Yield the parts of streams in units of at most so many documents and bytes, or of one part."""
+    number = 0
+    for stream, source in streams.items():
+        parts: list[Part] = []
+        documents = size = 0
+        for part in source.parts(max_documents=max_documents, max_size=max_size):
+            if parts and (documents + part.documents > max_documents or size + part.size > max_size):
+                yield Unit(number, stream, tuple(parts))
+                parts, documents, size, number = [], 0, 0, number + 1
+            parts.append(part)
+            documents, size = documents + part.documents, size + part.size
+        if parts:
+            yield Unit(number, stream, tuple(parts))
+            number += 1
 
 
 class Admission:

@@ -7,8 +7,7 @@ import dataclasses
 import json
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from nemo_ext.data.text.documents import (
     Part,
     ReadReport,
     Source,
+    Unit,
     document_digest,
     readable,
     split_position,
@@ -31,9 +31,10 @@ from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import Tokenizer, load_tokenizer
 from nemo_ext.job.files import complete_file, write_text
 from nemo_ext.job.progress import notice
-from nemo_ext.job.workers import in_workers
+from nemo_ext.job.units import Units
 
 _BATCH_BYTES = 1 << 20
+_TOKENS, _ROWS = ".tokens", ".npz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,11 @@ class ShardRows:
     report: ReadReport
 
 
+def shards_in(directory: Path) -> Units:
+    """Files of the shards in a directory."""
+    return Units(directory, mark=_ROWS, digits=5)
+
+
 def open_shards(directory: Path, plan_hash: str) -> None:
     """Make the shards' directory, emptying it if it belongs to another plan."""
     plan = directory / "plan"
@@ -68,26 +74,7 @@ def open_shards(directory: Path, plan_hash: str) -> None:
         write_text(plan, plan_hash)
 
 
-def cut(source: Source, *, max_documents: int, max_size: int) -> Iterator[list[Part]]:
-    """Yield the parts of a source in lists of at most so many documents and bytes, or of one part."""
-    shard: list[Part] = []
-    documents = size = 0
-    for part in source.parts(max_documents=max_documents, max_size=max_size):
-        if shard and (documents + part.documents > max_documents or size + part.size > max_size):
-            yield shard
-            shard, documents, size = [], 0, 0
-        shard.append(part)
-        documents, size = documents + part.documents, size + part.size
-    if shard:
-        yield shard
-
-
-def is_finished(directory: Path, shard: int) -> bool:
-    """True if a shard has been made."""
-    return _rows_path(directory, shard).exists()
-
-
-def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
+def tokenize_shard(work: ShardWork, shard: Unit) -> None:
     """Read and tokenise one shard.
 
     Raises:
@@ -100,8 +87,8 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
     report = ReadReport()
     lengths, sizes, positions = list[int](), list[int](), list[int]()
     digests = bytearray()
-    with complete_file(_tokens_path(work.directory, shard)) as file:
-        for batch in _batches(source, parts, report):
+    with complete_file(shards_in(work.directory).file(shard.number, _TOKENS)) as file:
+        for batch in _batches(source, shard.parts, report):
             encoded = tokenizer.encode([document.text for document, _ in batch])
             for (document, data), ids in zip(batch, encoded, strict=True):
                 file.write(ids.tobytes() + end)
@@ -109,7 +96,7 @@ def tokenize_shard(work: ShardWork, shard: int, parts: Sequence[Part]) -> None:
                 sizes.append(len(data))
                 positions.append(split_position(work.seed, document.id))
                 digests += document_digest(data)
-    with complete_file(_rows_path(work.directory, shard)) as file:
+    with complete_file(shards_in(work.directory).file(shard.number)) as file:
         np.savez(
             file,
             lengths=np.array(lengths, dtype=np.int64),
@@ -126,7 +113,7 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
     Raises:
         ValueError: The file is damaged.
     """
-    path = _rows_path(directory, shard)
+    path = shards_in(directory).file(shard)
     try:
         with np.load(path) as stored:
             return ShardRows(
@@ -146,7 +133,7 @@ def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], 
     Raises:
         ValueError: The file is damaged.
     """
-    path = _tokens_path(directory, shard)
+    path = shards_in(directory).file(shard, _TOKENS)
     if path.stat().st_size != count * np.dtype(dtype).itemsize:
         raise ValueError(f"{path} is damaged: remove {directory} and run again")
     return np.memmap(path, dtype=dtype, mode="r") if count else np.empty(0, dtype=dtype)
@@ -154,11 +141,12 @@ def open_tokens(directory: Path, shard: int, dtype: type[np.uint16 | np.int32], 
 
 def complete_shards(
     work: ShardWork,
-    shards: Iterator[list[Part]],
+    shards: Iterable[Unit],
     source: Source,
     *,
     workers: int,
-    advance: Callable[[int], None],
+    label: str,
+    total: int | None,
 ) -> int:
     """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
 
@@ -168,29 +156,21 @@ def complete_shards(
     ready: set[int] = set()
     frontier = 0
     admission, ignored = Admission(source), ReadReport()
-    done = in_workers(partial(_tokenize, work), enumerate(shards), workers=workers, skip=partial(_is_there, work))
-    with closing(done):
-        for (index, parts), _ in done:
-            advance(sum(part.size for part in parts))
-            ready.add(index)
-            while frontier in ready:
-                ready.remove(frontier)
-                if source.max_bytes is not None:
-                    rows = read_rows(work.directory, frontier)
-                    for digest, size in zip(rows.digests, rows.sizes, strict=True):
-                        admission.admit(digest.tobytes(), int(size), ignored)
-                frontier += 1
-                if admission.full:
-                    return frontier
+
+    def enough(shard: Unit) -> bool:
+        nonlocal frontier
+        ready.add(shard.number)
+        while frontier in ready and not admission.full:
+            if source.max_bytes is not None:
+                rows = read_rows(work.directory, frontier)
+                for digest, size in zip(rows.digests, rows.sizes, strict=True):
+                    admission.admit(digest.tobytes(), int(size), ignored)
+            frontier += 1
+        return admission.full
+
+    units = shards_in(work.directory)
+    units.run(partial(tokenize_shard, work), shards, workers=workers, label=label, total=total, enough=enough)
     return frontier
-
-
-def _is_there(work: ShardWork, shard: tuple[int, list[Part]]) -> bool:
-    return is_finished(work.directory, shard[0])
-
-
-def _tokenize(work: ShardWork, shard: tuple[int, list[Part]]) -> None:
-    tokenize_shard(work, *shard)
 
 
 @lru_cache(maxsize=1)
@@ -210,11 +190,3 @@ def _batches(source: Source, parts: Sequence[Part], report: ReadReport) -> Itera
                 batch, size = [], 0
     if batch:
         yield batch
-
-
-def _tokens_path(directory: Path, shard: int) -> Path:
-    return directory / f"{shard:05d}.tokens"
-
-
-def _rows_path(directory: Path, shard: int) -> Path:
-    return directory / f"{shard:05d}.npz"

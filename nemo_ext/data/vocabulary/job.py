@@ -13,10 +13,9 @@ from nemo_ext.data.vocabulary.sample import Sample, draw, texts
 from nemo_ext.data.vocabulary.settings import BYTES, Settings, Weighted, read_settings
 from nemo_ext.data.vocabulary.training import longest, special_tokens, train, untrained, unused, write
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import check_same, note, noted
 from nemo_ext.job.progress import notice
-from nemo_ext.job.report import write_page
-from nemo_ext.job.run_directory import OWN, REPORT
+from nemo_ext.job.run_directory import REPORT
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -49,14 +48,14 @@ def run(config: Mapping[str, Any]) -> None:
     others = {_name(path, settings): _compared(path) for path in settings.compare}
     folder = settings.folder
     with only_run_in(folder, "output"):
-        record, made_of = folder / OWN / "settings.json", _made_of(settings, streams)
+        record, made_of = settings.record, _made_of(settings, streams)
         reported = {"compare": list(settings.compare), "held_out": settings.held_out}
-        before = json.loads(record.read_text()) if record.exists() else {}
+        before = noted(record) or {}
         there = (folder / "tokenizer.json").exists()
         if there and not before:
             raise ValueError(f"output={folder}: has a tokenizer that was not made here: choose another folder")
-        if there and (changed := differing(before.get("made_of", {}), made_of)):
-            raise ValueError(f"output={folder}: has a tokenizer already ({told(changed)}): choose another folder")
+        begun = before.get("made_of", {}) if there else None
+        check_same(begun, made_of, f"output={folder}: has a tokenizer already", "choose another folder")
         if there and before.get("reported") == reported:
             notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
             return
@@ -96,19 +95,18 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
     tokenizer, special = _compared(str(folder)), special_tokens(settings)
     counts = report.measured({report.OURS: tokenizer, **others}, samples)
     made = tokenizer.get_vocab_size()
-    about = [
-        ("preset", settings.preset or "none"),
-        ("tokens", f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special"),
-        ("ends a document", f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}"),
-        ("trained on", f"{sum(sample.train_bytes for sample in samples):,} bytes"),
-    ]
+    about = {
+        "preset": settings.preset or "none",
+        "tokens": f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special",
+        "ends a document": f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}",
+        "trained on": f"{sum(sample.train_bytes for sample in samples):,} bytes",
+    }
     left = unused(tokenizer, texts(samples))
-    if counts["stream"]:
-        report.picture(counts["stream"], folder / report.PICTURE)
     write_text(folder / RESULTS, json.dumps({"tokens": made, **counts, "unused": len(left)}, indent=1) + "\n")
-    page = report.markdown(about, counts, samples, longest=longest(tokenizer, _LONGEST), unused=left)
-    write_text(folder / REPORT, page)
-    return write_page(folder / REPORT)
+    tokens = f"Longest: {report.shown(longest(tokenizer, _LONGEST))}"
+    never = f"In the sample {len(left):,} tokens do not occur: {report.shown(left[:40])}"
+    page = report.page(about, counts, samples).section("Tokens", tokens, never)
+    return page.write(folder / REPORT, page=True)
 
 
 def _compared(path: str) -> "Tokenizer":

@@ -2,11 +2,12 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nemo_ext.data.vocabulary.sample import Sample
-from nemo_ext.job.report import markdown_table, new_figure, save_figure, tidy
+from nemo_ext.job.report import Report, outer_legend, tidy
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,85 +52,50 @@ def measured(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -
     return found
 
 
-def markdown(
-    about: Sequence[tuple[str, str]],
-    counts: Mapping[str, Counts],
-    samples: Sequence[Sample],
-    *,
-    longest: Sequence[str],
-    unused: Sequence[str],
-) -> str:
-    """The report.
-
-    Args:
-        about: the tokenizer's own figures, as rows of a table.
-        counts: see `measured`.
-        samples: the streams.
-        longest: the longest tokens.
-        unused: tokens that the sample does not have.
-    """
-    names = _tokenizers(counts["stream"])
-    lines = ["# Tokenizer", "", markdown_table(("", ""), about), ""]
-    lines += [f"![bytes a token]({PICTURE})" if names else "There is too little text to hold any out.", ""]
+def page(about: Mapping[str, object], counts: Mapping[str, Counts], samples: Sequence[Sample]) -> Report:
+    """The report on the tokenizer's own figures, its counts (see `measured`) and the streams."""
+    names = list(next(iter(counts["stream"].values()), ()))
+    report = Report("Tokenizer").facts(about)
+    if names:
+        _picture(report, counts["stream"], names)
+    else:
+        report.add("There is too little text to hold any out.")
     for kind, by_name in counts.items() if names else ():
         heading = [kind, "bytes", *(f"{name}: {what}" for name in names for what in ("bytes a token", "tokens a word"))]
         rows = []
         for label, by in by_name.items():
             ratios = [(_ratio(by[name], "bytes", "tokens"), _ratio(by[name], "tokens", "words")) for name in names]
-            rows.append([label, f"{by[names[0]]['bytes']:,}", *(f"{each:.2f}" for pair in ratios for each in pair)])
-        about_these = "Bytes a token (more is shorter), and tokens a word, of text that was held out."
-        lines += [f"## By {kind}", "", about_these, "", markdown_table(heading, rows), ""]
+            rows.append([label, by[names[0]]["bytes"], *(f"{ratio:.2f}" for pair in ratios for ratio in pair)])
+        report.section(f"By {kind}", "Bytes a token (more is shorter), and tokens a word, of text that was held out.")
+        report.table("", heading, rows)
     changed = {name: sum(by[name]["changed"] for by in counts["stream"].values()) for name in names}
     if any(changed.values()):
         told = ", ".join(f"{name} {number}" for name, number in changed.items())
-        lines += [f"Held-out texts that decoding does not give back as they were: {told}.", ""]
+        report.add(f"Held-out texts that decoding does not give back as they were: {told}.")
     sizes = [
-        (
-            each.stream.name,
-            f"{each.stream.share:.1%}",
-            f"{each.train_bytes:,}",
-            f"{each.held_out_bytes:,}",
-            each.report.summary(examples=1),
-        )
-        for each in samples
+        (of.stream.name, f"{of.stream.share:.1%}", of.train_bytes, of.held_out_bytes, of.report.summary(examples=1))
+        for of in samples
     ]
-    lines += ["## Sample", "", markdown_table(("stream", "wanted share", "bytes", "held out", "skipped"), sizes), ""]
-    lines += ["## Tokens", "", f"Longest: {_shown(longest)}", ""]
-    lines += [f"In the sample {len(unused):,} tokens do not occur: {_shown(unused[:40])}", ""]
-    return "\n".join(lines)
-
-
-def _tokenizers(counts: Counts) -> list[str]:
-    return list(next(iter(counts.values()), ()))
+    return report.table("Sample", ("stream", "wanted share", "bytes", "held out", "skipped"), sizes)
 
 
 def _ratio(counts: Mapping[str, int], one: str, other: str) -> float:
     return counts[one] / max(1, counts[other])
 
 
-def _shown(tokens: Sequence[str]) -> str:
+def shown(tokens: Sequence[str]) -> str:
+    """Tokens as Markdown."""
     return ", ".join(f"`{token!r}`" for token in tokens) or "none"
 
 
-def picture(counts: Counts, path: Path) -> None:
-    """Bars of bytes a token, by stream and tokenizer.
-
-    Args:
-        counts: counts by stream.
-        path: picture to write.
-    """
-    names = _tokenizers(counts)
-    figure = new_figure(figsize=(8, 0.8 + 0.3 * len(names) * len(counts) + 0.3 * len(counts)))
-    axes = figure.subplots()
+def _picture(report: Report, counts: Counts, names: Sequence[str]) -> None:
+    """Draws bars of bytes a token, by stream and tokenizer."""
     height = 0.8 / len(names)
+    (axes,) = report.picture("bytes a token", PICTURE, 8, 0.8 + 0.3 * (len(names) + 1) * len(counts))
     for number, name in enumerate(names):
-        values = [_ratio(each[name], "bytes", "tokens") for each in counts.values()]
-        places = [place + number * height for place in range(len(counts))]
-        axes.barh(places, values, height=height * 0.9, label=name)
-    axes.set_yticks([place + 0.4 - height / 2 for place in range(len(counts))], list(counts))
+        values = [_ratio(by[name], "bytes", "tokens") for by in counts.values()]
+        axes.barh(np.arange(len(counts)) + number * height, values, height=height * 0.9, label=name)
+    axes.set_yticks(np.arange(len(counts)) + 0.4 - height / 2, list(counts))
     axes.invert_yaxis()
-    axes.set_xlabel("bytes a token")
-    if len(names) > 1:
-        figure.legend(loc="outside upper center", ncols=min(4, len(names)))
-    tidy(axes, grid="x")
-    save_figure(figure, path)
+    tidy(axes, grid="x", xlabel="bytes a token")
+    outer_legend([axes])

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -12,6 +11,7 @@ from nemo_ext.data.streams import sources_of
 from nemo_ext.data.text.documents import Source
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import STRICT, Count, Place, PlacesOrNone, Text, checked
+from nemo_ext.job.units import OutputFolder
 
 BYTES = 256
 
@@ -26,7 +26,7 @@ class Weighted:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Settings:
+class Settings(OutputFolder):
     """Settings of the job but for its text.
 
     Attributes:
@@ -60,11 +60,6 @@ class Settings:
     held_out: Count
     compare: PlacesOrNone
     seed: int
-
-    @property
-    def folder(self) -> Path:
-        """Folder to write."""
-        return Path(self.output).expanduser()
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nemo_ext.job.files import write_text
-from nemo_ext.job.report import new_figure, save_figure, tidy
+from nemo_ext.job.report import panels, save_figure, tidy
 from nemo_ext.puzzle.choice.problem import Limit, Problem
 from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relative_gap, to_program
 
@@ -89,13 +89,8 @@ def write_csv(points: Sequence[Point], path: Path) -> Path:
     for point in points:
         row: list[object] = [""] * (len(resources) + 4)
         if (one := point.solution) is not None:
-            row = [
-                one.score,
-                one.bound,
-                one.gap,
-                *(one.costs[name] for name in resources),
-                " ".join(map(str, one.choice)),
-            ]
+            costs = (one.costs[name] for name in resources)
+            row = [one.score, one.bound, one.gap, *costs, " ".join(map(str, one.choice))]
         writer.writerow([point.limit, *row])
     write_text(path, text.getvalue())
     return path
@@ -129,8 +124,7 @@ def plot(
     if not solved:
         raise ValueError("no limit of the sweep can be kept, so there is nothing to draw")
 
-    figure = new_figure(figsize=(8, 5))
-    axis = figure.subplots()
+    figure, (axis,) = panels(8, 5)
     costs = [solution.costs[resource] for solution in solved]
     looks = (("parent", parent, "*", "#d1495b", 13), ("child", child, "D", "#edae49", 8))
     marks = [
@@ -143,11 +137,7 @@ def plot(
     axis.plot([cost / unit for cost in costs], scores, "o-", color="#1f4e8c", markersize=4.5, label="best choice")
     for name, cost, score, marker, colour, size in marks:
         axis.plot([cost / unit], [score], marker, color=colour, markersize=size, label=name)
-    axis.set_xlabel(label)
-    axis.set_ylabel("score (increase of loss)")
-    axis.set_title(title, loc="left", fontsize=11)
-    axis.legend(frameon=False)
-    tidy(axis)
+    tidy(axis, title=title, xlabel=label, ylabel="score (increase of loss)", legend=True)
     save_figure(figure, path)
     return path
 

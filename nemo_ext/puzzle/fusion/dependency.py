@@ -29,7 +29,7 @@ from nemo_ext.blockwise import data_parallel
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.job.files import write_text
 from nemo_ext.job.records import read_records
-from nemo_ext.job.report import new_figure, save_figure
+from nemo_ext.job.report import panels, save_figure
 from nemo_ext.puzzle.fusion.fusion import Dependency, Group
 
 if TYPE_CHECKING:
@@ -65,11 +65,7 @@ class Row:
 
 
 def measure_dependency(
-    parent: Parent,
-    calibration: Sequence[Tensor],
-    file: Path,
-    *,
-    advance: Callable[[int], None] = lambda passes: None,
+    parent: Parent, calibration: Sequence[Tensor], file: Path, *, advance: Callable[[int], None] = lambda passes: None
 ) -> list[list[float]]:
     """Measure every row that `file` does not have yet.
 
@@ -219,8 +215,7 @@ def draw_dependency(
         raise ValueError(f"the dependency matrix has {len(matrix)} rows, the model {count} blocks")
     from matplotlib.colors import PowerNorm
 
-    figure = new_figure(figsize=(8.6, 7.4))
-    axis = figure.subplots()
+    figure, (axis,) = panels(8.6, 7.4)
     largest = max((matrix[i][j] for i in range(count) for j in range(i + 1, count)), default=0.0)
     scale = PowerNorm(0.5, vmin=0, vmax=largest or 1.0)
     image = axis.imshow(matrix, cmap="viridis", norm=scale, interpolation="nearest")

@@ -27,7 +27,7 @@ from nemo_ext.architecture.blocks import Block
 from nemo_ext.blockwise.parent import Parent
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.job.files import write_text
-from nemo_ext.job.made_of import differing, told
+from nemo_ext.job.made_of import check_same
 from nemo_ext.job.records import read_records
 from nemo_ext.puzzle.cost import OUTSIDE, Serving
 from nemo_ext.puzzle.latencies import Latency
@@ -342,10 +342,7 @@ def _check_conditions(file: Path, line: str, wanted: Mapping[str, Any]) -> None:
         there = {**json.loads(line)["conditions"]}
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{file}:1: not the conditions of measurements: name another file") from None
-    if changed := differing(there, wanted):
-        raise ValueError(
-            f"{file} was measured under other conditions ({told(changed)}): name another file, or remove it"
-        )
+    check_same(there, wanted, f"{file} was measured under other conditions", "name another file, or remove it")
 
 
 def _write(file: Path, taken_under: Mapping[str, Any], known: Mapping[str, Measured]) -> None:

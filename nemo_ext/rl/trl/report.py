@@ -6,8 +6,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
-from nemo_ext.job.files import write_text
-from nemo_ext.job.report import markdown_table, new_figure, save_figure
+from nemo_ext.job.report import Report, tidy
 from nemo_ext.job.run_directory import METRICS, REPORT, read_metrics
 from nemo_ext.memory import report as memory
 from nemo_ext.rl.algorithms import Algorithm
@@ -33,20 +32,19 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
     """
     logs = read_metrics(run_dir / METRICS)
     changes = curricula.changes() if curricula else []
-    _plot(run_dir / PLOT, logs, [change.step * algorithm.updates_per_step for change in changes])
+    report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
+    _plot(report, logs, [change.step * algorithm.updates_per_step for change in changes])
     names = sorted({name for log in logs for name in log} - {"step"})
     shown = [name for name in names if "clip_ratio/" not in name and not name.startswith("profiling/")]
-    table = markdown_table(("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
-    text = (
-        f"# {run_dir.name}: {algorithm.algorithm}\n\n{algorithm.source}. {logs[-1]['step']} steps.\n\n"
-        f"![rewards]({PLOT})\n\n{table}\n"
-    )
+    report.table("", ("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
     if curricula is not None:
-        text += f"\n## Curricula\n\n{_curricula(curricula)}\n"
-    if memory_section := memory.section(run_dir):
-        text += f"\n{memory_section}"
-    write_text(run_dir / REPORT, text)
-    return run_dir / REPORT
+        rows = _curricula(curricula)
+        right = f"tasks with 0 ... {curricula.settings.samples} right"
+        heading = ("after step", "because of", "pass rates of", "mean", right, "order")
+        report.table("Curricula", heading, rows)
+        report.section("Curricula", "" if rows else "Pass rates were not measured again.")
+    memory.add_section(report, run_dir)
+    return report.write(run_dir / REPORT)
 
 
 def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -55,7 +53,7 @@ def _row(name: str, logs: Sequence[Mapping[str, Any]]) -> list[str]:
     return [name, *(f"{value:.4g}" for value in (values[0], values[-1], sum(last) / len(last)))]
 
 
-def _curricula(curricula: Curricula) -> str:
+def _curricula(curricula: Curricula) -> list[list[str]]:
     rows = []
     for number, change in enumerate(curricula.changes(), start=1):
         result = curricula.result(number)
@@ -65,16 +63,7 @@ def _curricula(curricula: Curricula) -> str:
         order = f"[new]({folder}/report.md)" if result.kept is None else f"the one before: {result.kept}"
         solved = " ".join(map(str, result.solved))
         rows.append([str(change.step), change.why, change.checkpoint, f"{result.pass_rate:.3f}", solved, order])
-    if not rows:
-        return "Pass rates were not measured again."
-    heads = (
-        "after step",
-        "because of",
-        "pass rates of",
-        "mean",
-        f"tasks with 0 ... {curricula.settings.samples} right",
-    )
-    return markdown_table((*heads, "order"), rows)
+    return rows
 
 
 def _label(name: str) -> str:
@@ -83,21 +72,20 @@ def _label(name: str) -> str:
     return f"{name.removeprefix('eval_')}, validation" if name.startswith("eval_") else name
 
 
-def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] = ()) -> None:
+def _plot(report: Report, logs: Sequence[Mapping[str, Any]], changes: Sequence[int]) -> None:
     domains = sorted({name for log in logs for name in log if name.endswith("/correct")}, key=_label)
-    panels = {**_PANELS, "solved, by environment": tuple(domains)}
+    shown = {**_PANELS, "solved, by environment": tuple(domains)}
     for kind in ("weight", "signal"):
-        panels[f"{kind} of datasets"] = tuple(
+        shown[f"{kind} of datasets"] = tuple(
             sorted({name for log in logs for name in log if name.startswith(f"adaptive/{kind}/")})
         )
-    panels = {title: names for title, names in panels.items() if any(name in log for log in logs for name in names)}
-    rows = ceil(len(panels) / 4)
-    columns = ceil(len(panels) / rows)
-    figure = new_figure(figsize=(5 * columns, 3.6 * rows))
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    for axis in axes[len(panels) :]:
+    shown = {title: names for title, names in shown.items() if any(name in log for log in logs for name in names)}
+    rows = ceil(len(shown) / 4)
+    columns = ceil(len(shown) / rows)
+    axes = report.picture("rewards", PLOT, 5 * columns, 3.6 * rows, rows, columns)
+    for axis in axes[len(shown) :]:
         axis.remove()
-    for axis, (title, names) in zip(axes[: len(panels)], panels.items(), strict=True):
+    for axis, (title, names) in zip(axes, shown.items(), strict=False):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
             if any(value for _, value in points) or (points and name != "eval_loss"):  # GRPO's validations have none
@@ -105,9 +93,5 @@ def _plot(path: Path, logs: Sequence[Mapping[str, Any]], changes: Sequence[int] 
                 axis.plot(*zip(*points, strict=True), label=_label(name), marker=marker)
         for at in changes:
             axis.axvline(at, color="0.5", linestyle="--", linewidth=1, label="new curriculum" * (at == changes[0]))
-        axis.set_title(title, loc="left", fontsize=11)
-        axis.set_xlabel("step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False, fontsize=8)
-    save_figure(figure, path, dpi=130)
+        tidy(axis, title=title, xlabel="step", legend=True)
+        axis.locator_params(axis="x", integer=True)

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nemo_ext.data.blends.blend import flattened, tokens_of_run, with_blend
+from nemo_ext.data.blends.blend import flattened, tokens_of_run
 from nemo_ext.data.blends.plan import plan_blend
 from nemo_ext.data.blends.report import write_blend
 from nemo_ext.data.text.indexed_dataset import write_index
 from nemo_ext.data.text.sources import load_source
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer
 from nemo_ext.data.tokenize import tokenize_stream
-from nemo_ext.data.training import tokenize_streams
+from nemo_ext.data.training import tokenize_streams, with_data
 
 Section = Callable[..., dict[str, Any]]
 
@@ -130,7 +130,7 @@ def test_training_reads_the_streams_by_their_shares(
 ) -> None:
     run = config(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=1000)
 
-    made = with_blend(run)
+    made = with_data(run)
 
     path = {name: str(tmp_path / name) for name in ("code", "web_spa", "web_ita")}
     assert made["megatron"]["train_data_path"] == [
@@ -152,9 +152,9 @@ def test_training_reads_the_streams_by_their_shares(
 
 
 def test_the_flat_blend_that_training_leaves_gives_the_same_again(section: Section) -> None:
-    made = with_blend(config(section({"code": 2, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=10))
+    made = with_data(config(section({"code": 2, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=10))
 
-    again = with_blend(config(made["data"], tokens=10))
+    again = with_data(config(made["data"], tokens=10))
 
     assert again["megatron"]["train_data_path"] == made["megatron"]["train_data_path"]
     assert again["data"] == made["data"]
@@ -163,7 +163,7 @@ def test_the_flat_blend_that_training_leaves_gives_the_same_again(section: Secti
 def test_what_the_user_set_stays(section: Section) -> None:
     run = config(section({"code": 1}, code=5), tokens=5) | {"megatron": {"train_data_path": ["mine"]}}
 
-    assert with_blend(run)["megatron"]["train_data_path"] == ["mine"]
+    assert with_data(run)["megatron"]["train_data_path"] == ["mine"]
 
 
 def test_training_needs_the_files_of_streams_without_source(section: Section) -> None:
@@ -172,7 +172,7 @@ def test_training_needs_the_files_of_streams_without_source(section: Section) ->
     )
 
     with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.spa: web_spa: .*web_spa_train\.idx does not exist"):
-        with_blend(run)
+        with_data(run)
 
 
 def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) -> None:
@@ -182,10 +182,10 @@ def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) 
     tokenize_stream(source, HuggingFaceTokenizer(bpe_file), tmp_path / "web", workers=1, progress=False)
     data = {"directory": str(tmp_path), "streams": [{"name": "web", "weight": 1}]}
 
-    with_blend(config({**data, "tokenizer": {"kind": "huggingface", "path": str(bpe_file)}}, tokens=5))
+    with_data(config({**data, "tokenizer": {"kind": "huggingface", "path": str(bpe_file)}}, tokens=5))
 
     with pytest.raises(ValueError, match=r"data\.streams\[0\]: web: .*web was tokenised with another tokenizer"):
-        with_blend(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
+        with_data(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
 
 
 def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
     data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
 
     with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
-        with_blend(config({**data, "validation_share": 0}, tokens=5))
+        with_data(config({**data, "validation_share": 0}, tokens=5))
     with pytest.raises(ValueError, match=r"web: 1 document, .*no validation files.* give the stream more documents"):
         tokenize_streams(data)
 
@@ -215,7 +215,7 @@ def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section,
     data = section({"code": {"share": 1, "source": {"kind": "jsonl", "path": "x"}}}, code=5)
     (tmp_path / "code_train.bin").write_bytes(b"cut")
 
-    with_blend(config(data, tokens=5))
+    with_data(config(data, tokens=5))
 
     with pytest.raises(ValueError, match="has 3 bytes"):
         plan_blend(data)
@@ -224,7 +224,7 @@ def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section,
 def test_tokens_can_be_those_of_a_part_of_the_run(section: Section, capsys: pytest.CaptureFixture[str]) -> None:
     run = config(section({"code": 1}, code=5), tokens=1000)
 
-    with_blend(run, tokens=20)
+    with_data(run, tokens=20)
 
     assert capsys.readouterr().err == ""
 

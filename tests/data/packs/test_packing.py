@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_ext.data.packs import packed_files
-from nemo_ext.data.packs.packed_files import PackingSettings, is_packed, read_packed_manifest, with_packed, write_packed
+from nemo_ext.data.packs.packed_files import PackingSettings, is_packed, read_packed_manifest, write_packed
 from nemo_ext.data.packs.packing import Packs, _SortedNumbers, fit, pack
 from nemo_ext.data.packs.sample_files import SampleFile, open_samples, write_samples
+from nemo_ext.data.training import with_data
 from nemo_ext.job.config import compose
 
 
@@ -337,7 +338,7 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
     )
     one = "megatron.micro_batch_size=1"
 
-    filled = with_packed(config_of(tmp_path, one))["megatron"]
+    filled = with_data(config_of(tmp_path, one))["megatron"]
     assert isinstance(filled, dict)
     assert filled["train_data_path"] == [str(tmp_path / "packs")] and "valid_data_path" not in filled
     assert filled["calculate_per_token_loss"] is True and filled["eval_iters"] == 0
@@ -352,25 +353,25 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
         ((one, "megatron.padded_vocab_size=64"), "100 ids, the model 64 "),
     ):
         with pytest.raises(ValueError, match=message):
-            with_packed(config_of(tmp_path, *overrides))
+            with_data(config_of(tmp_path, *overrides))
     with pytest.raises(ValueError, match="did you mean 'valid'"):
-        with_packed(config_of(tmp_path, one, vald="x"))
+        with_data(config_of(tmp_path, one, vald="x"))
     with pytest.raises(ValueError, match="no such packs"):
-        with_packed(config_of(tmp_path, one, valid=str(tmp_path / "none")))
+        with_data(config_of(tmp_path, one, valid=str(tmp_path / "none")))
     nothing = config_of(tmp_path, one)
     nothing["data"] = {"packed": {"train": None, "valid": str(tmp_path / "packs")}}
     with pytest.raises(ValueError, match=r"data\.packed\.train=null: give the prefix"):
-        with_packed(nothing)
+        with_data(nothing)
     for name, identity in (("one", "byte-257"), ("two", "other")):
         files = files_of(tmp_path, rows_of(20))
         settings = PackingSettings(capacity=64)
         write_packed(tmp_path / name, files, settings, vocab_size=100, tokenizer_identity=identity, progress=False)
     both = f"megatron.train_data_path=[3,{tmp_path / 'one'},1,{tmp_path / 'two'}]"
     with pytest.raises(ValueError, match=r"one and .*two are packs of different tokenizers"):
-        with_packed(config_of(tmp_path, one, both))
+        with_data(config_of(tmp_path, one, both))
     (tmp_path / "packs.bin").write_bytes((tmp_path / "packs.bin").read_bytes()[:-2])
     with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or cut short"):
-        with_packed(config_of(tmp_path, one))
+        with_data(config_of(tmp_path, one))
 
 
 def test_even_packs_keep_the_limit_of_samples_where_tokens_would_not() -> None:

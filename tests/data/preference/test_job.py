@@ -75,7 +75,7 @@ def test_differences_in_length_are_chosen_minus_rejected(
     data: Path, lines_of: Lines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plotted: list[Any] = []
-    monkeypatch.setattr(job, "plot", lambda counts, path, **words: plotted.append(counts))
+    monkeypatch.setattr("nemo_ext.data.preference.report._plot", lambda _, counts, unit: plotted.append(counts))
     job.run(config(data, filters={"max_length_difference": 100}))
 
     pairs = [pair for pair in lines_of(data / "out/trl_train.jsonl") if pair["source"] == "qwen"]
