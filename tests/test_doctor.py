@@ -438,7 +438,7 @@ def test_a_terminal_gets_a_table(install: Install) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["megatron"], "unknown engine megatron: expected some of python, hydra, torch"),
+        (["megatron"], "unknown engine megatron: expected any of python, hydra, torch"),
         (["--time-limit", "0"], "expected a number of seconds above 0, got 0"),
         (["--yaml"], "unrecognized arguments: --yaml"),
     ],

@@ -37,7 +37,7 @@ def mine(tmp_path: Path) -> Path:
         (["+phases=3"], "phases=3: expected a section"),
         (
             ["directory=x"],
-            "directory: tokenize has no such config group; if a key is meant, move the folder directory out",
+            "directory: tokenize has no such config group; if you meant a key, move the folder directory out",
         ),
     ],
 )
