@@ -1,1 +1,1 @@
-"""One thin script a job; `nemo-ext JOB key=value` is `python launchers/JOB.py key=value`."""
+"""One thin script per job; `nemo-ext JOB key=value` is the same as `python launchers/JOB.py key=value`."""

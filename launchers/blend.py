@@ -1,4 +1,4 @@
-"""Blend: what each stream of a blend gets, `nemo-ext blend data=domyn_cpt tokens=503e9 [output=DIR]`."""
+"""Blend: tokens and epochs per stream, `nemo-ext blend data=domyn_cpt tokens=503e9 [output=DIR]`."""
 
 import sys
 

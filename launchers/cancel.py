@@ -1,4 +1,4 @@
-"""Cancel: `nemo-ext cancel RUN_DIR`, a run's job on Slurm, or those of a pipeline or sweep."""
+"""Cancel: `nemo-ext cancel RUN_DIR`, cancels the jobs of a run, pipeline or sweep on Slurm."""
 
 import sys
 

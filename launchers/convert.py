@@ -1,4 +1,4 @@
-"""Convert: `nemo-ext convert from=... to=...`, checkpoints between Hugging Face and Megatron."""
+"""Convert: `nemo-ext convert from=... to=...`, converts checkpoints between Hugging Face and Megatron."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Describe: `nemo-ext describe model=... [draw=model.svg]`, or `recipe=...` for a recipe's model on its GPUs."""
+"""Describe: `nemo-ext describe model=... [draw=model.svg]`, or `recipe=...` for a recipe on its GPUs."""
 
 import sys
 

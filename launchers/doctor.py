@@ -1,4 +1,4 @@
-"""Doctor: `nemo-ext doctor`, which engines work on this machine, and what the others lack."""
+"""Doctor: `nemo-ext doctor`, shows which engines work on this machine, and what the rest require."""
 
 import sys
 

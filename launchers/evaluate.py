@@ -1,4 +1,4 @@
-"""Evaluate: `nemo-ext evaluate model=... suite=quick`, benchmarks with intervals, tokens and every answer."""
+"""Evaluate: `nemo-ext evaluate model=... suite=quick`, benchmarks with confidence intervals and all answers."""
 
 import sys
 

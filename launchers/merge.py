@@ -1,4 +1,4 @@
-"""Average checkpoints: `nemo-ext merge 'from=[a,b,c]' to=soup`, or `'points=[0,0.5,1]'` on the line between two."""
+"""Average checkpoints: `nemo-ext merge 'from=[a,b,c]' to=soup`, or `'points=[0,0.5,1]'` to interpolate."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Averages that are evaluated: `nemo-ext merge_sweep 'from=[a,b]' 'sweep.points=[0,0.5,1]' suite=...`."""
+"""Evaluated averages of checkpoints: `nemo-ext merge_sweep 'from=[a,b]' 'sweep.points=[0,0.5,1]' suite=...`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Pipeline: `nemo-ext pipeline pipeline=domyn_small scale=laptop run_dir=runs/x`, jobs that follow each other, here."""
+"""Pipeline: `nemo-ext pipeline pipeline=domyn_small scale=laptop run_dir=runs/x`, consecutive jobs on this machine."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Puzzle: `nemo-ext puzzle puzzle.parent=... puzzle.search...`, a smaller model out of a parent."""
+"""Puzzle: `nemo-ext puzzle puzzle.parent=... puzzle.search...`, derives a smaller model from a parent."""
 
 import sys
 

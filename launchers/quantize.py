@@ -1,4 +1,4 @@
-"""Quantize: `nemo-ext quantize from=... to=... precision=... calibration.data=...`, FP8 after training."""
+"""Quantize: `nemo-ext quantize from=... to=... precision=... calibration.data=...`, FP8 quantisation."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rehearse: `nemo-ext rehearse [job=puzzle] recipe=...`: ranks of a full-size job on fake tensors, before it queues."""
+"""Rehearse: `nemo-ext rehearse [job=puzzle] recipe=...`, runs ranks of a full-size job on fake tensors."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Sensitivity: `nemo-ext sensitivity sensitivity.model=...`, which blocks need more than FP8."""
+"""Sensitivity: `nemo-ext sensitivity sensitivity.model=...`, finds blocks that need more than FP8."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Serve: `nemo-ext serve model=...`, a model behind an OpenAI-compatible endpoint."""
+"""Serve: `nemo-ext serve model=...`, serves a model at an OpenAI-compatible endpoint."""
 
 import sys
 

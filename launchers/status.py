@@ -1,4 +1,4 @@
-"""Status: `nemo-ext status [RUN_DIR ...]`, the runs on Slurm below these directories."""
+"""Status: `nemo-ext status [RUN_DIR ...]`, shows the runs on Slurm below directories."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Submit: `nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=X`, a checked job for Slurm."""
+"""Submit: `nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=X`, checks and submits a job."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Synthesize: `nemo-ext synthesize recipe=NAME input=... output=...`, training data made by models."""
+"""Synthesize: `nemo-ext synthesize recipe=NAME input=... output=...`, generates training data."""
 
 import sys
 

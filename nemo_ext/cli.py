@@ -1,4 +1,4 @@
-"""`nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's room."""
+"""Command `nemo-ext JOB key=value`, the same as `python launchers/JOB.py key=value`. Imports only that job's code."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Run the `nemo-ext` command.
 
     Args:
-        words: the job and its arguments; None for those of this process.
+        words: job and its arguments; None for the arguments of this process.
     """
     name, *rest = (sys.argv[1:] if words is None else words) or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def _run(job: Job) -> None:
-    """Compose the config of a job from the arguments of this process and run it."""
+    """Compose a job's config from the arguments of this process, and run the job."""
     from nemo_ext.job.config import run_job
 
     def run(config: dict[str, Any]) -> None:
@@ -49,11 +49,11 @@ def _run(job: Job) -> None:
 
 
 def _help() -> str:
-    listed = sorted((each for each in commands() if each.group), key=lambda each: (GROUPS.index(each.group), each.name))
-    width = max((len(each.name) for each in listed), default=0)
+    listed = sorted((item for item in commands() if item.group), key=lambda item: (GROUPS.index(item.group), item.name))
+    width = max((len(item.name) for item in listed), default=0)
     parts = [
-        "\n".join([f"{group}:", *(f"  {each.name:<{width}}  {each.help}" for each in of_group)])
-        for group, of_group in groupby(listed, key=lambda each: each.group)
+        "\n".join([f"{group}:", *(f"  {item.name:<{width}}  {item.help}" for item in of_group)])
+        for group, of_group in groupby(listed, key=lambda item: item.group)
     ]
     return "\n\n".join(
         [

@@ -1,4 +1,4 @@
-"""The describe job: prints the model of a composed config as tables or JSON, and draws it. No torch."""
+"""Describe job: prints the model of a composed config as tables or JSON, and draws it. No torch."""
 
 import difflib
 import os
@@ -21,11 +21,11 @@ SEQ_LENGTH = 8192
 
 FORMATS = ("table", "json")
 PLAIN_WIDTH = 120
-"""Width of the tables in columns if the output is not a terminal."""
+"""Width of the tables, in columns, if stdout is not a terminal."""
 
 
 def report(config: dict[str, Any]) -> None:
-    """Runs the describe job and notes each `megatron.*` override that the figures do not depend on."""
+    """Run the describe job, and print a note for every `megatron.*` override without effect on the figures."""
     from hydra.core.hydra_config import HydraConfig
 
     describe(config)
@@ -35,14 +35,14 @@ def report(config: dict[str, Any]) -> None:
     for key in sorted(set(keys) - read):
         near = difflib.get_close_matches(key, read, n=1)
         hint = f"; did you mean megatron.{near[0]}?" if near else ""
-        print(f"note: megatron.{key} changes none of these figures{hint}", file=sys.stderr)
+        print(f"note: megatron.{key} has no effect on these figures{hint}", file=sys.stderr)
 
 
 def describe(config: Mapping[str, Any]) -> None:
-    """Prints the costs of the config's model as tables or JSON, and draws it if `draw` names a file.
+    """Print the costs of the config's model as tables or JSON, and draw it if `draw` names a file.
 
     Raises:
-        ValueError: for an unknown format, a picture that cannot be written, a model or layout that does not fit.
+        ValueError: the format is unknown, the picture cannot be written, or the model or layout is invalid.
     """
     from nemo_ext.architecture.describe import to_json
 
@@ -59,16 +59,16 @@ def describe(config: Mapping[str, Any]) -> None:
 
 
 def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of `architecture.describe`, with those of the layout if the config has one.
+    """Figures of `architecture.describe` for a config, including those of its layout if it has one.
 
-    Adds `recipe` (None without one), `pipeline_cuts` (the block after which each cut is) and `pipeline_cuts_from`
-    (`model.pattern`, or `balance` if computed as `nemo-ext train` does; None without cuts).
+    Adds `recipe` (None without one), `pipeline_cuts` (numbers of the blocks before the cuts) and `pipeline_cuts_from`
+    (`model.pattern`, or `balance` if computed as in `nemo-ext train`; None without cuts).
 
     Args:
         config: resolved config of the describe job, as plain containers.
 
     Raises:
-        ValueError: for sizes that do not fit together or are missing.
+        ValueError: sizes are missing or inconsistent.
     """
     from nemo_ext.architecture.describe import describe as cost_figures
     from nemo_ext.architecture.layout import Layout
@@ -76,7 +76,7 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     from nemo_ext.megatron.arguments import pattern_with_cuts
 
     length = sequence_length(config)
-    given = str(config["model"]["pattern"])
+    pattern = str(config["model"]["pattern"])
     config = {**config, "megatron": {**config["megatron"], "seq_length": length}}
     config["model"] = {**config["model"], "pattern": pattern_with_cuts(config)}
     gpus = _gpus(config["launcher"])
@@ -88,12 +88,12 @@ def model_figures(config: Mapping[str, Any]) -> dict[str, Any]:
     return figures | {
         "recipe": config["recipe"],
         "pipeline_cuts": cuts,
-        "pipeline_cuts_from": ("model.pattern" if "|" in given else "balance") if cuts else None,
+        "pipeline_cuts_from": ("model.pattern" if "|" in pattern else "balance") if cuts else None,
     }
 
 
 def keys_read(config: Mapping[str, Any]) -> set[str]:
-    """Names of Megatron's flags, set or not, that the figures depend on."""
+    """Names of all Megatron flags, set or not, that the figures depend on."""
     from nemo_ext.architecture.layout import Layout
     from nemo_ext.architecture.model import Architecture
 
@@ -118,10 +118,10 @@ class _Flags(UserDict[str, Any]):
 
 
 def sequence_length(config: Mapping[str, Any]) -> int:
-    """Sequence length: `seq_length`, else the model's training length, else its maximum, else `SEQ_LENGTH`.
+    """Sequence length: `seq_length`, or the model's training length, or its maximum length, or `SEQ_LENGTH`.
 
     Raises:
-        ValueError: for anything but a positive integer.
+        ValueError: the value is not a positive integer.
     """
     megatron = config["megatron"]
     for name, value in (
@@ -135,7 +135,7 @@ def sequence_length(config: Mapping[str, Any]) -> int:
 
 
 def _gpus(launcher: Mapping[str, Any]) -> int | None:
-    """Number of GPUs of the launcher, or None if it sets none."""
+    """Number of GPUs that the launcher uses, or None if it does not set any."""
     given = {name: launcher[name] for name in ("nodes", "nproc_per_node") if launcher[name] is not None}
     return prod(checked_whole(f"launcher.{name}", count, least=1) for name, count in given.items()) if given else None
 
@@ -168,7 +168,7 @@ def _print_tables(figures: Mapping[str, Any], picture: Path | None) -> None:
     console = Console(width=wide, highlight=False)
     console.print(render_table(dict(figures)))
     if figures["pipeline_cuts"]:
-        why = {"model.pattern": "as in model.pattern", "balance": "computed to level the stages' FLOPs"}
+        why = {"model.pattern": "as in model.pattern", "balance": "computed to balance the stages' FLOPs"}
         after = ", ".join(map(str, figures["pipeline_cuts"]))
         console.print(f"cut after blocks {after} ({why[figures['pipeline_cuts_from']]})", soft_wrap=True)
     hint = "draw=model.svg draws the blocks (or .png, .pdf); format=json prints every figure"

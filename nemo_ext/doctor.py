@@ -1,4 +1,4 @@
-"""Checks which engines work on this machine, and names the first thing that each of the others lacks."""
+"""Doctor: checks which engines work on this machine, and reports the first missing requirement of the rest."""
 
 import argparse
 import importlib.metadata
@@ -21,19 +21,19 @@ from nemo_ext.job.job import Command
 GPU_MISSING = "an NVIDIA GPU"
 
 BASE = ("python", "hydra", "torch", "cuda", "megatron-core")
-"""Base that everything else builds on, listed first in the report."""
+"""Engines that everything else depends on, listed first in the report."""
 
 _PYTHON = Engine("python", "python", (), f"runs nemo_ext ({sys.executable})", needs=(), required=True)
 _CUDA = Engine("cuda", "torch", (), "training on GPUs")
 ROWS = {engine.name: engine for engine in (_PYTHON, *ENGINES[:2], _CUDA, *ENGINES[2:])}
-"""Rows of the report by name, each after what it needs."""
+"""Rows of the report by name; every row comes after the rows it needs."""
 
 _DISTRIBUTIONS = {"absl": "absl-py", "yaml": "pyyaml", "math_verify": "math-verify", "amp_C": "apex"}
-"""Distribution names of modules whose distribution has another name."""
+"""Distribution names of modules whose names differ."""
 
 
 class Finding(NamedTuple):
-    """Result for one engine: `missing` and `command` are empty if it is usable, `note` adds limits or devices."""
+    """Result for an engine; `missing` and `command` are empty if it is usable, `note` has limits or devices."""
 
     name: str
     version: str | None
@@ -46,21 +46,21 @@ class Finding(NamedTuple):
 
 
 def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> list[Finding]:
-    """Probes engines, several at a time, and finds what each lacks.
+    """Probe engines in parallel, and find their missing requirements.
 
     Args:
-        names: Engines to probe, together with all that they need; empty for all.
-        time_limit: Seconds for each import.
+        names: Engines to probe, together with all engines that they need; empty for all.
+        time_limit: Time limit per import, in seconds.
 
     Returns:
         Findings in the order of `ROWS`.
 
     Raises:
-        ValueError: for an unknown name.
+        ValueError: a name is unknown.
     """
     wanted = set(names) or {*ROWS}
     if unknown := wanted - {*ROWS}:
-        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}: expected some of {', '.join(ROWS)}")
+        raise ValueError(f"unknown engine {', '.join(sorted(unknown))}: expected any of {', '.join(ROWS)}")
     for engine in reversed(ROWS.values()):
         if engine.name in wanted:
             wanted |= {*engine.needs, *(["cuda"] if engine.needs_gpu or engine.without_gpu else [])}
@@ -78,69 +78,69 @@ def examine(names: Iterable[str] = (), *, time_limit: float = TIME_LIMIT) -> lis
     for name, engine in ROWS.items():
         if name in wanted:
             version, enables = outcomes[name].version, engine.enables
-            missing, command = _lack(engine, outcomes[name], findings, time_limit)
+            missing, command = _missing(engine, outcomes[name], findings, time_limit)
             note = "" if missing and name != "cuda" else _note(engine, facts["devices"])
             findings[name] = Finding(name, version, not missing, engine.required, enables, missing, command, note)
     return [*findings.values()]
 
 
 def works(findings: Iterable[Finding]) -> bool:
-    """True if everything required is usable."""
+    """True if all required engines are usable."""
     return all(finding.usable for finding in findings if finding.required)
 
 
 def _note(engine: Engine, devices: list[Mapping[str, Any]]) -> str:
-    """Limits of an engine that is usable, or the GPUs, identical ones counted."""
+    """Limits of a usable engine, or the GPUs with counts of identical ones."""
     if engine is _CUDA:
         words = "{name}, compute capability {capability[0]}.{capability[1]}, {gib:.1f} GiB"
         alike = Counter(words.format(**device, gib=device["memory_bytes"] / 2**30) for device in devices)
         return "; ".join(f"{count} x {words}" for words, count in alike.items())
     if engine.name == "vllm":
-        if not any(each.name == "nemo_ext" for each in importlib.metadata.entry_points(group="vllm.general_plugins")):
-            return "without nemo_ext's plug-in, as nemo_ext is not installed beside it: pip install --no-deps nemo_ext"
+        if not any(point.name == "nemo_ext" for point in importlib.metadata.entry_points(group="vllm.general_plugins")):
+            return "without nemo_ext's plug-in, as nemo_ext is not installed: pip install --no-deps nemo_ext"
         allowed = os.environ.get("VLLM_PLUGINS", "nemo_ext")
-        return "" if "nemo_ext" in allowed.split(",") else f"VLLM_PLUGINS={allowed} leaves nemo_ext's plug-in out"
+        return "" if "nemo_ext" in allowed.split(",") else f"VLLM_PLUGINS={allowed} excludes nemo_ext's plug-in"
     return "" if devices else engine.without_gpu
 
 
-def _lack(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
-    """First thing that an engine lacks and the command that installs it; two empty strings if it lacks nothing."""
+def _missing(engine: Engine, outcome: Outcome, findings: Mapping[str, Finding], time_limit: float) -> tuple[str, str]:
+    """First missing requirement of an engine and the command that installs it; empty strings if there is none."""
     from packaging.requirements import Requirement  # `--install` runs without it
 
-    asked = [Requirement(line) for lines in requirements().values() for line in lines]
-    requirement = next((each for each in asked if canonical(each.name) == engine.distribution), None)
+    stated = [Requirement(line) for lines in requirements().values() for line in lines]
+    requirement = next((item for item in stated if canonical(item.name) == engine.distribution), None)
     # Quoted, as a shell would interpret `>` and `[`.
     command = engine.install.format(requirement=f'"{requirement}"' if requirement else engine.distribution)
     if engine.root_variable and not (outcome.found and outcome.whole):
         root = os.environ.get(engine.root_variable)
-        given = f"; there is none in {root}" if root else engine.wrong if outcome.found else ""
-        return f"a source checkout, named by {engine.root_variable}{given}", command
+        detail = f"; there is none in {root}" if root else engine.wrong if outcome.found else ""
+        return f"a source checkout, named by {engine.root_variable}{detail}", command
     if not outcome.whole:
         return engine.wrong, f"pip uninstall -y {engine.distribution} && {command}"
     for need in (*engine.needs, *(["cuda"] if engine.needs_gpu else [])):
-        if not (lack := findings[need]).usable:
-            if lack.missing == GPU_MISSING and not outcome.found:
+        if not (finding := findings[need]).usable:
+            if finding.missing == GPU_MISSING and not outcome.found:
                 return f"{GPU_MISSING}; on a machine with one, also the package", command
-            return lack.missing if need == "cuda" else need, lack.command
+            return finding.missing if need == "cuda" else need, finding.command
     if engine is _CUDA:
-        return _gpu_lack(**(outcome.cuda or {}))
+        return _missing_of_gpu(**(outcome.cuda or {}))
     if not outcome.found:
         return f"the package {engine.distribution}", command
     if requirement and outcome.version and not requirement.specifier.contains(outcome.version, prereleases=True):
-        return f"{engine.distribution}{requirement.specifier} (here: {outcome.version})", command
+        return f"{engine.distribution}{requirement.specifier} (installed: {outcome.version})", command
     if outcome.timed_out:
-        return f"time: {outcome.error}", f"nemo-ext doctor {engine.name} --time-limit {10 * time_limit:g}"
+        return f"more time: {outcome.error}", f"nemo-ext doctor {engine.name} --time-limit {10 * time_limit:g}"
     if outcome.module and not outcome.module.startswith(engine.module) and outcome.module not in engine.imports:
         top = outcome.module.partition(".")[0]
         return f"the module {outcome.module}, which it imports", f"pip install {_DISTRIBUTIONS.get(top, top)}"
-    again = command.replace("pip install ", "pip install --force-reinstall --no-deps ")
-    return (f"an installation that works: {outcome.error}", again) if outcome.error else ("", "")
+    reinstall = command.replace("pip install ", "pip install --force-reinstall --no-deps ")
+    return (f"a working installation: {outcome.error}", reinstall) if outcome.error else ("", "")
 
 
-def _gpu_lack(*, build: str | None, devices: list[Mapping[str, Any]], problem: str) -> tuple[str, str]:
-    """First thing that keeps torch from using a GPU, and the command that helps; empty strings if nothing does."""
+def _missing_of_gpu(*, build: str | None, devices: list[Mapping[str, Any]], problem: str) -> tuple[str, str]:
+    """First obstacle to torch using a GPU, and the command that resolves it; empty strings if there is none."""
     if devices:
-        return (f"GPUs that work: {problem}", "nvidia-smi") if problem else ("", "")
+        return (f"working GPUs: {problem}", "nvidia-smi") if problem else ("", "")
     if not shutil.which("nvidia-smi"):
         slurm = "srun --gpus=1 " if shutil.which("srun") else ""
         return GPU_MISSING, f"{slurm}nemo-ext doctor   # on a machine with one"
@@ -148,42 +148,42 @@ def _gpu_lack(*, build: str | None, devices: list[Mapping[str, Any]], problem: s
         return "a CUDA build of torch", "pip install --force-reinstall torch --index-url https://pypi.org/simple"
     if (hidden := os.environ.get("CUDA_VISIBLE_DEVICES")) in ("", "-1"):
         return f"visible GPUs: CUDA_VISIBLE_DEVICES={hidden!r} hides them", "unset CUDA_VISIBLE_DEVICES"
-    return f"GPUs that torch can reach: {problem or 'it sees none'}", "nvidia-smi"
+    return f"GPUs that torch can use: {problem or 'it finds none'}", "nvidia-smi"
 
 
 _DESCRIPTION = """\
-Show which engines work on this machine, and what the others lack; each is imported in a separate process.
+Show which engines work on this machine, and what the rest require; each is imported in a separate process.
 
-Exit code 1 if hydra, torch or megatron-core does not work. With --install, before an installation: what is here by
-metadata alone, what pip would change, and commands that change nothing; exit code 1 if packages that are here would
-change, or if that is not known.
+Exit code 1 if hydra, torch or megatron-core does not work. With --install, before an installation: the installed
+packages by their metadata, the changes that pip would make, and commands that change no installed package; exit code 1
+if installed packages would change, or if that is unknown.
 """
 
 
 def _main(words: list[str]) -> None:
-    """Print the findings, or the report of `--install`."""
+    """Run `nemo-ext doctor`: print the findings, or the report of `--install`."""
     parser = argparse.ArgumentParser(prog="nemo-ext doctor", description=_DESCRIPTION)
-    parser.add_argument("engine", nargs="*", help=f"only these and what they need; known: {', '.join(ROWS)}")
+    parser.add_argument("engine", nargs="*", help=f"only these and their requirements; known: {', '.join(ROWS)}")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="time limit of an import or of pip")
-    parser.add_argument("--install", action="store_true", help="what an installation would change")
+    parser.add_argument("--install", action="store_true", help="show what an installation would change")
     parser.add_argument("--extra", nargs="+", action="extend", default=[], metavar="NAME", help="extras to install")
-    asked = parser.parse_args(words)
-    if asked.time_limit is not None and not asked.time_limit > 0:
-        parser.error(f"expected a number of seconds above 0, got {asked.time_limit:g}")
-    if (asked.install and asked.engine) or (asked.extra and not asked.install):
+    arguments = parser.parse_args(words)
+    if arguments.time_limit is not None and not arguments.time_limit > 0:
+        parser.error(f"expected a number of seconds above 0, got {arguments.time_limit:g}")
+    if (arguments.install and arguments.engine) or (arguments.extra and not arguments.install):
         parser.error("--install takes no engines, and --extra belongs to --install")
     try:
-        if asked.install:
-            report = install.report(asked.extra, time_limit=asked.time_limit or install.TIME_LIMIT)
-            print(install.shown(json.dumps(report, indent=2) if asked.json else install.text(report)))
+        if arguments.install:
+            report = install.report(arguments.extra, time_limit=arguments.time_limit or install.TIME_LIMIT)
+            print(install.shown(json.dumps(report, indent=2) if arguments.json else install.text(report)))
             sys.exit(report["changes"] is not False)
-        findings = examine(asked.engine, time_limit=asked.time_limit or TIME_LIMIT)
+        findings = examine(arguments.engine, time_limit=arguments.time_limit or TIME_LIMIT)
     except ValueError as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         sys.exit(130)
-    if asked.json:
+    if arguments.json:
         base, engines = ([row._asdict() for row in findings if (row.name in BASE) is of] for of in (True, False))
         print(
             json.dumps({"nemo_ext": __version__, "works": works(findings), "base": base, "engines": engines}, indent=2)
@@ -194,22 +194,22 @@ def _main(words: list[str]) -> None:
 
 
 def _print(findings: list[Finding]) -> None:
-    """A table, and below it what unusable engines lack with the command to copy."""
+    """Print a table of engines, and below it the missing requirements of unusable engines with a command to copy."""
     from rich import box, console, table
 
     style = box.SIMPLE_HEAD if sys.stdout.isatty() else None
-    rows = table.Table("", "version", "here", "what for", box=style, show_header=style is not None, pad_edge=False)
+    rows = table.Table("", "version", "here", "enables", box=style, show_header=style is not None, pad_edge=False)
     for finding in findings:
         what = f"{finding.enables}: {finding.note}" if finding.note else finding.enables
         here = "[green]yes" if finding.usable else "[red]no" if finding.required else "[yellow]no"
         rows.add_row(finding.name, finding.version or "-", here, what, end_section=finding.name == BASE[-1])
     console.Console(highlight=False, width=None if style else 500).print(rows)
     for finding in (finding for finding in findings if not finding.usable):
-        print(f"  {finding.name} lacks {finding.missing}\n      {finding.command}")
+        print(f"  {finding.name} requires {finding.missing}\n      {finding.command}")
     broken = ", ".join(finding.name for finding in findings if finding.required and not finding.usable)
     print(f"\ntraining does not work here: {broken}" if broken else "\nnemo-ext works here")
 
 
 DOCTOR = Command(
-    name="doctor", group="cluster", help="show which engines work on this machine, and what the others lack", main=_main
+    name="doctor", group="cluster", help="show which engines work here, and what the rest require", main=_main
 )

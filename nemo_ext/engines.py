@@ -1,7 +1,7 @@
-"""The engines that nemo_ext can use, and a probe that imports one in a separate process with a time limit.
+"""Engines that nemo_ext can use, and a probe that imports an engine in a separate process with a time limit.
 
-An import may crash, hang, or print. The process runs this file as a script, so only the standard library is imported
-at its top.
+An import may crash, hang, or print. The process runs this file as a script, so it imports only the standard library at
+the top.
 """
 
 import importlib
@@ -23,26 +23,26 @@ from pathlib import Path
 from typing import IO, Any
 
 TIME_LIMIT = 60.0
-"""Default time limit for importing an engine in seconds; vLLM on a cold network disk needs most of it."""
+"""Default time limit for importing an engine, in seconds; vLLM on a cold network disk needs most of it."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """A package that nemo_ext can use.
+    """Package that nemo_ext can use.
 
     Attributes:
-        name: Common name; its module's name, with `-` for a dot.
+        name: Common name: the module's name, with `-` for dots.
         distribution: Distribution name for pip.
-        imports: Imports that nemo_ext needs, as `module` or `module:attribute`; all are tried.
-        enables: Features that it adds to nemo_ext.
-        install: Command that installs it; `{requirement}` becomes the distribution with the versions required.
+        imports: Imports that nemo_ext needs, as `module` or `module:attribute`; all are tested.
+        enables: Features that it enables in nemo_ext.
+        install: Command that installs it; `{requirement}` is replaced by the distribution with version bounds.
         needs: Names of engines that it requires.
-        needs_gpu: True if it is of no use without an NVIDIA GPU.
-        part: Folder in the package that a package of the same name or an empty release lacks.
+        needs_gpu: True if it is useless without an NVIDIA GPU.
+        part: Folder in the package that distinguishes it from another package of the same name or an empty release.
         wrong: Message if that folder is missing.
         root_variable: Environment variable with the path of a source checkout.
-        without_gpu: Features left without a GPU, if not all.
-        required: True if nothing can be trained without it.
+        without_gpu: Features available without a GPU; "" for all.
+        required: True if training is impossible without it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Engine:
 
     @property
     def module(self) -> str:
-        """Module that can be found if the package is installed."""
+        """Module that exists if the package is installed."""
         return self.name.replace("-", ".")
 
 
@@ -69,15 +69,13 @@ _APEX = "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install --no-build-isolation git+htt
 _NEMO_RL = "git clone --recursive https://github.com/NVIDIA-NeMo/RL nemo-rl && export NEMO_RL_ROOT=$PWD/nemo-rl"
 
 OLDEST_MEGATRON = "0.18.2"
-"""Oldest Megatron-Core that the tests of docs/installs.md pass with."""
+"""Oldest Megatron-Core with which the tests of docs/installs.md pass."""
 UNTESTED_MEGATRON = (0, 21)
-"""First version that jobs refuse; pyproject.toml has the same bound."""
+"""First Megatron-Core version that jobs refuse; pyproject.toml has the same bound."""
 
 ENGINES = (
     Engine("hydra", "hydra-core", ("hydra", "omegaconf"), "configuration of every job", needs=(), required=True),
-    Engine(
-        "torch", "torch", ("torch",), "tensors, and training on the CPU where there is no GPU", needs=(), required=True
-    ),
+    Engine("torch", "torch", ("torch",), "tensors, and training on CPUs without a GPU", needs=(), required=True),
     Engine(
         "megatron-core",
         "megatron-core",
@@ -117,7 +115,7 @@ ENGINES = (
         _APEX,
         needs_gpu=True,
         part="normalization",
-        wrong="NVIDIA's apex: the apex installed is another project of that name",
+        wrong="NVIDIA's apex: the installed apex is another project of the same name",
     ),
     Engine(
         "megatron-bridge",
@@ -133,9 +131,9 @@ ENGINES = (
         "GRPO and DPO on many GPUs",
         _NEMO_RL,
         part="algorithms",
-        wrong=": the nemo_rl installed is PyPI's empty package",
+        wrong=": the installed nemo_rl is PyPI's empty package",
         root_variable="NEMO_RL_ROOT",
-        without_gpu="environments and tests alone: policies train on GPUs",
+        without_gpu="only environments and tests: policies train on GPUs",
     ),
     Engine(
         "nemo_gym",
@@ -156,44 +154,44 @@ ENGINES = (
 
 
 def require(*names: str) -> None:
-    """Refuses to begin a job without an engine. Of these torch alone is imported, whose libraries may not fit.
+    """Refuse to start a job whose engines are missing. Only torch is imported, as its libraries may be incompatible.
 
     Raises:
-        ValueError: an engine is not installed, is a Megatron-Core without hybrid models, or a torch that cannot be
-            imported; with what to do.
+        ValueError: an engine is not installed, Megatron-Core has no hybrid models or is too new, or torch cannot be
+            imported; the message has the remedy.
     """
     lacking = [engine for engine in ENGINES if engine.name in names and not folder_of(engine.module)]
     if lacking:
         raise ValueError(
-            f"this job needs {' and '.join(engine.distribution for engine in lacking)}: pip install 'nemo_ext[engine]' "
-            "(`nemo-ext doctor --install` says what that would change here)"
+            f"this job requires {' and '.join(engine.distribution for engine in lacking)}: pip install "
+            "'nemo_ext[engine]' (`nemo-ext doctor --install` shows what that would change here)"
         )
     if "megatron-core" in names and not folder_of("megatron.core.models.hybrid.hybrid_block"):
         raise ValueError(
-            f"this job needs megatron-core {OLDEST_MEGATRON} or later: the one here has no core.models.hybrid, "
-            "which our models are made of (docs/installs.md)"
+            f"this job requires megatron-core {OLDEST_MEGATRON} or later: the installed version does not have "
+            "core.models.hybrid, which our models are based on (docs/installs.md)"
         )
     if "megatron-core" in names and not os.environ.get("NEMO_EXT_UNTESTED"):
         from nemo_ext.megatron.versions import installed, spelled
 
         if installed() >= UNTESTED_MEGATRON:
             raise ValueError(
-                f"megatron-core {spelled(installed())} is newer than any that this nemo_ext was tested with: install a "
+                f"megatron-core {spelled(installed())} is newer than the versions tested with this nemo_ext: install a "
                 f"newer nemo_ext, or 'megatron-core<{spelled(UNTESTED_MEGATRON)}'; set NEMO_EXT_UNTESTED=1 to use it "
                 "anyway"
             )
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:
-        raise ValueError(f"torch is here but cannot be imported: {error}: see `nemo-ext doctor torch`") from error
+        raise ValueError(f"torch is installed but cannot be imported: {error}: see `nemo-ext doctor torch`") from error
 
 
 def folder_of(module: str, path: Sequence[str] | None = None) -> str:
-    """Folder that a module would be imported from, found without importing; empty if there is none.
+    """Folder that a module would be imported from, found without importing it; "" if it does not exist.
 
     Args:
-        module: name with dots. `find_spec` would import the packages it lies in.
-        path: folders to look in; None for all that Python looks in.
+        module: dotted name of the module; `find_spec` alone would import its parent packages.
+        path: folders to search; None for Python's path.
     """
     parts, origin, places = module.split("."), None, path
     for depth in range(len(parts)):
@@ -203,7 +201,7 @@ def folder_of(module: str, path: Sequence[str] | None = None) -> str:
         if spec is None:
             return ""
         origin, places = spec.origin, list(spec.submodule_search_locations or [])
-    return str(Path(origin).parent) if origin else ""  # a bare folder, as an uninstalled package leaves, has none
+    return str(Path(origin).parent) if origin else ""  # an empty folder left by an uninstalled package has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +209,13 @@ class Outcome:
     """Result of importing an engine.
 
     Attributes:
-        found: True if a package of that name is installed.
+        found: True if a package with the module's name is installed.
         version: Installed version, or None if unknown.
         whole: False if the folder `Engine.part` is missing.
-        error: One line on what failed, empty if everything was imported.
+        error: Error as one line; empty if everything was imported.
         module: Name of the module that was not found, if that was the error.
-        timed_out: True if the import was stopped.
-        cuda: For torch alone: `build`, `devices` (name, capability, memory_bytes) and `problem`.
+        timed_out: True if the import was stopped at the time limit.
+        cuda: For torch only: `build`, `devices` (name, capability, memory_bytes) and `problem`.
     """
 
     found: bool = False
@@ -230,12 +228,12 @@ class Outcome:
 
 
 def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Event | None = None) -> Outcome:
-    """Imports an engine in a separate process.
+    """Import an engine in a separate process.
 
     Args:
         engine: Engine to import.
-        time_limit: Seconds until the process and its process group are killed.
-        stop: Event that kills it at once when set.
+        time_limit: Seconds after which the process and its process group are killed.
+        stop: Event that kills the process at once when set.
     """
     environment = dict(os.environ)
     root = environment.get(engine.root_variable) if engine.root_variable else None
@@ -243,7 +241,7 @@ def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Eve
         environment["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [environment.get("PYTHONPATH")])])
     order = {key: getattr(engine, key) for key in ("distribution", "module", "imports", "part")}
     order["checkout"] = root is not None
-    # -P: this file's folder must not become a place to import from.
+    # -P: this file's folder must not be added to the import path.
     command = [sys.executable, "-P", __file__, json.dumps(order)]
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as noise:
         process = subprocess.Popen(
@@ -264,7 +262,7 @@ def probe(engine: Engine, *, time_limit: float = TIME_LIMIT, stop: threading.Eve
 
 
 def _last_words(code: int, noise: IO[bytes]) -> str:
-    """One line on how a process without an answer ended."""
+    """Line that describes how a process ended without an answer."""
     if code < 0:
         return f"the import ended with {signal.Signals(-code).name}"
     noise.seek(0)
@@ -272,7 +270,7 @@ def _last_words(code: int, noise: IO[bytes]) -> str:
     return f"the import ended the process with code {code}: {next(filter(None, reversed(lines)), '')[:200]}"
 
 
-# What follows runs in the process that imports.
+# The rest runs in the importing process.
 
 
 def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,7 +278,7 @@ def _import_here(order: Mapping[str, Any]) -> dict[str, Any]:
         spec = importlib.util.find_spec(order["module"])
     except ModuleNotFoundError:  # no parent package
         spec = None
-    if spec is None or spec.origin is None:  # a bare folder, as an uninstalled package leaves, has no origin
+    if spec is None or spec.origin is None:  # an empty folder left by an uninstalled package has no origin
         return {"found": False}
     answer: dict[str, Any] = {"found": True, "version": _version(order["distribution"])}
     folders = spec.submodule_search_locations or []
@@ -324,15 +322,15 @@ def _cuda() -> dict[str, Any]:
         devices.append({"name": properties.name, "capability": capability, "memory_bytes": properties.total_memory})
     if devices:
         try:
-            # A build without kernels for this GPU sees it and fails only here.
-            problem = "" if torch.ones(2, device="cuda").sum().item() == 2 else "a sum on the GPU came out wrong"
+            # A build without kernels for this GPU detects it but fails here.
+            problem = "" if torch.ones(2, device="cuda").sum().item() == 2 else "a sum on the GPU gave a wrong result"
         except RuntimeError as error:
             problem = str(error).split("\n")[0]
     return {"build": torch.version.cuda, "devices": devices, "problem": problem}
 
 
 def _main() -> None:
-    """Writes the answer to stdout; the engine's own output goes to stderr. Ends at once: some engines hang at exit."""
+    """Write the answer to stdout, the engine's own output to stderr, and exit at once, as some engines hang at exit."""
     channel = os.dup(1)
     os.dup2(2, 1)
     answer = _import_here(json.loads(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The old place of `python -m nemo_ext.memory.sampler`."""
+"""Alias of `python -m nemo_ext.memory.sampler` under its old name."""
 
 from nemo_ext.memory.sampler import main
 

@@ -1,6 +1,6 @@
-"""Parity of a conversion: logits of transformers on the Hugging Face folder, and of Megatron on its checkpoint.
+"""Parity check of a conversion: compares the logits of transformers and of Megatron.
 
-real text -> prompts of 16 tokens and more -> both models in fp32 -> differences of logits, in parity.json
+real text -> prompts of at least 16 tokens -> both models in fp32 -> differences of logits, in parity.json
 """
 
 import importlib.util
@@ -32,11 +32,11 @@ from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.settings import STRICT, Place, Whole, checked
 
 SHORTEST = 16
-"""Fewest tokens of a prompt."""
+"""Minimum number of tokens of a prompt."""
 TEXT = "local_text"
-"""Real text that every machine has, of hydra_conf/data."""
+"""Config in hydra_conf/data with real text that is available on every machine."""
 _CHARACTERS = 16
-"""Characters of text that are read for each token: more than most tokens have."""
+"""Characters of text read per token, more than most tokens have."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -44,11 +44,11 @@ class Settings:
     """Section `parity` of the convert job.
 
     Attributes:
-        prompts: number of prompts; 0 for no comparison.
-        data: files of text as for `nemo-ext tokenize input=`; None for `TEXT`.
-        longest: most tokens of a prompt.
-        tolerance: largest difference of two logits that passes.
-        seed: seed of the choice of prompts and their lengths.
+        prompts: number of prompts; 0 turns the comparison off.
+        data: text files as for `nemo-ext tokenize input=`; None for `TEXT`.
+        longest: maximum number of tokens of a prompt.
+        tolerance: maximum allowed difference of two logits.
+        seed: random seed for the choice of prompts and their lengths.
     """
 
     prompts: Whole
@@ -64,10 +64,10 @@ class Parity:
 
     Attributes:
         prompts: number of prompts.
-        tokens: number of their tokens, at each of which all logits are compared.
+        tokens: total number of tokens, at each of which all logits are compared.
         largest: largest absolute difference of two logits.
         mean: mean absolute difference.
-        equal_tokens: number of tokens after which both models have the same most likely next one.
+        equal_tokens: number of positions at which both models predict the same most likely next token.
         deviation: standard deviation of transformers' logits, for comparison.
     """
 
@@ -79,39 +79,39 @@ class Parity:
     deviation: float
 
     def summary(self) -> str:
-        """One line for the user."""
+        """Line for the user that summarises the differences."""
         return (
-            f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by {self.largest:.2g} at "
-            f"most, {self.mean:.2g} on average (their deviation is {self.deviation:.2g}); "
+            f"parity: {self.prompts} prompts, {self.tokens:,} tokens in fp32: logits differ by at most "
+            f"{self.largest:.2g}, on average {self.mean:.2g} (their standard deviation is {self.deviation:.2g}); "
             f"{self.equal_tokens:,} of {self.tokens:,} most likely tokens are equal"
         )
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings | None:
-    """The section of a convert job's config; None where nothing is compared.
+    """Read the section `parity` of a convert job's config; None if nothing is compared.
 
     Raises:
-        ValueError: a setting is wrong, the conversion changes what the model computes, or transformers is missing.
+        ValueError: a setting is invalid, the conversion changes the model's outputs, or transformers is missing.
     """
     settings = checked(Settings, config["parity"], "parity")
     if not settings.prompts:
         return None
     for key, none in (("tokenizer", None), ("dtype", None), ("change_rope", False)):
         if config[key] != none:
-            raise ValueError(f"parity.prompts and {key}={config[key]} exclude each other: that changes the model")
+            raise ValueError(f"parity.prompts and {key}={config[key]} exclude each other: {key} changes the model")
     source = Path(str(config["from"])).expanduser()
     if is_hugging_face(source) == (config["to_format"] == "huggingface") and is_hugging_face(source):
-        raise ValueError("parity.prompts compares transformers with Megatron: leave to_format=huggingface out")
+        raise ValueError("parity.prompts compares transformers with Megatron: remove to_format=huggingface")
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("parity.prompts needs transformers: pip install 'transformers>=5.0'")
+        raise ValueError("parity.prompts requires transformers: pip install 'transformers>=5.0'")
     return settings
 
 
 def convert(config: Mapping[str, Any]) -> None:
-    """Run the job `convert`, and compare logits before and after it where `parity.prompts` asks for that.
+    """Run the job `convert`, and compare the logits of both sides if `parity.prompts` is set.
 
     Raises:
-        ValueError: a setting is wrong, or the logits differ.
+        ValueError: a setting is invalid, or the logits differ.
     """
     settings = read_settings(config) if config["parity"]["prompts"] else None
     conversion(config)
@@ -120,7 +120,7 @@ def convert(config: Mapping[str, Any]) -> None:
 
 
 def run(config: Mapping[str, Any], settings: Settings) -> None:
-    """Compare the two sides of a finished conversion, and write parity.json into the folder that it made.
+    """Compare the two sides of a finished conversion, and write parity.json to the target folder.
 
     Raises:
         ValueError: the logits differ by more than the tolerance, or there is no text for the prompts.
@@ -128,20 +128,20 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
     source, to = (Path(str(config[key])).expanduser() for key in ("from", "to"))
     folder, checkpoint = (source, to) if is_hugging_face(source) else (to, source)
     if not (folder / "tokenizer.json").is_file():
-        raise ValueError(f"parity.prompts: {folder} has no tokenizer.json to make prompts with: files_from=FOLDER")
+        raise ValueError(f"parity.prompts: {folder} has no tokenizer.json, required for prompts: set files_from=FOLDER")
     found = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
     record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(found)}
     write_text(to / PARITY, json.dumps(record, indent=1) + "\n")
     notice(found.summary())
-    if not found.largest <= settings.tolerance:  # nor of NaN
+    if not found.largest <= settings.tolerance:  # also true for NaN
         raise ValueError(
-            f"parity.tolerance={settings.tolerance:g}: logits differ by {found.largest:.3g}: {to / PARITY} has the "
-            "figures; the two models do not compute the same"
+            f"parity.tolerance={settings.tolerance:g}: logits differ by {found.largest:.3g}, so the two models do not "
+            f"compute the same function; details are in {to / PARITY}"
         )
 
 
 def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
-    """Token ids of pieces of real text, from random places and of random lengths.
+    """Token ids of prompts: pieces of real text from random positions and of random lengths.
 
     Raises:
         ValueError: the text cannot be read, or has too few tokens.
@@ -174,7 +174,7 @@ def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
 
 
 def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: int | None = None) -> Parity:
-    """Run prompts through both models in fp32, one at a time; both are in memory, 8 bytes a parameter.
+    """Run prompts through both models in fp32, one at a time; both are in memory (8 bytes per parameter).
 
     Args:
         folder: Hugging Face folder.
@@ -189,7 +189,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
     its_logging.disable_progress_bar()
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Megatron, about what is not installed
+        warnings.simplefilter("ignore")  # Megatron's, about packages that are not installed
         from nemo_ext.megatron.session import build_model, data_parallel, put_tensors
 
     description = description_of(checkpoint)
@@ -215,7 +215,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
             positions = torch.arange(tokens.shape[1], device=device)[None]
             logits = model(tokens, positions, None)[0, :, : expected.shape[-1]]
             difference = (logits - expected).abs()
-            # Not max() of Python, to which NaN is smaller.
+            # Not Python's max(), which would ignore NaN.
             largest = float(torch.tensor([largest, float(difference.max())]).max())
             total += float(difference.mean(dtype=torch.float64)) * len(ids)
             deviation += float(expected.std()) * len(ids)
@@ -233,7 +233,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
 
 
 class _Tensors(Mapping[str, Any]):
-    """Tensors of a checkpoint by name, read when they are asked for."""
+    """Tensors of a checkpoint by name, read on access."""
 
     def __init__(self, reader: TorchDistReader) -> None:
         self._reader = reader

@@ -215,8 +215,8 @@ def test_an_override_without_effect_is_told(command: Command) -> None:
 
     assert json.loads(out)["hidden_size"] == 192
     assert err.splitlines() == [
-        "note: megatron.hidden_sise changes none of these figures; did you mean megatron.hidden_size?",
-        "note: megatron.lr changes none of these figures",
+        "note: megatron.hidden_sise has no effect on these figures; did you mean megatron.hidden_size?",
+        "note: megatron.lr has no effect on these figures",
     ]
 
 

@@ -138,7 +138,7 @@ def test_the_empty_nemo_rl_of_pypi_is_told_from_a_checkout(
     elsewhere = find("nemo_rl")
 
     assert not empty.usable
-    assert empty.missing == "a source checkout, named by NEMO_RL_ROOT: the nemo_rl installed is PyPI's empty package"
+    assert empty.missing == "a source checkout, named by NEMO_RL_ROOT: the installed nemo_rl is PyPI's empty package"
     assert "git clone" in empty.command
     assert (real.usable, real.version) == (True, "0.6.0")
     assert "policies train on GPUs" in real.note
@@ -159,7 +159,7 @@ def test_an_outdated_engine_is_not_usable(install: Install) -> None:
     trl = find("trl")
 
     assert trl.version == "0.1.0"
-    assert trl.missing == "trl>=1.16 (here: 0.1.0)"
+    assert trl.missing == "trl>=1.16 (installed: 0.1.0)"
 
 
 def test_a_containers_prerelease_counts(install: Install) -> None:
@@ -327,10 +327,10 @@ def test_vllm_says_where_our_plug_in_is_left_out(install: Install, monkeypatch: 
     assert (find("vllm").usable, find("vllm").note) == (True, "")
 
     monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
-    assert find("vllm").note == "VLLM_PLUGINS=lora_resolver leaves nemo_ext's plug-in out"
+    assert find("vllm").note == "VLLM_PLUGINS=lora_resolver excludes nemo_ext's plug-in"
 
     monkeypatch.setattr("nemo_ext.doctor.importlib.metadata.entry_points", lambda group: [])
-    assert "nemo_ext is not installed beside it" in find("vllm").note
+    assert "as nemo_ext is not installed" in find("vllm").note
 
 
 def test_megatron_bridge_lacks_transformer_engine(install: Install) -> None:
@@ -430,7 +430,7 @@ def test_a_terminal_gets_a_table(install: Install) -> None:
     os.close(ours)
 
     assert code == 0
-    assert "what for" in shown
+    assert "enables" in shown
     assert "─" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -438,7 +438,7 @@ def test_a_terminal_gets_a_table(install: Install) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["megatron"], "unknown engine megatron: expected some of python, hydra, torch"),
+        (["megatron"], "unknown engine megatron: expected any of python, hydra, torch"),
         (["--time-limit", "0"], "expected a number of seconds above 0, got 0"),
         (["--yaml"], "unrecognized arguments: --yaml"),
     ],
@@ -470,7 +470,9 @@ def test_a_megatron_newer_than_any_tested_is_refused(monkeypatch: pytest.MonkeyP
     assert f"<{versions.spelled(UNTESTED_MEGATRON)}" in asked["project"]["optional-dependencies"]["engine"][0]
     monkeypatch.setattr(versions, "installed", lambda: (*UNTESTED_MEGATRON, 0))
 
-    with pytest.raises(ValueError, match=r"megatron-core 0.21.0 is newer than any .* or 'megatron-core<0.21'"):
+    with pytest.raises(
+        ValueError, match=r"megatron-core 0.21.0 is newer than the versions tested .* or 'megatron-core<0.21'"
+    ):
         require("torch", "megatron-core")
     require("torch")
     monkeypatch.setenv("NEMO_EXT_UNTESTED", "1")
@@ -483,7 +485,7 @@ REQUIRE = "from nemo_ext.engines import require\nrequire('torch')"
 @pytest.mark.parametrize(
     ("torch", "said"),
     [
-        (None, "this job needs torch: pip install 'nemo_ext[engine]'"),
+        (None, "this job requires torch: pip install 'nemo_ext[engine]'"),
         ("raise OSError('libcudart.so.13: cannot open')", "cannot be imported: libcudart.so.13: cannot open: see"),
         ("raise ImportError('undefined symbol')", "cannot be imported: undefined symbol: see"),
     ],

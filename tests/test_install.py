@@ -114,7 +114,7 @@ class Place:
         return json.loads(result.stdout)
 
     def follow(self, told: Mapping[str, Any], way: int = -1) -> tuple[dict[str, str], str]:
-        """Runs one way of a report as a shell reads it from its text; what is installed after it, and what it said."""
+        """Run a command of a report in a shell, from its text; returns the installed packages and the output."""
         commands = install.text({**told}).split("\n\n")[way].partition("\n")[2]
         words = ["bash", "-ec", commands]
         done = subprocess.run(words, cwd=self.folder, env=self.environment, stdout=-1, stderr=-2, text=True, check=True)
@@ -134,8 +134,8 @@ def place(tmp_path: Path) -> Place:
 
 
 PIP = "~/env/bin/python -m pip"
-REFUSES = "This refuses rather than change what is here"
-LEAVES_OUT = "This installs what fits beside what is here, and names what it leaves out"
+REFUSES = "This fails rather than change installed packages"
+LEAVES_OUT = "This installs the compatible packages, and names those it leaves out"
 
 
 def test_nothing_changes(place: Place) -> None:
@@ -152,7 +152,7 @@ def test_nothing_changes(place: Place) -> None:
     )
 
     assert (told["changes"], told["changed"], told["new"]) == (False, {}, {"numpy": "2.0"})
-    assert told["ways"] == {"This changes nothing that is here": [f"{PIP} install ~/nemo_ext-9.9-py3-none-any.whl"]}
+    assert told["ways"] == {"This changes no installed package": [f"{PIP} install ~/nemo_ext-9.9-py3-none-any.whl"]}
     assert told["here"]["PIP_CONSTRAINT"] == "~/constraint.txt"
     assert told["here"]["NVIDIA_PYTORCH_VERSION"] == "25.12"
     assert "secret" not in json.dumps(told)
@@ -164,7 +164,7 @@ def test_nothing_changes(place: Place) -> None:
 
 
 def test_a_change_is_named_and_the_constraints_keep_what_is_here(place: Place) -> None:
-    """The newest helper wants a newer torch, the one before it does not. An older nemo_ext may be replaced."""
+    """The newest helper requires a newer torch, its predecessor does not. An older nemo_ext may be replaced."""
     place.own(["helper"])
     place.offer("torch", "2.13.0", "nvidia-cudnn-cu13")
     place.offer("nvidia_cudnn_cu13", "9")
@@ -235,7 +235,7 @@ def test_a_source_tree_is_not_to_be_doubled(place: Place, tmp_path: Path) -> Non
     told = place.told("--extra", "engine", code=1, path=f"{own}{os.pathsep}{tree}")
 
     assert told["engines"]["megatron-core"].startswith("source tree ~/Megatron-LM/megatron/core, without metadata")
-    assert told["engines"]["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported in its place")
+    assert told["engines"]["torch"].endswith("hidden by ~/Megatron-LM/torch, which is imported instead")
     assert told["changed"] == {"megatron-core": "source tree -> 0.19.0"}
     assert [*told["ways"]] == [LEAVES_OUT]
     assert "megatron_core" not in place.follow(told)[0]

@@ -29,7 +29,7 @@ def mine(tmp_path: Path) -> Path:
     ("words", "said"),
     [
         (["max_bad_share=0.5"], "Could not override 'max_bad_share': it is of a source: in place of input=FILE"),
-        (["inptu=x"], "Could not override 'inptu': tokenize has no such key; `nemo-ext tokenize --help` names"),
+        (["inptu=x"], "Could not override 'inptu': tokenize has no such key; `nemo-ext tokenize --help` lists"),
         (["data=evil"], "data/evil.yaml, line 4: could not determine a constructor for the tag"),
         (["data=nosuch"], "data=nosuch: no such data: known: "),
         (["data=latin"], "a YAML file of this config is not UTF-8"),
@@ -37,7 +37,7 @@ def mine(tmp_path: Path) -> Path:
         (["+phases=3"], "phases=3: expected a section"),
         (
             ["directory=x"],
-            "directory: tokenize has no such config group; if a key is meant, move the folder directory out",
+            "directory: tokenize has no such config group; if you meant a key, move the folder directory out",
         ),
     ],
 )
@@ -75,6 +75,6 @@ def test_a_bad_key_of_a_stage_names_the_stage(mine: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("account", ["X;rm -rf .", "X\n#SBATCH", "$HOME", "-A", "X Y", ""])
 def test_an_account_is_a_name(account: str) -> None:
-    with pytest.raises(ValueError, match=r"account='.*' cannot be a name of Slurm's: write letters, digits"):
+    with pytest.raises(ValueError, match=r"account='.*' is not a valid name in Slurm: use only letters, digits"):
         settings_of([f'account="{account}"' if account else "account=''"])
     assert settings_of(["account=EUHPC_D01-200@site.eu"]).account == "EUHPC_D01-200@site.eu"

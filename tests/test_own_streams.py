@@ -38,7 +38,7 @@ def test_own_streams_replace_the_data_of_every_recipe(recipe: str) -> None:
         else given
     )
     if compose(job, given)["data"].get("tokenizer") is None:
-        with pytest.raises(ValueError, match=r"streams: this recipe names no tokenizer: say .*data\.tokenizer="):
+        with pytest.raises(ValueError, match=r"streams: this recipe names no tokenizer: name .*data\.tokenizer="):
             compose(job, [*words, TREE])
         words = [*words, "data.tokenizer={kind: huggingface, path: /t}"]
 
@@ -89,7 +89,10 @@ def test_tokenize_and_blend_take_the_same_words() -> None:
     ("words", "said"),
     [
         ([TREE, "data=mock"], "streams and data=mock exclude each other"),
-        ([TREE, "data.directory=x"], r"data\.directory is of the recipe's data: streams lie in data_root"),
+        (
+            [TREE, "data.directory=x"],
+            r"data\.directory applies to the recipe's data only: streams are read from data_root",
+        ),
     ],
 )
 def test_what_does_not_go_with_own_streams_is_refused(words: list[str], said: str) -> None:

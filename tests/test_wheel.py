@@ -186,7 +186,7 @@ def test_the_wheel_alone_reports_what_is_here(dist: Path) -> None:
     assert (ended.returncode, ended.stderr) == (0, "")
     report = json.loads(ended.stdout)
     assert (report["error"], report["changed"], report["new"]) == ("", {}, {})
-    (command,) = report["ways"]["This changes nothing that is here"]
+    (command,) = report["ways"]["This changes no installed package"]
     assert wheel.name in command
 
 

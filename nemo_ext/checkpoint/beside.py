@@ -1,4 +1,4 @@
-"""Files beside the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
+"""Files next to the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
 
 import importlib.resources
 import json
@@ -18,18 +18,18 @@ EXTRAS = "hf_files"
 """Folder in a converted Megatron checkpoint for the other files of the Hugging Face folder: tokenizer, template, ..."""
 EXTRA_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")
 PARITY = "parity.json"
-"""Logits of transformers beside those of Megatron, in the folder of a conversion."""
+"""Record of a logit comparison between transformers and Megatron, in the folder of a conversion."""
 NOT_EXTRA = (PARITY, "model.safetensors.index.json", "conversion.json", "pytorch_model.bin.index.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def is_hugging_face(path: Path) -> bool:
-    """True if a folder is a Hugging Face checkpoint; a run directory may hold a config.json of its own."""
+    """True if a folder is a Hugging Face checkpoint rather than a run directory, which may also hold a config.json."""
     return (path / CONFIG).is_file() and not (path / "checkpoints").is_dir()
 
 
 def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
-    """Model config beside a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
+    """Model config next to a Megatron checkpoint: a run's config.yaml, or a converted checkpoint's model file.
 
     Args:
         source: path that the user named.
@@ -56,13 +56,13 @@ def _read_yaml(file: Path) -> dict[str, Any]:
 
 
 def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, comment: str) -> None:
-    """Write `model/NAME.yaml`: `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
+    """Write `model/NAME.yaml`, so that `nemo-ext train --config-dir FOLDER model=NAME` trains the model.
 
     Args:
         folder: folder of the checkpoint.
         sections: sections `model` and `megatron` of the config.
-        name: final name of the checkpoint's folder, from which the file's name is made.
-        comment: origin of the weights.
+        name: final name of the checkpoint's folder, from which the file's name is derived.
+        comment: origin of the weights, written as a comment on the second line.
     """
     name = model_name(name)
     named = {**sections, "model": {**sections["model"], "name": name}}
@@ -72,7 +72,7 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
 
 
 def model_name(name: str) -> str:
-    """Name of a model file that Hydra accepts and that no packaged model has: the packaged file would win."""
+    """Model file name that Hydra accepts and that does not clash with a packaged model, which would take precedence."""
     name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
     packaged = (importlib.resources.files("hydra_conf") / "model" / f"{name}.yaml").is_file()
     a_word = name[0].isalpha() and name.lower() not in ("null", "true", "false", "inf", "nan")
@@ -80,7 +80,7 @@ def model_name(name: str) -> str:
 
 
 def extras_beside(source: Path, folder: Path) -> Path | None:
-    """Folder with tokenizer and other files, of this checkpoint or of the one that its run began from."""
+    """Folder with the tokenizer and other files of a checkpoint, or of the one its run was initialised from."""
     places = [source, folder.parent, folder.parent.parent]
     seen = {place.resolve() for place in places}
     while places:
@@ -95,13 +95,13 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
 
 
 def _begun_from(run: Path, seen: Collection[Path]) -> Path | None:
-    """Checkpoint that a run was initialised from, unless it is one of the folders `seen`: a run may name itself."""
+    """Checkpoint that a run was initialised from, or None if it is in `seen` (a run may name itself)."""
     if not (run / "config.yaml").is_file():
         return None
     begun = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
     if not begun:
         return None
-    # A relative path was meant from where the run was started, which is somewhere above its directory.
+    # A relative path is relative to where the run was started, which is the run directory or one of its parents.
     candidates = [base / str(begun) for base in (Path(), run.absolute(), *run.absolute().parents)]
     return next((earlier for earlier in candidates if earlier.is_dir() and earlier.resolve() not in seen), None)
 
@@ -114,7 +114,7 @@ def copy_extras(source: Path, folder: Path, *, code: bool) -> None:
 
 
 def keep_extras(source: Path | None, folder: Path) -> None:
-    """Copy the files of a Hugging Face folder other than weights, if there is one, into a Megatron checkpoint."""
+    """Copy the files of a Hugging Face folder other than weights into a Megatron checkpoint; nothing for None."""
     if source is not None:
         (folder / EXTRAS).mkdir(exist_ok=True)
         copy_extras(source, folder / EXTRAS, code=True)
@@ -127,7 +127,7 @@ def extra_files(source: Path) -> list[Path]:
 
 
 def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
-    """Keys of the original config.json that the model does not decide; of another class, the token ids alone."""
+    """Keys of the original config.json that the model does not determine; only token ids if its class differs."""
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():
         return none
@@ -143,7 +143,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        CheckpointError: the file does not hold one.
+        CheckpointError: the file cannot be read or does not hold a JSON object.
     """
     try:
         found = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""`nemo-ext convert`, `merge` and `fetch`."""
+"""Commands `nemo-ext convert`, `merge` and `fetch`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,7 +43,7 @@ CONVERT = Job(
 MERGE = Job(
     name="merge",
     group="compress",
-    help="average checkpoints: a weighted soup, or points on the line between two",
+    help="average checkpoints: a weighted soup, or interpolation between two",
     run="nemo_ext.checkpoint.merge:run",
     engines=("torch",),
     resumable=True,

@@ -1,4 +1,4 @@
-"""The convert job: a composed config's conversion, with a dry run that lists every tensor."""
+"""Convert job: runs the conversion that a composed config describes; a dry run lists every tensor."""
 
 import shlex
 import sys
@@ -17,11 +17,11 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 
 PLAIN_WIDTH = 200
-"""Width of the listing in columns where it does not go to a terminal."""
+"""Width of the tensor listing, in columns, when stdout is not a terminal."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the conversion that a config describes, or with `dry_run` only list it.
+    """Run the conversion that a config describes, or only list it with `dry_run`.
 
     Raises:
         ValueError: see `nemo_ext.checkpoint.hf`.
@@ -37,23 +37,23 @@ def run(config: Mapping[str, Any]) -> None:
     if not isinstance(config["dry_run"], bool):
         raise ValueError(f"dry_run={config['dry_run']}: expected true or false")
     if config["model"]["pattern"] and HydraConfig.initialized():
-        # A whole model has keys that do not affect a checkpoint; a key that the user typed must.
+        # A complete model has keys that do not affect a checkpoint; keys typed on the command line must affect it.
         typed = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
         keys = {name.removeprefix("megatron."): None for name in typed if name.startswith("megatron.")}
         check_effect(config, "megatron", keys)
-    made = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
+    conversion = plan(Path(config["from"]), folder_to_make(Path(config["to"])), settings, config)
     if config["dry_run"]:
-        _list(made)
-        check_target(made.to)
-        if not is_made(made, settings):
-            check_room(made.to, made.bytes)
-    notice(_summary(made, settings))
-    for remark in made.remarks:
+        _list(conversion)
+        check_target(conversion.to)
+        if not is_made(conversion, settings):
+            check_room(conversion.to, conversion.bytes)
+    notice(_summary(conversion, settings))
+    for remark in conversion.remarks:
         notice(f"note: {remark}")
     if config["dry_run"]:
         return
-    convert(made, settings)
-    notice(f"done: {made.to}" + (f"\n{_next(made)}" if made.to_format != HUGGING_FACE else ""))
+    convert(conversion, settings)
+    notice(f"done: {conversion.to}" + (f"\n{_next(conversion)}" if conversion.to_format != HUGGING_FACE else ""))
 
 
 def _summary(made: Plan, settings: Settings) -> str:
@@ -72,7 +72,7 @@ def _next(made: Plan) -> str:
 
 
 def _list(made: Plan) -> None:
-    """Print every tensor: sources, target, shape and type."""
+    """Print a table of every tensor with its sources, target, shape and type."""
     from rich.console import Console
     from rich.table import Table
 

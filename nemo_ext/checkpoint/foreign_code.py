@@ -1,7 +1,7 @@
-"""Python files of Hugging Face folders that transformers would import: which need the user's consent.
+"""Consent for the Python files of Hugging Face folders that transformers would import.
 
-transformers imports what a folder's `auto_map` names, and what that imports. Modelling files of our exports run without
-consent if every Python file of the folder is, byte for byte, one of ours.
+transformers imports the modules that a folder's `auto_map` names, and everything they import. The modelling files of
+our exports need no consent if every Python file in the folder is byte for byte one of ours.
 """
 
 import json
@@ -15,40 +15,40 @@ from nemo_ext.checkpoint.storage import listed
 KEY = "trust_remote_code"
 _OWN = files("nemo_ext.checkpoint.remote_code")
 _NO_CONFIG = ("tokenizer.json", "vocab.json")
-"""Large files that no class is looked up in."""
+"""Large files that cannot hold an `auto_map`, skipped for speed."""
 
 
 def may_run_code(name: str, config: Mapping[str, Any]) -> bool:
-    """Value of `trust_remote_code` to give to transformers for a folder.
+    """Value of `trust_remote_code` to pass to transformers for a folder.
 
     Args:
-        name: name of the folder, or of a repository that something else would download.
-        config: config of the job; its `trust_remote_code` is the user's consent.
+        name: path of the folder, or name of a repository that would be downloaded.
+        config: config of the job, whose `trust_remote_code` is the user's consent.
 
     Raises:
-        ValueError: there are files of others without the user's consent; names them, and the key.
+        ValueError: there is third-party code without the user's consent; names the files and the key.
     """
     if config.get(KEY):
         return True
     folder = Path(name).expanduser()
     if not folder.is_dir():
         raise ValueError(
-            f"{name}: no folder on this machine, and Python files of what would be downloaded would run unseen: "
+            f"{name}: not a folder on this machine, and Python files of the download would run unreviewed: "
             f"download it and name the folder, or set {KEY}=true"
         )
-    found = foreign_code(folder)
-    if found:
-        earlier = sorted({*found} & {each.name for each in _OWN.iterdir()})
-        hint = f" (if an earlier nemo_ext exported it, copy today's {listed(earlier)} from {_OWN} over it)"
+    foreign = foreign_code(folder)
+    if foreign:
+        earlier = sorted({*foreign} & {file.name for file in _OWN.iterdir()})
+        hint = f" (if an earlier nemo_ext exported it, replace it with the current {listed(earlier)} from {_OWN})"
         raise ValueError(
-            f"{folder}: transformers would run {listed(found)} of this folder (auto_map), which is not nemo_ext's: "
-            f"read it, then set {KEY}=true{hint if earlier else ''}"
+            f"{folder}: transformers would run {listed(foreign)} from this folder (auto_map), which is not part of "
+            f"nemo_ext: review the code, then set {KEY}=true{hint if earlier else ''}"
         )
     return bool(_named(folder)[0])
 
 
 def foreign_code(folder: Path) -> list[str]:
-    """Code that transformers would run and that is not ours: classes of other places, files of this folder."""
+    """Third-party code that transformers would run: classes in other repositories, and files in this folder."""
     named, files = _named(folder)
     if not named and not files:
         return []
@@ -58,9 +58,9 @@ def foreign_code(folder: Path) -> list[str]:
 
 
 def _named(folder: Path) -> tuple[set[str], list[str]]:
-    """Classes named in every `auto_map` of the folder, and files that may name more elsewhere.
+    """Classes named in the `auto_map`s of a folder, and files that may redirect transformers to other repositories.
 
-    A tokenizer's `auto_map` is a mapping to a list of two, either of them null, or such a list itself.
+    A tokenizer's `auto_map` maps to a list of two classes, either of which may be null, or is such a list itself.
     """
     words: list[Any] = []
     redirecting = [name for name in ("adapter_config.json",) if (folder / name).is_file()]
@@ -82,7 +82,7 @@ def _named(folder: Path) -> tuple[set[str], list[str]]:
 
 
 def _is_of(folder: Path, word: str) -> bool:
-    """True if a name means a class of a file that lies in the folder itself, which is compared with ours."""
+    """True if an `auto_map` entry names a class in a file of this folder (which is then compared with ours)."""
     module, _, name = word.partition(".")
     return module.isidentifier() and name.isidentifier() and (folder / f"{module}.py").is_file()
 

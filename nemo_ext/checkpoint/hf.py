@@ -1,8 +1,8 @@
-"""Converting checkpoints between Hugging Face and Megatron, tensor by tensor, on one process without a GPU.
+"""Conversion of checkpoints between Hugging Face and Megatron, tensor by tensor, in one process without a GPU.
 
-    source -> description of its model -> rows (formats/) -> parts of about a shard each -> a folder renamed at the end
+    source -> model description -> tensor mapping (formats/) -> shards -> folder, renamed at the end
 
-Both directions are exact: no number changes unless `dtype` asks for another type.
+Both directions are exact: no value changes unless `dtype` requests another type.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LONGEST = "max_position_embeddings"
 TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 """Megatron's names of the embedding and the output layer."""
 PADDED = 128
-"""Multiple up to which Megatron pads the rows of a vocabulary (its `make_vocab_size_divisible_by`)."""
+"""Multiple to which Megatron pads the vocabulary (its `make_vocab_size_divisible_by`)."""
 ROPE_KEYS = ("rotary_base", "rotary_percent", "rotary_scaling_factor", "rope_scaling_factor", "use_rope_scaling")
 
 
@@ -67,18 +67,21 @@ class Settings:
 
     Attributes:
         architecture: Hugging Face class to write; None for the first that can express the model.
-        dtype: type to cast to, `bfloat16` for example; None keeps every tensor's own.
-        shard_gigabytes: size of a shard, and of what an interruption loses.
-        files_from: folder with tokenizer and other files for a Hugging Face checkpoint.
-        change_rope: accept a checkpoint whose RoPE settings differ from the model config's; no weight depends on them.
+        dtype: type to cast to, such as `bfloat16`; None keeps every tensor's type.
+        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
+        files_from: folder with the tokenizer and other files for a Hugging Face checkpoint.
+        change_rope: accept RoPE settings in the model config that differ from the checkpoint's; no weight depends on
+            them.
         check_finite: refuse NaN and infinity.
-        verify: read everything again at the end and compare checksums.
+        verify: read every tensor back at the end and compare checksums.
         iteration: iteration of the run's checkpoint to read; None for the newest.
-        to_format: format to write, `huggingface` or `megatron`; None for the one that the source is not.
-        tokenizer: folder of another tokenizer, for which the vocabulary's rows are made; its files go along.
-        old_tokenizer: folder of the checkpoint's own; None for the one beside it.
-        new_rows: row of a token that the old tokenizer lacks: `pieces`, `mean` or `zero` (`retokenize.vocabulary`).
-        template: chat template that goes along in place of the tokenizer's own; see `Template.load`.
+        to_format: format to write, `huggingface` or `megatron`; None for the opposite of the source's.
+        tokenizer: folder of another tokenizer, to whose vocabulary the embedding and output layer are converted; its
+            files are copied to the target.
+        old_tokenizer: folder of the checkpoint's tokenizer; None for the tokenizer found next to it.
+        new_rows: initialisation of tokens missing from the old tokenizer: `pieces`, `mean` or `zero`
+            (`retokenize.vocabulary`).
+        template: chat template to write in place of the tokenizer's own; see `Template.load`.
     """
 
     architecture: str | None = None
@@ -101,9 +104,9 @@ class Settings:
         for key in ("tokenizer", "old_tokenizer"):
             folder = getattr(self, key)
             if folder is not None and not (folder / TOKENIZER).is_file():
-                raise ValueError(f"{key}={folder}: a folder with a {TOKENIZER} is wanted")
+                raise ValueError(f"{key}={folder}: expected a folder with a {TOKENIZER}")
         if self.tokenizer is None and (self.old_tokenizer is not None or self.new_rows != "pieces"):
-            raise ValueError("old_tokenizer and new_rows are for tokenizer=FOLDER: give that too")
+            raise ValueError("old_tokenizer and new_rows require tokenizer=FOLDER")
         if self.dtype is not None:
             torch_dtype(self.dtype)
         if self.to_format not in (None, HUGGING_FACE, MEGATRON):
@@ -116,20 +119,20 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A conversion before it begins: everything checked, nothing written.
+    """Checked conversion that has not written anything yet.
 
     Attributes:
         reader: the source.
-        to: the folder to make.
+        to: target folder.
         to_format: format to write, `huggingface` or `megatron`.
         description: description of the model.
-        format: Hugging Face format that is written, or was read.
+        format: Hugging Face format on either side of the conversion.
         config: config.json to write, for Hugging Face.
-        work: work of every row of the mapping.
-        extras: folder with tokenizer and other files, if any.
-        tokenizer: folder of another tokenizer, whose files take the place of those of `extras`; None for none.
+        work: work items, one per row of the tensor mapping.
+        extras: folder with the tokenizer and other files, if any.
+        tokenizer: folder of another tokenizer, whose files replace the tokenizer files of `extras`; None keeps them.
         remarks: notes for the user.
-        of_bytes: whether the model was trained on bytes, whose tokenizer is written.
+        of_bytes: whether the model was trained on bytes, so that a byte tokenizer is written.
     """
 
     reader: SafetensorsReader | TorchDistReader | Retokenized
@@ -151,22 +154,22 @@ class Plan:
 
 
 def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None = None) -> Plan:
-    """Open the source, identify its model, and plan the target.
+    """Open the source, identify its model and plan the target; nothing is written.
 
     Args:
-        source: a Hugging Face folder; or a run directory, checkpoints directory or checkpoint of Megatron.
-        to: the folder to make.
+        source: Hugging Face folder, or a run directory, checkpoints directory or checkpoint of Megatron.
+        to: target folder.
         settings: see `Settings`.
-        config: sections `model` and `megatron`. With a `model.pattern` they are the whole model and are compared with
-            the checkpoint; without one they change single keys of the config beside it; None changes nothing.
+        config: sections `model` and `megatron`. With a `model.pattern` they define the complete model and must match
+            the checkpoint; without, they override single keys of the checkpoint's config; None overrides nothing.
 
     Raises:
-        ValueError: a checkpoint that is broken or does not fit the model config; a model that no format can express.
+        ValueError: the checkpoint is corrupt or does not match the model config, or no format can express the model.
     """
     if not source.exists():
         raise CheckpointError(f"from={source}: no such folder")
     if to.resolve() == source.resolve():
-        raise CheckpointError(f"to={to}: is what is converted: choose another folder")
+        raise CheckpointError(f"to={to}: is also the source: choose another folder")
     if is_hugging_face(source):
         return _plan_from_hf(source, to, settings, config)
     return _plan_from_megatron(source, to, settings, config)
@@ -175,36 +178,37 @@ def plan(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] |
 def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
     if settings.iteration is not None:
         raise ValueError(
-            f"iteration={settings.iteration} is for a run of Megatron, {source} is Hugging Face's: leave it out"
+            f"iteration={settings.iteration} applies to Megatron runs only, and {source} is a Hugging Face folder: "
+            "remove iteration"
         )
     whole = SafetensorsReader(source)
-    given = read_json(source / CONFIG)
-    found, description = read(given)
-    off = ignored(given)
-    remarks = [f"config.json: {', '.join(off)}: switched off and known to nothing here, so ignored"] if off else []
-    remarks += [f"{', '.join(whole.unread)}: no files of this model's weights, so ignored"] if whole.unread else []
-    wanted = _with_changes(to_config(description), config)
-    if wanted is not None:
-        description = _agreed(description, from_config(wanted), settings)
-    expected = {n: s for e in found.entries(description) for n, s in zip(e.names, e.shapes, strict=True)}
-    check_tensors(whole, expected, ignored=_harmless(whole, description, found))
+    config_json = read_json(source / CONFIG)
+    hf_format, description = read(config_json)
+    off = ignored(config_json)
+    remarks = [f"config.json: {', '.join(off)}: unknown keys that are switched off, ignored"] if off else []
+    remarks += [f"{', '.join(whole.unread)}: not weights of this model, ignored"] if whole.unread else []
+    requested = _with_changes(to_config(description), config)
+    if requested is not None:
+        description = _agreed(description, from_config(requested), settings)
+    expected = {n: s for e in hf_format.entries(description) for n, s in zip(e.names, e.shapes, strict=True)}
+    check_tensors(whole, expected, ignored=_harmless(whole, description, hf_format))
     extras = settings.files_from or source
-    tables = [f"{found.outside[role]}.weight" for role in ("embedding", "head")]
+    tables = [f"{hf_format.outside[role]}.weight" for role in ("embedding", "head")]
     pad = settings.to_format != HUGGING_FACE
     reader, description, more = _with_tokenizer(whole, tables, description, settings, beside=extras, pad=pad)
     remarks += more
-    entries = list(found.entries(description))
+    entries = list(hf_format.entries(description))
     if settings.to_format == HUGGING_FACE:
-        made = _plan_to_hf(reader, entries, to, settings, description, extras)
-        return replace(made, remarks=[*remarks, *made.remarks])
+        target = _plan_to_hf(reader, entries, to, settings, description, extras)
+        return replace(target, remarks=[*remarks, *target.remarks])
     if settings.architecture is not None:
-        raise ValueError(f"architecture={settings.architecture} is for writing Hugging Face checkpoints: leave it out")
+        raise ValueError(f"architecture={settings.architecture} applies to Hugging Face targets only: remove it")
     return Plan(
         reader=reader,
         to=to,
         to_format=MEGATRON,
         description=description,
-        format=found,
+        format=hf_format,
         config={},
         work=[_work(reader, entry, entry.pieces, settings) for entry in entries],
         extras=extras,
@@ -216,19 +220,19 @@ def _plan_from_hf(source: Path, to: Path, settings: Settings, config: Mapping[st
 def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapping[str, Any] | None) -> Plan:
     folder = checkpoint_folder(source, settings.iteration)
     if settings.iteration is not None and folder.name != f"iter_{settings.iteration:07d}":
-        raise ValueError(f"iteration={settings.iteration}: {source} is one checkpoint, not a run: leave it out")
+        raise ValueError(
+            f"iteration={settings.iteration}: {source} is a single checkpoint, not a run: remove iteration"
+        )
     whole = TorchDistReader(folder)
     if settings.to_format == MEGATRON:
-        raise ValueError("to_format=megatron: the checkpoint is Megatron's already")
+        raise ValueError("to_format=megatron: the source is already a Megatron checkpoint: remove to_format")
     beside = config_beside(source, folder)
-    wanted = _with_changes(beside, config)
-    if beside is None and wanted is None:
-        raise CheckpointError(
-            f"{source}: no config.yaml and no model/*.yaml beside it: say which model it is, model=..."
-        )
-    description = from_config(beside or wanted or {})
-    if beside is not None and wanted is not None:
-        description = _agreed(description, from_config(wanted), settings)
+    requested = _with_changes(beside, config)
+    if beside is None and requested is None:
+        raise CheckpointError(f"{source}: no config.yaml and no model/*.yaml next to it: name the model with model=...")
+    description = from_config(beside or requested or {})
+    if beside is not None and requested is not None:
+        description = _agreed(description, from_config(requested), settings)
     entries = list(choose(description, settings.architecture)[0].entries(description))
     check_tensors(whole, {piece.key: piece.whole for entry in entries for piece in entry.pieces})
     extras = settings.files_from or extras_beside(source, folder)
@@ -236,8 +240,8 @@ def _plan_from_megatron(source: Path, to: Path, settings: Settings, config: Mapp
     if remarks:
         entries = list(choose(description, settings.architecture)[0].entries(description))
     named = next((found for data in data_sections(beside or {}) if (found := data.get("tokenizer"))), None)
-    made = _plan_to_hf(reader, entries, to, settings, description, extras, named)
-    return replace(made, remarks=[*remarks, *made.remarks])
+    target = _plan_to_hf(reader, entries, to, settings, description, extras, named)
+    return replace(target, remarks=[*remarks, *target.remarks])
 
 
 def _with_tokenizer(
@@ -249,30 +253,32 @@ def _with_tokenizer(
     beside: Path | None,
     pad: bool,
 ) -> tuple[SafetensorsReader | TorchDistReader | Retokenized, Description, list[str]]:
-    """The checkpoint and its description with the vocabulary of `settings.tokenizer`, if there is one, and a remark.
+    """Checkpoint and description converted to the vocabulary of `settings.tokenizer`, if that is set, with a remark.
 
     Args:
         reader: the checkpoint.
-        tables: names of its embedding and output layer.
-        description: its description.
+        tables: names of the embedding and the output layer.
+        description: description of its model.
         settings: settings of the conversion.
-        beside: folder that has the checkpoint's tokenizer, if any.
-        pad: whether Megatron gets rows of padding up to a multiple of `PADDED`.
+        beside: folder with the checkpoint's tokenizer, if any.
+        pad: whether to pad the vocabulary to a multiple of `PADDED`, as Megatron does.
     """
     if settings.tokenizer is None:
         return reader, description, []
     old = settings.old_tokenizer or beside
     if old is None or not (old / TOKENIZER).is_file():
-        raise ValueError("tokenizer: the checkpoint's own tokenizer is not beside it: name it, old_tokenizer=FOLDER")
+        raise ValueError(
+            "tokenizer: no tokenizer is next to the checkpoint: name its tokenizer with old_tokenizer=FOLDER"
+        )
     made = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
     rows = -(-made.size // PADDED) * PADDED if pad else made.size
     architecture = replace(description.architecture, vocab_size=rows)
     changed = replace(description, vocab_size=made.size, architecture=architecture)
-    return Retokenized(reader, tables, made), changed, [made.told()]
+    return Retokenized(reader, tables, made), changed, [made.summary()]
 
 
 def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
-    """Tensors of older checkpoints that may be ignored: RoPE's frequencies, a copy of a tied output layer."""
+    """Redundant tensors of older checkpoints: RoPE frequencies, and a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
     head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
@@ -284,26 +290,28 @@ def _harmless(reader: SafetensorsReader, description: Description, found: Format
 
 
 def _with_changes(beside: Mapping[str, Any] | None, config: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Config of the model that the user asked for, or the checkpoint's with single keys changed; None if unchanged."""
-    given = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
-    given["model"] = {key: value for key, value in given["model"].items() if value is not None}
-    if given["model"].get("pattern"):
-        return given
-    if not any(given.values()):
+    """Config of the requested model, or the checkpoint's with single keys overridden; None without any request."""
+    overrides = {name: dict((config or {}).get(name) or {}) for name in ("model", "megatron")}
+    overrides["model"] = {key: value for key, value in overrides["model"].items() if value is not None}
+    if overrides["model"].get("pattern"):
+        return overrides
+    if not any(overrides.values()):
         return None
     if beside is None:
-        raise CheckpointError("which model is it? model=... ; single keys can only change a config that lies beside")
-    changed = {name: {**beside[name], **given[name]} for name in given}
-    for name, keys in given.items():
+        raise CheckpointError(
+            "no config next to the checkpoint, so single keys cannot be overridden: name the model with model=..."
+        )
+    changed = {name: {**beside[name], **overrides[name]} for name in overrides}
+    for name, keys in overrides.items():
         check_effect(changed, name, keys)
     return changed
 
 
 def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Mapping[str, Any]) -> None:
-    """Refuse keys that say nothing about the model.
+    """Refuse keys that have no effect on the model in a checkpoint.
 
     Raises:
-        ValueError: a key does not affect the model; names the nearest that does.
+        ValueError: a key has no effect; names the nearest key that does.
     """
     whole = from_config(config)
     known = to_config(whole)[section]
@@ -318,7 +326,7 @@ def check_effect(config: Mapping[str, Mapping[str, Any]], section: str, keys: Ma
         if same:
             near = difflib.get_close_matches(key, {*known, *ROPE_KEYS}, n=1)
             hint = f"; did you mean {section}.{near[0]}?" if near else ""
-            raise ValueError(f"{section}.{key}: says nothing about a checkpoint's model: leave it out{hint}")
+            raise ValueError(f"{section}.{key}: has no effect on the model in a checkpoint: remove it{hint}")
 
 
 def _plan_to_hf(
@@ -330,13 +338,13 @@ def _plan_to_hf(
     extras: Path | None,
     tokenizer: Mapping[str, Any] | None = None,
 ) -> Plan:
-    found, config = choose(description, settings.architecture)
-    targets = list(found.entries(description))
+    hf_format, config = choose(description, settings.architecture)
+    targets = list(hf_format.entries(description))
     if [entry.pieces for entry in targets] != [entry.pieces for entry in entries]:
-        raise ValueError(f"{found.architecture} keeps experts in other pieces: convert to Megatron first, then to it")
+        raise ValueError(f"{hf_format.architecture} stores experts differently: convert to Megatron first, then to it")
     pairs = zip(entries, targets, strict=True)
     work = [_work(reader, entry, _named(target), settings, to=target) for entry, target in pairs]
-    kept = kept_keys(extras, found)
+    kept = kept_keys(extras, hf_format)
     of_bytes = extras is None and tokenizer == {"kind": "byte"}
     if of_bytes:
         kept["eos_token_id"] = ByteTokenizer.eod
@@ -344,30 +352,30 @@ def _plan_to_hf(
         kept |= reader.rows.new_ids(kept)
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
-    # A run on shorter sequences than the model knows does not make it forget the longer ones.
+    # A run on shorter sequences than the model supports does not reduce its context length.
     config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     scaled = _yarn_length(description)
     config[LONGEST] = max(config[LONGEST], scaled)
     left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
-    remarks = [*found.remarks(description), *_padding(description)]
+    remarks = [*hf_format.remarks(description), *_padding(description)]
     if scaled and config[LONGEST] != scaled:
         remarks.append(
-            f"transformers 4 takes YaRN's factor from {LONGEST}={config[LONGEST]}, where rope_scaling means {scaled}: "
-            "load it with transformers 5 or vLLM"
+            f"transformers 4 derives YaRN's factor from {LONGEST}={config[LONGEST]}, but rope_scaling implies "
+            f"{scaled}: load it with transformers 5 or vLLM"
         )
     if left_out:
-        remarks.append(f"{left_out} tensors of optimizer state stay behind: Hugging Face has no place for them")
+        remarks.append(f"{left_out} optimizer state tensors are dropped: the Hugging Face format cannot hold them")
     if extras is None and not of_bytes:
-        own = f"; its data were tokenised by {tokenizer['path']}" if tokenizer and "path" in tokenizer else ""
+        tokenised = f"; the data were tokenised with {tokenizer['path']}" if tokenizer and "path" in tokenizer else ""
         remarks.append(
-            f"no tokenizer goes with it: files_from=FOLDER adds one, with generation config and chat template{own}"
+            f"no tokenizer is written: files_from=FOLDER adds one, with generation config and chat template{tokenised}"
         )
     return Plan(
         reader=reader,
         to=to,
         to_format=HUGGING_FACE,
         description=description,
-        format=found,
+        format=hf_format,
         config=config,
         work=work,
         extras=extras,
@@ -378,45 +386,49 @@ def _plan_to_hf(
 
 
 def _yarn_length(description: Description) -> int:
-    """Longest sequence that YaRN's factor stands for, 0 without YaRN."""
+    """Context length implied by YaRN's factor, 0 without YaRN."""
     rope = description.rope
     return int(rope.factor * rope.original_positions) if rope is not None and rope.scaling == "yarn" else 0
 
 
 def _main_type(work: Sequence[Work]) -> str:
-    """Name of the type that takes the most bytes."""
+    """Name of the type that accounts for the most bytes."""
     bytes_of: dict[str, int] = {}
-    for slot in (slot for each in work for slot in each.slots):
+    for slot in (slot for item in work for slot in item.slots):
         bytes_of[slot.dtype] = bytes_of.get(slot.dtype, 0) + slot.bytes
     return max(bytes_of, key=lambda dtype: bytes_of[dtype])
 
 
-def _agreed(checkpoint: Description, wanted: Description, settings: Settings) -> Description:
-    """The wanted description, with the checkpoint's layers if it has none; both must describe the same function."""
-    found = differences(checkpoint, wanted)
-    rope = [name for name in found if name.startswith("rope.")]
+def _agreed(checkpoint: Description, requested: Description, settings: Settings) -> Description:
+    """Requested description, with the checkpoint's layer numbers if it has none.
+
+    Raises:
+        CheckpointError: the checkpoint holds a different model; lists the differences.
+    """
+    different = differences(checkpoint, requested)
+    rope = [name for name in different if name.startswith("rope.")]
     if settings.change_rope:
         for name in rope:
-            notice(f"RoPE changes: {found.pop(name)}")
-    if found:
+            notice(f"RoPE changes: {different.pop(name)}")
+    if different:
         hint = (
             "; change_rope=true accepts the RoPE settings of the model config"
             if rope and not settings.change_rope
             else ""
         )
-        lines = "".join(f"\n  {line}" for line in found.values())
-        raise CheckpointError(
-            f"the checkpoint is of another model than the model config:{lines}\nchoose model=...{hint}"
-        )
-    if wanted.hf_layers is not None:
-        return wanted
-    return replace(wanted, hf_layers=checkpoint.hf_layers, hf_layer_count=checkpoint.hf_layer_count)
+        lines = "".join(f"\n  {line}" for line in different.values())
+        raise CheckpointError(f"the checkpoint does not match the model config:{lines}\nchoose model=...{hint}")
+    if requested.hf_layers is not None:
+        return requested
+    return replace(requested, hf_layers=checkpoint.hf_layers, hf_layer_count=checkpoint.hf_layer_count)
 
 
 def _padding(description: Description) -> list[str]:
     padding = description.architecture.vocab_size - description.vocab_size
     return (
-        [f"{padding} rows of the vocabulary are padding: Megatron's alone, zero where they are made"] if padding else []
+        [f"{padding} vocabulary rows are padding: they exist in Megatron only, and new ones are zero"]
+        if padding
+        else []
     )
 
 
@@ -427,44 +439,46 @@ def _named(entry: Entry) -> tuple[Piece, ...]:
 def _work(
     reader: SafetensorsReader | TorchDistReader | Retokenized,
     source: Entry,
-    made: tuple[Piece, ...],
+    pieces: tuple[Piece, ...],
     settings: Settings,
     *,
     to: Entry | None = None,
 ) -> Work:
-    """Work of one row.
+    """Work item of one row of the tensor mapping.
 
     Args:
         reader: the source.
-        source: the row in the source.
-        made: pieces to make of it.
+        source: row of the source's mapping.
+        pieces: pieces to write.
         settings: settings of the conversion, for the type.
-        to: the row in the Hugging Face target; None makes Megatron's pieces.
+        to: row of the Hugging Face target's mapping; None for a Megatron target.
     """
     from_hf = isinstance(reader.reader if isinstance(reader, Retokenized) else reader, SafetensorsReader)
-    given = _named(source) if from_hf else source.pieces
-    types = {reader.tensors[piece.key].dtype for piece in given}
+    inputs = _named(source) if from_hf else source.pieces
+    types = {reader.tensors[piece.key].dtype for piece in inputs}
     if settings.dtype is not None:
         dtype = "float32" if source.fp32 else settings.dtype
     elif len(types) > 1:
-        keys = ", ".join(piece.key for piece in given)
+        keys = ", ".join(piece.key for piece in inputs)
         raise CheckpointError(
-            f"{keys}: go into one tensor but are of types {', '.join(sorted(types))}: choose one for all, dtype=..."
+            f"{keys}: belong to one tensor but have the types {', '.join(sorted(types))}: choose one with dtype=..."
         )
     else:
         (dtype,) = types
 
     def make() -> Sequence[Tensor]:
-        tensors: Sequence[Tensor] = [reader.read_piece(piece) for piece in given]
+        tensors: Sequence[Tensor] = [reader.read_piece(piece) for piece in inputs]
         if from_hf:
             tensors = source.rule.to_megatron(tensors, [piece.shape for piece in source.pieces])
         return tensors if to is None else to.rule.to_hf(tensors, to.shapes)
 
-    return Work(tuple(Slot(piece, dtype) for piece in made), make, tuple(Slot(piece, dtype).label for piece in given))
+    return Work(
+        tuple(Slot(piece, dtype) for piece in pieces), make, tuple(Slot(piece, dtype).label for piece in inputs)
+    )
 
 
 def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
-    """Carry out a plan; the same call after an interruption resumes it.
+    """Carry out a plan; the same call resumes it after an interruption.
 
     Raises:
         CheckpointError: see `write_checkpoint`.
@@ -473,7 +487,9 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
 
     def finish(folder: Path) -> None:
         if fingerprint(plan.reader) != began_with:
-            raise CheckpointError(f"{plan.reader.path}: changed while it was read: repeat when it is complete")
+            raise CheckpointError(
+                f"{plan.reader.path}: changed while it was being read: run the same command again when it is complete"
+            )
         (_finish_hf if plan.to_format == HUGGING_FACE else _finish_megatron)(plan, folder)
         if settings.template is not None:
             place = folder if plan.to_format == HUGGING_FACE else folder / EXTRAS
@@ -495,17 +511,17 @@ def convert(plan: Plan, settings: Settings, *, progress: bool = True) -> Path:
 
 
 def is_made(plan: Plan, settings: Settings) -> bool:
-    """True if the folder holds what the plan would make; then says so on stderr.
+    """True if the target folder holds the result of this plan, which is then reported on stderr.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the folder holds something else.
     """
     parts = cut_into_parts(plan.work, settings.shard_gigabytes)
     return already_made(plan.to, plan.to_format, parts, identity=_identity(plan, settings, fingerprint(plan.reader)))
 
 
 def _identity(plan: Plan, settings: Settings, source: list[list[object]]) -> dict[str, Any]:
-    """Everything that decides a folder's content; `source` is the fingerprint of the checkpoint that is read."""
+    """Everything that determines the target's content, as JSON; `source` is the fingerprint of the source."""
     return {
         "from": [str(plan.reader.path.resolve()), source],
         "beside": [] if plan.extras is None else files_identity(extra_files(plan.extras)),
@@ -524,7 +540,7 @@ def _rows(plan: Plan) -> Vocabulary | None:
 
 
 def _finish_hf(plan: Plan, folder: Path) -> None:
-    """Write config, tokenizer and modelling files."""
+    """Write config.json, tokenizer and modelling files."""
     if plan.extras is not None:
         original = read_json(plan.extras / CONFIG) if (plan.extras / CONFIG).is_file() else {}
         copy_extras(plan.extras, folder, code=original.get("architectures") == [plan.format.architecture])
@@ -538,7 +554,7 @@ def _finish_hf(plan: Plan, folder: Path) -> None:
 
 
 def _finish_megatron(plan: Plan, folder: Path) -> None:
-    """Write a model file for `--config-dir`, and the other files of the Hugging Face folder."""
+    """Write a model file for `--config-dir`, and copy the other files of the Hugging Face folder."""
     comment = f"Made from {plan.reader.path.name} ({plan.format.architecture})."
     write_model_file(folder, to_config(plan.description), name=plan.to.name, comment=comment)
     keep_extras(plan.extras, folder)

@@ -1,10 +1,10 @@
-"""Averaging checkpoints: a weighted soup of several, or points on the line between two.
+"""Averaging of checkpoints: a weighted soup of several, or points on the line between two.
 
-    checkpoints -> the same model? -> one average a tensor -> parts of about a shard each -> a folder renamed at the end
+    checkpoints -> check that the models match -> average per tensor -> shards -> folder, renamed at the end
 
-A soup of a run's last checkpoints, or of runs that differ in data order, is often better than each of them
+A soup of a run's last checkpoints, or of runs that differ in data order, is often better than any of them
 (arXiv:2203.05482; OLMo 3 averages its mid-training runs). The best point between two is found by evaluating several.
-Where all checkpoints agree on a number, the average is that number, bit for bit.
+Values on which all checkpoints agree are kept bit for bit.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOLERANCE = 1e-6
-"""Allowed deviation of the sum of weights from 1; all weights are then scaled in proportion."""
+"""Allowed deviation of the sum of weights from 1; within it, weights are normalised."""
 _LARGEST = 1e30  # largest weight, so that its float is finite
 TOKENIZER = "tokenizer.json"
 CHUNK = 1 << 20
-"""Numbers that are averaged at a time: beside the tensors themselves, that takes a few megabytes."""
+"""Numbers averaged at a time, which bounds the temporary memory to a few megabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """User settings of an average, besides the checkpoints.
+    """User settings of an average, apart from the checkpoints.
 
     Attributes:
         weights: weight of each checkpoint; None for equal weights.
-        points: values t of (1 - t) a + t b, each a checkpoint of its own; None for one average.
+        points: values t of (1 - t) a + t b, each written as a separate checkpoint; None for a single average.
         iterations: iteration of each Megatron run's checkpoint; None, or None in the list, for the newest.
-        shard_gigabytes: size of a shard, and of what an interruption loses.
+        shard_gigabytes: maximum size of a shard, and of the work lost by an interruption.
         check_finite: refuse NaN and infinity.
-        verify: read everything again at the end and compare checksums.
+        verify: read every tensor back at the end and compare checksums.
 
     Raises:
-        ValueError: a setting does not fit; names it.
+        ValueError: a setting is invalid; names it.
     """
 
     weights: Sequence[float] | None = None
@@ -70,12 +70,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.weights is not None and self.points is not None:
-            raise ValueError("weights and points: give one of them; points have weights of their own")
+            raise ValueError("weights and points: give only one of them; points define the weights")
         for name, numbers in (("weights", self.weights), ("points", self.points)):
             if numbers is not None and not (_is_list(numbers) and numbers and all(map(_is_number, numbers))):
                 raise ValueError(f"{name}={_shown(numbers)}: expected a list of finite numbers, such as [0.25,0.75]")
         if self.iterations is not None and not (_is_list(self.iterations) and all(map(_is_iteration, self.iterations))):
-            raise ValueError(f"iterations={_shown(self.iterations)}: expected a list of whole numbers, or null in it")
+            raise ValueError(f"iterations={_shown(self.iterations)}: expected a list of whole numbers or nulls")
         if not (_is_number(self.shard_gigabytes) and self.shard_gigabytes > 0):
             raise ValueError(f"shard_gigabytes={self.shard_gigabytes}: expected a positive number")
 
@@ -93,7 +93,7 @@ def _is_iteration(value: object) -> bool:
 
 
 def _shown(values: object) -> str:
-    """A list in command line syntax."""
+    """List in command line syntax."""
     if not isinstance(values, Sequence) or isinstance(values, str):
         return str(values)
     return "[" + ",".join(f"{v:.9g}" if isinstance(v, float) else "null" if v is None else str(v) for v in values) + "]"
@@ -101,7 +101,7 @@ def _shown(values: object) -> str:
 
 @dataclass(frozen=True)
 class Target:
-    """A checkpoint to make, and the weights of the given ones in it, which sum to 1."""
+    """Checkpoint to write, and the weights of the sources in it, which sum to 1."""
 
     to: Path
     weights: tuple[float, ...]
@@ -109,13 +109,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """An average before it begins: everything checked, nothing written.
+    """Checked average that has not written anything yet.
 
     Attributes:
         checkpoints: checkpoints to average.
-        targets: checkpoints to make: one, or one for each point.
+        targets: checkpoints to write: one, or one per point.
         settings: user settings.
-        finish: function that adds the files other than tensors to the folder of a target.
+        finish: function that adds all files except tensors to a target's folder.
         arguments: arguments for Megatron's loader, see `megatron_arguments`.
         remarks: notes for the user.
     """
@@ -129,30 +129,30 @@ class Plan:
 
     @property
     def to_format(self) -> str:
-        """`huggingface` or `megatron`, like the checkpoints."""
+        """Format of the sources and targets, `huggingface` or `megatron`."""
         return HUGGING_FACE if isinstance(self.checkpoints[0].reader, SafetensorsReader) else MEGATRON
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Name -> shape and type, the same in every checkpoint and target."""
+        """Shape and type by tensor name, the same in every source and target."""
         return self.checkpoints[0].reader.tensors
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors of one target."""
+        """Total tensor bytes of one target."""
         return sum(size_in_bytes(stored.shape, stored.dtype) for stored in self.tensors.values())
 
 
 def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
-    """Open the checkpoints, check that they are of one model, and plan the targets.
+    """Open the checkpoints, check that they hold the same model, and plan the targets.
 
     Args:
-        sources: Hugging Face folders; or run directories, checkpoints directories or checkpoints of Megatron.
-        to: the folder to make; with points, the parent of their folders.
+        sources: Hugging Face folders, or run directories, checkpoints directories or checkpoints of Megatron.
+        to: target folder; with points, the parent of the target folders.
         settings: see `Settings`.
 
     Raises:
-        ValueError: weights or points that do not fit, or checkpoints that are broken or not of one model.
+        ValueError: weights or points are invalid, or checkpoints are corrupt or of different models.
     """
     if len(sources) < 2:
         raise ValueError(f"from={_shown(sources)}: give at least two checkpoints, 'from=[a,b]'")
@@ -176,24 +176,28 @@ def plan(sources: Sequence[Path], to: Path, settings: Settings) -> Plan:
 
 
 def _targets(count: int, to: Path, settings: Settings) -> list[Target]:
-    """Targets to make from `count` checkpoints.
+    """Targets to write from `count` checkpoints.
 
     Raises:
-        ValueError: weights or points that do not fit.
+        ValueError: the weights or points are invalid for this number of checkpoints.
     """
     if settings.points is None:
         return [Target(to, _normalised(settings.weights or [1 / count] * count, count))]
     if count != 2:
-        raise ValueError(f"points={_shown(settings.points)}: a line has two ends, from has {count} checkpoints")
-    points = {f"t{point + 0.0:g}": float(point) for point in settings.points}  # + 0.0: -0 is called 0
+        raise ValueError(f"points={_shown(settings.points)}: requires exactly two checkpoints, from has {count}")
+    points = {f"t{point + 0.0:g}": float(point) for point in settings.points}  # + 0.0 turns -0 into 0
     if len(points) < len(settings.points):
-        raise ValueError(f"points={_shown(settings.points)}: two would have the same folder: {', '.join(points)}")
+        raise ValueError(
+            f"points={_shown(settings.points)}: two points would be written to the same folder: {', '.join(points)}"
+        )
     return [Target(to / name, (1 - point, point)) for name, point in points.items()]
 
 
 def _normalised(weights: Sequence[float], count: int) -> tuple[float, ...]:
     if len(weights) != count:
-        raise ValueError(f"weights={_shown(weights)}: {len(weights)} weights for {count} checkpoints")
+        raise ValueError(
+            f"weights={_shown(weights)}: {len(weights)} weights for {count} checkpoints: give one per checkpoint"
+        )
     total = sum(weights)
     if not abs(total - 1) <= TOLERANCE:
         normalised = [weight / total for weight in weights] if isfinite(total) and total > 0 else None
@@ -203,13 +207,13 @@ def _normalised(weights: Sequence[float], count: int) -> tuple[float, ...]:
 
 
 def _odd(checkpoints: Sequence[Checkpoint], targets: Sequence[Target]) -> list[str]:
-    """Remarks on what is allowed but may be a mistake."""
+    """Warnings about settings that are allowed but may be mistakes."""
     paths = [str(checkpoint.path.resolve()) for checkpoint in checkpoints]
     twice = [path for path in dict.fromkeys(paths) if paths.count(path) > 1]
     negative = [target for target in targets if min(target.weights) < 0]
     return [
-        *(f"{path} is given {paths.count(path)} times" for path in twice),
-        *(f"{target.to}: weights {_shown(target.weights)} extrapolate: one is negative" for target in negative),
+        *(f"{path} is listed {paths.count(path)} times" for path in twice),
+        *(f"{target.to}: weights {_shown(target.weights)} extrapolate, as one is negative" for target in negative),
     ]
 
 
@@ -217,10 +221,10 @@ Finish = Callable[[Path, Target], None]
 
 
 def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]:
-    """Function that adds the files beside the weights, and remarks.
+    """Function that adds the files other than weights, and remarks.
 
     Raises:
-        CheckpointError: the config.json files are of different models.
+        CheckpointError: the config.json files describe different models.
     """
     first, *others = checkpoints
     for other in others:
@@ -230,7 +234,7 @@ def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]
         copy_extras(first.path, folder, code=True)
 
     unlike = [other.path for other in others if _differ(first.path / TOKENIZER, other.path / TOKENIZER)]
-    return finish, [f"{path / TOKENIZER} is another than {first.path}'s, which is taken" for path in unlike]
+    return finish, [f"{path / TOKENIZER} differs from that of {first.path}, which is used" for path in unlike]
 
 
 def _differ(one: Path, other: Path) -> bool:
@@ -238,12 +242,12 @@ def _differ(one: Path, other: Path) -> bool:
 
 
 def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, list[str]]:
-    """Function that adds the files beside the weights, and remarks."""
+    """Function that adds the files other than weights, and remarks."""
     first, remarks = checkpoints[0], list(model.remarks)
     extras = extras_beside(first.source, first.path)
     assert isinstance(first.reader, TorchDistReader)
     if first.reader.left_out:
-        remarks.append(f"{first.reader.left_out} tensors of optimizer state stay behind: they are not averaged")
+        remarks.append(f"{first.reader.left_out} optimizer state tensors are dropped: they cannot be averaged")
 
     def finish(folder: Path, target: Target) -> None:
         if model.description is not None:
@@ -256,32 +260,34 @@ def _megatron(checkpoints: Sequence[Checkpoint], model: Model) -> tuple[Finish, 
 
 
 def average(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The sum of weight x tensor, computed in fp64 for fp32 and fp64, else in fp32; where all agree, that number.
+    """Weighted sum of tensors, computed in fp64 for fp32 and fp64 tensors, else in fp32.
+
+    Elements on which all tensors agree are kept bit for bit.
 
     Args:
         tensors: tensors of one shape and type.
-        weights: weight of each tensor, summing to 1.
+        weights: weight of each tensor; they sum to 1.
 
     Returns:
-        The average, in the tensors' shape and type.
+        Average of the tensors' shape and type.
     """
     import torch
 
     first = tensors[0]
     wide = torch.float64 if first.dtype in (torch.float32, torch.float64) else torch.float32
-    made = torch.empty(first.shape, dtype=first.dtype)
-    for part, *given in zip(*(t.reshape(-1).split(CHUNK) for t in (made, *tensors)), strict=True):
-        total = given[0].to(wide) * weights[0]
+    result = torch.empty(first.shape, dtype=first.dtype)
+    for part, *parts in zip(*(t.reshape(-1).split(CHUNK) for t in (result, *tensors)), strict=True):
+        total = parts[0].to(wide) * weights[0]
         agree = torch.ones(part.shape, dtype=torch.bool)
-        for each, weight in zip(given[1:], weights[1:], strict=True):
-            total.add_(each.to(wide), alpha=weight)
-            agree &= each == given[0]
-        torch.where(agree, given[0], total.to(first.dtype), out=part)
-    return made
+        for other, weight in zip(parts[1:], weights[1:], strict=True):
+            total.add_(other.to(wide), alpha=weight)
+            agree &= other == parts[0]
+        torch.where(agree, parts[0], total.to(first.dtype), out=part)
+    return result
 
 
 def _work(plan: Plan, target: Target, name: str) -> Work:
-    """Work of one tensor's average; a checkpoint of weight 0 is not read, and a single other one is copied."""
+    """Work item that averages one tensor; checkpoints of weight 0 are skipped, and a single remaining one is copied."""
     stored = plan.tensors[name]
     pairs = zip(plan.checkpoints, target.weights, strict=True)
     used = [(checkpoint, weight) for checkpoint, weight in pairs if weight != 0]
@@ -298,13 +304,13 @@ def _work(plan: Plan, target: Target, name: str) -> Work:
 
 
 def merge(plan: Plan, *, progress: bool = True) -> list[Path]:
-    """Carry out a plan; the same call after an interruption resumes it.
+    """Carry out a plan; the same call resumes it after an interruption.
 
     Returns:
-        The folders of the targets.
+        Folders of the targets.
 
     Raises:
-        CheckpointError: see `write_checkpoint`; or a checkpoint that was written to meanwhile.
+        CheckpointError: see `write_checkpoint`; or a source changed while it was being read.
     """
     new = [target for target in plan.targets if not target.to.exists() and not unfinished(target.to).exists()]
     if new:
@@ -321,7 +327,8 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
     def finish(folder: Path) -> None:
         if identities() != began_with:
             raise CheckpointError(
-                f"to={target.to}: a checkpoint changed while it was read: repeat when all are complete"
+                f"to={target.to}: a source changed while it was being read: run the same command again when all are "
+                "complete"
             )
         plan.finish(folder, target)
 
@@ -339,7 +346,7 @@ def _make(plan: Plan, target: Target, *, progress: bool) -> Path:
 
 
 def table(plan: Plan) -> str:
-    """Table of every tensor with its type and shape, the weights of each target, and the totals."""
+    """Table of all tensors with types and shapes, followed by the weights of each target and the totals."""
     width = max(map(len, plan.tensors), default=0)
     lines = [f"{name:<{width}}  {stored.dtype:<8}  {list(stored.shape)}" for name, stored in plan.tensors.items()]
     for target in plan.targets:
@@ -350,19 +357,19 @@ def table(plan: Plan) -> str:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Run the job `merge`: check everything, then average, or with `dry_run` print what would be done.
+    """Run the job `merge`: check everything, then average, or print the plan with `dry_run`.
 
     Args:
         config: config with the keys of hydra_conf/merge.yaml.
 
     Raises:
-        ValueError: anything in it is wrong, or a checkpoint cannot be read or written.
+        ValueError: a setting is invalid, or a checkpoint cannot be read or written.
     """
     for key in ("check_finite", "verify", "dry_run"):
         if not isinstance(config[key], bool):
             raise ValueError(f"{key}={config[key]}: expected true or false")
     if not config["to"]:
-        raise ValueError("to: expected the folder to make")
+        raise ValueError("to: expected the target folder")
     named = config["from"] if _is_list(config["from"]) else [config["from"]]
     keys = ("weights", "points", "iterations", "shard_gigabytes", "check_finite", "verify")
     settings = Settings(**{key: config[key] for key in keys})

@@ -1,4 +1,4 @@
-"""A folder that gets its name when complete, is made in parts, and is resumed where it was interrupted."""
+"""Output folder that is written in resumable parts and renamed to its final name when complete."""
 
 import contextlib
 import errno
@@ -23,20 +23,22 @@ _HEADROOM = 1.02
 
 
 class Output:
-    """A folder while it is made.
+    """Output folder while it is being written.
 
     Attributes:
         path: final path of the folder.
-        folder: unfinished folder, which holds the files until then.
-        done: part -> its record, for every complete part.
+        folder: temporary folder, which holds the files until publication.
+        done: part number -> record of the part, for every complete part.
     """
 
     def __init__(self, path: Path, plan: dict[str, Any]) -> None:
-        """Begin, or go on with what an interrupted run of the same plan left; call inside `only_writer`.
+        """Start over, or resume from the finished parts of an interrupted run of the same plan.
+
+        Call this inside `only_writer`.
 
         Args:
-            path: the folder to make.
-            plan: everything that decides the folder's content, as JSON.
+            path: final path of the folder.
+            plan: everything that determines the folder's content, as JSON.
         """
         self.path = path
         self.folder = unfinished(path)
@@ -49,14 +51,14 @@ class Output:
             self.done = {int(part): value for part, value in record["done"].items()}
             _remove_temporary(self.folder)
             if self.done:
-                notice(f"{path}: going on after {len(self.done)} finished parts")
+                notice(f"{path}: resuming after {len(self.done)} finished parts")
         elif any(file.name != LOCK for file in self.folder.iterdir()):
-            notice(f"{path}: what an interrupted run left was made from something else: starting over")
+            notice(f"{path}: an interrupted run left parts that were made with other settings: starting over")
             _empty(self.folder)
         self._write_record()
 
     def finished(self, part: int, value: object, file: Path) -> None:
-        """Record a complete part; meanwhile the disk begins to write its file."""
+        """Record a complete part, and start flushing its file to disk in the background."""
         self.done[part] = value
         self._write_record()
         for confirmed in filter(Future.done, self._confirmed):
@@ -64,18 +66,18 @@ class Output:
         self._confirmed.append(self._disk.submit(_sync_or_remove, file))
 
     def close(self) -> None:
-        """Begin to wait for no more files."""
+        """Stop flushing files; does not wait for the flush in progress."""
         self._disk.shutdown(wait=False, cancel_futures=True)
 
     def clear(self) -> None:
-        """Remove what was begun; the folder itself goes with the lock."""
+        """Remove everything written so far; the folder itself is removed with the lock."""
         _empty(self.folder)
 
     def _write_record(self) -> None:
         write_text(self.folder / RECORD, json.dumps({"plan": self._plan, "done": self.done}))
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Give the folder its name; `record`, on how it was made, stays in it."""
+        """Rename the folder to its final name, with `record` (its provenance) stored in it."""
         files = [file for file in self.folder.rglob("*") if file.is_file() and file.name not in (RECORD, LOCK)]
         for confirmed in self._confirmed:
             confirmed.result()
@@ -85,18 +87,18 @@ class Output:
         sizes = {str(file.relative_to(self.folder)): file.stat().st_size for file in kept}
         (self.folder / LOCK).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
-        # Last: until then the record of the parts stands, with which an interrupted run is resumed.
+        # Written last: until then the record of the parts, which a resume needs, must survive.
         write_text(self.path / RECORD, json.dumps({**record, "plan": self._plan, "sizes": sizes}, indent=1) + "\n")
 
 
 def _sync(file: Path) -> None:
-    """Wait until the disk has confirmed a file."""
+    """Flush a file to disk."""
     with open(file, "rb") as opened:
         os.fsync(opened.fileno())
 
 
 def _sync_or_remove(file: Path) -> None:
-    """The same; a file of which the disk does not have all is removed: it tells an error once."""
+    """Flush a file to disk; on failure, remove it, because the kernel reports a write error only once."""
     try:
         _sync(file)
     except OSError:
@@ -105,12 +107,12 @@ def _sync_or_remove(file: Path) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Path of a folder while it is made."""
+    """Temporary path of a folder while it is being written."""
     return path.with_name(f".{path.name}.unfinished")
 
 
 def _empty(folder: Path) -> None:
-    """Remove everything but the lock, which this process holds."""
+    """Remove everything except the lock, which this process holds."""
     for file in folder.iterdir():
         if file.is_dir():
             shutil.rmtree(file)
@@ -119,17 +121,17 @@ def _empty(folder: Path) -> None:
 
 
 def _remove_temporary(folder: Path) -> None:
-    """Remove the temporary files of a killed process, whose names begin with a dot."""
+    """Remove temporary files of a killed process (names that begin with a dot)."""
     for file in folder.glob(".*"):
         if file.name != LOCK:
             file.unlink()
 
 
 def was_published(path: Path, plan: dict[str, Any]) -> bool:
-    """True if a folder holds the result of the plan.
+    """True if a folder holds the complete result of the plan.
 
     Raises:
-        CheckpointError: it holds something else, or no longer all of it.
+        CheckpointError: the folder holds something else, or files are missing or changed.
     """
     if not path.exists() or (path.is_dir() and not any(path.iterdir())):
         return False
@@ -139,8 +141,8 @@ def was_published(path: Path, plan: dict[str, Any]) -> bool:
         spoilt = [name for name, size in sizes.items() if not has_size(path / name, size)]
         if spoilt:
             raise CheckpointError(
-                f"to={path}: was made, but since then {listed(spoilt)} went missing or changed: remove the folder and "
-                "repeat"
+                f"to={path}: was complete, but {listed(spoilt)} went missing or changed since: remove the folder and "
+                "run the same command again"
             )
         return True
     raise CheckpointError(f"to={path}: exists and holds something else: remove it or choose another name")
@@ -153,12 +155,12 @@ def has_size(file: Path, size: int) -> bool:
 
 @contextlib.contextmanager
 def only_writer(path: Path) -> Iterator[None]:
-    """Keep a second process from making the same folder, and turn a full disk into a message.
+    """Lock an output folder against other processes, and turn disk errors into clear messages.
 
-    If nothing was written, nothing is left behind.
+    The temporary folder is removed if nothing was written to it.
 
     Raises:
-        CheckpointError: another process is at it, or the folder cannot be written.
+        CheckpointError: another process is writing the folder, or it cannot be written.
     """
     try:
         unfinished(path).mkdir(parents=True, exist_ok=True)
@@ -168,52 +170,52 @@ def only_writer(path: Path) -> Iterator[None]:
             finally:
                 _remove_if_empty(unfinished(path))
     except Timeout:
-        raise CheckpointError(f"to={path}: another process is writing it: wait for it or choose another name") from None
+        raise CheckpointError(
+            f"to={path}: another process is writing it: wait for it, or choose another name"
+        ) from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         advice = (
-            "make room and run the same command again, which goes on where it was"
+            "free disk space and run the same command again, which resumes"
             if full
-            else "mend it and run the same command again"
+            else "fix this and run the same command again"
         )
         raise CheckpointError(f"to={path}: {error}: {advice}") from error
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder that holds no files but its lock and its record."""
+    """Remove a folder that holds no files except its lock and its record."""
     if not any(file.is_file() and file.name not in (LOCK, RECORD) for file in folder.rglob("*")):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def folder_to_make(path: Path) -> Path:
-    """Folder that a path stands for: the target of a link, and "." by its name."""
+    """Folder that a path refers to, with links and paths without a name (such as ".") resolved."""
     return path.resolve() if path.is_symlink() or not path.name else path
 
 
 def check_target(path: Path) -> None:
-    """Refuse a path to which the finished folder could not be renamed.
+    """Refuse a target path that the finished folder cannot be renamed to.
 
     Raises:
-        CheckpointError: a file system is mounted there.
+        CheckpointError: the path is a mount point.
     """
     if os.path.ismount(path):
-        raise CheckpointError(
-            f"to={path}: a file system is mounted there, which no rename can replace: name a folder in it"
-        )
+        raise CheckpointError(f"to={path}: is a mount point, which a rename cannot replace: name a folder in it")
 
 
 def check_room(path: Path, needed: int) -> None:
-    """Refuse to make more than the disk can hold.
+    """Refuse an output that is larger than the free disk space.
 
     Raises:
-        CheckpointError: the disk has too little room; names both sizes.
+        CheckpointError: the disk has too little free space; names both sizes.
     """
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     free = shutil.disk_usage(parent).free
     if free < needed * _HEADROOM:
         raise CheckpointError(
-            f"to={path}: needs {needed / 1e9:,.1f} GB, {parent} has {free / 1e9:,.1f} GB: make room, or choose another "
-            "disk"
+            f"to={path}: requires {needed / 1e9:,.1f} GB, but {parent} has {free / 1e9:,.1f} GB free: free disk space, "
+            "or choose another disk"
         )
 
 

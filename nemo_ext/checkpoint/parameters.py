@@ -1,10 +1,10 @@
-"""Every parameter of a model in Megatron's checkpoint, by the role it plays.
+"""Parameters of a model in Megatron's checkpoint, by role.
 
-A role is (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face format
-says what it calls each module (`nemo_ext.checkpoint.formats`); all else is the same for every format and stands here.
+A role is a pair (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face
+format only names its modules (`nemo_ext.checkpoint.formats`); the rest of the mapping is shared and defined here.
 
-Keys are Megatron-Core 0.19's (`sharded_state_dict` of HybridModel), the same for the local and the Transformer Engine
-back end.
+Keys are those of Megatron-Core 0.19 (`sharded_state_dict` of HybridModel), identical for the local and the Transformer
+Engine backends.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ Role = tuple[str, str]
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a tensor in Megatron's checkpoint; most pieces are the whole tensor.
+    """Tensor of Megatron's checkpoint, or a slice of one; most pieces are the whole tensor.
 
     Attributes:
         key: key of the whole tensor.
@@ -37,21 +37,21 @@ class Piece:
 
     @classmethod
     def of(cls, key: str, *shape: int) -> "Piece":
-        """A whole tensor."""
+        """Create the piece that is a whole tensor."""
         return cls(key, shape, (0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
 class Row:
-    """Pieces of Megatron's checkpoint that hold the same numbers as some parameters of a Hugging Face checkpoint.
+    """Row of the tensor mapping: Megatron pieces and Hugging Face tensors that hold the same values.
 
     Attributes:
-        block: 0-based number of the block, None outside the blocks.
+        block: 0-based index of the block, None for parameters outside the blocks.
         pieces: pieces of Megatron's tensors.
         roles: roles of the Hugging Face tensors.
         shapes: shapes of the Hugging Face tensors.
         rule: conversion between the two sides.
-        fp32: whether the parameter stays fp32 when a checkpoint is cast.
+        fp32: whether the parameter is kept in fp32 when a checkpoint is cast.
     """
 
     block: int | None
@@ -63,14 +63,14 @@ class Row:
 
 
 def rows(description: Description, *, stacked_experts: bool = False) -> Iterator[Row]:
-    """All rows of a model, in model order.
+    """All rows of a model's tensor mapping, in model order.
 
     Args:
         description: the model.
-        stacked_experts: whether the Hugging Face side keeps all experts of a block in one tensor `[experts, ...]`.
+        stacked_experts: whether the Hugging Face side stacks all experts of a block in one tensor `[experts, ...]`.
 
     Raises:
-        ValueError: for a block that has no mapping.
+        ValueError: a block has no Hugging Face mapping.
     """
     architecture = description.architecture
     hidden, padded, vocabulary = architecture.hidden_size, architecture.vocab_size, description.vocab_size
@@ -113,7 +113,7 @@ def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = Fa
 
 
 def _norm(description: Description, number: int | None, at: str, module: str) -> Iterator[Row]:
-    """A norm's weight, and its bias for LayerNorm. `at` ends in `.` or, where the norm is fused, in `layer_norm_`."""
+    """Weight of a norm, and bias of a LayerNorm; the prefix `at` ends in `.`, or in `layer_norm_` for a fused norm."""
     architecture = description.architecture
     if not architecture.norm_affine:
         return
@@ -123,7 +123,7 @@ def _norm(description: Description, number: int | None, at: str, module: str) ->
 
 
 def _block_norm(description: Description, number: int, first: str, last: str) -> Iterator[Row]:
-    """The norm of a block, saved with the linear it stands before or after."""
+    """Norm of a block, saved with the linear layer before or after it."""
     before = description.architecture.norm_placement == "input"
     yield from _norm(description, number, f"{first}.layer_norm_" if before else f"{last}.output_norm.", "norm")
 

@@ -1,7 +1,7 @@
-"""Safe reading of the pickled parts of Megatron's checkpoints: they build plain records of torch and Megatron alone.
+"""Safe reading of the pickled parts of Megatron's checkpoints: only known record classes can be built.
 
-torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects among the shards
-without `weights_only` (DefaultLoadPlanner.load_bytes): either runs any code that a file names.
+torch reads `.metadata` with an unrestricted unpickler (FileSystemReader.read_metadata), and objects in the shards
+without `weights_only` (DefaultLoadPlanner.load_bytes): either would run any code that a file names.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 METADATA = ".metadata"
 COMMON = "common.pt"
 FORCED = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-"""Environment variable with which every `torch.load` of a process refuses anything but data."""
+"""Environment variable that makes every `torch.load` of a process refuse anything except data."""
 _CHECKPOINT = "torch.distributed.checkpoint"
 _RECORDS = {
     f"{_CHECKPOINT}.metadata": (
@@ -41,14 +41,14 @@ _RECORDS = {
     "collections": ("OrderedDict",),
     "pathlib": ("Path", "PosixPath", "PurePosixPath"),
 }
-"""Classes in the metadata of torch 2 and Megatron-Core, besides Python's own containers and torch's types."""
+"""Classes in the metadata of torch 2 and Megatron-Core, apart from Python's own containers and torch's types."""
 
 _SPECIAL = ("__class__", "__bases__", "__name__", "__qualname__")
 _MISSING = object()
 
 
 class Unsafe(CheckpointError):
-    """A pickled file names something that is not data."""
+    """Pickled file that names something other than data."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -56,11 +56,12 @@ class _Unpickler(pickle.Unpickler):
         import torch
 
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return lambda layout: torch.serialization._get_layout(layout)  # attributes set on this one are lost with it
-        module = "pathlib" if module == "pathlib._local" else module  # as Python 3.13 has it
+            # A fresh function, so that attributes set by the pickle are discarded with it.
+            return lambda layout: torch.serialization._get_layout(layout)
+        module = "pathlib" if module == "pathlib._local" else module  # its name in Python 3.13
         if name in _RECORDS.get(module, ()):
             return super().find_class(module, name)
-        # Types are objects, not classes; getattr reads no dotted name, which a pickle may have.
+        # dtypes are objects, not classes. getattr does not resolve dotted names, which a pickle may contain.
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         raise pickle.UnpicklingError(f"names {module}.{name}")
@@ -70,66 +71,66 @@ def loads(data: bytes, file: Path) -> Any:
     """Unpickle checkpoint records.
 
     Args:
-        data: the pickle.
-        file: file that holds it, for messages.
+        data: bytes of the pickle.
+        file: file that holds the pickle, for messages.
 
     Raises:
-        Unsafe: it names anything else; none of it ran.
-        CheckpointError: it cannot be read.
+        Unsafe: the pickle names anything else; no code of it has run.
+        CheckpointError: the pickle cannot be read.
     """
     try:
         with _classes_unchanged():
             return _Unpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a broken pickle raises almost anything
+    except Exception as error:  # a corrupt pickle raises almost any exception
         if isinstance(error, pickle.UnpicklingError) and str(error).startswith(("names ", "sets ")):
             raise Unsafe(
-                f"{file}: {error}, which no checkpoint's records need: it may be there to run a program on your "
-                "machine. Nothing of it ran: do not use this checkpoint"
+                f"{file}: {error}, which checkpoint records never need: it may be an attempt to run a program on your "
+                "machine. None of it ran: do not use this checkpoint"
             ) from None
         raise CheckpointError(f"{file}: cannot be read ({first_words(error)}): copy it again") from error
 
 
 @contextmanager
 def _classes_unchanged() -> Iterator[None]:
-    """Undo and refuse what a pickle sets on classes and members of enums that it can name: it would outlive it."""
-    found = [
+    """Undo and refuse attributes that a pickle sets on the allowed classes and enum members."""
+    records = [
         getattr(importlib.import_module(module), name, None) for module, names in _RECORDS.items() for name in names
     ]
-    classes = [kind for kind in found if isinstance(kind, type)]
+    classes = [record for record in records if isinstance(record, type)]
     members = [member for kind in classes if issubclass(kind, Enum) for member in kind]
-    before = [(each, _attributes(each)) for each in (*classes, *members)]
+    before = [(target, _attributes(target)) for target in (*classes, *members)]
     changed = False
     try:
         yield
     finally:
-        for each, attributes in before:
-            # Not each's own functions: an enum's class refuses to have its members set.
-            own: Any = type if isinstance(each, type) else object
-            now = _attributes(each)
+        for target, attributes in before:
+            # Bypass the target's own setters: an enum's class refuses changes to its members.
+            base: Any = type if isinstance(target, type) else object
+            now = _attributes(target)
             for name in now.keys() - attributes.keys():
                 changed = True
-                own.__delattr__(each, name)
+                base.__delattr__(target, name)
             for name, value in attributes.items():
                 if now.get(name, _MISSING) is not value and not (name in _SPECIAL and now[name] == value):
                     changed = True
-                    own.__setattr__(each, name, value)
+                    base.__setattr__(target, name, value)
     if changed:
         raise pickle.UnpicklingError("sets attributes of a class")
 
 
 def _attributes(of: object) -> dict[str, Any]:
-    """Everything that can be set on a class or a member of an enum."""
+    """All attributes that can be set on a class or an enum member."""
     return {**vars(of), **{name: getattr(of, name) for name in _SPECIAL if hasattr(of, name)}}
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """The metadata of a checkpoint.
+    """Read the metadata of a checkpoint.
 
     Args:
         folder: folder with `.metadata`.
 
     Raises:
-        CheckpointError: as `loads`.
+        CheckpointError: see `loads`.
     """
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -141,22 +142,22 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def first_words(error: Exception) -> str:
-    """Type of an error and the beginning of its message; torch's run to pages."""
+    """Type of an error and the start of its message, as torch's messages may fill pages."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:80]}"
 
 
 def check_objects(folder: Path, metadata: Metadata) -> None:
-    """Check that what a checkpoint holds besides tensors (random states, arguments of the run) is data alone.
+    """Check that the non-tensor objects of a checkpoint (random states, arguments of the run) are plain data.
 
-    Megatron registers its own data classes with torch when it is imported: without Megatron, many of them are refused.
-    Nothing is checked where the user allows arbitrary objects (see `only_data`).
+    Megatron registers its own data classes with torch when imported; without Megatron, many of them are refused.
+    Nothing is checked if the user allows arbitrary objects (see `only_data`).
 
     Args:
         folder: folder with `.metadata`.
         metadata: metadata of the checkpoint.
 
     Raises:
-        Unsafe: it is more than data; names the file and what it would have run.
+        Unsafe: an object is not plain data; names the file and the class or function.
     """
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -172,35 +173,35 @@ def check_objects(folder: Path, metadata: Metadata) -> None:
                 _check_data(file, opened.read(info.length), f" ({index.fqn})")
 
 
-def _check_data(file: Path, data: bytes, what: str) -> None:
+def _check_data(file: Path, data: bytes, label: str) -> None:
     import torch
 
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # long messages for refused objects, almost any error for broken files
+    except Exception as error:  # long messages for refused objects, almost any exception for corrupt files
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = f"names {named[1]}" if named else first_words(error)
         raise Unsafe(
-            f"{file}{what}: {reason}, which neither torch nor Megatron knows as data: it may be there to run a program "
-            "on your machine. Nothing of it ran. `nemo-ext convert` takes the weights alone out of a checkpoint, and "
-            f"reads none of this; if you know what it is, {FORCED}=0 lets it through"
+            f"{file}{label}: {reason}, which neither torch nor Megatron registers as data: it may be an attempt to run "
+            "a program on your machine. None of it ran. `nemo-ext convert` extracts the weights without reading this "
+            f"object; if you trust it, set {FORCED}=0"
         ) from None
 
 
 def only_data() -> None:
-    """Make this process read all checkpoints as data alone from now on, in Megatron's loader too.
+    """Make this process refuse anything except data in checkpoints from now on, in Megatron's loader too.
 
-    `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment allows arbitrary objects among the shards again.
+    `TORCH_FORCE_WEIGHTS_ONLY_LOAD=0` in the environment allows arbitrary objects in the shards again.
     """
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
 
-    if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:  # torch takes one of the two
+    if "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD" not in os.environ:  # torch refuses both variables at once
         os.environ.setdefault(FORCED, "1")
 
     def read(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
         if kwargs.get("rank") is not None:
-            raise CheckpointError(f"{self.path}: metadata of single ranks are not read")
+            raise CheckpointError(f"{self.path}: reading the metadata of a single rank is not supported")
         metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id

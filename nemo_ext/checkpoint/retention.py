@@ -1,6 +1,6 @@
-"""Which checkpoints of a run stay: the config's `retention`. No torch at module level.
+"""Retention of a run's checkpoints: the config's `retention` section. No torch at module level.
 
-Megatron's own `save_retain_interval` keeps the newest alone, and those of every so many steps.
+Megatron's own `save_retain_interval` keeps only the newest checkpoint and those at multiples of an interval.
 """
 
 import itertools
@@ -17,18 +17,18 @@ from nemo_ext.job.run_directory import CHECKPOINTS, last_checkpoint
 from nemo_ext.job.settings import STRICT, Count, checked
 
 REMOVED = "removed"
-"""Folder, beside the checkpoints, of those that are being deleted: half of one there is taken for no checkpoint."""
+"""Folder, next to the checkpoints, from which checkpoints are deleted, so that a partial one is never loaded."""
 KEEP = "keep"
-"""File in a checkpoint that stays whatever its age."""
+"""Marker file in a checkpoint that is never deleted."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Retention:
-    """The `retention` section of a training config.
+    """Section `retention` of a training config.
 
     Attributes:
-        last: newest whole checkpoints that stay; None for all.
-        every: the first checkpoint at or after each multiple of so many steps stays for good; None for none.
+        last: number of newest complete checkpoints to keep; None keeps all.
+        every: interval in steps; the first checkpoint at or after each multiple is kept permanently. None for none.
     """
 
     last: Count | None = None
@@ -36,38 +36,40 @@ class Retention:
 
     def __post_init__(self) -> None:
         if self.every is not None and self.last is None:
-            raise ValueError("every without last: all stay; set retention.last too, as in 2")
+            raise ValueError(
+                "every has no effect without last, as all checkpoints are kept: set retention.last too, such as 2"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Retention":
-        """Settings of a composed config; the defaults, by which all stay, if it has none.
+        """Settings of a composed config; without a section, the defaults, which keep all checkpoints.
 
         Raises:
-            ValueError: an unknown key, an invalid value, or Megatron's own retention beside it.
+            ValueError: an unknown key, an invalid value, or a conflict with Megatron's own retention.
         """
         found = checked(cls, config.get("retention") or {}, "retention", strict=True)
         if found.last is not None and config["megatron"].get("save_retain_interval") is not None:
-            raise ValueError("retention.last and megatron.save_retain_interval are both set: leave one out")
+            raise ValueError("retention.last and megatron.save_retain_interval are both set: remove one of them")
         return found
 
 
 def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[Path]:
-    """Checkpoints that need not stay, oldest first.
+    """Checkpoints that may be deleted, oldest first.
 
-    Never among them: the newest by Megatron's tracker and what is newer, which may still be written; the newest whole
-    one at least `before` steps older than it, and than the last that stays, to which a guard may go back; links; and
-    folders with a file `keep`.
+    Always kept: the newest by Megatron's tracker, and newer ones, which may still be being written; the newest complete
+    one at least `before` steps older than the newest, and than the oldest of the `last`, as the guard may roll back to
+    it; links; and folders with a file `keep`.
 
     Args:
         run_dir: run directory.
         retention: settings.
         before: the config's `guard.before`.
-        ends: further steps that stay, such as the ends of phases.
+        ends: further steps to keep, such as the ends of phases.
     """
     newest = last_checkpoint(run_dir)
     if newest is None or retention.last is None:
         return []
-    folders = {step: each for step, each in sorted(by_step(run_dir / CHECKPOINTS).items()) if step <= newest}
+    folders = {step: folder for step, folder in sorted(by_step(run_dir / CHECKPOINTS).items()) if step <= newest}
     whole = cache(lambda step: problem_of(folders[step]) is None)
     last = list(itertools.islice(filter(whole, reversed(folders)), retention.last))
     if len(last) < retention.last:
@@ -80,25 +82,25 @@ def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Colle
             first, *others = steps
             if number:
                 stay.add(next(filter(whole, (first, *others)), first) if others else first)
-    old = (each for step, each in folders.items() if step < last[-1] and step not in stay)
-    return [each for each in old if not each.is_symlink() and not (each / KEEP).exists()]
+    old = (folder for step, folder in folders.items() if step < last[-1] and step not in stay)
+    return [folder for folder in old if not folder.is_symlink() and not (folder / KEEP).exists()]
 
 
 def set_aside(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[int]:
-    """Moves checkpoints that need not stay (see `surplus`) into the folder of those that are being deleted.
+    """Move checkpoints that may be deleted (see `surplus`) into the folder `removed`.
 
     Returns:
-        Steps of all that is there, also of what a killed process left.
+        Steps of all checkpoints in that folder, including those left by a killed process.
     """
     removed = run_dir / CHECKPOINTS / REMOVED
-    for each in surplus(run_dir, retention, before=before, ends=ends):
+    for folder in surplus(run_dir, retention, before=before, ends=ends):
         removed.mkdir(exist_ok=True)
-        if not (removed / each.name).exists():  # else half of an earlier one of that step, which goes first
-            with suppress(FileNotFoundError):  # a process beside asynchronous writing may do the same
-                each.rename(removed / each.name)
+        if not (removed / folder.name).exists():  # else the rest of an earlier one of that step is deleted first
+            with suppress(FileNotFoundError):  # the process of asynchronous saves may do the same
+                folder.rename(removed / folder.name)
     return sorted(by_step(removed))
 
 
 def keep(run_dir: Path, step: int) -> None:
-    """Marks the checkpoint of a step as one that stays."""
+    """Mark the checkpoint of a step so that it is never deleted."""
     (by_step(run_dir / CHECKPOINTS)[step] / KEEP).touch()

@@ -1,11 +1,11 @@
-"""A checkpoint with the vocabulary of another tokenizer: rows of the embedding and the output layer.
+"""Conversion of a checkpoint to the vocabulary of another tokenizer: embedding and output layer.
 
-        two tokenizers -> tokens as bytes -> for each new token the old rows that its row is the mean of
-        a reader       -> the same reader with tables of these rows
-        files beside   -> the same files with the new tokenizer's, and its ids
+        two tokenizers -> tokens as bytes -> for each new token, the old rows whose mean initialises it
+        reader         -> the same reader with these embedding and output rows
+        other files    -> the same files, with the new tokenizer and its ids
 
-A token that both have keeps its row bit for bit. A new one gets the mean of the rows of the pieces that the old
-tokenizer cuts its text into; special tokens, which have no text, the mean of all.
+A token of both tokenizers keeps its row bit for bit. A new token gets the mean of the rows of the old tokens that its
+text is tokenised into; a new special token, which has no text, gets the mean of all rows.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -34,27 +35,27 @@ FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
 )
-"""Files of a tokenizer, which go when another takes its place."""
+"""Files of a tokenizer, removed when another tokenizer replaces it."""
 NewRows = Literal["pieces", "mean", "zero"]
 ROLES = ("bos", "eos", "pad")
 _SPECIAL = b"\xff special "
-"""Beginning of a special token among tokens as bytes: no text has it."""
+"""Prefix of special tokens in their byte form; invalid UTF-8, so that no text matches it."""
 _ROWS = 4096
-"""Rows that are there in float32 at a time."""
+"""Rows converted to float32 at a time."""
 _LONGEST = 64
-"""Most bytes of an old token that a token without a text is cut into."""
+"""Maximum length in bytes of the old tokens that a token of invalid UTF-8 is split into."""
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Rows of the new tables.
+    """Rows of the new embedding and output layer, as means of old rows.
 
     Attributes:
-        old: numbers of old rows, of all new rows one after the other.
-        starts: where each new row's begin in them; a row without any is the mean of all, or zero.
-        tokens: number of the old tokenizer's tokens, whose rows come first.
-        zero: True if a row without old ones is zero.
-        ids: new ids of the tokens that begin, end and pad a text, by their keys of config.json.
+        old: indices of old rows, concatenated over all new rows.
+        starts: start of each new row's indices in `old`; a new row without any is the mean of all rows, or zero.
+        tokens: number of the old tokenizer's tokens, which occupy the first rows.
+        zero: whether new rows without old ones are zero.
+        ids: new ids of the BOS, EOS and padding tokens, by their keys in config.json.
         identity: digest of both tokenizers.
     """
 
@@ -67,85 +68,89 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of new rows."""
+        """New vocabulary size."""
         return len(self.starts)
 
     @property
     def counts(self) -> list[int]:
-        """Number of old rows of each new row."""
+        """Number of old rows averaged into each new row."""
         ends = [*self.starts[1:], len(self.old)]
         return [end - start for start, end in zip(self.starts, ends, strict=True)]
 
     def table(self, old: "Tensor") -> "Tensor":
-        """The new table `[size, hidden]` of an old one `[rows, hidden]`, in its type; means are taken in float32."""
+        """New weight `[size, hidden]` from an old one `[rows, hidden]`, of the same type; means are fp32."""
         import torch
         from torch.nn.functional import embedding_bag
 
         counts = torch.tensor(self.counts)
-        made = old.new_zeros(self.size, old.shape[1])
+        new = old.new_zeros(self.size, old.shape[1])
         if not self.zero and (counts == 0).any():
             parts = old[: self.tokens].split(_ROWS)
-            made[counts == 0] = (sum(part.float().sum(0) for part in parts) / self.tokens).to(old.dtype)
+            new[counts == 0] = (sum(part.float().sum(0) for part in parts) / self.tokens).to(old.dtype)
         first, several = torch.tensor(self.starts), torch.where(counts > 1)[0]
         rows = torch.tensor(self.old, dtype=torch.long)
-        made[counts == 1] = old[rows[first[counts == 1]]]
+        new[counts == 1] = old[rows[first[counts == 1]]]
         for some in several.split(_ROWS) if len(several) else ():
             parts = [rows[first[row] : first[row] + counts[row]] for row in some.tolist()]
             used, place = torch.cat(parts).unique(return_inverse=True)
             offsets = torch.tensor([0, *map(len, parts[:-1])]).cumsum(0)
-            made[some] = embedding_bag(place, old[used].float(), offsets, mode="mean").to(old.dtype)
-        return made
+            new[some] = embedding_bag(place, old[used].float(), offsets, mode="mean").to(old.dtype)
+        return new
 
-    def told(self) -> str:
-        """One line for the user."""
-        kept, none = (self.counts.count(number) for number in (1, 0))
-        rest = "zero" if self.zero else "the mean of all"
-        several = self.size - kept - none
-        return f"vocabulary: {kept:,} of {self.size:,} rows are old ones, {several:,} means of pieces, {none:,} {rest}"
+    def summary(self) -> str:
+        """Line for the user that counts copied, averaged and newly initialised rows."""
+        copied, none = (self.counts.count(number) for number in (1, 0))
+        rest = "zero" if self.zero else "the mean of all rows"
+        several = self.size - copied - none
+        return (
+            f"vocabulary: of {self.size:,} rows, {copied:,} are copied, {several:,} are means of pieces, "
+            f"{none:,} are {rest}"
+        )
 
-    def new_ids(self, kept: Mapping[str, Any]) -> dict[str, Any]:
-        """The ids of a config.json or generation_config.json in the new vocabulary.
+    def new_ids(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Token ids of a config.json or generation_config.json in the new vocabulary.
 
         Args:
-            kept: the file's keys; an id that the new tokenizer has no token for goes.
+            config: keys of the file; an id whose token the new tokenizer does not have is removed.
         """
         pairs = zip(self.starts, self.counts, strict=True)
         now = {self.old[start]: row for row, (start, count) in enumerate(pairs) if count == 1}
-        found: dict[str, Any] = {}
-        own = [f"{role}_token_id" for role in ROLES]
-        for key in dict.fromkeys([*own, *(key for key in kept if key.endswith("_token_id"))]):
-            before = kept.get(key)
+        ids: dict[str, Any] = {}
+        standard = [f"{role}_token_id" for role in ROLES]
+        for key in dict.fromkeys([*standard, *(key for key in config if key.endswith("_token_id"))]):
+            before = config.get(key)
             several = before if isinstance(before, list) else [before]
-            after = [now[each] for each in several if each in now]
+            after = [now[number] for number in several if number in now]
             if key in self.ids and (key.startswith("eos") or not after):
                 after = list(dict.fromkeys([self.ids[key], *after]))
-            if key in kept or after:
-                found[key] = after if len(after) > 1 else after[0] if after else None
-        return found
+            if key in config or after:
+                ids[key] = after if len(after) > 1 else after[0] if after else None
+        return ids
 
 
 def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces") -> Vocabulary:
-    """Rows for the tokens of another tokenizer.
+    """Compute the rows for the tokens of another tokenizer.
 
     Args:
         old: folder of the checkpoint's tokenizer.
-        new: folder of the tokenizer that the new tables are for.
-        rows: number of rows that the checkpoint has.
-        new_rows: row of a token that the old tokenizer lacks: mean of its old pieces' rows, mean of all, or zero.
+        new: folder of the new tokenizer.
+        rows: number of rows in the checkpoint.
+        new_rows: initialisation of tokens missing from the old tokenizer: mean of the old pieces' rows, mean of all
+            rows, or zero.
 
     Raises:
         CheckpointError: the old tokenizer has more tokens than the checkpoint has rows.
-        ValueError: a folder has no tokenizer, or one whose tokens are no pieces of text.
+        ValueError: a folder has no tokenizer, or a tokenizer that is neither BPE nor Unigram.
     """
     before, after = _tokens(old), _tokens(new)
     tokens = max(before.number.values()) + 1
     if tokens > rows:
         raise CheckpointError(
-            f"{old}: its tokenizer has ids up to {tokens - 1}, the checkpoint {rows} rows: name the checkpoint's own, "
-            "old_tokenizer=FOLDER"
+            f"{old}: the tokenizer has ids up to {tokens - 1}, but the checkpoint only {rows} rows: name the "
+            "checkpoint's own tokenizer with old_tokenizer=FOLDER"
         )
     row_of = before.by_bytes()
-    found: list[list[int]] = [[] for _ in range(max(after.number.values()) + 1)]
+    sources: list[list[int]] = [[] for _ in range(max(after.number.values()) + 1)]
     for name, number in after.number.items():
         data = after.data[name]
         special = data.startswith(_SPECIAL)
@@ -153,23 +158,23 @@ def vocabulary(old: Path, new: Path, *, rows: int, new_rows: NewRows = "pieces")
         other = data.removeprefix(_SPECIAL) if special else _SPECIAL + data
         same = before.number[name] if before.data.get(name) == data else row_of.get(data, row_of.get(other))
         if same is not None:
-            found[number] = [same]
+            sources[number] = [same]
         elif new_rows == "pieces" and not special:
-            found[number] = _pieces(before.tokenizer, data, row_of)
-    # A token that ends a text takes over from the one that did, whatever its name.
+            sources[number] = _pieces(before.tokenizer, data, row_of)
+    # The new EOS token inherits the row of the old one even if their names differ; likewise BOS and others.
     ids, ids_before = token_ids(new), token_ids(old)
     for key, number in ids.items():
-        if not found[number] and key in ids_before:
-            found[number] = [ids_before[key]]
+        if not sources[number] and key in ids_before:
+            sources[number] = [ids_before[key]]
     starts = [0]
-    for each in found[:-1]:
-        starts.append(starts[-1] + len(each))
+    for rows_of_token in sources[:-1]:
+        starts.append(starts[-1] + len(rows_of_token))
     identity = hashlib.sha256(b"".join((folder / TOKENIZER).read_bytes() for folder in (old, new))).hexdigest()
-    return Vocabulary([one for each in found for one in each], starts, tokens, new_rows == "zero", ids, identity)
+    return Vocabulary(list(chain.from_iterable(sources)), starts, tokens, new_rows == "zero", ids, identity)
 
 
 def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) -> list[int]:
-    """Old rows of a text; bytes that are no text are cut into the longest old tokens from left to right."""
+    """Old rows of a token's text; invalid UTF-8 is split greedily into the longest old tokens."""
     try:
         ids: list[int] = tokenizer.encode(data.decode(), add_special_tokens=False).ids
     except UnicodeDecodeError:
@@ -184,14 +189,14 @@ def _pieces(tokenizer: "Tokenizer", data: bytes, row_of: Mapping[bytes, int]) ->
 
 @dataclass(frozen=True)
 class _Tokens:
-    """A tokenizer that cuts texts without adding to them; its tokens' ids and bytes by name."""
+    """Tokenizer that adds nothing to a text, with the ids and bytes of its tokens by name."""
 
     tokenizer: "Tokenizer"
     number: Mapping[str, int]
     data: Mapping[str, bytes]
 
     def by_bytes(self) -> dict[bytes, int]:
-        """Id of each token's bytes: the lowest, of a single byte's `<0x41>` only where there is no `A`."""
+        """Token id by byte string: the lowest id, with `<0x41>` used only if no token `A` exists."""
         order = sorted(self.number, key=lambda name: (BYTE_NAME.fullmatch(name) is None, -self.number[name]))
         return {self.data[name]: self.number[name] for name in order}
 
@@ -201,9 +206,7 @@ def _tokens(folder: Path) -> _Tokens:
 
     written = json.loads(read_tokenizer(folder / TOKENIZER)[0].to_str())
     if written["model"]["type"] not in ("BPE", "Unigram"):
-        raise ValueError(
-            f"{folder}: {written['model']['type']}: tokens that are no pieces of a text have no rows to share"
-        )
+        raise ValueError(f"{folder}: {written['model']['type']}: only BPE and Unigram tokenizers are supported")
     byte_level = '"ByteLevel"' in json.dumps(written["decoder"])
     tokenizer = Tokenizer.from_str(json.dumps(_adding_nothing(written)))
     tokenizer.encode_special_tokens = True
@@ -218,10 +221,10 @@ def _tokens(folder: Path) -> _Tokens:
 
 
 def _adding_nothing(part: Any) -> Any:
-    """A part of a tokenizer.json without padding, truncation, chance, and spaces before a text."""
+    """Part of a tokenizer.json without padding, truncation, dropout and prepended spaces."""
     if isinstance(part, list):
         return [
-            _adding_nothing(each) for each in part if not (isinstance(each, dict) and each.get("type") == "Prepend")
+            _adding_nothing(item) for item in part if not (isinstance(item, dict) and item.get("type") == "Prepend")
         ]
     if not isinstance(part, dict):
         return part
@@ -241,7 +244,7 @@ def _adding_nothing(part: Any) -> Any:
 
 
 def token_ids(folder: Path) -> dict[str, int]:
-    """Ids of the tokens that a tokenizer names (`eos_token`, `unk_token`, ...), by their keys of config.json."""
+    """Ids of a tokenizer's named tokens (`eos_token`, `unk_token`, ...), by their keys in config.json."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
     found = {}
@@ -254,12 +257,12 @@ def token_ids(folder: Path) -> dict[str, int]:
 
 
 def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
-    """Put a tokenizer's files in place of another's, and its ids into the configs beside them.
+    """Replace the tokenizer files of a folder, and update the token ids in its config files.
 
     Args:
-        folder: folder with the old tokenizer's files, which go.
+        folder: folder with the old tokenizer's files, which are removed.
         tokenizer: folder of the new tokenizer.
-        rows: the vocabulary.
+        rows: rows of the new vocabulary.
     """
     for pattern in FILES:
         for file in folder.glob(pattern):
@@ -274,14 +277,14 @@ def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:
 
 
 class Retokenized:
-    """A checkpoint of either kind, in which some tables have the rows of another vocabulary.
+    """Reader of a checkpoint whose embedding and output layer are converted to another vocabulary.
 
     Attributes:
-        reader: the checkpoint as it is.
+        reader: reader of the unchanged checkpoint.
         tensors: name -> shape and type.
-        path: its folder.
-        rows: rows of the tables.
-        left_out: number of tensors that are not the model's.
+        path: folder of the checkpoint.
+        rows: rows of the new vocabulary.
+        left_out: number of tensors that do not belong to the model.
     """
 
     def __init__(self, reader: SafetensorsReader | TorchDistReader, tables: Sequence[str], rows: Vocabulary) -> None:
@@ -294,14 +297,14 @@ class Retokenized:
             self.tensors[name] = Stored((rows.size, *stored.shape[1:]), stored.dtype)
 
     def read(self, name: str) -> "Tensor":
-        """One whole tensor."""
+        """Read a whole tensor."""
         tensor = self.reader.read(name)
         return self.rows.table(tensor) if name in self._tables else tensor
 
     def read_piece(self, piece: "Piece") -> "Tensor":
-        """A part of a tensor; tables are always whole."""
+        """Read a piece of a tensor; embedding and output layer are always read whole."""
         return self.read(piece.key) if piece.key in self._tables else self.reader.read_piece(piece)
 
     def files(self) -> Sequence[Path]:
-        """The files that hold tensors."""
+        """Files that hold tensors."""
         return self.reader.files()

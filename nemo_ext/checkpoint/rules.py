@@ -1,6 +1,6 @@
-"""Rules that convert the tensors of one row of a mapping into each other, exact in both directions.
+"""Conversion rules for the tensors of one row of the mapping, exact in both directions.
 
-A row maps some tensors of Megatron's checkpoint (parts of them, for experts) to some Hugging Face tensors.
+A row maps tensors of Megatron's checkpoint (slices, for experts) to Hugging Face tensors.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ class Rule(Protocol):
     """Conversion of a row's tensors in both directions."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Hugging Face tensors of these shapes from Megatron's."""
+        """Convert Megatron tensors to Hugging Face tensors of these shapes."""
         ...
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """Megatron tensors of these shapes from Hugging Face's."""
+        """Convert Hugging Face tensors to Megatron tensors of these shapes."""
         ...
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Both sides hold the same numbers in the same order, cut at different rows (dimension 0).
+    """Rule for tensors that hold the same values in the same order, split differently along dimension 0.
 
-    Covers one tensor under another name, gate and up stacked to `linear_fc1`, Mamba's `in_proj` cut to z, x, B, C, dt,
-    and an expert `[ffn, hidden]` as `[1, ffn, hidden]` of all experts.
+    Covers renamed tensors, gate and up projections stacked in `linear_fc1`, Mamba's `in_proj` split into z, x, B, C and
+    dt, and an expert `[ffn, hidden]` as a slice `[1, ffn, hidden]` of all experts.
     """
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
-        """See `Rule`; the same in both directions."""
+        """Regroup the tensors; see `Rule`. The same in both directions."""
         import torch
 
         flat = tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -49,10 +49,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class QKV:
-    """`q_proj`, `k_proj`, `v_proj` and Megatron's `linear_qkv`, which holds them group by group.
+    """Rule for `q_proj`, `k_proj`, `v_proj` and Megatron's `linear_qkv`, which interleaves them by group.
 
-    `linear_qkv` `[groups x (heads / groups + 2) x head_dim, ...]`: for each group its queries, its key, its value
-    (megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors). Weights and biases.
+    `linear_qkv` is `[groups x (heads / groups + 2) x head_dim, ...]`: for each group, its queries, key and value
+    (megatron/core/transformer/attention.py, SelfAttention.get_query_key_value_tensors). For weights and biases.
     """
 
     heads: int
@@ -62,9 +62,9 @@ class QKV:
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """See `Rule`."""
         (fused,) = tensors
-        each = self.heads // self.groups
-        by_group = fused.reshape(self.groups, each + 2, self.head_dim, *fused.shape[1:])
-        parts = by_group[:, :each], by_group[:, each], by_group[:, each + 1]
+        queries = self.heads // self.groups
+        by_group = fused.reshape(self.groups, queries + 2, self.head_dim, *fused.shape[1:])
+        parts = by_group[:, :queries], by_group[:, queries], by_group[:, queries + 1]
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def to_megatron(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
@@ -78,7 +78,7 @@ class QKV:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Embedding rows: Megatron's may be followed by rows of padding, zero where they are created."""
+    """Rule for embedding and output layer, which Megatron pads with rows that are zero when created here."""
 
     def to_hf(self, tensors: Sequence[Tensor], shapes: Sequence[Shape]) -> list[Tensor]:
         """See `Rule`."""

@@ -1,4 +1,4 @@
-"""Tensor files of a Hugging Face checkpoint: `model.safetensors`, or shards with an index."""
+"""Reading and writing of `model.safetensors`, or of safetensors shards with an index."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 _TYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""Names of types, in the order in which safetensors sorts tensors."""
+"""Type names of safetensors and torch, in the order in which safetensors sorts tensors."""
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 
 
 class SafetensorsReader:
-    """Reader of the tensors of a folder, one at a time through memory maps.
+    """Memory-mapped reader of a folder's tensors, one at a time.
 
     Attributes:
         path: the folder.
-        tensors: name -> shape and type, of every file of the model.
-        unread: names of other files of tensors in the folder, such as adapters and the originals of some publishers.
+        tensors: name -> shape and type, of all files of the model.
+        unread: names of other tensor files in the folder, such as adapters or a publisher's original format.
 
     Raises:
-        CheckpointError: a missing or truncated file, a missing index, or one that does not fit the files.
+        CheckpointError: a file is missing or truncated, or the index is missing or does not match the files.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,9 @@ class SafetensorsReader:
             files = sorted({self.path / name for name in index.values()})
             missing = [file.name for file in files if not file.is_file()]
             if missing:
-                raise CheckpointError(f"{self.path}: {INDEX} names files that are missing: {listed(missing)}")
+                raise CheckpointError(
+                    f"{self.path}: {INDEX} names files that are missing: {listed(missing)}: download them again"
+                )
             return files
         if (self.path / SINGLE).is_file():
             return [self.path / SINGLE]
@@ -60,7 +62,7 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path}: no *.safetensors: expected {SINGLE}, or shards with {INDEX}")
         if len(files) > 1:
             raise CheckpointError(
-                f"{self.path}: {len(files)} *.safetensors but no {INDEX}, so nobody can tell whether all are there: "
+                f"{self.path}: {len(files)} *.safetensors but no {INDEX}, so missing shards cannot be detected: "
                 "download the index too"
             )
         return files
@@ -73,13 +75,13 @@ class SafetensorsReader:
                 for name in opened.keys():  # noqa: SIM118 (safe_open is not a mapping)
                     if name in self._file_of:
                         other = self._file_of[name].name
-                        raise CheckpointError(f"{file}: {name} is in {other} too: copy both and {INDEX} again")
+                        raise CheckpointError(f"{file}: {name} is also in {other}: copy both files and {INDEX} again")
                     part = opened.get_slice(name)
                     dtype = str(part.get_dtype())
                     self.tensors[name] = Stored(tuple(part.get_shape()), _TYPES.get(dtype, dtype))
                     self._file_of[name] = file
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file}: cannot be read, it may be cut short: {error}; copy it again") from error
+            raise CheckpointError(f"{file}: cannot be read, it may be truncated: {error}; copy it again") from error
 
     def _check_index(self, index: Mapping[str, str]) -> None:
         where = {name: file.name for name, file in self._file_of.items()}
@@ -88,23 +90,23 @@ class SafetensorsReader:
             raise CheckpointError(f"{self.path}: {INDEX} and the files disagree on {listed(wrong)}: copy both again")
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, backed by the file."""
+        """Read a tensor, backed by the memory-mapped file."""
         from safetensors import safe_open
 
         file = self._file_of[name]
-        last = self._open  # several threads may read
+        last = self._open  # a local reference, as several threads may read
         if last is None or last[0] != file:
             last = self._open = file, safe_open(file, framework="pt").__enter__()
         tensor: torch.Tensor = last[1].get_tensor(name)
         return tensor
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
-        """A tensor by its piece, which is always the whole of it here."""
+        """Read a piece, which is always a whole tensor here."""
         assert piece.shape == piece.whole
         return self.read(piece.key)
 
     def files(self) -> Sequence[Path]:
-        """The files that hold tensors, and the config that says what they mean."""
+        """Files that hold tensors, and config.json."""
         return [*sorted(set(self._file_of.values())), *(file for file in [self.path / CONFIG] if file.is_file())]
 
 
@@ -120,23 +122,22 @@ def _read_index(path: Path) -> dict[str, str] | None:
 
 
 def shard_name(number: int, count: int) -> str:
-    """Hugging Face's file name of a shard, counted from 0."""
+    """Hugging Face's file name of a shard; `number` counts from 0."""
     return SINGLE if count == 1 else f"model-{number + 1:05}-of-{count:05}.safetensors"
 
 
 def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Write one file, tensor by tensor, under a temporary name until it is complete.
+    """Write a file tensor by tensor, under a temporary name until it is complete.
 
-    safetensors has no writer for less than a whole file, which is gigabytes of memory; its files are the same, byte for
-    byte.
+    safetensors only writes a file whose tensors are all in memory; the bytes written here are identical.
 
     Args:
         file: path of the file.
         header: tensors of the file: name -> shape and type.
-        tensors: the tensors with their names, in any order.
+        tensors: names and tensors, in any order.
 
     Raises:
-        OSError: the disk is full, for example.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     facts: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -154,13 +155,13 @@ def write_shard(file: Path, header: Mapping[str, Stored], tensors: Iterable[tupl
                 opened.seek(8 + len(text) + facts[name]["data_offsets"][0])
                 opened.write(bytes_of(tensor))
     except OSError as error:
-        if error.errno is None or error.filename is not None:  # of the source, or told already
+        if error.errno is None or error.filename is not None:  # from the source, or naming the file already
             raise
         raise OSError(error.errno, error.strerror, str(file)) from error
     temporary.replace(file)
 
 
 def write_index(folder: Path, files: Mapping[str, str], total_bytes: int) -> None:
-    """Write the index of a folder with several shards: tensor name -> file name."""
+    """Write the index of a folder with several shards; `files` maps tensor names to file names."""
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(files.items()))}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""Opening several checkpoints of one model: the same tensors, and configs that mean the same function."""
+"""Opening of several checkpoints and checks that they hold the same model: tensors and configs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Checkpoint:
     """One of several checkpoints of a model.
 
     Attributes:
-        source: path that the user named: a Hugging Face folder; or a run, a checkpoints directory or a checkpoint.
+        source: path that the user named: a Hugging Face folder, run directory, checkpoints directory or checkpoint.
         reader: reader of its tensors.
     """
 
@@ -33,7 +33,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
-        """The folder with the tensors."""
+        """Folder with the tensors."""
         return self.reader.path
 
     def identity(self) -> list[object]:
@@ -45,11 +45,11 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     """Open checkpoints that hold the same tensors.
 
     Args:
-        sources: all Hugging Face folders; or all run directories, checkpoints directories or checkpoints of Megatron.
+        sources: either Hugging Face folders, or run directories, checkpoints directories or checkpoints of Megatron.
         iterations: iteration of each run's checkpoint; None, or None in the list, for the newest.
 
     Raises:
-        ValueError: a missing or broken checkpoint, both formats, or tensors that differ in name, shape or type.
+        ValueError: a checkpoint is missing or corrupt, formats are mixed, or tensors differ in name, shape or type.
     """
     for source in sources:
         if not source.is_dir():
@@ -57,14 +57,14 @@ def open_checkpoints(sources: Sequence[Path], iterations: Sequence[int | None] |
     is_hf = [is_hugging_face(source) for source in sources]
     if any(is_hf) and not all(is_hf):
         raise ValueError(
-            f"from: {sources[is_hf.index(True)]} is Hugging Face's, {sources[is_hf.index(False)]} is not: bring them "
-            "into one format with nemo-ext convert first"
+            f"from: {sources[is_hf.index(True)]} is a Hugging Face checkpoint, {sources[is_hf.index(False)]} is not: "
+            "convert them to one format with nemo-ext convert first"
         )
     if iterations is not None and all(is_hf):
-        raise ValueError("iterations is for checkpoints of Megatron: leave it out")
+        raise ValueError("iterations applies to Megatron checkpoints only: remove it")
     wanted = iterations or [None] * len(sources)
     if len(wanted) != len(sources):
-        raise ValueError(f"iterations: {len(wanted)} for {len(sources)} checkpoints, expected one for each")
+        raise ValueError(f"iterations: {len(wanted)} for {len(sources)} checkpoints, expected one per checkpoint")
     opened = [
         Checkpoint(source=source, reader=SafetensorsReader(source) if all(is_hf) else _megatron(source, iteration))
         for source, iteration in zip(sources, wanted, strict=True)
@@ -81,7 +81,7 @@ def _megatron(source: Path, iteration: int | None) -> TorchDistReader:
     folder = checkpoint_folder(source, iteration)
     if iteration is not None and folder.name != f"iter_{iteration:07d}":
         raise ValueError(
-            f"iterations: {source} is one checkpoint, not iteration {iteration} of a run: give null for it"
+            f"iterations: {source} is a single checkpoint, not a run with iteration {iteration}: give null for it"
         )
     return TorchDistReader(folder)
 
@@ -93,16 +93,16 @@ def _check_same_tensors(first: Checkpoint, other: Checkpoint) -> None:
     types = [f"{name} is {b.dtype}, not {a.dtype}" for name, a, b in common if a.dtype != b.dtype]
     problems = (
         ("missing", [name for name in ours if name not in theirs]),
-        ("not in the other", [name for name in theirs if name not in ours]),
-        ("of another shape", shapes),
-        ("of another type", types),
+        ("additional", [name for name in theirs if name not in ours]),
+        ("of a different shape", shapes),
+        ("of a different type", types),
     )
     refuse_any(f"{other.path} does not hold the same tensors as {first.path}: ", *problems)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Model that several checkpoints share.
+    """Model shared by several checkpoints.
 
     Attributes:
         description: description of the model; None if our checkpoint formats cannot describe it.
@@ -116,14 +116,16 @@ class Model:
 
 
 def check_same_hugging_face(first: Checkpoint, other: Checkpoint) -> None:
-    """Compare two config.json files: as models, or key by key where no format here reads them.
+    """Compare two config.json files as models, or key by key if their format is not supported.
 
     Raises:
-        CheckpointError: they are of different models, naming the settings.
+        CheckpointError: they describe different models; names the settings.
     """
     differing = _different_keys(read_json(first.path / CONFIG), read_json(other.path / CONFIG))
     if differing:
-        raise CheckpointError(f"{other.path} is of another model than {first.path}: {CONFIG}: {', '.join(differing)}")
+        raise CheckpointError(
+            f"{other.path} holds a different model than {first.path}: {CONFIG}: {', '.join(differing)}"
+        )
 
 
 def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -138,10 +140,10 @@ def _different_keys(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[
 
 
 def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
-    """Compare the model configs beside several Megatron checkpoints.
+    """Compare the model configs next to several Megatron checkpoints.
 
     Raises:
-        CheckpointError: they are of different models, naming the settings; or there is no config that tells the blocks.
+        CheckpointError: they describe different models (names the settings), or no config defines the blocks.
     """
     configs = [(checkpoint, config_beside(checkpoint.source, checkpoint.path)) for checkpoint in checkpoints]
     described: list[tuple[Path, Description]] = []
@@ -149,7 +151,7 @@ def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
     for checkpoint, config in configs:
         try:
             if config is None:
-                raise ValueError("none lies beside it")
+                raise ValueError("there is none next to it")
             described.append((checkpoint.path, from_config(config)))
         except ValueError as reason:
             remarks.append(f"{checkpoint.path}: only names, shapes and types are compared, not its config: {reason}")
@@ -157,16 +159,16 @@ def check_same_megatron(checkpoints: Sequence[Checkpoint]) -> Model:
         differing = differences(description, described[0][1])
         if differing:
             raise CheckpointError(
-                f"{path} is of another model than {described[0][0]}: their configs differ in " + ", ".join(differing)
+                f"{path} and {described[0][0]} are different models: their configs differ in " + ", ".join(differing)
             )
     if described:
         return Model(described[0][1], megatron_arguments(described[0][1].architecture), remarks)
     config = next((config for _, config in configs if config is not None), None)
     if config is None:
         raise CheckpointError(
-            f"{checkpoints[0].path}: Megatron cannot load an average without knowing the kinds of its blocks, and no "
-            "config says them: put the run's config.yaml or the model's model/NAME.yaml beside the checkpoint"
+            f"{checkpoints[0].path}: Megatron cannot load the average without the kinds of its blocks, and no config "
+            "defines them: put the run's config.yaml or the model's model/NAME.yaml next to the checkpoint"
         )
-    remarks.append("no model file goes with it: name the model as the run did")
-    # Not `from_config`: our formats cannot describe this model, which Megatron can load all the same.
+    remarks.append("no model file is written: name the model as in the original run")
+    # Not `from_config`: our formats cannot describe this model, but Megatron can still load it.
     return Model(None, megatron_arguments(Architecture.from_config(config)), remarks)

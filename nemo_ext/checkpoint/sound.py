@@ -1,4 +1,4 @@
-"""Check that a run's newest checkpoint is whole, and fall back to an older one if it is not."""
+"""Integrity check of a run's newest checkpoint, with fallback to an older one."""
 
 import shutil
 import zipfile
@@ -12,19 +12,19 @@ BROKEN = ".broken"
 
 
 def fall_back(checkpoints: Path) -> str | None:
-    """Makes an older checkpoint the newest if the newest is broken, and renames the broken one to `.broken`.
+    """Fall back to an older checkpoint if the newest is corrupt, and rename the corrupt one to `.broken`.
 
-    Whole means: the metadata can be read, every file that it names is there in full length, and the common state, where
-    it has a file of its own (Megatron before 0.19), is not cut short. A flipped bit inside a file is not noticed.
+    A checkpoint is complete if its metadata can be read, every file that it names has its full length, and the common
+    state, if stored in a separate file (Megatron before 0.19), is not truncated. Bit flips in a file are not detected.
 
     Args:
-        checkpoints: the folder with Megatron's tracker file.
+        checkpoints: folder with Megatron's tracker file.
 
     Returns:
-        Message on what was wrong and what was done; None if nothing was.
+        Message that describes the problem and the fallback; None if the newest is complete.
 
     Raises:
-        ValueError: the newest is broken and there is no other.
+        ValueError: the newest is corrupt and there is no complete older one.
     """
     tracker = checkpoints / TRACKER
     word = tracker.read_text(errors="replace").strip() if tracker.is_file() else ""
@@ -34,58 +34,60 @@ def fall_back(checkpoints: Path) -> str | None:
     problem = problem_of(newest)
     if problem is None:
         return None
-    before = sorted((each for each in checkpoints.glob("iter_*") if each.name < newest.name), reverse=True)
-    sound = next((each for each in before if not each.name.endswith(BROKEN) and problem_of(each) is None), None)
+    older = sorted((folder for folder in checkpoints.glob("iter_*") if folder.name < newest.name), reverse=True)
+    sound = next((folder for folder in older if not folder.name.endswith(BROKEN) and problem_of(folder) is None), None)
     if sound is None:
-        raise ValueError(f"{problem}; there is no other checkpoint: restore it, or begin again in another run_dir")
+        raise ValueError(
+            f"{problem}; there is no complete older checkpoint: restore it, or start over in another run_dir"
+        )
     write_text(tracker, str(int(sound.name.removeprefix("iter_"))))
-    kept = newest.with_name(newest.name + BROKEN)
-    if newest.exists() and not kept.exists():
-        newest.rename(kept)
-    return f"{problem}: going on from {sound.name}; the broken one is {kept.name}"
+    renamed = newest.with_name(newest.name + BROKEN)
+    if newest.exists() and not renamed.exists():
+        newest.rename(renamed)
+    return f"{problem}: resuming from {sound.name}; the corrupt checkpoint is now {renamed.name}"
 
 
 def back_to(checkpoints: Path, step: int) -> int:
-    """Makes the newest whole checkpoint before a step the newest; renames later ones to `.broken`.
+    """Roll back to the newest complete checkpoint before a step, and rename later ones to `.broken`.
 
     Args:
-        checkpoints: the folder with Megatron's tracker file.
-        step: the first step that the checkpoint must not have.
+        checkpoints: folder with Megatron's tracker file.
+        step: step that the checkpoint must precede.
 
     Returns:
-        Its step; 0 if there is none, and training begins anew.
+        Step of the checkpoint; 0 if there is none, so that training starts over.
     """
     sound, tracker = newest_before(checkpoints, step), checkpoints / TRACKER
     if sound:
-        write_text(tracker, str(sound))  # before what is newer goes
+        write_text(tracker, str(sound))  # before newer checkpoints are renamed
     else:
         tracker.unlink(missing_ok=True)
-    for number, each in by_step(checkpoints).items():
+    for number, folder in by_step(checkpoints).items():
         if number >= step:
-            kept = each.with_name(each.name + BROKEN)
-            if kept.exists():
-                shutil.rmtree(kept)  # of an earlier time
-            each.rename(kept)
+            renamed = folder.with_name(folder.name + BROKEN)
+            if renamed.exists():
+                shutil.rmtree(renamed)  # of an earlier rollback
+            folder.rename(renamed)
     return sound
 
 
 def newest_before(checkpoints: Path, step: int) -> int:
-    """Step of the newest whole checkpoint before a step; 0 if there is none."""
-    found = by_step(checkpoints).items()
-    return max((number for number, each in found if number < step and problem_of(each) is None), default=0)
+    """Step of the newest complete checkpoint before a step; 0 if there is none."""
+    folders = by_step(checkpoints).items()
+    return max((number for number, folder in folders if number < step and problem_of(folder) is None), default=0)
 
 
 def by_step(checkpoints: Path) -> dict[int, Path]:
-    """Folders of Megatron's checkpoints by step."""
-    return {int(each.name[5:]): each for each in checkpoints.glob("iter_*") if each.name[5:].isdecimal()}
+    """Megatron's checkpoint folders by step."""
+    return {int(folder.name[5:]): folder for folder in checkpoints.glob("iter_*") if folder.name[5:].isdecimal()}
 
 
 def problem_of(folder: Path) -> str | None:
-    """Problem of a checkpoint, as a message; None if it is whole."""
+    """Message that describes why a checkpoint is incomplete; None if it is complete."""
     if not (folder / METADATA).is_file():
-        return f"{folder}: no {METADATA}, so it was not written to its end"
+        return f"{folder}: no {METADATA}, so the checkpoint was not written completely"
     if (folder / COMMON).is_file() and not zipfile.is_zipfile(folder / COMMON):
-        return f"{folder / COMMON}: cut short"
+        return f"{folder / COMMON}: truncated"
     try:
         whole_files(folder)
     except CheckpointError as error:

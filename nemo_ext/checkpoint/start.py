@@ -1,4 +1,4 @@
-"""The model of the checkpoint that a run starts from, in place of the one that its config names. No torch."""
+"""Training configs with the model of the checkpoint that a run starts from. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +10,10 @@ from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
 
 def description_of(checkpoint: Path) -> Description:
-    """The model of a checkpoint, read from the config beside it.
+    """Description of a checkpoint's model, read from the config next to it.
 
     Raises:
-        ValueError: there is no checkpoint, or no config beside it.
+        ValueError: there is no checkpoint, or no config next to it.
     """
     return from_config(_beside(checkpoint))
 
@@ -24,17 +24,17 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def with_model(config: Mapping[str, Any], description: Description, name: str) -> dict[str, Any]:
-    """A training config with another model: data, schedule and flags stay, the architecture's are replaced.
+    """Training config with another model: architecture flags are replaced, data, schedule and other flags kept.
 
     Args:
         config: composed config, with `model` and `megatron`.
-        description: the other model.
-        name: the other model's name.
+        description: description of the other model.
+        name: name of the other model.
     """
     own = to_config(from_config(config))
     new = to_config(description)
     kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
-    backend = config["model"].get("backend") or "auto"  # which affects speed alone
+    backend = config["model"].get("backend") or "auto"  # affects speed only
     model = {**new["model"], "name": name, "backend": backend}
     megatron = {**kept, **new["megatron"]}
     lengths = (section.get("max_position_embeddings") or 0 for section in (config["megatron"], new["megatron"]))
@@ -48,11 +48,11 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
 def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
     """Sections `model` and `megatron` with the model of `megatron.pretrained_checkpoint`.
 
-    Empty if `train.model_of_start` does not ask for it, and while the checkpoint is not there: the config's own model
-    stands for it, as in checks before a search has ended.
+    Empty if `train.model_of_start` is not set, or while the checkpoint does not exist yet, as in checks before a search
+    has finished; the config's own model is used then.
 
     Raises:
-        ValueError: it names no checkpoint to start from, or one that does not say what model it is of.
+        ValueError: no checkpoint is named, or there is no model config next to it.
     """
     if (config.get("train") or {}).get("model_of_start") is not True:
         return {}
@@ -67,21 +67,21 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """A config of a job on a checkpoint with its model, and with its tokenizer where the config's data are bytes.
+    """Config of a job on a checkpoint, with the checkpoint's model, and its tokenizer if the config has a byte one.
 
-    Tokens of another tokenizer are kept in the run directory, beside none of the recipe's.
+    Data tokenised with the checkpoint's tokenizer are written to the run directory, apart from those of the recipe.
 
     Raises:
-        ValueError: there is no checkpoint, or no config beside it.
+        ValueError: there is no checkpoint, or no config next to it.
     """
     beside, data = _beside(checkpoint), config.get("data") or {}
     made = {**config, **_with_model_beside(config, beside)}
     extras = extras_beside(checkpoint, checkpoint_folder(checkpoint))
-    own = (beside.get("data") or {}).get("tokenizer")
-    if own is None and extras is not None and (extras / "tokenizer.json").is_file():
-        own = {"kind": "huggingface", "path": str(extras / "tokenizer.json")}
-    if data.get("tokenizer") == {"kind": "byte"} and own not in (None, {"kind": "byte"}):
-        made["data"] = {**data, "tokenizer": own, "directory": str(Path(config["run_dir"]) / "data")}
+    tokenizer = (beside.get("data") or {}).get("tokenizer")
+    if tokenizer is None and extras is not None and (extras / "tokenizer.json").is_file():
+        tokenizer = {"kind": "huggingface", "path": str(extras / "tokenizer.json")}
+    if data.get("tokenizer") == {"kind": "byte"} and tokenizer not in (None, {"kind": "byte"}):
+        made["data"] = {**data, "tokenizer": tokenizer, "directory": str(Path(config["run_dir"]) / "data")}
     return made
 
 
@@ -90,12 +90,12 @@ def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> 
 
 
 def _beside(checkpoint: Path) -> Mapping[str, Any]:
-    """The model's config beside a checkpoint.
+    """Model config next to a checkpoint.
 
     Raises:
-        ValueError: there is no checkpoint, or no config beside it.
+        ValueError: there is no checkpoint, or no config next to it.
     """
     beside = config_beside(checkpoint, checkpoint_folder(checkpoint))
     if beside is None:
-        raise ValueError(f"{checkpoint}: no config.yaml and no model/*.yaml beside it, so its model is not known")
+        raise ValueError(f"{checkpoint}: no config.yaml and no model/*.yaml next to it, so its model is unknown")
     return beside

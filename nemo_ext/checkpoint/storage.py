@@ -1,4 +1,4 @@
-"""Common parts of reading and writing checkpoints of either kind: tensors by name, checks, checksums."""
+"""Code shared by both checkpoint formats: tensor metadata, reader protocol, checks and checksums."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 WEIGHT_TYPES = ("bfloat16", "float16", "float32", "float64")
-"""Types that weights come in; anything else is a quantised or broken checkpoint."""
-NO_TYPE = f"of a type that weights do not have ({', '.join(WEIGHT_TYPES)} are known)"
+"""Supported types of weights; a checkpoint with any other is quantised or corrupt."""
+NO_TYPE = f"of an unsupported type (supported: {', '.join(WEIGHT_TYPES)})"
 SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written: says which file or tensor, and what to do."""
+    """Error in reading or writing a checkpoint; the message names the file or tensor, and what to do."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a checkpoint.
+    """Shape and type of a tensor in a checkpoint.
 
     Attributes:
         shape: shape of the tensor.
@@ -38,26 +38,26 @@ class Stored:
 
 
 class Reader(Protocol):
-    """A checkpoint of either kind, opened for reading."""
+    """Reader of a checkpoint of either format."""
 
     path: Path
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """Name -> shape and type."""
+        """Shape and type by tensor name."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole tensor."""
+        """Read a whole tensor."""
         ...
 
     def files(self) -> Sequence[Path]:
-        """The files that hold tensors."""
+        """Files that hold tensors."""
         ...
 
 
 def fingerprint(reader: Reader) -> list[list[object]]:
-    """Names, sizes and modification times of a checkpoint's files: another list, another checkpoint."""
+    """Names, sizes and modification times of a checkpoint's files, which change when the checkpoint does."""
     return files_identity(reader.files())
 
 
@@ -68,7 +68,7 @@ def files_identity(files: Iterable[Path]) -> list[list[object]]:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor, not copied if it is contiguous."""
+    """Bytes of a tensor, without a copy if it is contiguous."""
     import torch
 
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
@@ -83,7 +83,7 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     """Refuse NaN and infinity.
 
     Raises:
-        CheckpointError: numbers are not finite; names the tensor and how many.
+        CheckpointError: values are not finite; names the tensor and how many.
     """
     import torch
 
@@ -93,64 +93,73 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     if not (torch.isfinite(low) and torch.isfinite(high)):
         count = int((~torch.isfinite(tensor)).sum())
         raise CheckpointError(
-            f"{name}: {count} of {tensor.numel()} numbers are NaN or infinite: take an earlier checkpoint, or pass "
-            "check_finite=false to take it as it is"
+            f"{name}: {count} of {tensor.numel()} values are NaN or infinite: use an earlier checkpoint, or pass "
+            "check_finite=false to accept them"
         )
 
 
 def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Sequence[str] = ()) -> None:
-    """Check a checkpoint's tensors against a model's: all present, none extra, shapes and types right.
+    """Check that a checkpoint has exactly the tensors of a model, with the right shapes and types.
 
     Args:
         reader: the checkpoint.
         expected: name -> shape.
-        ignored: names of tensors that may be there and are not read.
+        ignored: names of tensors that may be present but are not read.
 
     Raises:
-        CheckpointError: tensors are missing, extra, or of another shape or type; names them.
+        CheckpointError: tensors are missing, unexpected, or of a wrong shape or type; names them.
     """
     found = reader.tensors
     missing = [name for name in expected if name not in found]
     skipped = set(ignored)
     extra = [name for name in found if name not in expected and name not in skipped]
     shapes = [
-        f"{name} is {list(found[name].shape)}, the model wants {list(shape)}"
+        f"{name} is {list(found[name].shape)}, expected {list(shape)}"
         for name, shape in expected.items()
         if name in found and found[name].shape != shape
     ]
     types = [
         f"{name} is {found[name].dtype}" for name in expected if name in found and found[name].dtype not in WEIGHT_TYPES
     ]
-    problems = (("missing", missing), ("not of this model", extra), ("of another shape", shapes), (NO_TYPE, types))
+    problems = (
+        ("missing", missing),
+        ("not part of this model", extra),
+        ("of a different shape", shapes),
+        (NO_TYPE, types),
+    )
     refuse_any(f"{reader.path}: ", *problems)
 
 
 def refuse_any(where: str, *problems: tuple[str, Sequence[str]]) -> None:
-    """Refuse tensors with problems, given as pairs of what is wrong and names.
+    """Raise an error that lists problems with tensors, if there are any.
+
+    Args:
+        where: start of the message.
+        problems: pairs of a problem and the names of the tensors that have it.
 
     Raises:
-        CheckpointError: there are any; begins with `where`.
+        CheckpointError: there is a problem.
     """
-    if told := [f"{len(names)} tensors are {what}: {listed(names)}" for what, names in problems if names]:
-        raise CheckpointError(where + "; ".join(told))
+    if lines := [f"{len(names)} tensors are {problem}: {listed(names)}" for problem, names in problems if names]:
+        raise CheckpointError(where + "; ".join(lines))
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
+    """First few names, and the number of further ones."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 
 
 def size_in_bytes(shape: Shape, dtype: str) -> int:
-    """Bytes of a tensor."""
+    """Size of a tensor in bytes."""
     return prod(shape) * torch_dtype(dtype).itemsize
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type of a name such as `bfloat16`.
+    """torch dtype of a name such as `bfloat16`.
 
     Raises:
-        ValueError: the name is unknown; names the known ones.
+        ValueError: the name is unknown; lists the known ones.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format), read and written by one process.
+"""Single-process reading and writing of Megatron's checkpoints (`torch_dist`, torch's distributed checkpoint format).
 
-A checkpoint saved at any tensor, pipeline or expert parallel size is read as one set of whole tensors. It is written in
-parts, each as one rank of a parallel save would write it, so it may be larger than memory, and an interrupted write can
-be resumed. No process group and no Megatron are needed.
+A checkpoint saved at any tensor, pipeline or expert parallel size is read as a set of whole tensors. It is written in
+parts, each laid out like the file of one rank of a parallel save, so it may exceed memory, and an interrupted write can
+be resumed. Neither a process group nor Megatron is required.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ EXTRA_STATE = (
     *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "in_proj", "out_proj", "output_layer"),
     *("pre_mlp_layernorm", "input_layernorm", "q_layernorm", "k_layernorm", "output_norm", "final_norm"),
 )
-"""Modules that ask for an `_extra_state` when they load: Megatron's linears and, with Transformer Engine, norms."""
+"""Modules that require an `_extra_state` on loading: Megatron's linears and, with Transformer Engine, norms."""
 
 
 def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
-    """The folder with `.metadata` of a run directory, a checkpoints directory or one checkpoint.
+    """Folder with `.metadata` that a path refers to.
 
     Args:
-        path: path of any of the three.
+        path: run directory, checkpoints directory or single checkpoint.
         iteration: iteration of the checkpoint; None for the newest.
 
     Raises:
-        CheckpointError: there is none; names those that were found.
+        CheckpointError: there is no complete checkpoint; lists the available ones.
     """
     if (path / METADATA).is_file():
         return path
@@ -60,35 +60,36 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     if iteration is None:
         if not tracker.is_file():
             raise CheckpointError(
-                f"{path}: neither a Hugging Face checkpoint (config.json) nor one of Megatron ({TRACKER} or {METADATA})"
+                f"{path}: neither a Hugging Face checkpoint (config.json) nor a Megatron one ({TRACKER} or {METADATA})"
+                ": name the folder of a checkpoint or run"
             )
         word = tracker.read_text(errors="replace").strip()
         if word != RELEASE and not word.isdecimal():
-            raise CheckpointError(f"{tracker}: {word[:20]!r}: expected a number or {RELEASE}: give iteration=NUMBER")
+            raise CheckpointError(f"{tracker}: {word[:20]!r}: expected a number or {RELEASE}: set iteration=NUMBER")
     else:
         word = str(iteration)
     folder = root / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not (folder / METADATA).is_file():
-        there = sorted(each.parent.name for each in root.glob(f"*/{METADATA}"))
-        raise CheckpointError(f"{folder}: no complete checkpoint; there are {', '.join(there) or 'none'}")
+        complete = sorted(file.parent.name for file in root.glob(f"*/{METADATA}"))
+        raise CheckpointError(f"{folder}: no complete checkpoint; available: {', '.join(complete) or 'none'}")
     return folder
 
 
 def whole_files(path: Path) -> Metadata:
-    """Metadata of a checkpoint, after a check that every file it names is there in full length.
+    """Read a checkpoint's metadata, and check that every file it names has its full length.
 
     Args:
-        path: the folder with `.metadata`.
+        path: folder with `.metadata`.
 
     Raises:
-        CheckpointError: unreadable metadata, or a file that is missing or cut short.
+        CheckpointError: the metadata is unreadable, or a file is missing or truncated.
     """
     ends: dict[str, int] = {}
     metadata = read_metadata(path)
     try:
         for info in metadata.storage_data.values():
             ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    except (AttributeError, TypeError) as error:  # what a flipped bit makes of it
+    except (AttributeError, TypeError) as error:  # as after a bit flip
         raise CheckpointError(f"{path / METADATA}: cannot be read ({first_words(error)}): copy it again") from error
     for name, end in ends.items():
         if Path(name).name != name:
@@ -97,20 +98,20 @@ def whole_files(path: Path) -> Metadata:
         if not file.is_file():
             raise CheckpointError(f"{file}: missing, though {METADATA} names it")
         if file.stat().st_size < end:
-            raise CheckpointError(f"{file}: cut short at {file.stat().st_size} of {end} bytes: copy it again")
+            raise CheckpointError(f"{file}: truncated at {file.stat().st_size} of {end} bytes: copy it again")
     return metadata
 
 
 class TorchDistReader:
-    """Reader of the model's tensors in one checkpoint.
+    """Reader of a checkpoint's model tensors.
 
     Attributes:
-        path: the folder with `.metadata`.
-        tensors: key -> shape and type, of the model alone.
-        left_out: number of tensors that are not the model's (optimizer state).
+        path: folder with `.metadata`.
+        tensors: key -> shape and type, of the model's tensors only.
+        left_out: number of tensors that do not belong to the model (optimizer state).
 
     Raises:
-        CheckpointError: unreadable metadata, or a file that is missing or cut short.
+        CheckpointError: the metadata is unreadable, or a file is missing or truncated.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,8 +135,8 @@ class TorchDistReader:
                 continue
             shards = {(key, chunk.offsets): chunk.sizes for chunk in stored.chunks}
             if sum(map(prod, shards.values())) != prod(stored.size) or not shards.keys() <= places.keys():
-                # Reading would give whatever was in memory for the part that is missing.
-                raise CheckpointError(f"{self.path / METADATA}: {key} is not there as a whole: take another checkpoint")
+                # Otherwise the missing part would be read as uninitialised memory.
+                raise CheckpointError(f"{self.path / METADATA}: {key} is incomplete: use another checkpoint")
             self._shards[key] = {
                 tuple(offset): _Shard(tuple(offset), tuple(sizes), places[name, offset])
                 for (name, offset), sizes in shards.items()
@@ -144,24 +145,24 @@ class TorchDistReader:
             self.tensors[key] = Stored(tuple(stored.size), dtype)
 
     def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, put together from whatever shards it was saved in.
+        """Read a whole tensor, assembled from the shards it was saved in.
 
         Raises:
-            CheckpointError: a file does not hold what the metadata says.
+            CheckpointError: a file does not match the metadata.
         """
         return self.read_piece(Piece.of(name, *self.tensors[name].shape))
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
-        """A part of a tensor, of which only the shards that hold it are read.
+        """Read a piece of a tensor; only shards that overlap it are read.
 
         Raises:
             CheckpointError: see `read`.
         """
         import torch
 
-        made = torch.empty(piece.shape, dtype=getattr(torch, self.tensors[piece.key].dtype))
+        tensor = torch.empty(piece.shape, dtype=getattr(torch, self.tensors[piece.key].dtype))
         shards = self._shards[piece.key]
-        same = shards.get(piece.offset)  # of many experts, one is a shard as it is
+        same = shards.get(piece.offset)  # a single expert is often exactly one shard
         for shard in [same] if same is not None and same.shape == piece.shape else shards.values():
             starts = tuple(map(max, piece.offset, shard.offset))
             ends = tuple(o + n for o, n in zip(piece.offset, piece.shape, strict=True))
@@ -169,54 +170,54 @@ class TorchDistReader:
             if any(start >= end for start, end in zip(starts, ends, strict=True)):
                 continue
             try:
-                self._copy(shard, made[_slices(starts, ends, piece.offset)], _slices(starts, ends, shard.offset))
-            except Exception as error:  # a broken archive raises almost anything
+                self._copy(shard, tensor[_slices(starts, ends, piece.offset)], _slices(starts, ends, shard.offset))
+            except Exception as error:  # a corrupt archive raises almost any exception
                 raise CheckpointError(
                     f"{self.path}: {piece.key} cannot be read from {shard.place.relative_path} ({first_words(error)}): "
                     "copy the checkpoint again"
                 ) from error
-        return made
+        return tensor
 
-    def _copy(self, shard: _Shard, made: torch.Tensor, part: tuple[slice, ...]) -> None:
-        """Fill a tensor with a part of a shard, straight from the file if it is all of it."""
+    def _copy(self, shard: _Shard, target: torch.Tensor, part: tuple[slice, ...]) -> None:
+        """Fill a tensor with a slice of a shard; a whole shard is read without an intermediate copy."""
         import torch
 
-        if made.shape == shard.shape and made.is_contiguous():
-            shard.read_into(made, self.path)
+        if target.shape == shard.shape and target.is_contiguous():
+            shard.read_into(target, self.path)
             return
         last = self._last
-        if last is None or last[0] != shard:  # shards of several experts are asked for one expert after the other
-            self._last = None  # frees the memory before more is asked for
-            whole = torch.empty(shard.shape, dtype=made.dtype)
+        if last is None or last[0] != shard:  # keeps the shard for the next expert in it
+            self._last = None  # frees memory before the next allocation
+            whole = torch.empty(shard.shape, dtype=target.dtype)
             shard.read_into(whole, self.path)
             last = self._last = shard, whole
-        made.copy_(last[1][part])
+        target.copy_(last[1][part])
 
     def files(self) -> Sequence[Path]:
-        """The files that hold tensors, and the metadata that says where."""
+        """Files that hold tensors, and the metadata file."""
         names = {info.relative_path for info in self._metadata.storage_data.values()}
         return [*(self.path / name for name in sorted(names)), self.path / METADATA]
 
 
 @dataclass(frozen=True)
 class _Shard:
-    """A part of a tensor that is one archive of `torch.save` in a file.
+    """Slice of a tensor, stored as one `torch.save` archive in a file.
 
     Attributes:
-        offset: offset of the part in the whole tensor.
-        shape: shape of the part.
-        place: file, and offset and length of the archive in bytes (torch's `_StorageInfo`).
+        offset: offset of the slice in the whole tensor.
+        shape: shape of the slice.
+        place: file name, and offset and length of the archive in bytes (torch's `_StorageInfo`).
     """
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     place: Any
 
-    def read_into(self, made: torch.Tensor, folder: Path) -> None:
-        """Fill a contiguous tensor of the shape with one read from the file, where torch's loader copies three times.
+    def read_into(self, target: torch.Tensor, folder: Path) -> None:
+        """Fill a contiguous tensor with a single read from the file (torch's loader makes three copies).
 
         Raises:
-            ValueError: the archive holds something else.
+            ValueError: the archive does not match the metadata.
         """
         import torch
         from torch.distributed.checkpoint.utils import _create_file_view
@@ -225,22 +226,22 @@ class _Shard:
             archive: Any = _create_file_view(file, self.place.offset, self.place.length)
             records = torch._C.PyTorchFileReader(archive)
             if "byteorder" in records.get_all_records() and records.get_record("byteorder") != sys.byteorder.encode():
-                raise ValueError("numbers of another byte order")  # torch would crash in swapping what is not there
+                raise ValueError("different byte order")  # torch would crash on swapping the bytes of a meta tensor
             archive.seek(0)
-            found = torch.load(archive, map_location="meta", weights_only=True)
-            if not isinstance(found, torch.Tensor) or (found.shape, found.dtype) != (made.shape, made.dtype):
-                raise ValueError(f"not what .metadata says: {found!r}")
-            numbers = found.untyped_storage()
+            stored = torch.load(archive, map_location="meta", weights_only=True)
+            if not isinstance(stored, torch.Tensor) or (stored.shape, stored.dtype) != (target.shape, target.dtype):
+                raise ValueError(f"does not match .metadata: {stored!r}")
+            numbers = stored.untyped_storage()
             start, size = numbers._checkpoint_offset, numbers.nbytes()
             if start is None or not 0 <= start <= self.place.length - size:
-                raise ValueError("numbers outside their archive")
-            whole = found.is_contiguous() and size == made.nbytes
-            flat = made.reshape(-1) if whole else torch.empty(size // made.itemsize, dtype=made.dtype)
+                raise ValueError("data outside its archive")
+            whole = stored.is_contiguous() and size == target.nbytes
+            flat = target.reshape(-1) if whole else torch.empty(size // target.itemsize, dtype=target.dtype)
             file.seek(self.place.offset + start)
             if file.readinto(bytes_of(flat)) != flat.nbytes:
-                raise ValueError("cut short")
+                raise ValueError("truncated")
             if not whole:
-                made.copy_(flat.as_strided(found.shape, found.stride(), int(found.storage_offset())))
+                target.copy_(flat.as_strided(stored.shape, stored.stride(), int(stored.storage_offset())))
 
 
 def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -> tuple[slice, ...]:
@@ -248,11 +249,11 @@ def _slices(starts: Sequence[int], ends: Sequence[int], offset: Sequence[int]) -
 
 
 class TorchDistWriter:
-    """Writes a checkpoint in parts; each part is a file of its own.
+    """Writer of a checkpoint in parts, with one file per part.
 
     Args:
-        folder: folder to write; made if it is missing.
-        parts: pieces of each part with their types.
+        folder: folder to write, created if missing.
+        parts: pieces and their types, by part.
     """
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[tuple[Piece, str]]]) -> None:
@@ -275,10 +276,10 @@ class TorchDistWriter:
         return self.folder / f"__{part}_0.distcp"
 
     def write(self, part: int, pieces: Iterable[tuple[Piece, torch.Tensor]]) -> str:
-        """Write one part from its pieces, in order; returns its result for `finish`.
+        """Write the pieces of one part in order, and return its result for `finish`.
 
         Raises:
-            OSError: the disk is full, for example.
+            OSError: the file cannot be written, for example because the disk is full.
         """
 
         def tensors() -> Iterator[torch.Tensor]:
@@ -287,12 +288,12 @@ class TorchDistWriter:
                 assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
                 tensor = tensor.detach()
                 whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
-                yield tensor if whole_storage else tensor.clone()  # torch.save would write all of the storage
+                yield tensor if whole_storage else tensor.clone()  # torch.save would write the whole storage
 
         return self._write_file(part, tensors())
 
     def _write_file(self, part: int, values: Iterator[object]) -> str:
-        """Write a file as `FileSystemWriter.write_data` does, which would keep all of its tensors in memory."""
+        """Write a file like `FileSystemWriter.write_data`, but without keeping all of its tensors in memory."""
         import torch
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.storage import WriteResult
@@ -300,7 +301,7 @@ class TorchDistWriter:
 
         settings: Any = serialization.config
         results, start = [], 0
-        # The archives' own checksums take longer than writing, and neither torch nor Megatron reads them.
+        # The archives' internal checksums take longer than writing, and neither torch nor Megatron reads them.
         with open(self.file(part), "wb") as stream, settings.patch("save.compute_crc32", False):
             for item, value in zip(self._plans[part].items, values, strict=True):
                 try:
@@ -313,14 +314,14 @@ class TorchDistWriter:
         return pickle.dumps(results).hex()
 
     def finish(self, results: Sequence[str], arguments: Mapping[str, Any]) -> None:
-        """Make the parts a checkpoint: write metadata and Megatron's common state.
+        """Complete the checkpoint: write metadata and Megatron's common state.
 
         Args:
             results: results of `write`, for every part in order.
             arguments: arguments of the saving run that Megatron's loader reads. Without `hybrid_layer_pattern` it
-                takes the layers for those of a GPTModel, which are numbered otherwise.
+                assumes the layers of a GPTModel, which are numbered differently.
         """
-        # Objects are stored as a list, like every shard that Megatron saves; None: nothing to restore.
+        # Extra states are stored as lists, like all objects that Megatron shards; None means nothing to restore.
         objects = len(self._plans) - 1
         common = self._write_file(objects, repeat([None], len(self._plans[objects].items)))
         made = [loads(bytes.fromhex(result), self.folder) for result in (*results, common)]
@@ -335,12 +336,12 @@ class TorchDistWriter:
 
 
 def write_tracker(checkpoints: Path) -> None:
-    """Name the release checkpoint as the newest."""
+    """Write the tracker file that names the release checkpoint as the newest."""
     (checkpoints / TRACKER).write_text(RELEASE)
 
 
 def _reason(error: BaseException) -> BaseException:
-    """The full disk or Ctrl-C behind an error of `torch.save`, which then fails to close its archive."""
+    """Original OSError or KeyboardInterrupt that made `torch.save` fail, which masks it by a failure to close."""
     earlier: BaseException | None = error
     while earlier is not None:
         if isinstance(earlier, OSError | KeyboardInterrupt):
@@ -371,8 +372,8 @@ def _bytes_item(name: str) -> Any:
 
 
 def _extra_states(keys: Iterable[str], wholes: Mapping[str, Sequence[int]]) -> list[str]:
-    """Names of the modules' extra states, as Megatron shards them: one per module, or per expert."""
-    names = ["output_layer._extra_state/shard_0_1"]  # also where the output layer is the embedding
+    """Keys of the modules' extra states as Megatron shards them: one per module, or one per expert."""
+    names = ["output_layer._extra_state/shard_0_1"]  # also with tied embeddings
     for key in keys:
         module, _, parameter = key.rpartition(".")
         if key.endswith(".in_proj.weight.z"):

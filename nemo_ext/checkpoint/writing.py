@@ -1,4 +1,4 @@
-"""Making a checkpoint of either kind, tensor by tensor: parts, resume, checks, renaming."""
+"""Resumable writing of checkpoints of either format, tensor by tensor, with checks and a final rename."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GIGABYTE = 1e9
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor, or a part of one, of the checkpoint that is made; Hugging Face's are always whole."""
+    """Tensor of the target checkpoint, or a slice of one; Hugging Face tensors are always whole."""
 
     piece: Piece
     dtype: str
@@ -56,12 +56,12 @@ class Slot:
 
 @dataclass(frozen=True)
 class Work:
-    """Tensors that are made together.
+    """Work item: target tensors that are computed together.
 
     Attributes:
-        slots: tensors to make.
-        make: function that makes them, in order and in shape; the type is cast afterwards.
-        sources: names of the source tensors, for people.
+        slots: tensors to compute.
+        make: function that computes them, in order and in shape; they are cast to their type afterwards.
+        sources: names of the source tensors, for messages.
     """
 
     slots: tuple[Slot, ...]
@@ -75,24 +75,24 @@ class Work:
 
 
 def cut_into_parts(work: Sequence[Work], shard_gigabytes: float) -> list[list[Work]]:
-    """Work in its order, cut into parts of at most a shard; work that is larger has a part to itself.
+    """Divide work items into consecutive parts of at most one shard; a larger item gets a separate part.
 
     Raises:
-        ValueError: a size that is not positive.
+        ValueError: the shard size is not positive.
     """
     if not shard_gigabytes > 0:
         raise ValueError(f"shard_gigabytes={shard_gigabytes}: expected a positive number")
-    labels = [slot.label for each in work for slot in each.slots]
+    labels = [slot.label for item in work for slot in item.slots]
     twice = sorted({label for label, count in Counter(labels).items() if count > 1})
-    assert not twice, f"made twice: {listed(twice)}"
+    assert not twice, f"duplicate tensors: {listed(twice)}"
     parts: list[list[Work]] = [[]]
     size = 0
-    for each in work:
-        if parts[-1] and size + each.bytes > shard_gigabytes * GIGABYTE:
+    for item in work:
+        if parts[-1] and size + item.bytes > shard_gigabytes * GIGABYTE:
             parts.append([])
             size = 0
-        parts[-1].append(each)
-        size += each.bytes
+        parts[-1].append(item)
+        size += item.bytes
     return parts
 
 
@@ -109,30 +109,30 @@ def write_checkpoint(
     progress: bool = True,
     remarks: Sequence[str] = (),
 ) -> Path:
-    """Make a checkpoint folder; the same call after an interruption resumes it.
+    """Write a checkpoint folder; the same call resumes it after an interruption.
 
     Args:
-        to: the folder, which has its name only when all is done.
+        to: target folder, which gets this name only when complete.
         to_format: `huggingface` (safetensors, index) or `megatron` (a checkpoints directory with a release).
-        parts: work of each part; a part is a file, and what an interruption loses at most.
-        identity: everything that decides the folder's content, as JSON.
-        finish: function that adds the files other than tensors to the folder.
+        parts: work items of each part; a part is one file, and the most that an interruption loses.
+        identity: everything that determines the folder's content, as JSON.
+        finish: function that adds all files except tensors to the folder.
         arguments: arguments for Megatron's loader, see `megatron_arguments`.
         finite: refuse NaN and infinity.
-        verify: read everything again at the end and compare checksums.
+        verify: read every tensor back at the end and compare checksums.
         progress: show progress on stderr.
-        remarks: notes for people, kept in the folder's record.
+        remarks: notes for the user, stored in the folder's record.
 
     Raises:
-        CheckpointError: NaN or infinity, a full disk, a folder that holds something else, another process that is
-            writing it, or files that do not read back as they were written.
+        CheckpointError: a value is NaN or infinite, the disk is full, the folder holds something else, another process
+            is writing it, or a file does not read back correctly.
     """
     check_target(to)
     if already_made(to, to_format, parts, identity=identity):
         return to
     total = sum(work.bytes for part in parts for work in part)
     with only_writer(to), contextlib.ExitStack() as at_end:
-        if already_made(to, to_format, parts, identity=identity):  # by another process, between question and lock
+        if already_made(to, to_format, parts, identity=identity):  # by another process, before the lock was taken
             return to
         identity = _with_parts(to_format, parts, identity)
         output = Output(to, identity)
@@ -140,13 +140,13 @@ def write_checkpoint(
         kind: type[_SafetensorsTarget | _TorchDistTarget]
         kind = _SafetensorsTarget if to_format == HUGGING_FACE else _TorchDistTarget
         target = kind(output.folder, parts)
-        # A finished part that was lost since, in a power failure for example, is made again.
+        # A finished part that was lost since then, for example in a power failure, is written again.
         output.done = {n: done for n, done in output.done.items() if has_size(target.file(n), done["size"])}
         check_room(to, sum(w.bytes for n, part in enumerate(parts) if n not in output.done for w in part))
         left = [number for number in range(len(parts)) if number not in output.done]
         sums: dict[str, int] = {}
         with (
-            _leavings_told(output),
+            _finished_parts_named(output),
             progress_of("writing", total, enabled=progress) as advance,
             interrupts_between() as interruptible,
             contextlib.closing(_made([parts[number] for number in left], sums, interruptible, finite=finite)) as made,
@@ -168,8 +168,8 @@ def write_checkpoint(
 
 
 @contextlib.contextmanager
-def _leavings_told(output: Output) -> Iterator[None]:
-    """If tensors are refused, leave nothing but whole parts, and say where these are."""
+def _finished_parts_named(output: Output) -> Iterator[None]:
+    """On a refused tensor, keep only finished parts and add their location to the message."""
     try:
         yield
     except CheckpointError as error:
@@ -177,20 +177,20 @@ def _leavings_told(output: Output) -> Iterator[None]:
             output.clear()
             raise
         raise CheckpointError(
-            f"{error}. {len(output.done)} finished parts are in {output.folder}: the command goes on after them when "
-            "this is mended; else remove the folder"
+            f"{error}. {len(output.done)} finished parts are in {output.folder}: after fixing this, the same command "
+            "resumes from them; otherwise remove the folder"
         ) from error
 
 
 def already_made(to: Path, to_format: str, parts: Sequence[Sequence[Work]], *, identity: dict[str, Any]) -> bool:
-    """True if the folder holds what `write_checkpoint` with these arguments would make; then says so on stderr.
+    """True if the folder holds the result of `write_checkpoint` with these arguments, which is reported on stderr.
 
     Raises:
-        CheckpointError: it holds something else.
+        CheckpointError: the folder holds something else.
     """
     if not was_published(to, _with_parts(to_format, parts, identity)):
         return False
-    notice(f"{to}: already made")
+    notice(f"{to}: complete already")
     return True
 
 
@@ -201,7 +201,7 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
 def _made(
     parts: Sequence[Sequence[Work]], sums: dict[str, int], interruptible: Callable[[], None], *, finite: bool
 ) -> Generator[tuple[Piece, Tensor], None, None]:
-    """Tensors in order, each made by a thread while the one before it is written; their checksums go into `sums`."""
+    """Compute tensors in order, one ahead of the writer in a thread, and store their checksums in `sums`."""
 
     def make() -> Iterator[tuple[Piece, Tensor]]:
         for work in chain.from_iterable(parts):
@@ -229,10 +229,10 @@ def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], N
 
 
 def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
-    """The tensor cast to the type of its slot.
+    """Cast a tensor to the type of its slot.
 
     Raises:
-        CheckpointError: a number that was finite is too large for it.
+        CheckpointError: a finite value overflows.
     """
     dtype = torch_dtype(slot.dtype)
     if tensor.dtype == dtype:
@@ -240,8 +240,7 @@ def _cast(slot: Slot, tensor: Tensor, *, finite: bool) -> Tensor:
     cast = tensor.to(dtype)
     if finite and not cast.abs().max().isfinite():
         raise CheckpointError(
-            f"{slot.label}: has numbers up to {tensor.abs().max().item():.3g}, which {slot.dtype} cannot hold: choose "
-            "another dtype"
+            f"{slot.label}: values up to {tensor.abs().max().item():.3g} overflow {slot.dtype}: choose another dtype"
         )
     return cast
 
@@ -253,7 +252,11 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read the folder anew, and compare every tensor's checksum with what was to be written."""
+    """Read every tensor back, and compare its checksum with that of the tensor in memory.
+
+    Raises:
+        CheckpointError: a checksum differs.
+    """
     slots = [(n, slot) for n, part in enumerate(parts) for work in part for slot in work.slots]
 
     def is_right(number: int, slot: Slot) -> bool:
@@ -266,8 +269,8 @@ def _verify(
             interruptible()
             if not right:
                 raise CheckpointError(
-                    f"{slot.label}: the disk does not hold what was written: remove {output.folder} and repeat; if it "
-                    "happens again, suspect the disk"
+                    f"{slot.label}: reads back differently than written: remove {output.folder} and run the same "
+                    "command again; if this recurs, check the disk for faults"
                 )
             advance(slot.bytes)
     finally:
@@ -275,7 +278,7 @@ def _verify(
 
 
 class _SafetensorsTarget:
-    """Shards and their index."""
+    """Target of safetensors shards with an index."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder, self.parts = folder, parts
@@ -302,7 +305,7 @@ class _SafetensorsTarget:
 
 
 class _TorchDistTarget:
-    """A checkpoints directory of Megatron with one release."""
+    """Target that is a Megatron checkpoints directory with one release."""
 
     def __init__(self, folder: Path, parts: Sequence[Sequence[Work]]) -> None:
         self.folder = folder

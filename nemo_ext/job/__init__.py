@@ -1,1 +1,1 @@
-"""Common parts of every job: config, settings, files, processes, progress."""
+"""Infrastructure shared by all jobs: configs, settings, files, processes, progress."""

@@ -1,8 +1,8 @@
-"""Composing configs: Hydra, our resolvers, and the frame every job runs in. No torch.
+"""Composition of configs with Hydra and our resolvers, and the entry point of every job. No torch.
 
-`nemo-ext JOB key=value` and `python launchers/JOB.py key=value` both end in `run_job`, so `--help`, `--cfg job` and
-`--config-dir` work the same everywhere, and a user's mistake is one line on stderr and exit code 2, a full disk or the
-like one line and exit code 1.
+`nemo-ext JOB key=value` and `python launchers/JOB.py key=value` both call `run_job`, so `--help`, `--cfg job` and
+`--config-dir` work the same everywhere. A user error is printed as one line on stderr with exit code 2, a system error
+such as a full disk as one line with exit code 1.
 """
 
 import functools
@@ -42,11 +42,11 @@ FULL_ERROR = "HYDRA_FULL_ERROR"
 
 
 def iterations(tokens: float | None, seq_length: int, global_batch_size: int) -> int | None:
-    """Number of steps nearest to `tokens` tokens; at least one for a positive number, None for None."""
+    """Number of steps nearest to a number of tokens; at least one if `tokens` is positive, None if it is None."""
     if tokens is None:
         return None
     if tokens < 0:
-        raise ValueError(f"tokens={tokens}: give a number of tokens, zero or more")
+        raise ValueError(f"tokens={tokens}: expected a number of tokens, zero or more")
     return max(1, round(float(tokens) / (seq_length * global_batch_size))) if tokens else 0
 
 
@@ -65,28 +65,29 @@ def multiply(*factors: float) -> float | int:
 
 
 def register_resolvers() -> None:
-    """Makes `${iterations:tokens,seq_length,global_batch_size}`, `${add:a,b,...}` and `${multiply:a,b,...}` known."""
+    """Register `${iterations:tokens,seq_length,global_batch_size}`, `${add:a,b,...}` and `${multiply:a,b,...}`."""
     OmegaConf.register_new_resolver("add", add, replace=True)
     OmegaConf.register_new_resolver("iterations", iterations, replace=True)
     OmegaConf.register_new_resolver("multiply", multiply, replace=True)
 
 
 def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Composes and resolves one of our configs, for use from Python.
+    """Compose and resolve a config, for use from Python.
 
     Args:
         config_name: name of a primary config, such as `train`.
-        overrides: command line words, e.g. `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`; `--config-dir` too.
+        overrides: command line arguments, including `--config-dir`, such as
+            `["recipe=olmo3/7b_pretrain", "megatron.lr=1e-4"]`.
 
     Raises:
-        ValueError: if a mandatory value is missing, an override does not fit or a file cannot be read.
+        ValueError: a mandatory value is missing, an override is invalid, or a file cannot be read.
     """
     register_resolvers()
     folders, words = config_folders(overrides)
     package = _package_of(config_name)
     search = _search(package, folders)
     overrides = [*search, *hydra_words(words, config_name)]
-    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # that of a job which composes another
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None  # set if a running job composes another
     try:
         with hydra.initialize_config_module(package, version_base="1.3"):
             return resolved(hydra.compose(config_name, overrides=overrides), search)
@@ -97,23 +98,23 @@ def compose(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _package_of(config_name: str) -> str:
-    """Package that has a primary config."""
+    """Package that contains a primary config."""
     command = with_config(config_name)
     return command.configs if command else CONFIGS
 
 
 def _search(package: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Word by which Hydra looks for groups in folders, and in our package for a config of another one."""
+    """Override that adds folders, and our package for a config of another package, to Hydra's search path."""
     places = [hydra_value(f"file://{folder}") for folder in folders]
     places += [f"pkg://{CONFIGS}"] if package != CONFIGS else []
     return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
 def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """The folders of `--config-dir DIR` (or `-cd DIR`), and the other words.
+    """Folders of `--config-dir DIR` (or `-cd DIR`), and the other arguments.
 
     Raises:
-        ValueError: a folder is not there.
+        ValueError: a folder does not exist.
     """
     folders: list[Path] = []
     rest: list[str] = []
@@ -125,19 +126,22 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
             continue
         folder = Path(value if equals else next(given, "")).expanduser().resolve()
         if not folder.is_dir():
-            raise ValueError(f"{name}: {folder} is no folder")
+            raise ValueError(f"{name}: {folder} is not a folder")
         folders.append(folder)
     return folders, rest
 
 
 def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
-    """Section `data` for `streams`, a flat list or a tree: only a few keys of the recipe's stay.
+    """Section `data` in which the user's `streams`, a flat list or a tree, replace the recipe's data.
+
+    Their files are in `data_root`, unless they have a prefix. The recipe's tokenizer, validation share, seed, workers
+    and epoch limits are kept.
 
     Raises:
-        ValueError: there are synthetic data too, or no tokenizer.
+        ValueError: the config also has mock data, or no tokenizer.
     """
     if (config.get("megatron") or {}).get("mock_data"):
-        raise ValueError("streams and data=mock exclude each other: take one away")
+        raise ValueError("streams and data=mock exclude each other: remove one of them")
     data = config.get("data") or {}
     kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
     made = {
@@ -149,14 +153,14 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
     }
     if "phases" in config and "tokenizer" not in made:
         raise ValueError(
-            "streams: this recipe names no tokenizer: say by which they were tokenised, such as "
+            "streams: this recipe names no tokenizer: name the one they were tokenised with, such as "
             "'data.tokenizer={kind: huggingface, path: FOLDER}'"
         )
     return made
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
-    """The phases of a run without data of their own, so that all use the run's."""
+    """Phases of a run without their own data, so that all phases use the run's data."""
     return {
         name: {key: value for key, value in phase.items() if key != "data"} if isinstance(phase, dict) else phase
         for name, phase in phases.items()
@@ -164,7 +168,7 @@ def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequence[str]) -> Any:
-    """Section `data` of a file of the `data` group, which a phase names.
+    """Section `data` of a file of the `data` group that a phase names.
 
     Raises:
         ValueError: there is no such file, or it cannot be composed.
@@ -179,22 +183,22 @@ def _named_blend(key: str, name: str, config: Mapping[str, Any], search: Sequenc
 
 
 def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
-    """The resolved config as plain containers, its `streams` and the blends that phases name as sections `data`.
+    """Resolve a config to plain containers, with `streams` and blends named by phases turned into sections `data`.
 
-    Call it only while Hydra is initialised, so that the files of --config-dir are found too.
+    Call this only while Hydra is initialised, so that files in --config-dir are found as well.
 
     Args:
-        config: config as Hydra composed it.
-        search: word with the folders of --config-dir, where Hydra was initialised without them.
+        config: config as composed by Hydra.
+        search: override with the folders of --config-dir, if Hydra was initialised without them.
 
     Raises:
-        ValueError: values are still missing (`???`), naming each; an interpolation cannot be resolved; `launcher` or
-            `phases` is no section; or see `_own_data` and `_named_blend`.
+        ValueError: mandatory values (`???`) are missing (names all of them), an interpolation cannot be resolved,
+            `launcher` or `phases` is not a section, or see `_own_data` and `_named_blend`.
     """
     try:
-        # Not OmegaConf.missing_keys, which fails at interpolations of what is missing.
+        # Not OmegaConf.missing_keys, which fails on interpolations of missing values.
         if missing := sorted(_missing(OmegaConf.to_container(config, resolve=False))):
-            raise ValueError(f"not set: {', '.join(missing)}; give each as key=value on the command line")
+            raise ValueError(f"not set: {', '.join(missing)}; set them with key=value on the command line")
         container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
@@ -215,7 +219,7 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:
-    """Dotted names of the values that are `???`."""
+    """Dotted names of values that are `???`."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _missing(inner, f"{above}.{key}" if above else str(key))
@@ -227,19 +231,21 @@ def _missing(value: object, above: str = "") -> Iterator[str]:
 
 
 def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
-    """Command line words in Hydra's grammar, by the `Grammar` of the command that composes a config.
+    """Translate command line arguments to Hydra's grammar, by the `Grammar` of the command that composes a config.
 
-    A key that a class of settings has, or that stands in an open mapping, may be new: Hydra knows only the keys that a
-    file names. A section that is marked so (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's as a whole,
-    where Hydra would merge the two. Texts, names of files and folders, and `model.pattern`, whose braces mean something
-    else to Hydra, are quoted.
+    Keys of a settings class or an open mapping are added (`++`) if no config file has them, as Hydra only knows keys in
+    files. A section marked `REPLACED` (`puzzle.search.shares={parameters: 0.6}`) replaces the recipe's section, which
+    Hydra would merge with it. Text, names of files and folders, and `model.pattern`, whose braces are special in Hydra,
+    are quoted.
 
     Raises:
-        ValueError: both `streams` and `data.directory`, from which streams are not read.
+        ValueError: both `streams` and `data.directory` are set, but streams are not read from that directory.
     """
     keys = {word.partition("=")[0] for word in words}
     if {"streams", "data.directory"} <= keys:
-        raise ValueError("data.directory is of the recipe's data: streams lie in data_root, or where their prefix says")
+        raise ValueError(
+            "data.directory applies to the recipe's data only: streams are read from data_root or their prefix"
+        )
     grammar, spelled = grammar_of(config_name), list[str]()
     for word in words:
         key, equals, value = word.partition("=")
@@ -261,7 +267,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
         elif key in grammar.added and equals and "recipe" not in {name.lstrip("+") for name in keys}:
             spelled.append(f"+{word}")
         elif key in grammar.replaces and equals and value != "null":
-            # The replaced section may require settings that are not needed then.
+            # The replaced section may have mandatory settings that are no longer needed.
             spelled += [word, f"~{grammar.replaces[key]}"]
         elif key == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{key}="{value}"')
@@ -274,13 +280,13 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
                 word = f"{key}={hydra_value(value)}"
             section = value.startswith("{")
             new = bool(equals) and ("." in key or section) and may_be_new(grammar.settings, key)
-            new |= key == "data.tokenizer" and section and grammar.streams  # a recipe may name one by a word
+            new |= key == "data.tokenizer" and section and grammar.streams  # a recipe may have a string here
             spelled.append(f"++{word}" if new else word)
     return spelled
 
 
 def _split(key: str, text: str) -> list[str]:
-    """Words as a shell divides them.
+    """Split text into words like a shell.
 
     Raises:
         ValueError: a quotation mark is not closed.
@@ -288,13 +294,13 @@ def _split(key: str, text: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise ValueError(f"{key}={text}: {error}: write words as on a command line") from error
+        raise ValueError(f"{key}={text}: {error}: write the words as on a command line") from error
 
 
 def _is_text(grammar: Grammar, key: str, value: str) -> bool:
-    """True for a name of a file or folder that Hydra would read as something else.
+    """True for a file or folder name that Hydra would misinterpret.
 
-    Lists, mappings, escapes and what is quoted, each value of a sweep too, are left to Hydra.
+    Lists, mappings, escapes and quoted values (of sweeps as well) are left to Hydra.
     """
     if value in ("", "null", "???") or "\\" in value or (value[0], value[-1]) in (("[", "]"), ("{", "}")):
         return False
@@ -304,7 +310,7 @@ def _is_text(grammar: Grammar, key: str, value: str) -> bool:
 
 
 def _is_readable(value: str) -> bool:
-    """True if Hydra's grammar has the text as one value."""
+    """True if Hydra's grammar parses the text as a single value."""
     try:
         return not OverridesParser.create().parse_override(f"key={value}").is_sweep_override()
     except HydraException:
@@ -312,7 +318,7 @@ def _is_readable(value: str) -> bool:
 
 
 _QUOTED = re.compile(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", re.DOTALL)
-"""A text in quotes, as Hydra reads it."""
+"""Pattern of quoted text in Hydra's grammar."""
 
 
 def _is_plain(text: str) -> bool:
@@ -322,37 +328,37 @@ def _is_plain(text: str) -> bool:
 
 
 def hydra_value(text: str) -> str:
-    """The value of an override that Hydra reads as this text: in quotes, unless it is a plain path or word.
+    """Value of an override that Hydra parses as this text: quoted, unless it is a plain path or word.
 
-    A comma would be a sweep to it, `1e5` a number. An interpolation (`${...}`) stays one.
+    Otherwise a comma would start a sweep, and `1e5` would be a number. Interpolations (`${...}`) are preserved.
     """
     if _is_plain(text):
         return text
-    # In quotes a backslash is one, except before a quote.
+    # In quotes, only backslashes before a quote must be escaped.
     doubled = re.sub(r'(\\+)("|$)', r"\1\1\2", text)
     return '"' + doubled.replace('"', r"\"") + '"'
 
 
 def check_place(key: str, place: object) -> None:
-    """Refuses a folder whose name cannot stand in quotes in words of jobs.
+    """Refuse a path that cannot be quoted in the arguments of jobs.
 
     Raises:
-        ValueError: naming the characters.
+        ValueError: names the characters.
     """
-    if wrong := {each for each in ("'", '"', "\\", "${") if each in str(place)}:
-        raise ValueError(f"{key}={place}: choose one without {' '.join(sorted(wrong))}: it stands in words")
+    if wrong := {text for text in ("'", '"', "\\", "${") if text in str(place)}:
+        raise ValueError(f"{key}={place}: choose a path without {' '.join(sorted(wrong))}, as it is passed to jobs")
 
 
 def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
-    """Refuses a choice for a config group that has no file, naming the nearest; Hydra would list one folder level only.
+    """Refuse a choice for a config group that has no file, and name the nearest (Hydra lists one folder level only).
 
     Args:
-        group: the group.
-        words: words of a command line.
-        job: the job, where it has recipes of its own.
+        group: name of the group.
+        words: command line arguments.
+        job: name of a job with its own recipes; "" for none.
 
     Raises:
-        ValueError: if neither the package nor a folder of --config-dir has the file.
+        ValueError: neither the package nor a folder of --config-dir has the file.
     """
     folders, words = config_folders(words)
     places = _places(grammar_of(job).groups.get(group, group), job, folders)
@@ -364,18 +370,18 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
 
 
 def _places(group: str, job: str, folders: Sequence[Path]) -> list[Path]:
-    """Folders that may have the files of a config group."""
+    """Folders that may contain files of a config group."""
     packages = dict.fromkeys([CONFIGS, _package_of(job)])
     return [root / group for root in (*(Path(str(files(package))) for package in packages), *folders)]
 
 
 def _names(places: Sequence[Path]) -> list[str]:
-    """Names of the config files in folders."""
+    """Names of config files in folders."""
     return sorted({str(file.relative_to(place).with_suffix("")) for place in places for file in place.rglob("*.yaml")})
 
 
 def _help(config_name: str, words: Sequence[str]) -> str:
-    """Text of `--help`."""
+    """Text of `--help` for a job."""
     command, (folders, _) = with_config(config_name), config_folders(words)
     assert command is not None
     package = _package_of(config_name)
@@ -389,12 +395,12 @@ def _help(config_name: str, words: Sequence[str]) -> str:
 
 
 def mistake(error: Exception, job: str) -> str:
-    """One line on why the config of a job cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
-    found = with_config(job)
-    grammar, command = (found.grammar, found.name) if found else (Grammar(), job)
+    """Message on why a job's config cannot be composed, from Hydra's or YAML's error: what, where, what to do."""
+    owner = with_config(job)
+    grammar, command = (owner.grammar, owner.name) if owner else (Grammar(), job)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         place = f"{error.problem_mark.name}, line {error.problem_mark.line + 1}"
-        return f"{place}: {error.problem}: mend the file, which must be plain YAML"
+        return f"{place}: {error.problem}: correct the file, which must be plain YAML"
     if isinstance(error, UnicodeDecodeError):
         return f"a YAML file of this config is not UTF-8 ({error}): save it as UTF-8"
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
@@ -407,19 +413,19 @@ def mistake(error: Exception, job: str) -> str:
         if "is not in struct" in why:
             key = unknown[1]
             why = grammar.advice.get(
-                key, f"{command} has no such key; `nemo-ext {command} --help` names those it has{_near(error, grammar)}"
+                key, f"{command} has no such key; `nemo-ext {command} --help` lists its keys{_near(error, grammar)}"
             )
         return f"{unknown[0]}: {why}"
     if group := re.match(r"Could not override '([^']+)'\. No match in the defaults list", str(error)):
         return (
-            f"{group[1]}: {command} has no such config group; if a key is meant, move the folder {group[1]} out of "
-            "--config-dir, by which Hydra takes the word for one"
+            f"{group[1]}: {command} has no such config group; if you meant a key, move the folder {group[1]} out of "
+            "--config-dir, as it makes Hydra expect a config group"
         )
     return " ".join((str(error).strip() or str(error.__cause__ or error)).split())
 
 
 def _near(error: Exception, grammar: Grammar) -> str:
-    """The nearest key of the section that Hydra did not have a key in; "" if none is near."""
+    """Question that names the nearest key in the section of an unknown key; "" if none is near."""
     cause: Any = error.__cause__
     known = [*map(str, cause.parent_node or ()), *names(grammar.settings, cause.full_key.rpartition(".")[0])]
     near = did_you_mean(str(cause.key), known)
@@ -428,24 +434,24 @@ def _near(error: Exception, grammar: Grammar) -> str:
 
 @contextmanager
 def full_errors() -> Iterator[Callable[[], None]]:
-    """Makes Hydra raise errors instead of printing them; yields a function that makes it print again."""
-    given = bool(os.environ.get(FULL_ERROR))
-    if not given:
+    """Make Hydra raise errors instead of printing them; yields a function that restores printing."""
+    set_before = bool(os.environ.get(FULL_ERROR))
+    if not set_before:
         os.environ[FULL_ERROR] = "1"
 
-    def as_before() -> None:
-        if not given:
+    def restore() -> None:
+        if not set_before:
             os.environ.pop(FULL_ERROR, None)
 
     try:
-        yield as_before
+        yield restore
     finally:
-        as_before()
+        restore()
 
 
 @contextmanager
 def mistakes_are_one_line() -> Iterator[None]:
-    """Ends the process with one line on stderr and code 2 after an error that the user can mend."""
+    """Print an error that the user can correct as one line on stderr, and exit with code 2."""
     try:
         yield
     except (ValueError, HydraException) as error:
@@ -458,14 +464,14 @@ def _end(code: int, error: object) -> NoReturn:
 
 
 def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumable: bool = False) -> None:
-    """Composes `config_name` with the overrides in `sys.argv` and runs `job` on the resolved config.
+    """Compose `config_name` with the overrides in `sys.argv`, and run `job` on the resolved config.
 
-    Ends the process with one line on stderr instead of a traceback where the user can mend it: code 2 after a
-    composition error or a ValueError, 1 after an error of the system such as a full disk, 130 after Ctrl-C; for
-    a `resumable` job that line says that the same command goes on.
+    Errors that the user can correct are printed as one line on stderr instead of a traceback: exit code 2 for a
+    composition error or a ValueError, 1 for a system error such as a full disk, 130 after Ctrl-C. For a `resumable` job
+    the last line says that the same command resumes.
     """
     register_resolvers()
-    # Threads that spin while they wait take the cores of jobs beside this one; read when torch is loaded.
+    # Spinning threads would slow down other jobs on the machine; this is read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
         if {"-h", "--help"} & set(sys.argv[1:]):
@@ -474,7 +480,7 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
         check_choice("recipe", sys.argv[1:], config_name)
         package = _package_of(config_name)
         words = hydra_words(sys.argv[1:], config_name)
-        # Next to the first override: argparse takes only one run of them.
+        # Next to the first override, as argparse accepts only consecutive ones.
         first = next((number for number, word in enumerate(words) if "=" in word and word[0] != "-"), len(words))
         sys.argv = [sys.argv[0], *words[:first], *_search(package), *words[first:]]
 
@@ -510,15 +516,15 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     except BrokenPipeError:
         _drop_output()
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on" if resumable else "interrupted", file=sys.stderr)
+        print("interrupted: the same command resumes" if resumable else "interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except SystemExit as exit_:
-        # Hydra reports a composition error itself, with exit code 1: to us that is a user's error like the others.
+        # Hydra reports some composition errors itself, with exit code 1; these are user errors as well.
         if exit_.code == 1 and not composed:
             sys.exit(USER_ERROR)
         raise
 
 
 def _drop_output() -> None:
-    """Drops the rest of our output after its reader has closed the pipe (`nemo-ext train --help | head`)."""
+    """Discard further output after its reader has closed the pipe (`nemo-ext train --help | head`)."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,17 +1,17 @@
-"""Key figures of a run, for reports of pipelines."""
+"""Key figures of a run for the reports of pipelines."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """How a run went.
+    """Key figures of a run.
 
     Attributes:
-        text: its key figures: loss, reward or accuracy of benchmarks; "" for jobs that have none.
-        tokens: tokens that it trained on, with those of prompts; None if unknown.
-        step: newest step that it logged; None for jobs without steps.
-        target: number of its steps; None if unknown.
+        text: loss, reward or benchmark accuracy as text; "" for jobs without figures.
+        tokens: number of tokens that it trained on, including prompts; None if unknown.
+        step: newest logged step; None for jobs without steps.
+        target: total number of steps; None if unknown.
     """
 
     text: str = ""

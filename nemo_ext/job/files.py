@@ -1,4 +1,4 @@
-"""Files that get their name when complete, and folders that one process at a time writes in."""
+"""Files that are renamed when complete, and folders that only one process writes to at a time."""
 
 import os
 import re
@@ -14,13 +14,13 @@ _MEBIBYTE = 1 << 20
 _FULL = re.compile(
     r"No space left on device|Disk quota exceeded|PytorchStreamWriter failed writing|inline_container.*unexpected pos"
 )
-"""Parts of the errors of a write to a full disk, torch's too."""
+"""Messages of failed writes to a full disk, including torch's."""
 
 
 def no_room(place: Path, error: str = "") -> str:
-    """What a file system lacks for more files in a folder, or a full disk in an error's text; "" for neither.
+    """Message if the disk of a folder is full, or if an error's text reports a full disk; "" otherwise.
 
-    A folder that is not there yet has the file system of the one above it.
+    For a folder that does not exist yet, the nearest existing parent is checked.
     """
     there = next(folder for folder in (place.absolute(), *place.absolute().parents) if folder.exists())
     has = os.statvfs(there)
@@ -29,17 +29,20 @@ def no_room(place: Path, error: str = "") -> str:
     if has.f_bavail * has.f_frsize < _MEBIBYTE:
         return f"no space left in {place}"
     line = next((line.strip() for line in error.splitlines() if _FULL.search(line)), "")
-    return line and f"no space left: {line}"  # perhaps on another disk, such as that of a cache
+    return line and f"no space left: {line}"  # possibly on another disk, such as a cache's
 
 
 @contextmanager
 def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> Iterator[None]:
-    """Makes the directory and keeps a second run out of it while this one lives, after waiting for the first.
+    """Create a directory and lock it against other runs, after waiting for a run that holds the lock.
 
-    `key` is the config key by which the user chose the directory, for messages; `wait` is in seconds.
+    Args:
+        directory: directory of the run.
+        key: config key that sets the directory, for messages.
+        wait: maximum time to wait for the lock, in seconds.
 
     Raises:
-        ValueError: another run is in it, or it cannot be written.
+        ValueError: another run is using the directory, or it cannot be written.
     """
     lock = FileLock(directory / ".lock")
     try:
@@ -48,13 +51,13 @@ def only_run_in(directory: Path, key: str = "run_dir", *, wait: float = 0.0) -> 
     except Timeout:
         raise ValueError(f"{directory}: another run is using this directory; wait for it or choose {key}=...") from None
     except OSError as error:
-        raise ValueError(f"{key}={directory}: {error.strerror}; choose a directory that can be written") from error
+        raise ValueError(f"{key}={directory}: {error.strerror}; choose a writable directory") from error
     with lock:
         yield
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a file under a temporary name and renames it, so that no reader sees half of it."""
+    """Write a file under a temporary name and rename it, so that no reader sees a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = unfinished(path)
     temporary.write_text(text)
@@ -62,13 +65,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def unfinished(path: Path) -> Path:
-    """Path under which a file is written until it is published."""
-    # With the process in its name: a worker that outlives a killed run may still be writing the same shard.
+    """Temporary path of a file until it is published."""
+    # The name contains the process id, as a worker that outlives a killed run may still write the same shard.
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def publish(complete: Path, path: Path) -> None:
-    """Sync a complete file to disk, then give it its name: a power cut must not leave a named stump."""
+    """Flush a complete file to disk, then rename it, so that a power failure cannot leave a truncated file."""
     with open(complete, "rb") as file:
         os.fsync(file.fileno())
     os.replace(complete, path)
@@ -76,7 +79,7 @@ def publish(complete: Path, path: Path) -> None:
 
 @contextmanager
 def complete_file(path: Path) -> Iterator[IO[bytes]]:
-    """File open for writing bytes, which gets its name at the end; what was written is removed after an error."""
+    """Open a file for writing bytes under a temporary name; it is renamed at the end, or removed after an error."""
     try:
         with open(unfinished(path), "wb") as file:
             yield file
@@ -88,12 +91,12 @@ def complete_file(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def folder_for_one(prefix: Path, work: str) -> Iterator[Path]:
-    """Folder for unfinished files of a path prefix, held by one process at a time and removed at the end.
+    """Temporary folder for unfinished files of a path prefix, used by one process at a time and removed at the end.
 
-    What a killed process left of them is removed; `work` is a part of the folder's name.
+    Files left by a killed process are removed. `work` becomes part of the folder's name.
 
     Raises:
-        ValueError: another process has it, or it cannot be written.
+        ValueError: another process is using the folder, or it cannot be written.
     """
     folder = prefix.with_name(f".{prefix.name}.{work}")
     with only_run_in(folder, "prefix"):

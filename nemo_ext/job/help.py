@@ -1,4 +1,4 @@
-"""Text of `nemo-ext JOB --help`: the config's own text, further settings, and the config groups that the job reads."""
+"""Text of `nemo-ext JOB --help`: the config's introduction, further settings, and the job's config groups."""
 
 import re
 import textwrap
@@ -14,18 +14,18 @@ from nemo_ext.job.keys import choices, description
 _WIDTH = 120
 _INDENT = 34
 _ELSEWHERE = ("defaults", "hydra")
-"""Sections of a config file that no job reads."""
+"""Sections of a config file that are not settings of a job."""
 _SOURCE = re.compile(r"\bsection \d|^\(choice\)")
-"""Comments on the source of a number, which do not describe the key."""
+"""Pattern of comments that cite the source of a value and do not describe the key."""
 
 
 def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequence[str]]) -> str:
-    """Help of a command that composes a config.
+    """Help text of a command that composes a config.
 
     Args:
         command: the command.
-        config: its composed config, with the section `hydra`.
-        options: names of the files of each config group that it reads, by the key that chooses one.
+        config: composed config of the command, with the section `hydra`.
+        options: file names of the config groups that it reads, by the key that selects a file.
     """
     shown = config.hydra.help
     intro = str(shown.template if "powered by Hydra" in str(shown.header) else shown.header)
@@ -34,12 +34,12 @@ def help_text(command: Command, config: DictConfig, options: Mapping[str, Sequen
         parts.append("\n".join(["Further settings with their defaults:", *settings]))
     if options:
         lines = [_entry(f"{key}=", ", ".join(names)) for key, names in options.items()]
-        parts.append("\n".join(["Config files by name; --config-dir DIR adds those of DIR/GROUP/NAME.yaml:", *lines]))
+        parts.append("\n".join(["Config files by name; --config-dir DIR adds the files DIR/GROUP/NAME.yaml:", *lines]))
     return "\n\n".join(parts)
 
 
 def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
-    """Entries of the keys that the files of a command's own config name and its introduction does not."""
+    """Entries for keys in the command's config files that its introduction does not explain."""
     for key, default, comment in keys_of(command.configs, command.config or command.name):
         shown = next((name for name, meant in command.grammar.aliases.items() if meant == key), key)
         if any(shown == name or (name.endswith(".") and key.startswith(name)) for name in explained):
@@ -52,7 +52,7 @@ def _settings(command: Command, explained: Sequence[str]) -> Iterator[str]:
 
 
 def keys_of(package: str, name: str) -> Iterator[tuple[str, str, str]]:
-    """Dotted keys of a config file and of the files that it includes at its own level, with defaults and comments."""
+    """Dotted keys, defaults and comments of a config file and of the files that it includes at the top level."""
     place = files(package) / f"{name}.yaml"
     text = place.read_text()
     root = yaml.compose(text)
@@ -79,7 +79,7 @@ def _below(node: yaml.MappingNode, lines: Sequence[str], above: str) -> Iterator
 
 
 def _explained(intro: str) -> list[str]:
-    """Keys that an introduction explains in a line of their own; a prefix that ends in a dot stands for all below."""
+    """Keys that an introduction explains on separate lines; a prefix that ends in a dot covers all keys below it."""
     names = []
     for line in intro.splitlines():
         if found := re.match(r" {2,4}((?:[a-z_]\w*\.)*[\w*]+(?:, [\w.]+)*)(?:=\S+)? ", line):
@@ -90,7 +90,7 @@ def _explained(intro: str) -> list[str]:
 
 
 def _entry(key: str, about: str) -> str:
-    """A key and a text on it, wrapped."""
+    """Wrapped entry of a key and its description."""
     first = f"  {key}".ljust(_INDENT)
     lines = textwrap.wrap(about, _WIDTH - _INDENT) or [""]
     start = [first + lines[0]] if first.endswith(" ") else [first, " " * _INDENT + lines[0]]

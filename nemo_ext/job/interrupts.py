@@ -1,4 +1,4 @@
-"""Interrupts that Python would lose, or that would break what they land in."""
+"""Handling of interrupts that Python would lose, or that would arrive at an unsafe moment."""
 
 import _thread
 import signal
@@ -11,16 +11,16 @@ from types import FrameType
 
 SECONDS_UNTIL_AGAIN = 0.05
 SECONDS_OF_ONE = 0.5
-"""A signal within this time after another is the same one: a rank has it from the terminal and from its launcher."""
+"""Signals within this time count as one, as a rank receives both the terminal's and its launcher's."""
 
 
 @contextmanager
 def kept_interrupts() -> Iterator[None]:
-    """Interrupts the main thread again until a KeyboardInterrupt gets through.
+    """Repeat lost interrupts of the main thread until a KeyboardInterrupt gets through.
 
-    An exception in `__del__`, in a callback of a weak reference or in an at-fork hook, such as those of `logging`, ends
-    there: Python reports it to `sys.unraisablehook` and goes on. No signal is repeated that was not lost so, because a
-    second one means to end at once.
+    Python reports an exception in `__del__`, in a weak reference callback or in an at-fork hook (such as those of
+    `logging`) to `sys.unraisablehook` and continues. Only signals lost in this way are repeated, because a second
+    signal means to end at once.
     """
     before, over = sys.unraisablehook, threading.Event()
 
@@ -36,7 +36,8 @@ def kept_interrupts() -> Iterator[None]:
         if not issubclass(lost.exc_type, KeyboardInterrupt):
             before(lost)
         elif not sys.is_finalizing():
-            # Later, as it would be lost here again; threading.Thread takes locks that what was interrupted may hold.
+            # From a new thread, as it would be lost again here. threading.Thread takes locks that the interrupted code
+            # may hold.
             _thread.start_new_thread(again, ())
 
     sys.unraisablehook = hook
@@ -49,30 +50,30 @@ def kept_interrupts() -> Iterator[None]:
 
 @contextmanager
 def interrupts_between() -> Iterator[Callable[[], None]]:
-    """Holds a first interrupt back until the function that it yields is called, or until the end.
+    """Defer the first interrupt until the yielded function is called, or until the block ends.
 
-    A KeyboardInterrupt in the middle of a thread pool's locks leaves them taken, and the pool is waited for for ever;
-    where `torch.save` opens or closes its archive it ends the process with SIGABRT. A second one is not held back.
+    A KeyboardInterrupt can leave the locks of a thread pool taken, so that waiting for the pool never ends, and in
+    `torch.save` it can abort the process with SIGABRT. A second interrupt is not deferred.
     """
     handlers = {
         number: handler
         for number in (signal.SIGINT, signal.SIGTERM)
         if callable(handler := signal.getsignal(number)) and threading.current_thread() is threading.main_thread()
     }
-    came: list[tuple[int, float]] = []
-    told = False
+    deferred: list[tuple[int, float]] = []
+    delivered = False
 
     def hold(number: int, frame: FrameType | None) -> None:
-        if not came:
-            came.append((number, time.monotonic()))
-        elif time.monotonic() - came[0][1] > SECONDS_OF_ONE:
+        if not deferred:
+            deferred.append((number, time.monotonic()))
+        elif time.monotonic() - deferred[0][1] > SECONDS_OF_ONE:
             handlers[signal.Signals(number)](number, frame)
 
     def let_through() -> None:
-        nonlocal told
-        if came and not told:
-            told = True
-            number, _ = came[0]
+        nonlocal delivered
+        if deferred and not delivered:
+            delivered = True
+            number, _ = deferred[0]
             handlers[signal.Signals(number)](number, None)
 
     for number in handlers:

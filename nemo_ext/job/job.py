@@ -1,7 +1,8 @@
-"""A `nemo-ext` command as one object: its words, files, resources and results. Standard library only.
+"""Description of a `nemo-ext` command: its arguments, files, resources and results. Standard library only.
 
-Each room declares its commands in `commands.py`; entry points of the group `nemo_ext.jobs` name them, ours and those of
-other packages (docs/extending.md). The command line, `submit`, `status`, pipelines and reports know no job by name.
+Each subpackage declares its commands in `commands.py`, and entry points of the group `nemo_ext.jobs` register them, as
+other packages can do (docs/extending.md). The command line, `submit`, `status`, pipelines and reports use only this
+description and never refer to a job by name.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 type Config = Mapping[str, Any]
-"""A composed config."""
+"""Composed config."""
 type Reference = str | Callable[..., Any]
-"""A function, or `module:name` of one that is imported when it is called."""
+"""Function, or its `module:name`, which is imported when it is called."""
 
 
 def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
-    """The result of a function that may be named by `module:name`."""
+    """Call a function that may be given as `module:name`."""
     if not isinstance(function, str):
         return function(*arguments, **named)
     module, _, name = function.partition(":")
@@ -26,29 +27,29 @@ def invoke(function: Reference, *arguments: Any, **named: Any) -> Any:
 
 Group = Literal["data", "train", "compress", "reinforcement learning", "serve and evaluate", "cluster", ""]
 GROUPS = get_args(Group)
-"""Headings of `nemo-ext --help` in their order."""
+"""Headings of `nemo-ext --help` in order."""
 
 
 class JobFailed(RuntimeError):
-    """Failure that a traceback would not explain, such as a worker process that died."""
+    """Failure that a traceback would not explain, such as the death of a worker process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """Keys of a command line that mean more than Hydra knows.
+    """Command line keys with a meaning beyond Hydra's grammar.
 
     Attributes:
-        settings: types of the keys, see `nemo_ext.job.keys`: which are paths or texts, may be new or are replaced.
-        aliases: keys by their other names on the command line: `model` for `served`.
-        groups: config groups by the keys that choose a file of them: `preset` for `rl`.
-        added: config groups that a recipe has and that are added without one.
-        replaces: keys that take the place of another key, by the key.
-        streams: whether `streams` stands for the recipe's training data.
-        loose: whether values of keys without a dot that Hydra cannot read are texts.
-        dry_run: the key that `--dry-run` sets.
-        literal: function of a key and a value; True if Hydra reads the value, False if it is a text, None for other
+        settings: types of the keys (see `nemo_ext.job.keys`), which mark paths, text, and open or replaced sections.
+        aliases: keys by their alias on the command line, such as `served` for `model`.
+        groups: config groups by the key that selects one of their files, such as `rl` for `preset`.
+        added: config groups that recipes include and that are added without a recipe.
+        replaces: keys that are removed, by the key that replaces them.
+        streams: whether `streams` replaces the recipe's training data.
+        loose: whether values that Hydra cannot parse are text, for keys without a dot.
+        dry_run: key that `--dry-run` sets.
+        literal: function of a key and a value; True if Hydra parses the value, False if it is text, None for other
             keys.
-        advice: what to do about a key that is often written here by mistake.
+        advice: advice for keys that are often used here by mistake, by key.
     """
 
     settings: Any = None
@@ -65,15 +66,15 @@ class Grammar:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A command that parses its arguments itself.
+    """Command that parses its arguments itself.
 
     Attributes:
         name: `nemo-ext NAME`.
         group: heading in `nemo-ext --help`; "" for a config that another command composes.
-        help: one line on what it does.
-        main: function that gets the arguments.
-        config: name of its primary config; "" for its own name.
-        configs: package that has it; groups are looked for there and in hydra_conf.
+        help: one-line description.
+        main: function that is called with the arguments.
+        config: name of its primary config; "" if it is the command's name.
+        configs: package of the primary config; config groups are searched there and in hydra_conf.
         grammar: keys of its command line.
     """
 
@@ -88,12 +89,12 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A file or folder that a job reads besides its training data.
+    """File or folder that a job reads in addition to its training data.
 
     Attributes:
-        key: the key that names it.
-        path: the file or folder.
-        advice: what to do if it is missing.
+        key: config key that names it.
+        path: path of the file or folder.
+        advice: remedy if it is missing.
         model: whether it is a checkpoint.
     """
 
@@ -108,11 +109,11 @@ class Array:
     """Division of a job among the tasks of a Slurm array.
 
     Attributes:
-        key: dotted key of the config that holds the task's number; a record of starts belongs to each.
-        words: words of task {number} of {count}.
+        key: dotted config key of the task's number; every task has its own record of starts.
+        words: arguments of a task, with {number} and {count} replaced.
         tasks: function of the config and slurm.shards that returns the number of tasks.
-        rounds: function of the config that returns the number of arrays that follow each other.
-        shards: whether slurm.shards sets the number.
+        rounds: function of the config that returns the number of consecutive arrays.
+        shards: whether slurm.shards sets the number of tasks.
     """
 
     key: str
@@ -124,17 +125,17 @@ class Array:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model that a job starts from, and the one that it leaves.
+    """Models that a job starts from and produces.
 
     Attributes:
-        key: key of the command line that names the model it starts from; "" if it starts from none.
-        start: dotted key of a checkpoint whose model takes the place of the config's; "" for none.
+        key: command line key of the model that the job starts from; "" for none.
+        start: dotted config key of a checkpoint whose model replaces the config's; "" for none.
         takes: kind of model that it starts from.
-        leaves: kind of model that it leaves; "" for none.
-        place: function of a stage's folder and its words by key that returns where it leaves the model, None if the
-            words do not say.
-        trained: whether the model's weights are new, so that a pipeline evaluates it.
-        same_sizes: whether it has the sizes of the model that the job starts from.
+        leaves: kind of model that it produces; "" for none.
+        place: function of a stage's folder and its arguments by key that returns the path of the produced model, or
+            None if the arguments do not determine it.
+        trained: whether the produced weights are new, so that a pipeline evaluates them.
+        same_sizes: whether the produced model has the sizes of the model that the job starts from.
     """
 
     key: str = ""
@@ -152,32 +153,34 @@ def _run_dir_or_output(config: Config) -> Sequence[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Command):
-    """A command that runs a composed config; it can be a stage of a pipeline and be submitted to Slurm.
+    """Command that runs a composed config; it can be a stage of a pipeline and be submitted to Slurm.
 
     Attributes:
-        run: function that gets the composed config.
+        run: function that is called with the composed config.
         engines: engines that must be installed, or a function of the config that returns them.
         extras: extras of nemo_ext whose packages must be installed, or a function of the config that returns them.
         resumable: whether the same command resumes an interrupted one.
-        check: function of the config and the paths that earlier jobs write; raises ValueError where the job would.
+        check: function of the config and the paths that earlier jobs will write; raises the job's ValueErrors early.
         findings: function of the config, the settings of site and queue, and `paths` and `model_to_come` of
             `nemo_ext.slurm.preflight.findings`; yields further findings.
-        inputs: function of the config that returns the files and folders that it reads besides its training data.
+        inputs: function of the config that returns the files and folders that it reads apart from training data.
         outputs: function of the config that returns the folders, files and prefixes that it writes; null is skipped.
         started: function of the config that returns other jobs that it starts, with their configs.
-        model: the model that it starts from and leaves.
+        model: models that it starts from and produces.
         script: batch script in slurm/ without its suffix; "" if it cannot be submitted.
-        size: function of the config and the settings of site and queue that returns nodes, and GPUs on each.
-        size_keys: keys that set nodes and GPUs.
-        array: division among the tasks of an array; None if there is none.
-        record: function of the config that returns places that name the record of its starts, if it has no run
-            directory; None for its outputs.
+        size: function of the config and the settings of site and queue that returns the number of nodes, and of GPUs
+            per node.
+        size_keys: config keys of the number of nodes and of GPUs per node.
+        array: division among the tasks of an array; None if it is not divided.
+        record: function of the config that returns the paths from which the name of its record of starts is derived,
+            if it has no run directory; None for its outputs.
         own_folder: whether its run directory is the folder of its stage in a pipeline.
         training: whether its config is that of a training run, with `launcher`, `megatron` and data.
-        ranks: "slurm" if Slurm starts its ranks, "asked" if it asks for ranks on its nodes, "" if it has none.
-        ray: function of the config; True if it runs on Ray.
-        serving: "replicas" for jobs with servers of one model, "meanwhile" for jobs that serve one model after another.
-        server: whether it ends only when it is interrupted.
+        ranks: "slurm" if Slurm starts its ranks, "asked" if it requests ranks on its nodes, "" if it has none.
+        ray: function of the config that returns True if it runs on Ray.
+        serving: "replicas" for jobs with several servers of a model, "meanwhile" for jobs that serve models one after
+            another.
+        server: whether it runs until it is interrupted.
         rehearsed: whether its ranks can be rehearsed.
         saved_step: function of the run directory that returns the step of the newest checkpoint, 0 if there is none.
         figures: function of the run directory that returns `nemo_ext.job.figures.Figures`.
@@ -210,26 +213,26 @@ class Job(Command):
 
 
 def reads(function: Reference) -> Callable[[Config, Iterable[Path]], Any]:
-    """A `check` by a function that reads the settings of a config, and no files that an earlier job may write."""
+    """Turn a function that checks only the settings of a config, and no files, into a `Job.check`."""
     return lambda config, coming: invoke(function, config)
 
 
 def inputs(*read: tuple[str, Any, str], model: Sequence[str] = ()) -> list[Input]:
-    """Inputs from keys, values and advice, without values that are null; the keys in `model` name checkpoints."""
+    """Build inputs from keys, values and advice, skipping null values; the keys in `model` name checkpoints."""
     return [Input(key, Path(str(place)).expanduser(), advice, key in model) for key, place, advice in read if place]
 
 
 def will_exist(path: Path, coming: Iterable[Path]) -> bool:
-    """True if a file or folder exists or an earlier job, which writes `coming`, makes it."""
+    """True if a path exists, or if an earlier job, which writes `coming`, will create it."""
     return path.exists() or is_coming(path, coming)
 
 
 def is_coming(path: Path, coming: Iterable[Path]) -> bool:
-    """True if an earlier job, which writes `coming`, makes a file or folder."""
+    """True if an earlier job, which writes `coming`, will create a path."""
     wanted = path.resolve()
 
     def makes(place: Path) -> bool:
-        # A folder exists with its first file; tokenised files are named by their prefix.
+        # A folder is created with its first file; names of tokenised files begin with a prefix.
         prefixed = wanted.parent == place.parent and wanted.name.startswith(f"{place.name}_")
         return prefixed or wanted.is_relative_to(place) or place.is_relative_to(wanted)
 
@@ -237,7 +240,7 @@ def is_coming(path: Path, coming: Iterable[Path]) -> bool:
 
 
 def at(config: Config, key: str) -> Any:
-    """The value of a dotted key; None if the config has none."""
+    """Value of a dotted key; None if the config does not have it."""
     value: Any = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None

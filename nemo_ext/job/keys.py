@@ -1,7 +1,7 @@
-"""Keys of a job's config by the types of its settings: paths, texts, sections that a user fills. No torch.
+"""Kinds of a job's config keys (paths, text, open sections), from the types of its settings. No torch.
 
-A tree of types is the class that reads a config (`module:name`, imported when a key leads there), a mapping of types by
-key ("*" is a name that the user chooses), or a tuple of several.
+A type tree is a class that reads a config (or its `module:name`, imported on demand), a mapping of type trees by key
+("*" is a name that the user chooses), or a tuple of type trees.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from nemo_ext.job.settings import FLAT, PLACE, dataclass_fields, keys_of
 
 
 def is_place(settings: Any, key: str) -> bool:
-    """Whether the value of a dotted key names a file or folder, or a list of them, by a tree of types."""
+    """True if the value of a dotted key names a file or folder, or a list of them, by a type tree."""
     return is_marked(settings, key, PLACE)
 
 
 def is_marked(settings: Any, key: str, mark: str) -> bool:
-    """Whether the type of a dotted key has a mark of `nemo_ext.job.settings`, by a tree of types."""
+    """True if the type of a dotted key has a mark of `nemo_ext.job.settings`, by a type tree."""
     return any(_has(kind, mark) for kind, _ in _types(settings, key.split(".")))
 
 
 def may_be_new(settings: Any, key: str) -> bool:
-    """Whether a class has the dotted key or a mapping may hold it, so that no file of the config needs to."""
+    """True if a class or an open mapping accepts a dotted key, so that it need not be in a config file."""
     return any(known for _, known in _types(settings, key.split(".")))
 
 
 def choices(settings: Any, key: str) -> tuple[str, ...]:
-    """Words that the value of a dotted key may be; none if it may be others too."""
+    """Words allowed as the value of a dotted key; empty if other values are allowed as well."""
     kinds = [kind for kind, _ in _types(settings, key.split("."))]
     words = [
         word
@@ -48,11 +48,11 @@ def names(settings: Any, section: str) -> list[str]:
     """Keys of the classes that read a dotted section; "" is the whole config."""
     kinds = [kind for kind, _ in _types(settings, section.split(".") if section else [])]
     classes = [member for kind in kinds for member in (kind, *_members(kind)) if dataclasses.is_dataclass(member)]
-    return [key for each in classes for key in keys_of(cast(type[Any], each))]
+    return [key for kind in classes for key in keys_of(cast(type[Any], kind))]
 
 
 def description(settings: Any, key: str) -> str:
-    """Line on a dotted key in the docstring of the class that has it; "" if there is none."""
+    """Description of a dotted key from the docstring of its class; "" if there is none."""
     above, _, name = key.rpartition(".")
     for kind, _ in _types(settings, above.split(".") if above else []):
         for member in (kind, *_members(kind)):
@@ -62,7 +62,7 @@ def description(settings: Any, key: str) -> str:
 
 
 def _attributes(kind: type[Any]) -> dict[str, str]:
-    """Lines by name of the section `Attributes` of the docstrings of a dataclass, its flat fields and its bases."""
+    """Entries of the `Attributes` sections of a dataclass, its flat fields and its bases, by name."""
     lines: dict[str, str] = {}
     for part in (*(part for _, part, flat in dataclass_fields(kind) if flat), *reversed(kind.__mro__[:-1])):
         if part is not kind and part not in kind.__mro__:
@@ -81,7 +81,7 @@ def _has(kind: Any, mark: str) -> bool:
 
 
 def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Types that a key, part by part, leads to from a type, each with whether a class or a mapping knows the key."""
+    """Types of a key (given as parts) in a type tree, each with True if a class or an open mapping accepts the key."""
     if kind is None:
         return
     if isinstance(kind, str):
@@ -110,7 +110,7 @@ def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[A
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
-    """Types that a union, a tuple or an annotated type is of."""
+    """Member types of a union, a tuple or an annotated type."""
     if get_origin(kind) in (Union, UnionType, tuple):
         return get_args(kind)
     return (get_args(kind)[0],) if get_origin(kind) is Annotated else ()

@@ -1,4 +1,4 @@
-"""Progress on stderr during long work: a bar on a terminal, plain lines elsewhere, and notices."""
+"""Progress of long work on stderr: a bar on a terminal, plain lines otherwise; and notices."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -36,14 +36,14 @@ def progress_of(
     unit: str | None = None,
     detail: Callable[[], str] = str,
 ) -> Iterator[Callable[[int], None]]:
-    """Yield a function that adds to the amount done, out of `total`; the bar is removed at the end.
+    """Show progress; yields a function that advances it by an amount. The bar is removed at the end.
 
     Args:
         label: name of the work.
-        total: number of bytes, or of what `unit` names.
-        enabled: False shows nothing.
-        unit: name of what is counted, such as `variants`; None for bytes.
-        detail: makes a text that stands after the amounts.
+        total: total amount, in bytes or `unit`.
+        enabled: whether to show anything.
+        unit: name of the counted items, such as `variants`; None for bytes.
+        detail: function that returns text to show after the amounts.
     """
     if not enabled:
         yield lambda size: None

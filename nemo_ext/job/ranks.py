@@ -1,9 +1,9 @@
-"""Starting the ranks of a stage, with their messages passed to the user unchanged.
+"""Start of the ranks of a stage, with their error messages passed to the user unchanged.
 
-On this machine they are processes of this one. On several nodes of Slurm (`ON_NODES`) the job may be in a container,
-where there is no srun: it leaves the command in a file for the batch process, which starts it and leaves the exit code.
+On one machine, they are child processes. On several Slurm nodes (`ON_NODES`), the job may run in a container without
+srun, so it writes the command to a file for the batch process, which runs it and writes the exit code to another file.
 
-torchrun would add a report of its own to every mistake, and keeps ranks alive when it is killed itself.
+torchrun is not used, as it adds a report to every user error, and leaves ranks running when it is killed.
 """
 
 import json
@@ -23,20 +23,20 @@ from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.workers import usable_cores
 
 ON_NODES = "NEMO_EXT_ON_NODES"
-"""Variable with the folder in which a job asks for ranks on all nodes of its allocation."""
+"""Environment variable with the folder in which a job requests ranks on all nodes of its allocation."""
 GPUS = "NEMO_EXT_GPUS"
 """Environment variable: GPU model of the site's nodes, or `none` for ranks that train on CPUs."""
 ASKED, ENDED = "ranks_asked.json", "ranks_ended.json"
-"""Files in it: the arguments of Python and the log, if it is not the job's output; the exit code."""
+"""Files in that folder: the request (Python's arguments, and the log if it is not the job's output); the exit code."""
 SECONDS_TO_STOP = 30.0
 SECONDS_TO_AGREE = 2.0
 
 
 def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
-    """Run a command as `ranks` processes and wait; if one fails the others are stopped.
+    """Run a command as `ranks` processes and wait for them; if one fails, the rest are stopped.
 
-    A single rank gets no process group. With `ON_NODES` they are those of all nodes. The output of ranks other than the
-    first goes to `logs`.
+    A single rank gets no process group. With `ON_NODES`, the ranks run on all nodes. The output of all ranks but the
+    first is written to `logs`.
 
     Returns:
         0, or the exit code of the rank that failed first.
@@ -47,13 +47,16 @@ def run_ranks(command: Sequence[str], ranks: int, logs: Path) -> int:
     if ON_NODES in os.environ:
         return _run_on_nodes(command[1:], logs)
     with reserve_port() as held:
-        processes = [_start(command, each, logs) for each in _environments(ranks, held.getsockname()[1])]
+        environments = _environments(ranks, held.getsockname()[1])
+        processes = [_start(command, environment, logs) for environment in environments]
         return _watch(processes, logs)
 
 
 def reserve_port() -> socket.socket:
-    """Socket bound to a free port of this machine: until it is closed, no connection and no server that asks for any
-    port is given that one, and a process that sets SO_REUSEADDR, as servers do, can listen there.
+    """Bind a socket to a free port of this machine.
+
+    Until the socket is closed, the system assigns the port to nobody else, but a process that sets SO_REUSEADDR, as
+    servers do, can listen on it.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -71,18 +74,18 @@ def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
 
 
 def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
-    """Have the batch process start Python with these arguments on all ranks, and wait.
+    """Have the batch process start Python with these arguments on all ranks, and wait for them.
 
     Returns:
-        The exit code of srun.
+        Exit code of srun.
 
     Raises:
-        ValueError: the batch process's folder cannot be seen from here.
-        KeyboardInterrupt: after the ranks have stopped, which are interrupted as well.
+        ValueError: the batch process's folder is not visible here.
+        KeyboardInterrupt: after the ranks, which are interrupted as well, have stopped.
     """
     folder = Path(os.environ[ON_NODES])
     if not folder.is_dir():
-        raise ValueError(f"{folder}: not there inside the container: add it, or a folder above it, to container.binds")
+        raise ValueError(f"{folder}: not visible inside the container: add it, or a parent folder, to container.binds")
     (folder / ENDED).unlink(missing_ok=True)
     write_text(folder / ASKED, json.dumps({"words": [*words], "log": None if log is None else str(log)}))
     try:
@@ -102,7 +105,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
             codes = [process.poll() for process in processes]
             failed = next((rank for rank, code in enumerate(codes) if code), None)
             if failed is not None:
-                _wait(processes, SECONDS_TO_AGREE)  # a mistake of the user's ends all of them
+                _wait(processes, SECONDS_TO_AGREE)  # a user error ends all of them
                 spoke = processes[0].poll()
                 _stop(processes, signal.SIGTERM)
                 if failed and not spoke:
@@ -117,13 +120,13 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
 
 
 def training_rank(config: Mapping[str, Any]) -> str:
-    """Module that each rank of a training runs: another one if the model is evaluated while it is trained."""
+    """Module that the ranks of a training run execute, depending on evaluation during training."""
     every = (config.get("evaluate") or {}).get("every")
     return "nemo_ext.megatron.rank" if every is None else "nemo_ext.evaluation.live.rank"
 
 
 def _environments(ranks: int, port: int) -> list[dict[str, str]]:
-    # Set by torchrun or srun where the launcher itself runs under one of them.
+    # Set if the launcher itself runs under torchrun or srun.
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     base = {name: value for name, value in rank_environment(ranks).items() if name not in names}
     if ranks == 1:
@@ -141,7 +144,7 @@ def _start(command: Sequence[str], environment: dict[str, str], logs: Path) -> s
 
 
 def rank_log(logs: Path, rank: int) -> Path:
-    """File for the output of a rank other than the first; on several nodes also for a mistake that the first found."""
+    """Log file of a rank other than the first; on several nodes also of user errors found by the first."""
     return logs / f"rank{rank}.log"
 
 
@@ -160,7 +163,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Processes that still run after at most `seconds`."""
+    """Wait for processes, and return those that still run after `seconds`."""
     deadline = time.monotonic() + seconds
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -168,11 +171,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[
 
 
 def rank_environment(ranks: int) -> dict[str, str]:
-    """Environment variables of ranks on this machine; those that the user set stay."""
+    """Environment variables of ranks on this machine; variables set by the user take precedence."""
     return {
-        # torchrun kills ranks half a minute after a SIGTERM: too soon for a long step and its checkpoint.
+        # By default, torchrun kills ranks 30 s after a SIGTERM, too soon for a long step and its checkpoint.
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3600",
-        # Threads that spin while they wait for each other cost most of a machine's speed as soon as anything else runs.
+        # Spinning threads slow the machine down severely as soon as other processes run.
         "OMP_WAIT_POLICY": "PASSIVE",
         "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         **os.environ,
@@ -180,7 +183,7 @@ def rank_environment(ranks: int) -> dict[str, str]:
 
 
 def training_command(config: Path, ranks: int, log: Path) -> list[str]:
-    """Command of the ranks of a training, here or on all nodes: it ends with them, and a SIGTERM makes them save.
+    """Command that runs the ranks of a training run, here or on all nodes; on SIGTERM the ranks save and end.
 
     Args:
         config: config that the ranks read.
@@ -194,6 +197,6 @@ def training_command(config: Path, ranks: int, log: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # the batch process sends one to the ranks themselves
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the batch process signals the ranks
         signal.signal(ignored, signal.SIG_IGN)
     sys.exit(ask_for_ranks(sys.argv[2:], Path(sys.argv[1])))

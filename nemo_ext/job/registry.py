@@ -1,4 +1,4 @@
-"""Commands by name, from the entry points of installed packages. Standard library only."""
+"""Registry of commands, from the entry points of installed packages. Standard library only."""
 
 import sys
 import tomllib
@@ -13,12 +13,12 @@ from nemo_ext.job.job import GROUPS, Command, Grammar, Job
 from nemo_ext.job.words import nearest
 
 GROUP = "nemo_ext.jobs"
-"""Entry points `NAME = "module:COMMAND"` whose objects are `Command` or `Job`."""
+"""Group of entry points `NAME = "module:COMMAND"` that refer to a `Command` or `Job`."""
 
 
 @cache
 def ours(group: str) -> dict[str, EntryPoint]:
-    """Entry points of this package: of a checkout by its pyproject.toml, which is newer than what pip has noted."""
+    """Entry points of this package; for a checkout from pyproject.toml, as pip's metadata may be outdated."""
     file = Path(nemo_ext.__file__).parents[1] / "pyproject.toml"
     project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {}) if file.is_file() else {}
     if project.get("name") == "nemo_ext":
@@ -31,37 +31,37 @@ def ours(group: str) -> dict[str, EntryPoint]:
 
 @cache
 def entry_points(group: str) -> dict[str, EntryPoint]:
-    """Entry points of all installed packages by name, ours first.
+    """Entry points of all installed packages by name; ours take precedence.
 
-    A name that is taken is left to the package that has it, with a line on stderr.
+    A duplicate name is ignored and reported on stderr.
     """
-    found = dict(ours(group))
+    points = dict(ours(group))
     for point in metadata.entry_points(group=group):
         package = point.dist.name if point.dist else "a package"
         if package.replace("-", "_") == "nemo_ext":
-            continue  # pip may have noted others than a checkout has
-        if found.setdefault(point.name, point) is not point:
+            continue  # pip's metadata may differ from the checkout
+        if points.setdefault(point.name, point) is not point:
             print(
-                f"{package}: {point.name} of {group} is not used: {found[point.name].value} has that name",
+                f"{package}: {point.name} of {group} is ignored: {points[point.name].value} has the same name",
                 file=sys.stderr,
             )
-    return found
+    return points
 
 
 @cache
 def _load(point: EntryPoint) -> Command:
-    """The command of an entry point.
+    """Load the command of an entry point.
 
     Raises:
-        ValueError: it cannot be imported, or is not a command of that name.
+        ValueError: it cannot be imported, or is not a command with the entry point's name.
     """
     try:
         command = point.load()
-    except Exception as error:  # whatever a package of others does when it is imported
+    except Exception as error:  # third-party packages may raise anything on import
         raise ValueError(f"{point.name} = {point.value} of {GROUP} cannot be imported: {error}") from error
     known = (command.name, command.config) if point.name in ours(GROUP) else (getattr(command, "name", None),)
     if not isinstance(command, Command) or point.name not in known:
-        raise ValueError(f"{point.name} = {point.value} of {GROUP} is not a Job or Command of that name")
+        raise ValueError(f"{point.name} = {point.value} of {GROUP} is not a Job or Command with that name")
     if command.group not in GROUPS:
         raise ValueError(
             f"{point.name} = {point.value} of {GROUP}: group={command.group!r}: {nearest(command.group, GROUPS)}"
@@ -71,59 +71,59 @@ def _load(point: EntryPoint) -> Command:
 
 @cache
 def commands() -> tuple[Command, ...]:
-    """All commands of installed packages, by name; those of others that cannot be loaded are reported on stderr."""
-    found = []
+    """All commands, sorted by name; third-party commands that cannot be loaded are reported on stderr."""
+    loaded = []
     for name, point in sorted(entry_points(GROUP).items()):
         try:
-            found.append(_load(point))
+            loaded.append(_load(point))
         except ValueError as error:
             if name in ours(GROUP):
                 raise
             print(error, file=sys.stderr)
-    return tuple(found)
+    return tuple(loaded)
 
 
 def command(name: str) -> Command:
-    """The command `nemo-ext NAME`.
+    """Look up the command `nemo-ext NAME`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such command.
     """
     point = ours(GROUP).get(name) or entry_points(GROUP).get(name)
     if point is None or not _load(point).group:
-        known = [each.name for each in commands() if each.group]
-        lack = "" if known else ": install nemo_ext again, as its commands are not registered (pip install -e .)"
-        raise ValueError(f"there is no job {name!r}{lack or f': {nearest(name, known)}'}")
+        known = [item.name for item in commands() if item.group]
+        remedy = "" if known else ": reinstall nemo_ext, as its commands are not registered (pip install -e .)"
+        raise ValueError(f"there is no job {name!r}{remedy or f': {nearest(name, known)}'}")
     return _load(point)
 
 
 def jobs() -> list[Job]:
-    """All jobs of installed packages, by name."""
-    return [each for each in commands() if isinstance(each, Job)]
+    """All jobs, sorted by name."""
+    return [item for item in commands() if isinstance(item, Job)]
 
 
 def job(name: str) -> Job:
-    """The job of a name.
+    """Look up a job.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such job.
     """
     found = command(name) if name in entry_points(GROUP) else None
     if not isinstance(found, Job):
-        raise ValueError(f"job={name}: {nearest(name, [each.name for each in jobs()])}")
+        raise ValueError(f"job={name}: {nearest(name, [item.name for item in jobs()])}")
     return found
 
 
 def grammar_of(config: str) -> Grammar:
-    """Keys of the command line of a primary config, empty for a config that no command has."""
+    """Command line grammar for a primary config; the default grammar if no command composes it."""
     return found.grammar if (found := with_config(config)) else Grammar()
 
 
 def with_config(config: str) -> Command | None:
-    """The command that composes a primary config."""
+    """Command that composes a primary config; None if there is none."""
     if not config:
         return None
     point = ours(GROUP).get(config) or entry_points(GROUP).get(config)
     if point is not None and _load(point).config in ("", config):
         return _load(point)
-    return next((each for each in commands() if each.config == config), None)
+    return next((item for item in commands() if item.config == config), None)

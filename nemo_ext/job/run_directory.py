@@ -23,32 +23,32 @@ REPORT = "report.md"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 OWN = ".job"
-"""Folder, in an output, of what the job that makes it keeps for itself."""
+"""Folder in an output for internal files of the job that writes it."""
 
 PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
 
 
 def write_config(run_dir: Path, config: Mapping[str, Any]) -> Path:
-    """Writes the resolved config that every rank reads; returns its path."""
+    """Write the resolved config, which every rank reads, and return its path."""
     path = run_dir / CONFIG
     write_text(path, yaml.safe_dump(dict(config), sort_keys=False, width=120))
     return path
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads a resolved config.
+    """Read a resolved config.
 
     Raises:
-        ValueError: if there is no such file.
+        ValueError: there is no such file.
     """
     if not path.is_file():
-        raise ValueError(f"{path}: no such config; `nemo-ext train` writes it into the run directory")
+        raise ValueError(f"{path}: no such config; `nemo-ext train` writes it to the run directory")
     loaded: dict[str, Any] = yaml.safe_load(path.read_text())
     return loaded
 
 
 def write_versions(run_dir: Path, argv: list[str]) -> None:
-    """Writes package versions, git commit of the working directory, Python, host and command line of a run."""
+    """Write package versions, git commit of the working directory, Python version, host and command line of a run."""
     versions: dict[str, str | None] = {}
     for package in PACKAGES:
         try:
@@ -70,16 +70,16 @@ def write_versions(run_dir: Path, argv: list[str]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; a last line that a kill cut short is left out.
+    """Read the lines of a metrics.jsonl; a truncated last line is skipped.
 
     Raises:
-        ValueError: if another line is not JSON.
+        ValueError: any other line is not JSON.
     """
     return read_records(path, dict[str, Any], what="a line of metrics")
 
 
 def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The newest training step and the newest evaluation among the last lines of metrics.jsonl."""
+    """Newest training step and newest evaluation among the last lines of metrics.jsonl."""
     lines = last_lines(metrics)
     steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "val_loss" in line]
@@ -87,7 +87,7 @@ def newest(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 
 
 def last_lines(metrics: Path) -> list[dict[str, Any]]:
-    """The lines of the last 64 KiB of metrics.jsonl, without one that is cut short."""
+    """Lines in the last 64 KiB of metrics.jsonl, without truncated lines."""
     tail_bytes = 65536
     if not metrics.exists():
         return []
@@ -99,7 +99,7 @@ def last_lines(metrics: Path) -> list[dict[str, Any]]:
 
 
 def truncate_metrics(path: Path, step: int) -> None:
-    """Removes the lines of steps after `step`: a resumed run writes them again."""
+    """Remove the lines of later steps, which a resumed run writes again."""
     if path.exists():
         write_text(path, "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step))
 
@@ -111,7 +111,7 @@ def last_checkpoint(run_dir: Path) -> int | None:
 
 
 def target_of(run_dir: Path) -> int | None:
-    """Total number of steps of training or RL, or of rounds, or None if unknown."""
+    """Total number of steps of a training or RL run, or of rounds; None if unknown."""
     if not (run_dir / CONFIG).is_file():
         return None
     config = read_config(run_dir / CONFIG)

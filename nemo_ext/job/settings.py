@@ -1,4 +1,4 @@
-"""Checks of what a user wrote in a config: every message names the key, what it holds and what it may hold."""
+"""Validation of config sections; every message names the key, its value and the allowed values."""
 
 import dataclasses
 import functools
@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, JsonVal
 from nemo_ext.job.words import nearest
 
 STRICT = ConfigDict(extra="forbid")
-"""Config of pydantic dataclasses that are parts of others: a key that is not a field is an error."""
+"""Config of nested pydantic dataclasses, which makes unknown keys an error."""
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -30,37 +30,37 @@ def _whole(value: object) -> object:
 
 
 Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-"""Texts of a config, such as paths: one or a list of them."""
+"""String or list of strings, such as paths."""
 StringsOrNone = Annotated[Strings, BeforeValidator(_or_none)]
-"""The same, with null for none."""
+"""String, list of strings, or null for none."""
 PLACE = "file or folder"
-"""Mark of types whose values name files or folders, which the command line takes as they are."""
+"""Mark of types whose values name files or folders, which the command line passes on literally."""
 Place = Annotated[str, BeforeValidator(lambda value: str(value) if isinstance(value, PurePath) else value), PLACE]
-"""Name of a file or folder, or of what may stand in its place, such as an endpoint's URL."""
+"""Name of a file or folder, or an alternative to it, such as an endpoint's URL."""
 TEXT = "text"
-"""Mark of types whose values are texts, in which the command line takes braces and commas as they are."""
+"""Mark of types whose values are text, in which the command line does not interpret braces and commas."""
 Text = Annotated[str, TEXT]
 """Text such as a template or a regular expression."""
 REPLACED = "replaced"
-"""Mark of sections that a command line replaces by giving them as a whole, where Hydra would merge the two."""
+"""Mark of sections that are replaced if given on the command line, where Hydra would merge them."""
 WORDS = "words"
-"""Mark of words of another job's command line: written as there, or as a list."""
+"""Mark of arguments for another job's command line, written as a string or as a list."""
 Words = Annotated[Strings, WORDS]
-"""Such words."""
+"""Arguments for another job's command line."""
 FLAT = "flat"
-"""Mark of fields of a dataclass whose keys stand among those of the class itself."""
+"""Mark of dataclass fields whose keys belong to the enclosing section."""
 Open = Mapping[str, Any]
-"""Section whose keys the code that reads it knows."""
+"""Section whose keys are checked by the code that reads it."""
 Extra = Annotated[Mapping[str, JsonValue], REPLACED]
 """Section whose keys the user chooses."""
 Places = Annotated[Strings, PLACE]
-"""One such name or a list of them."""
+"""Name of a file or folder, or a list of names."""
 PlacesOrNone = Annotated[StringsOrNone, PLACE]
-"""The same, with null for none."""
+"""Name of a file or folder, list of names, or null for none."""
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-"""Whole number from 0 that may be written as 4e3."""
+"""Non-negative integer, which may be written as 4e3."""
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-"""The same from 1."""
+"""Positive integer, which may be written as 4e3."""
 
 
 def _shard(value: str) -> str:
@@ -71,55 +71,55 @@ def _shard(value: str) -> str:
 
 
 Shard = Annotated[str, Field(pattern=r"^\d+/\d+$"), AfterValidator(_shard)]
-"""Part of the work of one process: 3/64 is the fourth of 64."""
+"""Shard of a job, such as 3/64 for the fourth of 64."""
 
 
 def part_of(shard: str | None) -> tuple[int, int]:
-    """Number of a shard, and how many there are; 0 of 1 for None."""
+    """Index and total number of shards; (0, 1) for None."""
     number, _, count = (shard or "0/1").partition("/")
     return int(number), int(count)
 
 
 def strings(value: object) -> tuple[str, ...]:
-    """Texts of a config that may be one, a list of them, or null."""
-    made = _or_none(_as_tuple(value))
-    return tuple(map(str, made if isinstance(made, tuple) else [made]))
+    """Strings of a config value that may be a string, a list of strings, or null."""
+    values = _or_none(_as_tuple(value))
+    return tuple(map(str, values if isinstance(values, tuple) else [values]))
 
 
 def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, strict: bool = False) -> T:
-    """An instance of a dataclass, pydantic's or another, whose fields are a section of a composed config.
+    """Create a dataclass, pydantic's or a plain one, from a section of a composed config.
 
-    The keys of a field that is marked `FLAT` stand among the others.
+    The keys of fields marked `FLAT` are part of the section itself.
 
     Args:
-        kind: the dataclass; its `__post_init__` may raise ValueError too.
-        section: the fields by name.
-        where: the section's place in the config, which messages begin with; empty at the top.
-        strict: whether values are checked as JSON, where neither "5" nor true is a number.
+        kind: dataclass; its `__post_init__` may raise ValueError.
+        section: values by key.
+        where: dotted key of the section, with which messages begin; empty at the top level.
+        strict: whether to validate as JSON, so that neither "5" nor true is a number.
 
     Raises:
-        ValueError: a key does not fit; names it, what it holds and what it may hold.
+        ValueError: a key is unknown or missing, or a value is invalid; names the key, the value and allowed values.
     """
     if not isinstance(section, Mapping):
         raise ValueError(f"{where}={section!r}: expected a section with keys")
-    adapter, fields, parts = _adapter(cast(Any, kind))  # a class can be hashed, which mypy does not see
+    adapter, fields, parts = _adapter(cast(Any, kind))  # mypy does not know that classes are hashable
     prefix = f"{where}: " if where else ""
-    _check_names(section, fields, parts, prefix)  # before types: a wrong name also leaves the right one out
+    _check_names(section, fields, parts, prefix)  # before types, as a misspelt key would also be reported as missing
     nested = _nested(section, parts)
     try:
         if strict:
             return cast(T, adapter.validate_json(_json(nested, prefix), strict=True))
         return cast(T, adapter.validate_python(nested))
     except ValidationError as error:
-        found = error.errors()
-    first = min(found, key=lambda one: one["type"] != "unexpected_keyword_argument")
+        details = error.errors()
+    first = min(details, key=lambda detail: detail["type"] != "unexpected_keyword_argument")
     place = _place(section, first["loc"], with_last=first["type"] in _MISSING)
     key = ".".join(map(str, place))
     if first["type"] == "value_error":
-        said = str(first["ctx"]["error"])
-        if key and str(first["loc"][-1]) not in said:  # most messages of a part name it
-            said = f"{key}: {said}"
-        raise ValueError(said if where and said.startswith(where) else prefix + said)
+        message = str(first["ctx"]["error"])
+        if key and str(first["loc"][-1]) not in message:  # most messages of a part name it
+            message = f"{key}: {message}"
+        raise ValueError(message if where and message.startswith(where) else prefix + message)
     if first["type"] == "unexpected_keyword_argument":
         known = _keys_at(cast(Any, kind), first["loc"][:-1])
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
@@ -129,12 +129,12 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         )
     if first["type"] in _MISSING:
         raise ValueError(f"{prefix}the key {key!r} is missing")
-    # Each member of a union says why the value is not it; the one that looked further in says most.
-    places = [(_place(section, one["loc"]), one) for one in found]
-    within = [(other, one) for other, one in places if other[: len(place)] == place]
+    # Every member of a union reports an error; the error at the deepest place is the most specific.
+    places = [(_place(section, detail["loc"]), detail) for detail in details]
+    within = [(other, detail) for other, detail in places if other[: len(place)] == place]
     place, first = max(within, key=lambda pair: len(pair[0]))
     key = ".".join(map(str, place))
-    why = ", or ".join(dict.fromkeys(one["msg"] for other, one in within if other == place))
+    why = ", or ".join(dict.fromkeys(detail["msg"] for other, detail in within if other == place))
     why = re.sub(r"a valid (tuple|array)\b", "a list", why.replace(", or Input should be ", ", or "))
     raise ValueError(f"{prefix}{key}={first['input']!r}: {why[:1].lower()}{why[1:]}")
 
@@ -143,7 +143,7 @@ _MISSING = ("missing", "missing_argument", "missing_keyword_only_argument")
 
 
 def _place(section: object, loc: Sequence[str | int], *, with_last: bool = False) -> tuple[str | int, ...]:
-    """Where in a section an error of pydantic's is, without the names it gives to members of unions."""
+    """Place of a pydantic error in a section, without pydantic's names of union members."""
     place: list[str | int] = []
     for number, step in enumerate(loc, start=1):
         in_list = isinstance(step, int) and isinstance(section, Sequence) and step < len(section)
@@ -165,23 +165,23 @@ def _json(section: Mapping[str, Any], prefix: str) -> str:
 
 
 def _plain(value: object) -> object:
-    """What JSON has for OmegaConf's containers, which a section of a config may hold, and for paths."""
+    """JSON equivalent of OmegaConf's containers and of paths."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes):
         return list(value)
     if isinstance(value, PurePath):
         return str(value)
-    raise ValueError(f"{value!r} is no value of a config")
+    raise ValueError(f"{value!r} is not a valid config value")
 
 
 type _Parts = Mapping[str, tuple[bool, list[str], _Parts]]
-"""Fields that are dataclasses: flat or not, keys, and their own such fields."""
+"""Nested dataclass fields by name: whether they are flat, their keys, and their nested fields."""
 
 
 @functools.cache
 def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
-    """Validator of a dataclass, its keys and its fields that are dataclasses; takes a millisecond to make."""
+    """Validator, keys and nested fields of a dataclass; cached, as it takes a millisecond."""
     adapter = TypeAdapter(kind)
     parts = {}
     for name, part, flat in dataclass_fields(kind):
@@ -196,12 +196,12 @@ def _adapter(kind: type[Any]) -> tuple[TypeAdapter[Any], list[str], _Parts]:
 
 
 def keys_of(kind: type[Any]) -> list[str]:
-    """Keys of the section that a dataclass reads."""
+    """Keys of the section from which a dataclass is created."""
     return _adapter(cast(Any, kind))[1]
 
 
 def dataclass_fields(kind: type[Any]) -> Iterator[tuple[str, type[Any], bool]]:
-    """Fields of a dataclass that are dataclasses: name, type, and whether it is marked `FLAT`."""
+    """Nested dataclass fields of a dataclass: name, type, and True if marked `FLAT`."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())
         part = get_args(hint)[0] if marks else hint
@@ -219,7 +219,7 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
 
 
 def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
-    """Keys of the section at a place of a dataclass's."""
+    """Keys of the section at a place in the section of a dataclass."""
     adapter, keys, parts = _adapter(cast(Any, kind))
     for step in map(str, place):
         if step not in parts:
@@ -229,7 +229,7 @@ def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:
 
 
 def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
-    """A section with the keys of flat fields below the names of these."""
+    """Section with the keys of flat fields moved below the fields' names."""
     nested = dict(section)
     for name, (flat, keys, inner) in parts.items():
         if flat:
@@ -240,12 +240,12 @@ def _nested(section: Mapping[str, Any], parts: _Parts) -> dict[str, Any]:
 
 
 def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:
-    """Names of the fields at a place of a JSON schema, as far as the schema says which part that is."""
+    """Names of the fields at a place in a JSON schema; empty if the schema does not determine them."""
     definitions = schema.get("$defs", {})
 
     def resolved(part: Mapping[str, Any]) -> Mapping[str, Any]:
         parts = [part, *part.get("anyOf", ()), *part.get("allOf", ())]
-        refs = [each["$ref"].rpartition("/")[2] for each in parts if "$ref" in each]
+        refs = [item["$ref"].rpartition("/")[2] for item in parts if "$ref" in item]
         return definitions[refs[0]] if refs else part
 
     part = resolved(schema)
@@ -257,7 +257,11 @@ def _fields(schema: Mapping[str, Any], place: Sequence[str | int]) -> list[str]:
 
 
 def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: Sequence[str], where: str) -> None:
-    """Raises ValueError for a key that is not known, with the nearest one, or a required one that is not there."""
+    """Check the keys of a section.
+
+    Raises:
+        ValueError: a key is unknown (names the nearest), or a required key is missing.
+    """
     for key in config:
         if key not in known:
             raise ValueError(f"{where}: unknown key {key!r}: {nearest(str(key), known)}")
@@ -267,15 +271,15 @@ def check_keys(config: Mapping[str, object], known: Sequence[str], *, required: 
 
 
 def checked_whole(name: str, value: object, *, least: int | None = None) -> int:
-    """The value, if it is a whole number of at least `least`; else ValueError."""
-    # False and True are ints, but nobody means 0 and 1 by them.
+    """Check that a value is a whole number of at least `least`, and return it; otherwise raise ValueError."""
+    # bool is a subclass of int, but true and false are not numbers in a config.
     if isinstance(value, int) and not isinstance(value, bool) and (least is None or value >= least):
         return value
     raise ValueError(f"{name} must be a whole number{'' if least is None else f' of at least {least}'}, not {value!r}")
 
 
 def checked_share(name: str, value: object, *, below_one: bool = False) -> float:
-    """The value, if it is a number from 0 to 1; else ValueError."""
+    """Check that a value is a number from 0 to 1, and return it; otherwise raise ValueError."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and 0 <= cast(float, value) <= 1 and not (below_one and value == 1):
         return float(cast(float, value))

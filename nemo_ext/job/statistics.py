@@ -1,8 +1,8 @@
-"""Statistics of scores: what is averaged, how sure it is, and whether two models differ. numpy and scipy only.
+"""Statistics of scores: means, confidence intervals and tests of differences. numpy and scipy only.
 
-Problems are the unit that is drawn anew, never samples: samples of one problem are not independent (Miller, "Adding
-Error Bars to Evals", arXiv:2411.00640, sections 2 and 3). Every random number comes from a seed, and but for a
-statistic of one's own no result depends on the order of problems.
+Problems are resampled, never samples, as samples of a problem are not independent (Miller, "Adding Error Bars to
+Evals", arXiv:2411.00640, sections 2 and 3). All random numbers come from a seed. Except with a custom statistic,
+results do not depend on the order of problems.
 """
 
 from collections import Counter
@@ -18,21 +18,21 @@ Whole = npt.NDArray[np.int64]
 Interval = tuple[float, float]
 
 GROUPS = 4096
-"""Most kinds of problems that are told apart when problems are resampled."""
+"""Maximum number of kinds of problems that are distinguished when problems are resampled."""
 EXACT = 16
-"""Most problems whose signs are all tried."""
+"""Maximum number of problems for which all signs are enumerated."""
 CHUNK = 1 << 22
-"""Numbers in memory at a time."""
+"""Maximum number of values in memory at a time."""
 
 
 def problem_means(values: npt.ArrayLike, problems: npt.ArrayLike) -> Floats:
-    """Mean over the samples of each problem, [P]; NaN for a number that no sample has.
+    """Mean over the samples of each problem, [P]; NaN for problems without samples.
 
     The first step of every headline: a mean over problems of means over samples (Miller, section 3).
 
     Args:
         values: scores, [N].
-        problems: number of each one's problem, [N], from 0.
+        problems: index of each sample's problem, [N], from 0.
     """
     index = np.asarray(problems, dtype=np.int64)
     count = np.bincount(index)
@@ -41,7 +41,7 @@ def problem_means(values: npt.ArrayLike, problems: npt.ArrayLike) -> Floats:
 
 
 def known_mean(values: Floats) -> float | None:
-    """Mean of the values that are not NaN; None if there is none."""
+    """Mean of the values that are not NaN; None if there are none."""
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else None
 
@@ -53,9 +53,9 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
     arXiv:2107.03374, section 2.1, equation 1).
 
     Args:
-        n: samples of each problem, [P].
-        c: right ones among them, [P].
-        k: samples that are drawn.
+        n: number of samples of each problem, [P].
+        c: number of correct samples of each problem, [P].
+        k: number of samples drawn.
     """
     total, right = np.asarray(n, dtype=np.float64), np.asarray(c, dtype=np.float64)
     wrong = np.ones(np.broadcast(total, right).shape)
@@ -66,15 +66,15 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
 
 
 def maj_at(found: Sequence[Sequence[str | None]], scores: Sequence[Sequence[float]], k: int) -> Floats:
-    """Score of the most frequent answer among a problem's first k samples, [P]; NaN where there are fewer.
+    """Score of the most frequent answer among a problem's first k samples, [P]; NaN with fewer samples.
 
-    Majority voting (Wang et al., "Self-Consistency", arXiv:2203.11171, section 2). Answers that are equally frequent
-    share evenly. A sample without an answer has no vote; where none has one, the score is 0.
+    Majority voting (Wang et al., "Self-Consistency", arXiv:2203.11171, section 2). Scores of tied answers are averaged.
+    A sample without an answer has no vote; if no sample has an answer, the score is 0.
 
     Args:
-        found: answers as they are compared, by problem and sample.
-        scores: scores of the same samples; an answer's is the mean of its samples'.
-        k: samples that vote.
+        found: normalised answers, by problem and sample.
+        scores: scores of the same samples; the score of an answer is the mean over its samples.
+        k: number of samples that vote.
     """
     return np.array([_majority(a[:k], s[:k]) if len(a) >= k else np.nan for a, s in zip(found, scores, strict=True)])
 
@@ -98,20 +98,20 @@ def bootstrap(
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Any:
-    """Percentile interval of a mean over problems, by drawing problems with replacement.
+    """Bootstrap percentile interval of a mean over problems, which are resampled with replacement.
 
     Efron and Tibshirani, "An Introduction to the Bootstrap" (1993), section 13.3; problems as clusters: Miller,
-    section 2.2. Problems with the same values are drawn together, by a multinomial count of each kind: the same
-    distribution, and a million problems cost no more than their kinds. Beyond `GROUPS` kinds of up to three columns,
-    near ones are drawn as their mean: the mean stays exact, and the variance within a bin is left out.
+    section 2.2. Problems with equal values form a kind, and kinds are drawn by multinomial counts: the distribution is
+    the same, and the cost depends only on the number of kinds. Beyond `GROUPS` kinds of up to three columns, similar
+    kinds are binned: the mean stays exact, but the variance within a bin is neglected.
 
     Args:
-        values: one row a problem, [P] or [P, M].
-        draws: number of draws.
-        seed: their seed.
-        statistic: `mean`, or a function of how often each problem was drawn, [draws, P], that gives [draws] or
+        values: one row per problem, [P] or [P, M].
+        draws: number of bootstrap draws.
+        seed: random seed.
+        statistic: `mean`, or a function of the count of each problem in each draw, [draws, P], that returns [draws] or
             [draws, M].
-        level: coverage.
+        level: confidence level.
         weights: weight of each problem in the mean, [P].
 
     Returns:
@@ -149,7 +149,7 @@ def _drawn_means(rows: Floats, draws: int, rng: np.random.Generator, weights: np
 
 
 def _kinds(columns: Floats) -> tuple[Floats, Whole]:
-    """Different rows, [K, M], and how many there are of each."""
+    """Distinct rows, [K, M], and the count of each."""
     kinds, sizes = np.unique(columns, axis=0, return_counts=True)
     steps = round(GROUPS ** (1 / columns.shape[1]))
     if len(kinds) <= GROUPS or steps < 16:
@@ -164,7 +164,7 @@ def _kinds(columns: Floats) -> tuple[Floats, Whole]:
 
 
 def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) -> Iterator[Floats]:
-    """How often each kind is drawn, [some of the draws, K] at a time."""
+    """Counts of each kind in batches of draws, [batch, K]."""
     step = max(1, CHUNK // len(shares))
     for begin in range(0, draws, step):
         yield rng.multinomial(total, shares, size=min(step, draws - begin)).astype(np.float64)
@@ -178,22 +178,22 @@ def grand_mean(
     seed: int = 1234,
     level: float = 0.95,
 ) -> tuple[float, Interval | None]:
-    """Weighted mean of benchmarks' means, and its interval.
+    """Weighted mean over benchmarks, and its confidence interval.
 
-    Problems are drawn anew within each benchmark: benchmarks are fixed, problems are not (Miller, section 2.2, by
-    strata). With weights that are numbers of problems it is the mean over all problems, as Domyn-Small's grand means
-    (Table 7).
+    Problems are resampled within each benchmark (stratified), as benchmarks are fixed and problems are not (Miller,
+    section 2.2). Weighted by numbers of problems, it is the mean over all problems, as Domyn-Small's grand means (Table
+    7).
 
     Args:
-        means: of each benchmark, mean scores by problem.
-        weights: of each benchmark; those of 0 take no part.
+        means: mean scores by problem, by benchmark.
+        weights: weight by benchmark; benchmarks of weight 0 are excluded.
 
     Returns:
-        Mean, and (low, high); no interval where a benchmark has one problem alone.
+        Mean, and (low, high); no interval if a benchmark has a single problem.
     """
     used = [(np.asarray(each, dtype=np.float64), weight) for each, weight in zip(means, weights, strict=True) if weight]
     if not used:
-        raise ValueError("grand mean: no benchmark has a weight: give one a weight above 0")
+        raise ValueError("grand mean: all weights are zero: give at least one benchmark a positive weight")
     total = sum(weight for _, weight in used)
     mean = sum(weight * float(each.mean()) for each, weight in used) / total
     if any(len(each) < 2 for each, _ in used):
@@ -205,9 +205,9 @@ def grand_mean(
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Two-sided p value of b problems that only the one solves against c that only the other does.
+    """Two-sided p-value for b problems that only the first model solves against c that only the second one solves.
 
-    McNemar, Psychometrika 12 (1947), exact: binomial with 1/2.
+    Exact McNemar test (Psychometrika 12, 1947): binomial with probability 1/2.
     """
     from scipy.stats import binomtest
 
@@ -215,21 +215,21 @@ def mcnemar(b: int, c: int) -> float:
 
 
 def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -> float:
-    """Two-sided p value of paired differences by problem: how often do random signs give as great a mean?
+    """Two-sided p-value of paired differences by problem: the share of random sign flips with as large a mean.
 
     Fisher's sign-flip test (Good, "Permutation, Parametric and Bootstrap Tests of Hypotheses", 2005, section 3.7.2).
-    All signs are tried for up to `EXACT` differences that are not 0; for more, p = (1 + hits) / (1 + draws) (Phipson
-    and Smyth, "Permutation P-values Should Never Be Zero", 2010).
+    All signs are enumerated for up to `EXACT` nonzero differences; for more, p = (1 + hits) / (1 + draws) (Phipson and
+    Smyth, "Permutation P-values Should Never Be Zero", 2010).
 
     Args:
-        differences: one number a problem, [P].
+        differences: one value per problem, [P].
     """
     given = np.asarray(differences, dtype=np.float64)
     given = given[given != 0]
     if not len(given):
         return 1.0
     sizes, observed = np.abs(given), abs(float(given.sum()))
-    least = observed - 1e-9 * float(sizes.sum())  # sums of the same numbers in another order are the same
+    least = observed - 1e-9 * float(sizes.sum())  # tolerance for rounding in reordered sums
     if len(given) <= EXACT:
         signs = 1 - 2 * (np.arange(1 << len(given))[:, None] >> np.arange(len(given)) & 1)
         return float((np.abs(signs @ sizes) >= least).mean())
@@ -243,15 +243,15 @@ def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """What lies between two runs on the same problems.
+    """Paired difference between two runs on the same problems.
 
     Attributes:
         mean: mean of b - a.
-        interval: interval of it, problems resampled, or `_alike`; None for one problem.
-        p: two-sided p value.
+        interval: confidence interval of the mean by resampling problems, or by `_alike`; None for one problem.
+        p: two-sided p-value.
         test: `McNemar` or `permutation`.
-        problems: problems of both.
-        only_a, only_b: problems where a, or b, is the greater.
+        problems: number of problems.
+        only_a, only_b: number of problems on which a, or b, scores higher.
     """
 
     mean: float
@@ -273,15 +273,15 @@ def difference(
     level: float = 0.95,
     weights: npt.ArrayLike | None = None,
 ) -> Difference:
-    """Paired difference b - a by problem: interval by bootstrap, p by McNemar or by permutation.
+    """Paired difference b - a by problem, with a bootstrap interval and a p-value by McNemar or permutation.
 
-    McNemar where both have one sample a problem that is right or wrong, else permutation of signs (Dror et al., "The
-    Hitchhiker's Guide to Testing Statistical Significance in NLP", ACL 2018, section 3.2).
+    McNemar's test is used if both runs have one sample per problem that is right or wrong, otherwise permutation of
+    signs (Dror et al., "The Hitchhiker's Guide to Testing Statistical Significance in NLP", ACL 2018, section 3.2).
 
     Args:
         a, b: mean scores by problem, [P], the same problems in the same order.
-        samples: most samples behind one of them.
-        weights: weight of each problem, [P], such as its bytes; None for equal ones.
+        samples: maximum number of samples per problem.
+        weights: weight of each problem, [P], such as its bytes; None for equal weights.
     """
     one, other = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     apart = other - one
@@ -305,9 +305,9 @@ def difference(
 
 
 def _alike(apart: float, problems: int, level: float) -> Interval:
-    """Interval of a mean difference of scores from 0 to 1 that is the same for all problems: draws say nothing then.
+    """Interval of a difference of scores in [0, 1] that is equal for all problems, where a bootstrap is degenerate.
 
-    Wilson's bound of 0 in P ("Probable Inference", 1927) is the share of problems that may still differ by up to 1.
+    Wilson's bound for 0 of P ("Probable Inference", 1927) is the share of problems that may still differ by up to 1.
     """
     from scipy.stats import binomtest
 
@@ -316,7 +316,7 @@ def _alike(apart: float, problems: int, level: float) -> Interval:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """P values adjusted for being several, so that one false alarm among all is as rare as promised.
+    """P-values adjusted for multiple comparisons, which controls the family-wise error rate.
 
     Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6 (1979).
     """
@@ -332,22 +332,22 @@ def sensitivity(
 ) -> tuple[float, Interval | None]:
     """Prompt sensitivity: standard deviation over prompts of the mean over problems, and its interval.
 
-    Nemotron 3 Nano, appendix E and Table 8: the mean of eight seeds for each prompt, then the standard deviation of the
-    prompts' means. The interval is the basic bootstrap's of the variance (Davison and Hinkley, "Bootstrap Methods and
-    their Application", 1997, section 5.2.1), problems drawn anew, the same ones for all prompts. With few problems the
-    standard deviation is too great, even where prompts make no difference; a percentile interval would be so twice
-    over and never hold 0, while this one takes the surplus off and may end below the estimate.
+    Nemotron 3 Nano, appendix E and Table 8: the mean over eight seeds for each prompt, then the standard deviation of
+    the prompts' means. The interval is the basic bootstrap interval of the variance (Davison and Hinkley, "Bootstrap
+    Methods and their Application", 1997, section 5.2.1), with the same resampled problems for all prompts. With few
+    problems the standard deviation is biased upwards, even if prompts make no difference. A percentile interval would
+    double this bias and never contain 0, while this one corrects it and may end below the estimate.
 
     Args:
         scores: means over samples, [prompts, P].
 
     Returns:
-        Standard deviation (n - 1), and (low, high); no interval for one problem, or for two prompts, where it would
-        hold the true value too seldom.
+        Standard deviation (n - 1), and (low, high); no interval for one problem, or for two prompts, where its coverage
+        would be too low.
     """
     given = np.asarray(scores, dtype=np.float64)
     if given.ndim != 2 or len(given) < 2:
-        raise ValueError("prompt sensitivity: wants two prompts at least")
+        raise ValueError("prompt sensitivity: requires at least two prompts")
     spread = float(given.mean(axis=1).std(ddof=1))
     if given.shape[1] < 2 or len(given) < 3:
         return spread, None
@@ -357,26 +357,26 @@ def sensitivity(
 
 
 def bits_per_byte(logprobs_nats: npt.ArrayLike, sizes: npt.ArrayLike) -> float:
-    """Bits per UTF-8 byte of texts: their negative log-likelihoods, together, over their bytes, together.
+    """Bits per UTF-8 byte of texts: total negative log-likelihood divided by total bytes.
 
     Gao et al., "The Pile", arXiv:2101.00027, section 3.1.
 
     Args:
         logprobs_nats: natural log-likelihood of each text, [N].
-        sizes: bytes of each, [N].
+        sizes: number of bytes of each text, [N].
     """
     return -float(np.asarray(logprobs_nats).sum()) / float(np.log(2)) / float(np.asarray(sizes).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignalNoise:
-    """Whether a benchmark can decide between arms.
+    """Signal-to-noise ratio of a benchmark, which shows whether it can distinguish arms of an experiment.
 
     Attributes:
-        signal: greatest difference between arms, over their mean.
-        noise: standard deviation of the last checkpoints, over their mean.
-        ratio: signal over noise; infinite without noise.
-        apart: greatest difference between arms, in the benchmark's unit.
+        signal: maximum difference between arms, divided by their mean.
+        noise: standard deviation of the last checkpoints, divided by their mean.
+        ratio: signal divided by noise; infinite without noise.
+        apart: maximum difference between arms, in the benchmark's unit.
         spread: standard deviation of the last checkpoints, in the benchmark's unit.
     """
 
@@ -388,19 +388,19 @@ class SignalNoise:
 
 
 def signal_and_noise(last_checkpoints: npt.ArrayLike, arms: npt.ArrayLike) -> SignalNoise:
-    """Difference between arms beside what the last checkpoints of one run differ by anyway.
+    """Difference between arms, compared with the variation among the last checkpoints of a run.
 
     Heineman et al., "Signal and Noise", arXiv:2508.13144 (Ai2, on OLMo's benchmarks): signal is the relative dispersion
-    of models, noise the relative standard deviation of a run's last checkpoints; decisions made at a small scale hold
-    where their ratio is high.
+    of models, noise the relative standard deviation of a run's last checkpoints. Decisions at a small scale transfer if
+    their ratio is high.
 
     Args:
-        last_checkpoints: scores of the last checkpoints of one run, [two at least].
-        arms: scores of the arms, [two at least].
+        last_checkpoints: scores of the last checkpoints of a run, at least two.
+        arms: scores of the arms, at least two.
     """
     last, ends = np.asarray(last_checkpoints, dtype=np.float64), np.asarray(arms, dtype=np.float64)
     if len(last) < 2 or len(ends) < 2:
-        raise ValueError("signal and noise: wants two last checkpoints and two arms at least")
+        raise ValueError("signal and noise: requires at least two last checkpoints and two arms")
     apart, spread = float(np.ptp(ends)), float(last.std(ddof=1))
     signal, noise = apart / abs(float(ends.mean())), spread / abs(float(last.mean()))
     ratio = signal / noise if noise else float("inf")

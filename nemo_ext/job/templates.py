@@ -1,4 +1,4 @@
-"""Jinja templates and expressions over the columns of a row, in the sandbox: files that have them are downloaded."""
+"""Jinja templates and expressions over the columns of a row, run in a sandbox as they may be downloaded."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ _LONGEST = 300
 
 
 class Templates:
-    """Templates and expressions with functions and filters beside Jinja's own.
+    """Environment of templates and expressions, with functions and filters in addition to Jinja's own.
 
     Args:
         functions: functions by name.
@@ -22,37 +22,37 @@ class Templates:
 
     def __init__(self, functions: Mapping[str, Any] | None = None, filters: Mapping[str, Any] | None = None) -> None:
         jinja = ImmutableSandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_said
+            undefined=jinja2.StrictUndefined, keep_trailing_newline=True, finalize=_written
         )
-        del jinja.globals["lipsum"], jinja.filters["random"]  # the same row would give something else each time
+        del jinja.globals["lipsum"], jinja.filters["random"]  # not deterministic
         jinja.globals.update(functions or {})
         jinja.filters.update(filters or {})
         self._template = functools.cache(jinja.from_string)
         self._expression = functools.cache(lambda source: jinja.compile_expression(source, undefined_to_none=False))
 
     def check(self, key: str, *, text: str | None = None, value: str | None = None) -> None:
-        """Raises ValueError, which names the key, for a template or an expression that is no Jinja."""
+        """Check the syntax of a template or an expression; a ValueError names the key."""
         if text is not None:
             _guarded(key, "", {}, lambda: self._template(text))
         if value is not None:
             _guarded(key, "", {}, lambda: self._expression(value))
 
     def text(self, source: str, names: Mapping[str, Any], key: str, where: str = "") -> str:
-        """Text of a template.
+        """Render a template.
 
         Args:
-            source: the template.
-            names: what it may name.
-            key: place of the template, for messages.
-            where: place of the row, for messages.
+            source: source of the template.
+            names: variables of the template.
+            key: config key of the template, for messages.
+            where: location of the row, for messages.
 
         Raises:
-            ValueError: the template is none, or cannot be filled in; names key, row and reason.
+            ValueError: the template is invalid or cannot be rendered; names key, row and reason.
         """
         return _guarded(key, where, names, lambda: self._template(source).render(names))
 
     def value(self, source: str, names: Mapping[str, Any], key: str, where: str = "") -> Any:
-        """Value of an expression; see `text`."""
+        """Evaluate an expression; see `text` for arguments and errors."""
 
         def value() -> Any:
             return _plain(self._expression(source)(names))
@@ -61,20 +61,22 @@ class Templates:
 
 
 def _plain(value: Any) -> Any:
-    """A value of an expression with lists in place of iterators, as `map` and `select` give."""
+    """Value of an expression, with iterators (of `map` and `select`) converted to lists."""
     if isinstance(value, jinja2.Undefined):
         str(value)  # raises
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | range | Iterator):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if callable(value):
-        raise ValueError(f"{getattr(value, '__name__', value)} is a function: put its arguments in brackets behind it")
+        raise ValueError(
+            f"{getattr(value, '__name__', value)} is a function: call it with its arguments in parentheses"
+        )
     return value
 
 
-def _said(value: Any) -> Any:
-    """A value that a template writes."""
+def _written(value: Any) -> Any:
+    """Value that a template writes; null is an error."""
     if value is None:
         raise ValueError("a value is null")
     return value
@@ -92,5 +94,5 @@ def _guarded[Result](key: str, where: str, names: Mapping[str, Any], work: Calla
         advice = nearest(missing, columns) if missing and missing not in columns else ""
         shown = ", ".join(map(str, columns))[:_LONGEST]
         raise ValueError(f"{place}: {error}: the row's columns are {shown}. {advice}".strip()) from None
-    except Exception as error:  # templates raise whatever they like
+    except Exception as error:  # templates may raise any exception
         raise ValueError(f"{place}: {type(error).__name__}: {error}") from None

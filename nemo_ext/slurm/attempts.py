@@ -1,4 +1,4 @@
-"""The record of a run's starts on Slurm, kept in its run directory, and whether it should be started again."""
+"""Record of a run's starts on Slurm, kept in its run directory, and the decision whether to start it again."""
 
 import json
 import time
@@ -18,26 +18,26 @@ TIME_LIMIT = "time limit"
 
 
 PASSED_OVER = "guard: "
-"""Prefix of the reason of a start that ended at a step which the next one leaves out."""
+"""Prefix of the reason of a start that ended at a step whose batch the next start skips."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One start.
+    """Start of a job on Slurm.
 
     Attributes:
         job: Slurm job id.
         restart: number of earlier starts of this job.
-        nodes: node names in Slurm's notation.
+        nodes: node list in Slurm's notation.
         began: start time in Unix seconds.
         first_step: step of the checkpoint that it resumed from; 0 for none.
         ended: end time in Unix seconds; None while it runs, or until the next start if it was killed.
         last_step: step of the newest checkpoint at its end.
-        reason: reason of its end; "" while it runs.
-        counted: True if progress is measured in steps; if not, a start that reached its time limit made progress.
-        lost: steps that it made after its last checkpoint, as far as they were logged.
+        reason: reason why it ended; "" while it runs.
+        counted: whether progress is measured in steps; if not, reaching the time limit counts as progress.
+        lost: logged steps after its last checkpoint.
         name: name of the job; "" if not recorded, as in older runs.
-        output: path of the job's output; "" if it is no file or not recorded, as in older runs.
+        output: path of the job's output; "" if it is not a file or not recorded, as in older runs.
         given_up: reason why the job was not requeued after it; "" if it was; None if not recorded, as in older runs.
     """
 
@@ -69,27 +69,27 @@ def read(run_dir: Path) -> list[Attempt]:
 
 
 def write(run_dir: Path, attempts: Sequence[Attempt]) -> None:
-    """Replace the record of starts."""
-    write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(each) for each in attempts], indent=1) + "\n")
+    """Replace the record of a run's starts."""
+    write_text(run_dir / FOLDER / ATTEMPTS, json.dumps([asdict(attempt) for attempt in attempts], indent=1) + "\n")
 
 
 def begin(
     run_dir: Path, *, job: str, restart: int, nodes: str, step: int | None, name: str = "", output: str = ""
 ) -> list[Attempt]:
-    """Record a start; earlier starts without an end are marked as killed with their node or by Slurm.
+    """Record a start, and mark earlier starts without an end as killed with their node or by Slurm.
 
-    The mark of a finished run is removed, as it now has more steps to do. `step` is None for jobs without steps.
+    The finished mark of the run is removed, as it now has more steps to do. `step` is None for jobs without steps.
     """
     (run_dir / FOLDER / FINISHED).unlink(missing_ok=True)
     before = [
-        each
-        if each.ended is not None
-        else replace(each, ended=time.time(), last_step=step, reason="killed with its node, or by Slurm")
-        for each in read(run_dir)
+        attempt
+        if attempt.ended is not None
+        else replace(attempt, ended=time.time(), last_step=step, reason="killed with its node, or by Slurm")
+        for attempt in read(run_dir)
     ]
     if before and step is not None:
-        made = max((line["step"] for line in last_lines(run_dir / METRICS) if "step" in line), default=0)
-        before[-1] = replace(before[-1], lost=max(0, made - step))
+        logged = max((line["step"] for line in last_lines(run_dir / METRICS) if "step" in line), default=0)
+        before[-1] = replace(before[-1], lost=max(0, logged - step))
     start = Attempt(
         job=job,
         restart=restart,
@@ -122,15 +122,21 @@ def stepped(run_dir: Path, start: Attempt) -> bool:
 
 
 def verdict(attempts: Sequence[Attempt], *, max_restarts: int, max_idle: int) -> str | None:
-    """Reason not to start a run again after the starts of one job, or None; `max_idle` without a checkpoint end it."""
-    attempts = [each for each in attempts if not each.reason.startswith(PASSED_OVER)]  # guard.most limits them
+    """Reason not to start a run again after the starts of one job, or None if it may be started again.
+
+    Args:
+        attempts: starts of the job, oldest first.
+        max_restarts: maximum number of restarts.
+        max_idle: maximum number of consecutive starts without a new checkpoint.
+    """
+    attempts = [attempt for attempt in attempts if not attempt.reason.startswith(PASSED_OVER)]  # see guard.most
     idle = 0
-    for each in reversed(attempts):
-        if each.progressed:
+    for attempt in reversed(attempts):
+        if attempt.progressed:
             break
         idle += 1
     if idle >= max_idle:
-        reasons = "; ".join(dict.fromkeys(each.reason for each in attempts[-idle:]))
+        reasons = "; ".join(dict.fromkeys(attempt.reason for attempt in attempts[-idle:]))
         return f"{idle} starts without a new checkpoint ({reasons}): max_idle={max_idle}"
     if len(attempts) > max_restarts:
         return f"started {len(attempts)} times: max_restarts={max_restarts}"
@@ -149,9 +155,9 @@ def finished(run_dir: Path) -> list[str] | None:
 
 
 def other_words(end: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Arguments that differ between a job that finished a run and one that would do it again.
+    """Arguments that differ between the job that finished a run and a job that would repeat it.
 
-    On Slurm the allocation has the place of launcher's words, and several nodes have an operation.
+    Launcher and operation settings are ignored, as the allocation determines them.
     """
     return sorted(word for word in set(end) ^ set(own) if not word.startswith(("launcher.", "operation=")))
 

@@ -1,4 +1,4 @@
-"""Entry point of the scripts in `slurm/` on the first node: starts the job, or this task of an array.
+"""Entry point of the batch scripts in `slurm/` on the first node: starts the job, or this task of an array.
 
 exec python -m nemo_ext.slurm.batch train recipe=... cluster=leonardo key=value
 """
@@ -22,16 +22,16 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """Arguments of this array task: a sweep's point or a job's shard; otherwise `words` unchanged.
+    """Arguments of this array task: those of a sweep's run or of a job's shard; otherwise `words` unchanged.
 
     Raises:
-        ValueError: if a sweep is not started as an array, or has no point of the task's number.
+        ValueError: a sweep is not started as an array, or has fewer runs than the task's index requires.
     """
     number = slurm.get("SLURM_ARRAY_TASK_ID")
     if MULTIRUN in words:
         found = points(job, words)
         if number is None or int(number) >= len(found):
-            raise ValueError(f"{MULTIRUN}: {len(found)} runs: give sbatch --array=0-{len(found) - 1}")
+            raise ValueError(f"{MULTIRUN}: {len(found)} runs: pass --array=0-{len(found) - 1} to sbatch")
         return found[int(number)]
     array = submitted(job).array
     if number is not None and array is not None:
@@ -41,7 +41,7 @@ def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[
 
 
 def forget_callers_array() -> None:
-    """Drop the variables of another job's array, which a job has that `sbatch` submitted from within that job."""
+    """Drop array variables inherited from an array task within which this job was submitted."""
     if "SLURM_ARRAY_TASK_ID" not in os.environ:
         return
     said = call(["squeue", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID')}", "--format=%A|%K"]).stdout
@@ -51,7 +51,7 @@ def forget_callers_array() -> None:
 
 
 def main() -> NoReturn:
-    """Run the command; a user's mistake gives one line and exit code 2, and the job is not requeued."""
+    """Run the command; user errors are printed as one line with exit code 2, and the job is not requeued."""
     with mistakes_are_one_line():
         job, *words = sys.argv[1:] or [""]
         ranks = submitted(job).ranks
@@ -64,8 +64,8 @@ def main() -> NoReturn:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            with suppress(OSError):  # the output may be on that disk
-                say(f"stopped: {error.strerror}: {error.filename}; not queued again: make room, then submit again")
+            with suppress(OSError):  # the output may be on the same disk
+                say(f"stopped: {error.strerror}: {error.filename}; not queued again: free space, then submit again")
             sys.exit(DISK_FULL)
 
 

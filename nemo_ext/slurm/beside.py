@@ -1,4 +1,4 @@
-"""Servers beside the stages that ask them: a stage waits for its servers, and a server ends when nobody asks it."""
+"""Servers that run next to pipeline stages: a stage waits for its servers, and a server ends without clients."""
 
 import json
 import time
@@ -12,38 +12,39 @@ from nemo_ext.slurm.ends import is_own
 from nemo_ext.slurm.status import is_fresh, queued, queued_job
 
 SECONDS = 20.0
-"""Time between two looks at the queue."""
+"""Interval between checks of the queue."""
 LOOKS = 3
-"""Looks after which a server that no queued job asks is ended: those jobs are queued after it."""
+"""Number of consecutive checks without a client in the queue after which a server is ended.
+
+One check is not enough, as clients are submitted after their servers."""
 _SERVERS, _ASKING = "beside.json", "asking.json"
 
 
 def note_servers(record: Path, servers: Mapping[str, str]) -> None:
-    """Note the servers that a run asks: run directories by job id."""
+    """Record the servers that a run uses: run directories by job id."""
     write_text(record / attempts.FOLDER / _SERVERS, json.dumps(dict(servers), indent=1) + "\n")
 
 
 def note_asking(record: Path, asking: Sequence[Path]) -> None:
-    """Note beside a server's record the records of the runs that ask it; none for a server of its own."""
-    write_text(
-        record / attempts.FOLDER / _ASKING, json.dumps([str(each.resolve()) for each in asking], indent=1) + "\n"
-    )
+    """Record the runs that use a server, by their records; an empty list for a standalone server."""
+    clients = [str(client.resolve()) for client in asking]
+    write_text(record / attempts.FOLDER / _ASKING, json.dumps(clients, indent=1) + "\n")
 
 
 def asking(record: Path) -> list[Path]:
-    """Records of the runs that ask a server."""
+    """Records of the runs that use a server."""
     file = record / attempts.FOLDER / _ASKING
-    return [Path(each) for each in json.loads(file.read_text())] if file.is_file() else []
+    return [Path(client) for client in json.loads(file.read_text())] if file.is_file() else []
 
 
 def is_asked(records: Sequence[Path]) -> bool:
-    """True if one of the runs waits or runs, or the queue cannot be asked."""
+    """True if one of the runs is pending or running, or the queue cannot be read."""
     queue = _queue()
     return queue is None or any(queued_job(record, queue) for record in records)
 
 
 def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> None:
-    """Wait until the servers of a run answer or have left the queue, or a signal is in `stopped`."""
+    """Wait until the servers of a run are up or have left the queue, or `stopped` has a signal."""
     file = record / attempts.FOLDER / _SERVERS
     servers: dict[str, str] = json.loads(file.read_text()) if file.is_file() else {}
     for job, run_dir in servers.items():
@@ -53,7 +54,7 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
         while not is_fresh(address) and not stopped:
             if time.monotonic() - looked > SECONDS:
                 looked, queue = time.monotonic(), _queue()
-                ids = None if queue is None else {each.partition("_")[0] for each in queue}
+                ids = None if queue is None else {queued_id.partition("_")[0] for queued_id in queue}
                 if ids is not None and (job not in ids or not is_own(Path(run_dir) / attempts.FOLDER, job)):
                     say(f"job {job} has left the queue")
                     break
@@ -61,7 +62,7 @@ def wait(record: Path, say: Callable[[str], None], stopped: Sequence[int]) -> No
 
 
 def _queue() -> dict[str, str] | None:
-    """The user's jobs with their states; None if Slurm does not answer."""
+    """States of the user's jobs by id; None if Slurm does not answer."""
     try:
         return queued()
     except ValueError:

@@ -1,4 +1,4 @@
-"""A site as `hydra_conf/cluster` describes it, and how a command runs on its nodes."""
+"""Description of a site (`hydra_conf/cluster`), and the way commands run on its nodes."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class Limit:
     """Limits of a quality of service.
 
     Attributes:
-        time: longest run time in Slurm's notation: 24:00:00, 4-00:00:00.
+        time: maximum run time in Slurm's notation, such as 24:00:00 or 4-00:00:00.
         nodes: maximum number of nodes; None for no limit.
     """
 
@@ -39,9 +39,9 @@ class Node:
     """Hardware of each node.
 
     Attributes:
-        gpus: number of GPUs, one rank on each.
-        gpu: name of the GPUs.
-        gpu_memory_gib: memory of each GPU in GiB; None for simulated ones.
+        gpus: number of GPUs, with one rank on each.
+        gpu: model name of the GPUs.
+        gpu_memory_gib: memory of each GPU in GiB; None for simulated GPUs.
         fp8: FP8 scaling recipes that the GPUs support (`precision_plan.recipe`); empty for GPUs without FP8.
         cpus: number of CPU cores.
     """
@@ -55,13 +55,13 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Container:
-    """The container that commands run in.
+    """Container that commands run in.
 
     Attributes:
         runtime: none, singularity, apptainer, or pyxis (options of srun).
         image: image file or registry name; None for no container.
-        options: options of the runtime, --nv for example.
-        binds: host folders to mount; `$NAME` is expanded on the node, and a folder is left out if it is not set.
+        options: options of the runtime, such as --nv.
+        binds: host folders to mount; `$NAME` is expanded on the node, and the folder is skipped if NAME is not set.
     """
 
     runtime: Literal["none", "singularity", "apptainer", "pyxis"] = "none"
@@ -71,7 +71,9 @@ class Container:
 
     def __post_init__(self) -> None:
         if self.runtime == "none" and self.image is not None:
-            raise ValueError(f"container.image={self.image}: container.runtime is none; say which runtime")
+            raise ValueError(
+                f"container.image={self.image}: container.runtime is none: set it to singularity, apptainer or pyxis"
+            )
 
     @property
     def used(self) -> bool:
@@ -81,15 +83,15 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Cluster:
-    """A site.
+    """Description of a site.
 
     Attributes:
-        name: name of the file.
+        name: name of the config file.
         partition: partition for jobs; None for Slurm's default.
-        qos: key of `limits`; None for the first, the partition's default, which needs no option.
+        qos: quality of service, a key of `limits`; None for the first, which is the partition's default.
         limits: limits by quality of service; empty if unknown.
         node: hardware of each node; None if unknown.
-        internet: True if compute nodes reach the internet; if not, Hugging Face's libraries read their cache alone.
+        internet: whether compute nodes have internet access; without, Hugging Face's libraries use only their cache.
         container: container that commands run in.
         environment: environment variables of every rank.
     """
@@ -111,25 +113,25 @@ class Cluster:
     def variables(self) -> dict[str, str]:
         """Environment variables of every rank; values that the user set take precedence."""
         offline = {} if self.internet else dict.fromkeys(OFFLINE, "1")
-        given = {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
+        values = {name: os.environ.get(name, value) for name, value in {**offline, **self.environment}.items()}
         if self.node is None:
-            return given
-        # Not the user's: what allows a laptop or a login node to train on its CPUs would allow all ranks of a job to.
-        return {GPUS: "none" if self.node.gpu_memory_gib is None else self.node.gpu, **given}
+            return values
+        # Not taken from the user's environment: a value set for CPU training on a login node would apply to all ranks.
+        return {GPUS: "none" if self.node.gpu_memory_gib is None else self.node.gpu, **values}
 
     def inside(self, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-        """The command as srun starts it on a node, in the container if there is one.
+        """Wrap a command so that srun starts it in the container, if there is one.
 
-        Singularity and Apptainer inherit the host's variables except those that the image sets, so `environment` is
-        passed again with --env.
+        Singularity and Apptainer inherit the host's variables except those set by the image, so `environment` is also
+        passed with --env.
         """
         container = self.container
         if not container.used or container.runtime == "pyxis":
             return list(command)
         assert container.image is not None
         binds = [word for place in self.binds() for word in ("--bind", place)]
-        given = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
-        return [container.runtime, "exec", *container.options, *binds, *given, container.image, *command]
+        variables = [word for name, value in environment.items() for word in ("--env", f"{name}={value}")]
+        return [container.runtime, "exec", *container.options, *binds, *variables, container.image, *command]
 
     def srun_options(self) -> list[str]:
         """Options of srun for a Pyxis container."""
@@ -148,14 +150,14 @@ class Cluster:
 
 
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
-"""Variables that make Hugging Face's libraries read their cache alone."""
+"""Variables that restrict Hugging Face's libraries to their cache."""
 
 
 def duration(text: str) -> timedelta:
-    """Duration from Slurm's notation: MM:SS, HH:MM:SS, D-HH, D-HH:MM, D-HH:MM:SS.
+    """Parse a duration in Slurm's notation: MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS.
 
     Raises:
-        ValueError: for anything else. A bare number of minutes is refused: 30 and 30:00 are easily confused.
+        ValueError: any other format. A plain number of minutes is refused, as 30 and 30:00 are easily confused.
     """
     found = _TIME.fullmatch(text) or _DAYS.fullmatch(text)
     if found is None:
@@ -166,16 +168,16 @@ def duration(text: str) -> timedelta:
 _CALLERS = re.compile(
     r"(?:SLURM|SBATCH|SRUN|SALLOC|SQUEUE|SCANCEL|SCONTROL|SACCT|SINFO|PMI\w*?)_.*|NEMO_EXT_(?:ON_NODES|SAVE_BY)"
 )
-"""Variables of the job that calls a command, and of its user: they change what a command shows, or whom it reaches, and
-a job that inherits them takes itself for a part of its caller."""
+"""Variables of a calling job or of the user that would change a Slurm command's output or target, or make a submitted
+job believe that it is part of its caller."""
 _OF_THE_SITE = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_KEY")
 
 
 def call(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a Slurm command, without the variables of a job that calls it and without options in variables.
+    """Run a Slurm command without the variables of a calling job and without options from variables.
 
     Raises:
-        ValueError: if the command is not on PATH.
+        ValueError: the command is not on PATH.
     """
     environment = {
         name: value for name, value in os.environ.items() if name in _OF_THE_SITE or not _CALLERS.fullmatch(name)

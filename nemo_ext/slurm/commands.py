@@ -1,4 +1,4 @@
-"""`nemo-ext submit`, `status`, `logs` and `cancel`."""
+"""Commands `nemo-ext submit`, `status`, `logs` and `cancel`."""
 
 import argparse
 import os
@@ -11,8 +11,8 @@ from nemo_ext.job.job import Command, Grammar, invoke
 from nemo_ext.job.registry import jobs
 
 HELP = """\
-nemo-ext submit: check a job on the login node, then submit it to Slurm. It continues by itself after time limits,
-failed nodes and broken checkpoints (docs/clusters.md). The same command again continues the same run.
+nemo-ext submit: check a job on the login node, then submit it to Slurm. It resumes automatically after time limits,
+node failures and corrupt checkpoints (docs/clusters.md). Running the same command again resumes the same run.
 
   nemo-ext submit recipe=domyn_small/cpt cluster=leonardo account=IscrX run_dir=$WORK/runs/cpt
   nemo-ext submit --dry-run recipe=olmo3/7b_pretrain cluster=leonardo cluster.qos=boost_qos_bprod
@@ -24,21 +24,21 @@ failed nodes and broken checkpoints (docs/clusters.md). The same command again c
 
 {jobs}
   pipeline       name of a file in hydra_conf/pipeline: jobs that depend on each other (docs/pipelines.md);
-                 STAGE.key=value changes one stage, JOB.key=value all stages of a job; finished stages are left out
-  --multirun     submit a run for every combination of comma-separated values, all in one array
+                 STAGE.key=value changes one stage, JOB.key=value all stages of a job; finished stages are skipped
+  --multirun     submit one run per combination of comma-separated values, all in one array
   cluster        name of a file in hydra_conf/cluster: leonardo, dgx_h100, testbed, generic; cluster.KEY=value changes a
                  setting, most often cluster.qos, cluster.partition or cluster.container.image
-  account        account that is charged
-  time           time limit of each start (default: the longest that the quality of service allows)
-  slurm.margin   seconds before the time limit at which a run saves and is queued again (default: 600)
-  slurm.max_restarts   number of starts after which a run is given up (default: 100)
-  slurm.max_idle       the same, of starts in a row without a new checkpoint (default: 3)
+  account        account to charge
+  time           time limit of each start (default: the maximum of the quality of service)
+  slurm.margin   seconds before the time limit at which a run saves and is requeued (default: 600)
+  slurm.max_restarts   number of starts after which a run is not requeued any more (default: 100)
+  slurm.max_idle       number of consecutive starts without a new checkpoint after which it is not (default: 3)
   slurm.options  further options for sbatch: 'slurm.options=["--mail-type=END"]'
-  slurm.rehearse step a rank of each kind of a training job here first, on fake tensors: true, false, or null: where
-                 the GPUs' memory is known, and given up after a minute (default; docs/rehearsal.md)
+  slurm.rehearse first run a step of one rank of each kind of a training job here, on fake tensors: true, false, or
+                 null (default): if the GPUs' memory is known, for a minute at most (docs/rehearsal.md)
   --dry-run      check the job and show the command, but submit nothing
 
-All other words are settings of the job. The recipe's number of GPUs is kept, unless launcher.nodes=N and
+All other arguments are settings of the job. The recipe's total number of GPUs is kept, unless launcher.nodes=N and
 launcher.nproc_per_node=N change it."""
 
 
@@ -47,7 +47,7 @@ DEFAULT = "train"
 
 
 def _submit(words: list[str]) -> None:
-    """Submit, or say in one line why not."""
+    """Submit a job; errors are printed as one line."""
     if {"-h", "--help"} & set(words):
         names = [job.name for job in jobs() if job.script and job.name != DEFAULT]
         text = f"{DEFAULT} (default), {', '.join(names)}"
@@ -59,12 +59,12 @@ def _submit(words: list[str]) -> None:
         with mistakes_are_one_line():
             sys.exit(invoke(f"nemo_ext.{room}.submit:submit", others, dry_run="--dry-run" in words))
     except KeyboardInterrupt:
-        print("interrupted: what is queued stays so (nemo-ext status); the same command goes on", file=sys.stderr)
+        print("interrupted: queued jobs stay queued (nemo-ext status); the same command resumes", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
 def _status(words: list[str]) -> None:
-    """Print a table of runs."""
+    """Print a table of runs with their states."""
     parser = argparse.ArgumentParser(
         prog="nemo-ext status", description="Show the runs on Slurm: state, step, time left, loss."
     )
@@ -74,7 +74,7 @@ def _status(words: list[str]) -> None:
         type=Path,
         default=[Path("runs")],
         metavar="RUN_DIR",
-        help="run directories, or folders that hold some (default: runs)",
+        help="run directories, or folders that contain run directories (default: runs)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON, for other programs")
     arguments = parser.parse_args(words)
@@ -85,14 +85,14 @@ def _status(words: list[str]) -> None:
 
 
 def _logs(words: list[str]) -> None:
-    """Show the end of the run's log, or follow it until Ctrl-C."""
+    """Print the end of a run's log, or follow it until Ctrl-C."""
     parser = argparse.ArgumentParser(
         prog="nemo-ext logs", description="Show the log of a run's ranks, or its job's output."
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("-f", "--follow", action="store_true", help="follow the log as it grows")
     parser.add_argument(
-        "-n", "--lines", type=int, default=50, help="number of lines to begin with (default: %(default)s)"
+        "-n", "--lines", type=int, default=50, help="number of lines to show first (default: %(default)s)"
     )
     arguments = parser.parse_args(words)
     from nemo_ext.slurm.status import follow, log_of
@@ -109,7 +109,7 @@ def _logs(words: list[str]) -> None:
 
 
 def _cancel(words: list[str]) -> None:
-    """Cancel, and say how to resume."""
+    """Cancel jobs, and print how to resume."""
     description = "Cancel the job of a run, or all jobs of a pipeline or sweep. Ranks save first."
     parser = argparse.ArgumentParser(prog="nemo-ext cancel", description=description)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -118,7 +118,7 @@ def _cancel(words: list[str]) -> None:
 
     with mistakes_are_one_line():
         cancelled = cancel(arguments.run_dir)
-    print(f"cancelled: {', '.join(cancelled)}; `nemo-ext submit` with the same words goes on from the last checkpoint")
+    print(f"cancelled: {', '.join(cancelled)}; the same `nemo-ext submit` command resumes from the last checkpoint")
 
 
 SUBMIT = Command(

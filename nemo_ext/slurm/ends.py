@@ -1,4 +1,4 @@
-"""Why a job is no longer in the queue: what Slurm still knows of it, and the first error in its output."""
+"""Reason why a job is no longer in the queue, from Slurm's records and the first error in its output."""
 
 import errno
 import json
@@ -16,9 +16,9 @@ from nemo_ext.slurm import attempts
 from nemo_ext.slurm.cluster import call
 
 JOB, SUBMITTED = "job", "submit.txt"
-"""Files in a run's folder `slurm`: the id of the job that was submitted last, and the sbatch command."""
+"""Files in a run's folder `slurm`: the id of the last submitted job, and its sbatch command."""
 CANCELLED = "cancelled.json"
-"""File in a run's folder `slurm`: who cancelled its newest job with `nemo-ext cancel`, and when."""
+"""File in a run's folder `slurm`: user and time of a cancellation of its newest job with `nemo-ext cancel`."""
 _STATES = {
     "TIMEOUT": "time limit",
     "OUT_OF_MEMORY": "out of memory",
@@ -28,9 +28,9 @@ _STATES = {
     "DEADLINE": "Slurm's deadline passed",
 }
 DISK_FULL = errno.ENOSPC
-"""Exit code of a start that could not write its record, nor perhaps its output."""
+"""Exit code of a start that could not write its record and possibly not its output."""
 _NO_OUTPUT = "0:53"
-"""Exit code that slurmd gives to a job whose output file it cannot open."""
+"""Exit code that slurmd sets for a job whose output file cannot be opened."""
 _TRACEBACK = "Traceback (most recent call last):"
 _START = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d start \d+ of ")
 _OWN = re.compile(r"(?:\d+: )?error: (.*)")
@@ -41,201 +41,209 @@ _KILLED = re.compile(r"srun: error: (.*(?:Killed|Segmentation fault|Bus error|Ab
 _REFUSED = re.compile(r"(?:\d+: )?(srun: fatal: .*)")
 _LASTING = re.compile(
     r"out of memory \(|no (?:space|inode) left|(?:[\w.]+\.)?(?:"
-    # Files, folders and modules that are not there or not readable, and disks without room.
+    # Missing or unreadable files, folders and modules, and full disks.
     r"(?:FileNotFound|NotADirectory|IsADirectory|Permission|ModuleNotFound|Import)Error\b|"
     r"(?:OS|Runtime)Error: .*(?:No space left on device|Disk quota exceeded|Read-only file system)|"
     # Settings, data and code.
     r"(?:Attribute|Name|Type|Key|Index|Value|Assertion|NotImplemented|ZeroDivision|Syntax|Recursion)Error\b|"
     r"(?:UnicodeDecode|UnicodeEncode|JSONDecode|Validation|Unpickling|Config\w*)Error\b|"
-    # Checkpoints of another model, and models that do not fit.
+    # Checkpoints of a different model, and models that exceed the memory.
     r"Checkpoint(?:ing)?(?:Error|Exception)\b|RuntimeError: (?:Error\(s\) in loading state_dict|.*size mismatch)|"
     r"OutOfMemoryError\b|RuntimeError: CUDA out of memory)"
 )
-"""Kinds of errors of a start that made no step, which the next start would have as well. Others, such as those of a
-network, a device or a process that was killed, may not come again."""
+"""Errors that recur in the next start if they occurred before the first step. Others, such as network or device errors
+or a killed process, may be transient."""
 _LONGEST = 300
 
 
 def first_error(log: Path, position: int = 0) -> str:
-    """First error of the last start in a log from a byte position on, in one line; "" if there is none.
+    """First error of the last start in a log from a byte position onwards, as one line; "" if there is none.
 
-    The error is the exception of any rank's traceback or a line "error: ..."; running out of memory takes precedence,
-    as it makes ranks elsewhere fail. If there is neither, it is what Slurm says of the end.
+    An error is the exception of a rank's traceback or a line "error: ...". Running out of memory takes precedence, as
+    it makes other ranks fail. Without either, Slurm's message about the end is returned.
     """
     if not log.is_file():
         return ""
-    found: dict[str, str] = {}
+    errors: dict[str, str] = {}
     prefix: str | None = None
     with log.open("rb") as stream:
         stream.seek(position)
         for raw in stream:
             line = raw.decode(errors="replace").rstrip()
             if _START.match(line):
-                found, prefix = {}, None
+                errors, prefix = {}, None
             elif prefix is not None and line.startswith(prefix) and line[len(prefix) :].strip():
-                said = line[len(prefix) :]
-                if not said[0].isspace():
-                    found.setdefault("error", said)
+                text = line[len(prefix) :]
+                if not text[0].isspace():
+                    errors.setdefault("error", text)
                     prefix = None
-            elif line.endswith(_TRACEBACK) and "error" not in found:
+            elif line.endswith(_TRACEBACK) and "error" not in errors:
                 prefix = line.removesuffix(_TRACEBACK)
-            elif own := _OWN.match(line):
-                found.setdefault("error", own[1])
+            elif failure := _OWN.match(line):
+                errors.setdefault("error", failure[1])
             elif refused := _REFUSED.match(line):
-                found.setdefault("error", refused[1])
+                errors.setdefault("error", refused[1])
             elif "error: " in line:
-                _of_slurm(line, found)
-    best = next((found[kind] for kind in ("memory", "error", "node", "ended", "killed") if kind in found), "")
+                _of_slurm(line, errors)
+    best = next((errors[kind] for kind in ("memory", "error", "node", "ended", "killed") if kind in errors), "")
     return best if len(best) <= _LONGEST else f"{best[:_LONGEST]} ..."
 
 
 def lasts(error: str) -> bool:
-    """True for a first error that a new start cannot mend: what is missing, wrong or too large stays so."""
+    """True for an error that recurs in every start: something is missing, invalid or too large."""
     return _LASTING.match(error) is not None
 
 
-def _of_slurm(line: str, found: dict[str, str]) -> None:
+def _of_slurm(line: str, errors: dict[str, str]) -> None:
     if _MEMORY.search(line):
-        found.setdefault("memory", f"out of memory ({line.partition('error: ')[2]})")
+        errors.setdefault("memory", f"out of memory ({line.partition('error: ')[2]})")
     elif node := _NODE.search(line):
-        found["node"] = f"node failure ({node[1]})"
+        errors["node"] = f"node failure ({node[1]})"
     elif ended := _ENDED.search(line):
         due = (ended[2] or "").strip().lower()
         if due == "job requeue":
-            found.pop("ended", None)
+            errors.pop("ended", None)
         else:
-            found["ended"] = f"{due.split(',')[0]} at {ended[1]}" if due else f"cancelled at {ended[1]}"
+            errors["ended"] = f"{due.split(',')[0]} at {ended[1]}" if due else f"cancelled at {ended[1]}"
     elif killed := _KILLED.search(line):
-        more = ": out of its node's memory, if nobody killed it" if killed[1].endswith("Killed") else ""
-        found.setdefault("killed", killed[1] + more)
+        more = ": node out of memory, unless somebody killed it" if killed[1].endswith("Killed") else ""
+        errors.setdefault("killed", killed[1] + more)
 
 
 def why(folder: Path, job: str) -> str:
-    """Reason why a job of a run (its folder `slurm`) ended, in one line; "" if neither Slurm nor its output says."""
-    asked = _asked(job)
-    if not _is_of(folder, job, asked):
-        asked = {}  # another job has the number now
+    """Reason why a job ended, as one line; "" if neither Slurm nor the job's output has any.
+
+    Args:
+        folder: folder `slurm` of the job's run.
+        job: job id.
+    """
+    fields = _fields(job)
+    if not _is_of(folder, job, fields):
+        fields = {}  # the id belongs to another job now
     output = folder / f"{job}.out"
     error = first_error(output)
-    state = asked.get("JobState", "").partition(" ")[0].rstrip("+")
+    state = fields.get("JobState", "").partition(" ")[0].rstrip("+")
     if state == "CANCELLED" or not state:
-        by = noted(folder, job) or (_cancelled(asked) if state else "")
+        by = noted(folder, job) or (_cancelled(fields) if state else "")
         if by:
             return f"cancelled {by}".strip()
         return error
-    if asked.get("ExitCode") == _NO_OUTPUT:
+    if fields.get("ExitCode") == _NO_OUTPUT:
         return (
-            f"the output file could not be opened on its node: {asked.get('StdOut') or output}; "
-            "make its folder, on a disk that all nodes have"
+            f"the output file could not be opened on its node: {fields.get('StdOut') or output}; "
+            "create its folder on a disk that all nodes share"
         )
-    said = _STATES.get(state, "")
-    if not said and state == "FAILED":
-        code, _, number = asked.get("ExitCode", "").partition(":")
-        names = {str(each.value): each.name for each in signal.Signals}
-        said = f"exit code {code}" if number in ("", "0") else f"killed by {names.get(number, f'signal {number}')}"
-        said = f"no space left in {folder.parent}" if code == str(DISK_FULL) else said
-    if state == "TIMEOUT" and asked.get("TimeLimit"):
-        said += f" of {asked['TimeLimit']}"
-    if not said:
+    reason = _STATES.get(state, "")
+    if not reason and state == "FAILED":
+        code, _, number = fields.get("ExitCode", "").partition(":")
+        names = {str(item.value): item.name for item in signal.Signals}
+        reason = f"exit code {code}" if number in ("", "0") else f"killed by {names.get(number, f'signal {number}')}"
+        reason = f"no space left in {folder.parent}" if code == str(DISK_FULL) else reason
+    if state == "TIMEOUT" and fields.get("TimeLimit"):
+        reason += f" of {fields['TimeLimit']}"
+    if not reason:
         return error
     # Slurm's line in the output repeats the reason, with the time.
-    return said if not error or error.startswith(said.partition(" of ")[0]) else f"{said}: {error}"
+    return reason if not error or error.startswith(reason.partition(" of ")[0]) else f"{reason}: {error}"
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explanation for a job of which `why` knows nothing: its last output, or that there is none."""
+    """Explanation for a job without a reason from `why`: its last line of output, or that there is none."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (
-            f"Slurm has forgotten job {job}, and there is no {output}: cancelled while it was queued, or that file "
+            f"Slurm has no record of job {job}, and there is no {output}: it was cancelled while queued, or that file "
             "could not be opened on its node"
         )
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
     last = f"its output ends: {lines[-1][:_LONGEST]}" if lines else f"{output} is empty"
-    return f"killed, or its node failed: Slurm has forgotten job {job}, and {last}"
+    return f"killed, or its node failed: Slurm has no record of job {job}, and {last}"
 
 
 def note(folder: Path, job: str, *, by: str) -> None:
-    """Record that `by` cancels a job now."""
+    """Record that the user `by` is cancelling a job."""
     at = time.strftime("%Y-%m-%dT%H:%M:%S")
     write_text(folder / CANCELLED, json.dumps({"job": job, "by": by, "at": at}) + "\n")
 
 
 def noted(folder: Path, job: str) -> str:
-    """Who cancelled the job and when, "by NAME at TIME"; "" if not recorded."""
+    """User and time of a recorded cancellation, "by NAME at TIME"; "" if not recorded."""
     path = folder / CANCELLED
-    said = json.loads(path.read_text()) if path.is_file() else {}
-    return f"by {said['by']} at {said['at']}" if said.get("job") == job else ""
+    note = json.loads(path.read_text()) if path.is_file() else {}
+    return f"by {note['by']} at {note['at']}" if note.get("job") == job else ""
 
 
-def _cancelled(asked: dict[str, str]) -> str:
-    """Who cancelled the job, when, and whether it was still queued, from Slurm's fields."""
-    if asked.get("Reason") == "DependencyNeverSatisfied":
-        return "by Slurm: a job that it waited for failed"
-    number = asked.get("By", "")
+def _cancelled(fields: dict[str, str]) -> str:
+    """User and time of a cancellation, and whether the job was still queued, from Slurm's fields."""
+    if fields.get("Reason") == "DependencyNeverSatisfied":
+        return "by Slurm: a job that it depends on failed"
+    number = fields.get("By", "")
     words = []
     if number.isdecimal():
         try:
             words.append(f"by {pwd.getpwuid(int(number)).pw_name}")
         except KeyError:
             words.append(f"by user {number}")
-    if asked.get("EndTime", "Unknown") != "Unknown":
-        words.append(f"at {asked['EndTime']}")
-    if asked.get("NodeList") in ("(null)", "None assigned"):
-        words.append("while it was queued" + (" and held" if asked.get("Reason", "").startswith("JobHeld") else ""))
+    if fields.get("EndTime", "Unknown") != "Unknown":
+        words.append(f"at {fields['EndTime']}")
+    if fields.get("NodeList") in ("(null)", "None assigned"):
+        words.append("while it was queued" + (" and held" if fields.get("Reason", "").startswith("JobHeld") else ""))
     return " ".join(words) or "by somebody"
 
 
 def is_own(folder: Path, job: str) -> bool:
-    """False if the job that has this number in Slurm now is not the run's: Slurm's numbers may begin again."""
+    """False if this id belongs to another run's job in Slurm now, as job ids may be reused."""
     return _is_of(folder, job, _shown(job))
 
 
-def _is_of(folder: Path, job: str, asked: Mapping[str, str]) -> bool:
-    """True unless the name or the output in Slurm's fields is not the run's job's; requeueing changes the times."""
-    starts = [each for each in attempts.read(folder.parent) if each.job == job]
-    known = {"JobName": {each.name for each in starts}, "StdOut": {each.output for each in starts}}
+def _is_of(folder: Path, job: str, fields: Mapping[str, str]) -> bool:
+    """True unless job name or output file in Slurm's fields differ from the run's job.
+
+    Times cannot be compared, as requeueing changes them.
+    """
+    starts = [start for start in attempts.read(folder.parent) if start.job == job]
+    known = {"JobName": {start.name for start in starts}, "StdOut": {start.output for start in starts}}
     file, submitted, (array, _, task) = folder / JOB, folder / SUBMITTED, job.partition("_")
     if file.is_file() and file.read_text().strip() == job and submitted.is_file():
         parts = {"%": "%", "j": job, "A": array, "a": task}
         for field, options in (("JobName", ("--job-name", "-J")), ("StdOut", ("--output", "-o"))):
-            given = [word for word in shlex.split(submitted.read_text()) if word.startswith(options)]
-            if len(given) == 1:  # else slurm.options has another
-                name = given[0].partition("=")[2]
+            set_by = [word for word in shlex.split(submitted.read_text()) if word.startswith(options)]
+            if len(set_by) == 1:  # otherwise slurm.options sets it as well
+                name = set_by[0].partition("=")[2]
                 known[field].add(re.sub("%([%jAa])", lambda found: parts[found[1]], name))
-    told = {name: {_real(each) for each in values if each} for name, values in known.items()}
-    return all(not values or name not in asked or _real(asked[name]) in values for name, values in told.items())
+    expected = {name: {_real(value) for value in values if value} for name, values in known.items()}
+    return all(not values or name not in fields or _real(fields[name]) in values for name, values in expected.items())
 
 
 def _real(text: str) -> str:
-    """A path without symbolic links and without Slurm's escapes, as scontrol leaves %% alone; or a name."""
+    """Path without symbolic links and with Slurm's escape %% resolved, as scontrol prints it; names are unchanged."""
     return str(Path(text.replace("%%", "%")).resolve()) if text.startswith("/") else text
 
 
 def _shown(job: str) -> dict[str, str]:
-    """The controller's fields of a job, which it has for some minutes after the job's end; empty if it has none."""
-    said: dict[str, str] = {}
+    """Fields of a job from Slurm's controller, which keeps them for some minutes after its end; empty without any."""
+    fields: dict[str, str] = {}
     if shutil.which("scontrol"):
         shown = call(["scontrol", "show", "job", job, "--oneliner"]).stdout
         names = ("JobName", "JobState", "Reason", "ExitCode", "TimeLimit", "EndTime", "NodeList", "StdOut")
         for name in names:
-            # A path may have spaces.
+            # Paths may contain spaces.
             if found := re.search(rf"(?:^| ){name}=(.*?)(?= \w+(?::\w+)*=|\s*$)", shown, re.MULTILINE):
-                said[name] = found[1]
-    return said
+                fields[name] = found[1]
+    return fields
 
 
-def _asked(job: str) -> dict[str, str]:
-    """Slurm's fields of an ended job, from the controller and from accounting if there is any."""
-    said = _shown(job)
-    if said.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
+def _fields(job: str) -> dict[str, str]:
+    """Fields of an ended job, from Slurm's controller and, if available, its accounting."""
+    shown = _shown(job)
+    if shown.get("JobState", "CANCELLED") == "CANCELLED" and shutil.which("sacct"):
         names = ("State", "ExitCode", "Timelimit", "End", "NodeList", "JobName")
-        asked = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
-        lines = call(asked).stdout.splitlines()
+        query = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", f"--format={','.join(names)}"]
+        lines = call(query).stdout.splitlines()
         if lines and lines[-1].count("|") >= len(names) - 1:
             state, *values = lines[-1].split("|", len(names) - 1)
             word, _, by = state.partition(" by ")
-            fields = ("ExitCode", "TimeLimit", "EndTime", "NodeList", "JobName")
-            told = {"JobState": word, "By": by, **dict(zip(fields, values, strict=True))}
-            said = {**told, **said}
-    return said
+            keys = ("ExitCode", "TimeLimit", "EndTime", "NodeList", "JobName")
+            accounted = {"JobState": word, "By": by, **dict(zip(keys, values, strict=True))}
+            shown = {**accounted, **shown}
+    return shown

@@ -1,4 +1,4 @@
-"""A job of `nemo-ext` on Slurm: its record of starts, its tasks, and the checkpoints that a run keeps. No torch."""
+"""Jobs of `nemo-ext` on Slurm: record of starts, array tasks, nodes, and size of the kept checkpoints. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,16 +14,16 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.slurm.settings import Settings
 
 SHARDS = "shards"
-"""Folder below a record with those of an array's tasks."""
+"""Folder in a record for the records of an array's tasks."""
 RECORDS = Path("runs/slurm")
 """Folder for the records of jobs that have no run directory."""
 
 
 def submitted(name: str) -> Job:
-    """The job of a name, which can be submitted.
+    """Look up a job that can be submitted to Slurm.
 
     Raises:
-        ValueError: there is no such job for Slurm.
+        ValueError: no such job can be submitted.
     """
     known = [job.name for job in jobs() if job.script]
     if name not in known:
@@ -32,15 +32,15 @@ def submitted(name: str) -> Job:
 
 
 def makes(name: str, config: Mapping[str, Any]) -> list[Path]:
-    """Folders, files and file prefixes that the job writes."""
+    """Folders, files and file prefixes that a job writes."""
     return [Path(str(place)).expanduser() for place in find(name).outputs(config) if place]
 
 
 def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
-    """Folder whose `slurm` holds the record of the job's starts: the run directory if there is one.
+    """Folder whose subfolder `slurm` holds the record of a job's starts: its run directory, if it has one.
 
     Raises:
-        ValueError: if the run directory is null.
+        ValueError: the run directory is null.
     """
     job = find(name)
     if job.array is not None and (number := at(config, job.array.key)) is not None:
@@ -51,7 +51,7 @@ def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
         return Path(settings.slurm.folder).expanduser()
     if "run_dir" not in config:
         places = [Path(str(place)) for place in job.record(config) if place] if job.record else makes(name, config)
-        # The whole path, as many folders have the same name.
+        # The whole path, as folder names are not unique.
         return RECORDS / "-".join([name, *(part for place in places for part in place.parts if part != "/")])
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
@@ -59,44 +59,44 @@ def record_of(name: str, config: Mapping[str, Any], settings: Settings) -> Path:
 
 
 def tasks_of(name: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of array tasks that do a job, or end it, together."""
+    """Number of tasks in a job's array, or in the last of its arrays."""
     array = find(name).array
     return 1 if array is None else array.tasks(config, settings.slurm.shards)
 
 
 def rounds_of(name: str, config: Mapping[str, Any], settings: Settings) -> int:
-    """Number of arrays, one after the other, that do a job.
+    """Number of consecutive arrays that a job requires.
 
     Raises:
-        ValueError: a setting of the job is wrong.
+        ValueError: a setting of the job is invalid.
     """
     array = find(name).array
     return 1 if array is None or settings.slurm.shards == 1 else int(invoke(array.rounds, config))
 
 
 def shard_record(record: Path, number: int) -> Path:
-    """Folder like `record_of` for one task of an array that does a job together."""
+    """Record folder (see `record_of`) of one task of a job's array."""
     return record / SHARDS / str(number)
 
 
 def nodes_and_gpus(name: str, config: Mapping[str, Any], settings: Settings) -> tuple[int, int]:
-    """Number of nodes that a job takes, and number of GPUs on each.
+    """Number of nodes that a job uses, and of GPUs on each node.
 
     Raises:
-        ValueError: if the job takes whole nodes, and the site's nodes are unknown.
+        ValueError: the job uses whole nodes, and the site's nodes are unknown.
     """
     nodes, gpus = invoke(find(name).size, config, settings)
     return nodes, gpus
 
 
 CHECKPOINT_BYTES = 14
-"""Bytes of a parameter in a checkpoint of a training: bf16 weights, fp32 weights and Adam's two states."""
+"""Bytes per parameter in a training checkpoint: bf16 weights, fp32 weights and Adam's two states."""
 
 
 def checkpoints_of(config: Mapping[str, Any]) -> tuple[int, float]:
-    """Number of checkpoints that a training's retention keeps, and the bytes of each.
+    """Maximum number of checkpoints that a training run keeps, and the bytes of each.
 
-    One more than it keeps is written before another is removed.
+    The number includes the new checkpoint that is written before an old one is removed.
     """
     flags, retention = config["megatron"], Retention.from_config(config)
     steps, interval = int(flags["train_iters"]), flags.get("save_interval")

@@ -1,4 +1,4 @@
-"""Checks that find a job's errors before it waits in a queue. No torch."""
+"""Checks that find a job's errors before it is queued. No torch."""
 
 import os
 import shutil
@@ -39,51 +39,55 @@ def findings(
     model_to_come: Mapping[str, Any] | None = None,
     here: bool = False,
 ) -> list[Finding]:
-    """All findings on a job; errors would make it fail.
+    """Check a job and return all findings; those of kind error would make it fail.
 
     Args:
         config: composed config of the job.
         settings: settings of site and queue.
-        paths: if False, skip the checks of files, as for a table of recipes and sites.
-        coming: paths that earlier jobs write and that need not exist yet.
-        model_to_come: config.json of the policy that they make; None if unknown.
+        paths: whether to check files; False for a table of recipes and sites.
+        coming: paths that earlier jobs will write and that need not exist yet.
+        model_to_come: config.json of the policy that earlier jobs will write; None if unknown.
         here: True for a job that is not queued but started on this machine.
     """
     cluster, job = settings.cluster, find(settings.job)
     if job.ranks == "slurm":
         config = {**config, **model_of_start(config)}
     if (place := at(config, job.model.start)) and Path(str(place)).exists():
-        with suppress(ValueError):  # the job's own check says what is wrong
+        with suppress(ValueError):  # the job's own check reports the error
             config = as_checkpoint(config, Path(str(place)))
-    found = [] if here else [*_queue(config, settings)]
+    collected = [] if here else [*_queue(config, settings)]
     if job.findings is not None:
-        found += invoke(job.findings, config, settings, paths=paths, here=here, model_to_come=model_to_come)
-    found += _settings(job, config, coming)
+        collected += invoke(job.findings, config, settings, paths=paths, here=here, model_to_come=model_to_come)
+    collected += _settings(job, config, coming)
     if paths:
-        said = [one.text for one in found]
-        found += [one for one in _inputs(config, settings, coming) if not any(text in one.text for text in said)]
-        found += _container(cluster)
+        messages = [finding.text for finding in collected]
+        collected += [
+            finding
+            for finding in _inputs(config, settings, coming)
+            if not any(text in finding.text for text in messages)
+        ]
+        collected += _container(cluster)
     if paths and job.training:
         tokenised = job.ranks == "slurm" and not here
-        found += [*_data(config, coming, tokenised=tokenised), *_offline(config, cluster)]
-    if paths and job.training and not _tokenizer_missing(found):
-        found += _tokenizers(config, coming)
-    if not errors(found):
+        collected += [*_data(config, coming, tokenised=tokenised), *_offline(config, cluster)]
+    if paths and job.training and not _tokenizer_missing(collected):
+        collected += _tokenizers(config, coming)
+    if not errors(collected):
         for name, part in started(settings.job, config):
-            ours = findings(
+            further = findings(
                 part,
                 replace(settings, job=name, slurm=replace(settings.slurm, folder=None, shards=1)),
                 paths=paths,
                 coming=[*coming, *makes(settings.job, config)],
                 here=True,
             )
-            found += [one for one in ours if one not in found]
-    if paths and job.training and job.ranks != "slurm" and not coming and not errors(found):
+            collected += [finding for finding in further if finding not in collected]
+    if paths and job.training and job.ranks != "slurm" and not coming and not errors(collected):
         try:
             with_data(config)
         except ValueError as error:
-            found.append(Finding("error", str(error)))
-    return found
+            collected.append(Finding("error", str(error)))
+    return collected
 
 
 def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
@@ -93,7 +97,7 @@ def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str
 
 
 def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """The error that a job would raise on its settings before it reads anything."""
+    """Errors that a job would raise about its settings before reading anything, and its notices."""
     error = None
     with redirect_stderr(StringIO()) as notices:
         try:
@@ -112,7 +116,7 @@ def _tokenizer_missing(found: Sequence[Finding]) -> bool:
 
 
 def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Errors for streams that an earlier stage tokenises with another tokenizer than training uses.
+    """Errors for streams that an earlier stage tokenises with a different tokenizer than training uses.
 
     Args:
         config: config of training.
@@ -133,13 +137,13 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
             if shared and not same:
                 yield Finding(
                     "error",
-                    f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised by {wanted} in a stage before "
-                    "this one: give both stages one tokenizer",
+                    f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised with {wanted} in an earlier "
+                    "stage: set the same tokenizer in both stages",
                 )
 
 
 def _tokenizers(config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
-    """Errors for a tokenizer that cannot be read or has more ids than the model."""
+    """Errors for tokenizers that cannot be read or have more ids than the model."""
     for data in data_sections(config):
         tokenizer = data.get("tokenizer")
         if not isinstance(tokenizer, Mapping):
@@ -167,13 +171,13 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
             f"{cluster.node.gpus} GPUs; set it to {cluster.node.gpus}{advice}",
         )
     elif cluster.node is not None and 0 < gpus < cluster.node.gpus:
-        yield Finding("note", f"{gpus} of {cluster.node.gpus} GPUs of a node")
+        yield Finding("note", f"uses {gpus} of the {cluster.node.gpus} GPUs of its node")
     limit = cluster.limit
     if cluster.qos is not None and cluster.limits and limit is None:
         yield Finding("error", f"cluster.qos={cluster.qos}: {nearest(cluster.qos, cluster.limits)}")
         return
     if limit is None:
-        yield Finding("note", f"cluster={cluster.name}: nothing is known of its limits and GPUs")
+        yield Finding("note", f"cluster={cluster.name}: its limits and GPUs are unknown, so they are not checked")
         return
     if limit.nodes is not None and nodes > limit.nodes:
         larger = [name for name, other in cluster.limits.items() if other.nodes is None or other.nodes >= nodes]
@@ -184,7 +188,7 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
 
 
 def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
-    """Errors for partitions and a quality of service that the site's own Slurm does not have, as far as it says."""
+    """Errors for partitions and a quality of service that Slurm does not list; without the commands, none."""
     asked = {
         "partition": ["sinfo", "--all", "--noheader", "--format=%R"],
         "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name"],
@@ -194,7 +198,7 @@ def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
         known = call(command).stdout.split() if given is not None and shutil.which(command[0]) else []
         for name in (given or "").split(",") if known else ():
             if name not in known:
-                yield Finding("error", f"cluster.{key}={name}: Slurm has none of that name: {nearest(name, known)}")
+                yield Finding("error", f"cluster.{key}={name}: not known to Slurm: {nearest(name, known)}")
 
 
 def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool) -> Iterator[Finding]:
@@ -212,7 +216,7 @@ def _data(config: Mapping[str, Any], coming: Sequence[Path], *, tokenised: bool)
         missing = [place for place in needed if not will_exist(place, coming)]
         if missing:
             more = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
-            yield Finding("error", f"data: {missing[0]}{more} not there; {how}")
+            yield Finding("error", f"data: {missing[0]}{more} not found; {how}")
 
 
 def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path]) -> Iterator[Finding]:
@@ -220,7 +224,7 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
     for read in job.inputs(config):
         key, path, how = read.key, read.path, read.advice
         if not will_exist(path, coming):
-            yield Finding("error", f"{key}={path}: not there; {how}")
+            yield Finding("error", f"{key}={path}: not found; {how}")
         elif is_coming(path, coming):
             continue
         elif read.model:
@@ -232,8 +236,8 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
     if any(character == "\\" or not character.isprintable() for character in str(record.resolve())):
         yield Finding(
             "error",
-            f"run_dir={str(record)!r}: sbatch cannot open an output below it, as its path has a backslash, a line "
-            "break or another control character; choose another",
+            f"run_dir={str(record)!r}: sbatch cannot open an output file in it, as its path has a backslash, a line "
+            "break or another control character; choose another path",
         )
         return
     above = next(place for place in (record.resolve(), *record.resolve().parents) if place.exists())
@@ -242,30 +246,30 @@ def _inputs(config: Mapping[str, Any], settings: Settings, coming: Sequence[Path
         with TemporaryDirectory(prefix=".nemo_ext-", dir=above):
             pass
     except OSError as error:
-        yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a directory that can be written")
+        yield Finding("error", f"run_dir={record}: {error.strerror} in {above}; choose a writable directory")
         return
     if room := no_room(above):
-        yield Finding("error", f"run_dir={record}: {room}: make room, or choose another disk")
+        yield Finding("error", f"run_dir={record}: {room}: free disk space, or choose another disk")
     if job.ranks != "slurm" or not config["megatron"].get("train_iters"):
         return
     (count, size), free = checkpoints_of(config), shutil.disk_usage(above).free
     if free < size * count:
-        has = f"run_dir={record}: {above} has {free / 1e9:,.1f} GB"
+        has = f"run_dir={record}: {above} has {free / 1e9:,.1f} GB free"
         one = f"a checkpoint takes about {size / 1e9:,.1f} GB, and {count:,} are kept"
-        yield Finding("error" if free < size else "warning", f"{has}; {one}: make room, or choose another disk")
+        yield Finding("error" if free < size else "warning", f"{has}; {one}: free disk space, or choose another disk")
 
 
 def _no_checkpoint(key: str, path: Path) -> str:
-    """Reason why a model's folder holds no checkpoint that the key takes; "" if it holds one."""
+    """Reason why a folder does not hold a checkpoint that the key accepts; "" if it does."""
     if not is_hugging_face(path):
         try:
             checkpoint_folder(path)
         except CheckpointError as error:
             return str(error).removeprefix(f"{path}: ")
     elif key.startswith("megatron."):
-        return "is a Hugging Face checkpoint: `nemo-ext convert` writes one of Megatron"
+        return "is a Hugging Face checkpoint: convert it to Megatron with `nemo-ext convert`"
     elif not any(file.suffix in _WEIGHTS for file in path.iterdir()):
-        return f"has a config.json and no weights ({', '.join(_WEIGHTS)}): copy it again"
+        return f"has a config.json but no weights ({', '.join(_WEIGHTS)}): copy it again"
     return ""
 
 
@@ -273,7 +277,7 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
     container = cluster.container
     if not container.used:
         if cluster.name != "generic" and container.runtime != "none":
-            yield Finding("note", "cluster.container.image=null: ranks run in the Python that submits")
+            yield Finding("note", "cluster.container.image=null: ranks run in the Python environment of this command")
         return
     image = str(container.image)
     if container.runtime != "pyxis" and shutil.which(container.runtime) is None:
@@ -282,17 +286,17 @@ def _container(cluster: Cluster) -> Iterator[Finding]:
         if not Path(image).exists():
             yield Finding("error", f"cluster.container.image={image}: no such file")
     elif not cluster.internet:
-        yield Finding("error", f"cluster.container.image={image}: compute nodes reach no registry; pull it to a file")
+        yield Finding("error", f"cluster.container.image={image}: compute nodes are offline; pull the image to a file")
     unset = [place for place in container.binds if os.path.expandvars(place).startswith("$")]
     if unset:
-        yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not bound")
+        yield Finding("note", f"cluster.container.binds: {', '.join(unset)} not set here, so not mounted")
     if absent := [place for place in cluster.binds() if not Path(place.partition(":")[0]).exists()]:
         places = ", ".join(absent)
-        yield Finding("warning", f"cluster.container.binds: {places} not here; starts fail on nodes without")
+        yield Finding("warning", f"cluster.container.binds: {places} not found here; starts fail on nodes without")
 
 
 def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
-    """An error for a tokenizer that is missing, or not in the cache of nodes without internet."""
+    """Error for a tokenizer that is missing, or not in the cache although compute nodes have no internet."""
     if cluster.internet:
         return
     tokenizer = (config.get("data") or {}).get("tokenizer")
@@ -306,7 +310,7 @@ def _offline(config: Mapping[str, Any], cluster: Cluster) -> Iterator[Finding]:
     if not (hub.expanduser() / f"models--{str(name).replace('/', '--')}").is_dir():
         yield Finding(
             "error",
-            f"data.tokenizer: {name} is no folder and not in {hub}: compute nodes have no internet; "
+            f"data.tokenizer: {name} is neither a folder nor in {hub}, and compute nodes have no internet: "
             f"download it here first (hf download {name})",
         )
 

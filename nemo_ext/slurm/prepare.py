@@ -1,7 +1,7 @@
-"""Parts of a job that need Megatron, in separate processes, which may run in a container.
+"""Parts of a training job that require Megatron, run in separate processes and possibly in a container.
 
-python -m nemo_ext.slurm.prepare compose OUT recipe=... key=value      composes once, checks, writes the config
-python -m nemo_ext.slurm.prepare report RUN_DIR
+python -m nemo_ext.slurm.prepare compose OUT recipe=... key=value      composes and checks the config, and writes it
+python -m nemo_ext.slurm.prepare report RUN_DIR                        writes the run's report
 """
 
 import json
@@ -17,9 +17,9 @@ def prepared(words: list[str]) -> dict[str, object]:
     """Compose a training run and write its config.
 
     Returns:
-        `run_dir`, `config` (its path), `step` of the newest complete checkpoint, `target` (the step at which these
-        ranks end) and `notice` (what was wrong with the newest checkpoint, and what the recipe does
-        not do as its source does, or "").
+        `run_dir`, `config` (path of the config), `step` of the newest complete checkpoint, `target` (final step of
+        these ranks), and `notice` (messages on a corrupt checkpoint and on deviations of the recipe from its source,
+        or "").
 
     Raises:
         ValueError: see `nemo_ext.launch.prepare`.
@@ -52,7 +52,7 @@ def prepared(words: list[str]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the command; a user's mistake gives one line and exit code 2."""
+    """Run the command; user errors are printed as one line with exit code 2."""
     verb, place, *words = sys.argv[1:]
     with mistakes_are_one_line():
         if verb == "compose":

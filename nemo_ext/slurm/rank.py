@@ -1,7 +1,7 @@
-"""One rank as srun starts it: sets torchrun's variables from Slurm's, then becomes a rank of a training or a stage.
+"""Rank started by srun: sets torchrun's variables from Slurm's, then replaces itself by the rank's module.
 
-python -m nemo_ext.slurm.rank CONFIG                   of a training
-python -m nemo_ext.slurm.rank -m MODULE CONFIG ...     of another module, with the output of ranks but the first in logs
+python -m nemo_ext.slurm.rank CONFIG                   rank of a training run
+python -m nemo_ext.slurm.rank -m MODULE CONFIG ...     rank of another module; all but the first write to log files
 """
 
 import os
@@ -14,7 +14,11 @@ from nemo_ext.job.run_directory import read_config
 
 
 def variables(slurm: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables that torch.distributed reads, from Slurm's; ValueError if one is missing."""
+    """Derive the variables that torch.distributed reads from Slurm's.
+
+    Raises:
+        ValueError: a variable of Slurm's is missing.
+    """
     names = {
         "RANK": "SLURM_PROCID",
         "LOCAL_RANK": "SLURM_LOCALID",
@@ -28,7 +32,7 @@ def variables(slurm: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Replace this process by the rank, so that Slurm's signals reach it directly."""
+    """Replace this process by the rank, so that it receives Slurm's signals directly."""
     os.environ.update(variables(os.environ))
     words = sys.argv[1:]
     if words[0] != "-m":

@@ -1,15 +1,15 @@
-"""A Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed without a trace.
+"""Ray cluster on the nodes of an allocation, for one driver: started, monitored and removed completely.
 
     with RayCluster(srun, nodes, job=job, logs=folder, environment=environment).running() as cluster:
         code = cluster.run(["-m", "nemo_ext.cli", "rl", ...])
 
-Each node has a Slurm step that keeps `ray start --block` running while its standard input is open: the step ends with
-the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster by
-RAY_ADDRESS, with which `ray.init`, and so NeMo-RL's `init_ray`, connects or fails and never starts a local one.
+Each node has a Slurm step that keeps `ray start --block` running while its standard input is open. So the step ends
+with the process that opened it, however that ends, and removes Ray's processes and files. The driver finds the cluster
+by RAY_ADDRESS, with which `ray.init` (and NeMo-RL's `init_ray`) connects or fails, but never starts a local cluster.
 
-`ray symmetric-run` (Ray 2.50 and later; NeMo-RL 0.5 has 2.49) is not used: it refuses to start beside another job's Ray
-on a machine and ends with `ray stop` of both, exits with 0 where Ray does not start, neither notices that a node is
-lost nor ends the driver then, and leaves processes and files behind when Slurm ends it.
+`ray symmetric-run` (Ray 2.50 and later; NeMo-RL 0.5 has 2.49) is not used: it refuses to start on a machine with
+another job's Ray and finally stops both, exits with 0 if Ray does not start, does not detect a lost node, and leaves
+processes and files behind when Slurm ends it.
 """
 
 import ctypes
@@ -39,45 +39,45 @@ from nemo_ext.memory import sampler
 from nemo_ext.slurm.cluster import call
 
 _OPEN_FILES = 65_536
-"""Open files that Ray's guide to large clusters asks for."""
+"""Open-file limit that Ray's guide to large clusters recommends."""
 _STEP = ("--overlap", "--nodes=1", "--ntasks=1", "--cpu-bind=none", "--mpi=none")
 _SHAPES = (
     *("SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS"),
     *("SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_NTASKS_PER_GPU", "SLURM_CPU_BIND", "SLURM_EXACT"),
 )
-"""Variables with which srun would give a step of one task the share of one rank instead of the node."""
+"""Variables that would make srun give a step of one task the resources of one rank instead of the whole node."""
 _LAUNCHERS = ("SLURM_", "PMI_", "PMIX_", "MPI_", "OMPI_")
-"""Prefixes of variables that make a library in a worker assume that srun or mpirun started it."""
+"""Prefixes of variables that make a library in a worker assume that it was started by srun or mpirun."""
 _HEAD_PORTS = ("port", "ray-client-server-port", "dashboard-port")
-"""Options of the head with ports that it needs beforehand; everything else of Ray takes free ones."""
+"""Options of the head node whose ports must be chosen in advance; Ray picks free ports for everything else."""
 _SECONDS_TO_END, _SECONDS_TO_STOP, _SECONDS_OF_SRUN = 2, 30, 10
-"""Time for `ray start` to end after a signal, for the steps after their input is closed, and for srun after SIGTERM."""
+"""Seconds for `ray start` to end after a signal, for steps after their input is closed, and for srun after SIGTERM."""
 _STARTED = "Ray runtime started."
-"""Line of `ray start` once the head knows the node."""
+"""Line that `ray start` prints when the node is registered with the head."""
 _ERROR = re.compile(r" [ECF] \d+ \d+\] (?!.*logging\.cc)|Check failed")
-"""Errors in Ray's logs, whose lines begin with time, level, process and thread."""
+"""Pattern of errors in Ray's logs, whose lines begin with time, level, process and thread."""
 
 
 class ClusterError(RuntimeError):
-    """Ray did not start on all nodes."""
+    """Error raised if Ray does not start on all nodes."""
 
 
 @dataclass
 class RayCluster:
-    """A Ray cluster; make and use it on the first of its nodes.
+    """Ray cluster, to be created and used on the first of its nodes.
 
     Attributes:
-        srun: builds the srun command from Python's arguments and srun's options, as `Batch.srun` does.
-        nodes: node names; the first is this node and gets Ray's head and the driver.
+        srun: function that builds the srun command from Python's arguments and srun's options, like `Batch.srun`.
+        nodes: node names; the first is this node, which runs Ray's head and the driver.
         job: Slurm job id.
         logs: folder for each node's output, `ray-NODE.log`.
-        environment: environment of every step, which workers inherit; RAY_ADDRESS and RAY_AUTH_TOKEN are added.
-        container: `Container.runtime`. Pyxis makes a container for each step: those of the first node share one by
-            name, as the driver and its Ray need the same /tmp and /dev/shm.
-        memory: folder for samples of every node's memory (`nemo_ext.memory.sampler`), and seconds between samples.
+        environment: environment of all steps, inherited by workers; RAY_ADDRESS and RAY_AUTH_TOKEN are added.
+        container: `Container.runtime`. Pyxis creates a container per step; the steps of the first node share a named
+            one, as the driver and its Ray need the same /tmp and /dev/shm.
+        memory: folder for memory samples of every node (`nemo_ext.memory.sampler`), and seconds between samples.
         wait: seconds for all nodes to join.
-        grace: seconds that the driver has to fail by itself once a node is lost.
-        say: receives progress messages.
+        grace: seconds that the driver has to fail on its own after a node is lost.
+        say: function that receives progress messages.
     """
 
     srun: Callable[..., list[str]]
@@ -100,7 +100,7 @@ class RayCluster:
         """Run Ray on the nodes until the block ends.
 
         Raises:
-            ClusterError: if a node did not join, with the end of its output.
+            ClusterError: a node did not join; the message has the end of its output.
         """
         _raise_open_files()
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -110,8 +110,8 @@ class RayCluster:
             ports = [f"--{name}={number}" for name, number in zip(_HEAD_PORTS, numbers, strict=True)]
             address = f"{host}:{numbers[0]}"
             variables = {name: value for name, value in self.environment.items() if name not in _SHAPES}
-            # Since 2.60 Ray requires a token by default if the home directory has one, but only at the head; without
-            # a token anyone on the network can run code as the user. Earlier versions ignore the two variables.
+            # Since 2.60, Ray requires a token by default if the home directory has one, but only at the head. Without
+            # a token, anyone on the network can run code as the user. Earlier versions ignore the two variables.
             token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
             self.environment = {
                 **({} if "RAY_AUTH_MODE" in variables else token),
@@ -123,7 +123,7 @@ class RayCluster:
             }
             try:
                 self._start(self.nodes[0], "--head", "--include-dashboard=false", f"--node-ip-address={host}", *ports)
-                # In Ray 2.49 another one that starts meanwhile on the head's machine takes its sockets.
+                # In Ray 2.49, another Ray that starts meanwhile on the head's machine would take over its sockets.
                 self._wait_until_joined(deadline)
                 for node in self.nodes[1:]:
                     self._start(node, f"--address={address}")
@@ -138,10 +138,10 @@ class RayCluster:
         return [node for node, process in self._steps.items() if process.poll() is not None]
 
     def run(self, words: Sequence[str], *options: str) -> int:
-        """Run the driver, Python with these arguments, to its end; returns its exit code, not 0 if it had to be ended.
+        """Run the driver, Python with these arguments, to its end, and return its exit code (nonzero if terminated).
 
-        NeMo-RL's synchronous loops raise when an actor dies with its node; its asynchronous ones may hang, and so may
-        a collective operation. So the driver is ended if it still runs `grace` seconds after a node is lost.
+        NeMo-RL's synchronous loops raise when an actor dies with its node, but its asynchronous loops and collective
+        operations may hang. So the driver is terminated if it still runs `grace` seconds after a node is lost.
         """
         command = self.srun(words, *self._options(self.nodes[0]), *options)
         driver = self._driver = subprocess.Popen(command, env=self.environment, stdin=subprocess.DEVNULL)
@@ -153,7 +153,8 @@ class RayCluster:
                     self.say(f"Ray on {self._account(node)}")
                     deadline = min(deadline, time.monotonic() + self.grace)
                 if time.monotonic() > deadline:
-                    self.say(f"the driver still runs {self.grace:g} s after {', '.join(self.lost())} was lost: ended")
+                    lost = ", ".join(self.lost())
+                    self.say(f"the driver still runs {self.grace:g} s after {lost} was lost: terminated")
                     return end(driver, _SECONDS_OF_SRUN) or 1
                 time.sleep(0.2)
             return driver.returncode
@@ -161,7 +162,7 @@ class RayCluster:
             end(driver, _SECONDS_OF_SRUN)
 
     def interrupt(self) -> None:
-        """Terminate the driver, upon which `run` returns; safe to call from a signal handler."""
+        """Terminate the driver, so that `run` returns; safe to call from a signal handler."""
         if self._driver is not None and self._driver.poll() is None:
             self._driver.terminate()
 
@@ -170,7 +171,7 @@ class RayCluster:
         return [*_STEP, f"--nodelist={node}", *([f"--container-name=ray-{self.job}"] if shared else [])]
 
     def _start(self, node: str, *options: str) -> None:
-        """Start a node's step: its services and workers bind free ports, its resource is its name in Slurm."""
+        """Start a node's step, with free ports for services and workers, and a Ray resource named after the node."""
         folder, seconds = self.memory or ("", 0)
         ports = (f"--{name}-port=0" for name in ("dashboard-agent-listen", "min-worker", "max-worker"))
         resource = f"--resources={json.dumps({f'slurm_node:{node}': 1})}"
@@ -182,7 +183,11 @@ class RayCluster:
             )
 
     def _wait_until_joined(self, deadline: float) -> None:
-        """Wait until all nodes that were started have joined; ClusterError if one has not in time, or any has ended."""
+        """Wait until all started nodes have joined.
+
+        Raises:
+            ClusterError: a node has ended or has not joined in time.
+        """
         while len(self._joined) < len(self._steps):
             lost = self.lost()
             missing = [node for node in self._steps if node not in self._joined]
@@ -197,7 +202,7 @@ class RayCluster:
             time.sleep(0.2)
 
     def _account(self, node: str) -> str:
-        """State of a node's step and the end of its log."""
+        """Description of a node's step: its state and the end of its log."""
         code = self._steps[node].poll()
         state = "runs, but has not joined" if code is None else f"ended with exit code {code}"
         lines = self._log(node).read_text(errors="replace").splitlines()
@@ -218,9 +223,9 @@ class RayCluster:
 
 
 def _address_towards(node: str) -> str:
-    """Address of this machine on the route to a node, where its own name often resolves to 127.0.1.1.
+    """Address of this machine on the route to a node, as its own name often resolves to 127.0.1.1.
 
-    Slurm is asked for a node whose name does not resolve.
+    If the node's name does not resolve, its address comes from Slurm.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         try:
@@ -235,33 +240,33 @@ def _address_towards(node: str) -> str:
 
 
 def _raise_open_files() -> None:
-    """Raise the open-file limit of this process and its children as far as the hard limit allows."""
+    """Raise the open-file limit of this process and its children, up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-# What follows runs on each node, inside the container.
+# The rest runs on each node, inside the container.
 
 
 def _hold(folder: Path, options: Sequence[str]) -> int:
-    """Run `ray start` until it ends, standard input closes or a signal comes; returns its exit code."""
-    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what Ray starts and forgets becomes this process's child
+    """Run `ray start` until it ends, standard input closes or a signal arrives, and return its exit code."""
+    ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans of Ray become children of this process
     _raise_open_files()
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():  # anyone may have put it there
+    if folder.is_symlink() or folder.stat().st_uid != os.geteuid():  # /tmp is writable for everyone
         raise SystemExit(f"{folder} is a link or another user's: remove it")
-    asked = threading.Event()
+    stop = threading.Event()
 
     def wait_for_end_of_input() -> None:
         os.read(0, 1)
-        asked.set()
+        stop.set()
 
     threading.Thread(target=wait_for_end_of_input, daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: asked.set())
-    # Slurm says in the step what this node has.
+        signal.signal(number, lambda number, _: stop.set())
+    # Slurm sets these for the step.
     sizes = (("num-cpus", "SLURM_CPUS_ON_NODE"), ("num-gpus", "SLURM_GPUS_ON_NODE"))
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += ["--log-color=false", f"--temp-dir={folder}"]
@@ -269,9 +274,9 @@ def _hold(folder: Path, options: Sequence[str]) -> int:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     try:
         process = subprocess.Popen([*command, *options], env=environment, stdin=subprocess.DEVNULL)
-        while process.poll() is None and not asked.wait(0.2):
+        while process.poll() is None and not stop.wait(0.2):
             pass
-        if not asked.is_set():
+        if not stop.is_set():
             _print_errors(folder / "session_latest" / "logs")
             return process.returncode or 1
         process.terminate()
@@ -284,7 +289,7 @@ def _hold(folder: Path, options: Sequence[str]) -> int:
 
 
 def _print_errors(logs: Path) -> None:
-    """Print the last errors in the logs of Ray's own processes, before the files are removed."""
+    """Print the last errors in the logs of Ray's processes, before the files are removed."""
     for path in (*logs.glob("gcs_server.*"), *logs.glob("raylet.*")):
         lines = [line for line in path.read_text(errors="replace").splitlines() if _ERROR.search(line)]
         if lines:
@@ -292,7 +297,7 @@ def _print_errors(logs: Path) -> None:
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants; orphans become children of this process, so without a child none is left."""
+    """Kill all descendants; as orphans become children of this process, none remains when it has no children."""
     with suppress(ChildProcessError):
         while True:
             for process in psutil.Process().children(recursive=True):
@@ -304,5 +309,5 @@ def _kill_descendants() -> None:
 if __name__ == "__main__":
     job, memory, seconds, *words = sys.argv[1:]
     with sampler.sampled(Path(memory), float(seconds) or None):
-        # A socket's path has 107 characters at most.
+        # The path is short, as a socket's path has at most 107 characters.
         sys.exit(_hold(Path(f"/tmp/ray-{job}"), words))

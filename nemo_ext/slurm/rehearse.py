@@ -1,4 +1,4 @@
-"""The rehearsal of a job before it is queued (docs/rehearsal.md): what it found, as findings. No torch.
+"""Findings from the rehearsal of a job before it is queued (docs/rehearsal.md). No torch.
 
 python -m nemo_ext.slurm.rehearse FOLDER     rehearses FOLDER/asked.json; writes FOLDER/rehearsal.json
 """
@@ -30,13 +30,13 @@ from nemo_ext.slurm.cluster import Node
 from nemo_ext.slurm.settings import Settings
 
 REHEARSALS = "rehearsals"
-"""Folder beside a record of starts with what was rehearsed."""
+"""Folder next to a record of starts with the results of rehearsals."""
 SECONDS = 60.0
-"""Time after which a rehearsal is given up, unless slurm.rehearse=true asks for it."""
+"""Seconds after which a rehearsal is stopped, unless slurm.rehearse=true."""
 DIFFERENT = 0.1
-"""Relative difference from the cost model from which it is said."""
+"""Relative difference from the cost model above which it is reported."""
 OF_STAGES = (
-    "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration, or share out the parent with "
+    "lower puzzle.distill.together, puzzle.distill.batch or puzzle.calibration, or shard the parent with "
     "puzzle.fsdp=shard"
 )
 _PACKAGES = ("nemo_ext", "megatron-core", "torch")
@@ -45,61 +45,61 @@ _OF_NO_MATTER = (
     *("data_", "train_data_path", "valid_data_path", "mock_data", "tokenizer_", "pretrained_checkpoint", "finetune"),
     *("train_samples", "eval_", "log_", "save", "load", "exit_", "tensorboard_", "wandb_", "num_workers"),
 )
-"""Beginnings of flags on which no shape depends."""
+"""Prefixes of flags that do not affect tensor shapes."""
 _RESULT, _ASKED = "rehearsal.json", "asked.json"
 
 
 def is_wanted(settings: Settings) -> bool:
-    """Whether a job is rehearsed: as slurm.rehearse says, by default if the GPUs' memory is known."""
+    """True if a job is rehearsed: as set by slurm.rehearse, by default if the GPUs' memory is known."""
     node, asked = settings.cluster.node, settings.slurm.rehearse
     known = node is not None and node.gpu_memory_gib is not None
     return find(settings.job).rehearsed and (known if asked is None else asked)
 
 
 def with_rehearsals(
-    found: Sequence[Finding],
+    findings: Sequence[Finding],
     configs: Sequence[Mapping[str, Any]],
     settings: Settings,
     kept: Path,
     coming: Sequence[Path] = (),
 ) -> list[Finding]:
-    """The findings with those of rehearsals, which take the place of the cost model's on memory.
+    """Add the findings of rehearsals, which replace the cost model's findings on memory.
 
     Args:
-        found: findings so far.
-        configs: composed configs of training runs; what is equal is rehearsed once.
+        findings: findings so far.
+        configs: composed configs of training runs; configs with equal shapes are rehearsed once.
         settings: settings of site and queue.
-        kept: folder of what was rehearsed before.
-        coming: paths that earlier jobs write.
+        kept: folder of earlier results.
+        coming: paths that earlier jobs will write.
     """
     missing = [name for name in ("torch", "megatron") if find_spec(name) is None]
     if missing:
         why = f"not rehearsed: {' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed here"
-        return [*found, Finding("error" if settings.slurm.rehearse else "note", why)]
-    told: list[Finding] = []
+        return [*findings, Finding("error" if settings.slurm.rehearse else "note", why)]
+    added: list[Finding] = []
     measured = True
-    runs = [one_phase({**each, **model_of_start(each)}) for each in configs]
-    for key, config in {key_of(each): each for each in runs}.items():
+    runs = [one_phase({**config, **model_of_start(config)}) for config in configs]
+    for key, config in {key_of(run): run for run in runs}.items():
         if config["megatron"].get("freeze_all_layers"):
-            told.append(Finding("note", "not rehearsed: a run that trains nothing (megatron.freeze_all_layers)"))
+            added.append(Finding("note", "not rehearsed: the run trains no weights (megatron.freeze_all_layers)"))
             measured = False
             continue
         if later := [
             f"{name}={path}" for name, path in _models(config) if not path.exists() and will_exist(path, coming)
         ]:
-            told.append(Finding("note", f"not rehearsed: {later[0]} is not there yet"))
+            added.append(Finding("note", f"not rehearsed: {later[0]} does not exist yet"))
             measured = False
             continue
-        own, result = _result(config, kept / key, SECONDS if settings.slurm.rehearse is None else None)
-        told += [one for one in own if one not in told]
+        problems, result = _result(config, kept / key, SECONDS if settings.slurm.rehearse is None else None)
+        added += [finding for finding in problems if finding not in added]
         measured = measured and result is not None
         if result is not None:
-            told += [one for one in memory(result, settings.cluster.node) if one not in told]
-    return [*(one for one in found if not (measured and one.text.startswith(MEMORY))), *told]
+            added += [finding for finding in memory(result, settings.cluster.node) if finding not in added]
+    return [*(finding for finding in findings if not (measured and finding.text.startswith(MEMORY))), *added]
 
 
 def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
-    """Folders whose models are rehearsed too, by their keys."""
+    """Keys and folders of further models that the rehearsal depends on."""
     given = [
         ("distillation.teacher", (config.get("distillation") or {}).get("teacher")),
         ("puzzle.parent", (config.get("puzzle") or {}).get("parent")),
@@ -108,7 +108,7 @@ def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
 
 
 def key_of(config: Mapping[str, Any]) -> str:
-    """Name of a config's results: a digest of settings and models that a rehearsal depends on, and of the versions."""
+    """Name of a config's results: a digest of the relevant settings, models and package versions."""
     flags = {name: value for name, value in config["megatron"].items() if not name.startswith(_OF_NO_MATTER)}
     model = {name: value for name, value in config["model"].items() if name != "name"}
     others = [_model_at(path, key) for key, path in _models(config)]
@@ -117,7 +117,7 @@ def key_of(config: Mapping[str, Any]) -> str:
 
 
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
-    """The model of a folder as far as it says, since another may come to lie there."""
+    """Model config of a folder, as its content may change between rehearsals; None if it has none."""
     with contextlib.suppress(ValueError):
         found = model_of(str(folder), key)
         return {name: found[name] for name in ("model", "megatron")}
@@ -133,32 +133,32 @@ def _version(package: str) -> str | None:
 def _result(
     config: Mapping[str, Any], folder: Path, limit: float | None
 ) -> tuple[list[Finding], Mapping[str, Any] | None]:
-    """What a rehearsal returned, an earlier one's or that of a process now; else findings on why there is none."""
-    made = folder / _RESULT
-    if not made.is_file():
+    """Findings that explain a missing result, and the result of an earlier or a new rehearsal, if any."""
+    file = folder / _RESULT
+    if not file.is_file():
         write_text(folder / _ASKED, json.dumps(config))
-        within = "" if limit is None else f", for {limit:.0f} s at most"
-        notice(f"rehearsing the run's ranks{within} (slurm.rehearse=false leaves it out) ...")
+        within = "" if limit is None else f" for at most {limit:.0f} s"
+        notice(f"rehearsing the run's ranks{within} (slurm.rehearse=false skips this) ...")
         code = _run(folder, limit)
         if code is None:
-            more = "slurm.rehearse=true waits for it, slurm.rehearse=false does not try"
+            more = "slurm.rehearse=true waits for it, slurm.rehearse=false skips it"
             return [Finding("note", f"not rehearsed within {SECONDS:.0f} s: {more}")], None
         if code:
-            return [Finding("warning", f"not rehearsed: its process ended with {code}")], None
-    result: dict[str, Any] = json.loads(made.read_text())
+            return [Finding("warning", f"not rehearsed: its process ended with exit code {code}")], None
+    result: dict[str, Any] = json.loads(file.read_text())
     if (why := result.get("error")) is None:
         return [], result
-    made.unlink()
-    if ": code -" in why:  # by the kernel where memory ran out, or by a limit of the login node
+    file.unlink()
+    if ": code -" in why:  # killed by the kernel when out of memory, or by a limit of the login node
         return [Finding("warning", f"not rehearsed: {why}")], None
-    return [Finding("error", f"rehearsal: {why}; slurm.rehearse=false submits it all the same")], None
+    return [Finding("error", f"rehearsal: {why}; slurm.rehearse=false submits it anyway")], None
 
 
 def _run(folder: Path, limit: float | None) -> int | None:
-    """Exit code of the process that rehearses; None if it was ended at the limit. Its ranks end with it."""
+    """Run a rehearsal in a process group, and return its exit code; None if it was killed at the limit."""
     command = [sys.executable, "-m", "nemo_ext.slurm.rehearse", str(folder)]
     none = subprocess.DEVNULL
-    # A group of its own: ranks that are just importing do not end with their parent yet.
+    # A new session, as ranks that are still importing do not end with their parent yet.
     with subprocess.Popen(command, stdin=none, stdout=none, start_new_session=True) as process:
         try:
             return process.wait(limit)
@@ -170,9 +170,9 @@ def _run(folder: Path, limit: float | None) -> int | None:
 
 
 def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
-    """Findings on the fullest rank's memory."""
+    """Findings on the peak memory of the rank with the highest peak."""
     if not result["ranks"]:
-        yield Finding("note", "nothing to rehearse: none of these stages runs a model")
+        yield Finding("note", "nothing to rehearse: no stage runs a model")
         return
     if node is None or node.gpu_memory_gib is None:
         return
@@ -186,7 +186,7 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
     text = f"{peak:.3g} GiB of the {node.gpu_memory_gib:g} of a {node.gpu}, rehearsed{where} ({', '.join(parts)})"
     guess = max((rank["estimate"]["bytes"] for rank in result["ranks"] if "estimate" in rank), default=0) / GIB
     if "name" not in most and abs(guess / peak - 1) > DIFFERENT:
-        text += f"; the cost model says {guess:.3g} ({100 * (guess / peak - 1):+.0f} %)"
+        text += f"; the cost model estimates {guess:.3g} ({100 * (guess / peak - 1):+.0f} %)"
     if result["set_aside"]:
         text += f"; without {', '.join(result['set_aside'])}, which is not rehearsed"
     kind = fits(peak / node.gpu_memory_gib)
@@ -195,7 +195,7 @@ def memory(result: Mapping[str, Any], node: Node | None) -> Iterator[Finding]:
 
 
 def main() -> None:
-    """Rehearse what FOLDER/asked.json has; a mistake is the result's `error`."""
+    """Rehearse the config in FOLDER/asked.json; an error becomes the result's `error`."""
     end_with_parent(signal.SIGKILL)
     folder = Path(sys.argv[1])
     from nemo_ext.rehearsal.puzzle import rehearse_puzzle

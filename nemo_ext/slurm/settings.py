@@ -1,4 +1,4 @@
-"""Arguments of a Slurm job: those about site and queue, and the job's own."""
+"""Settings of a Slurm job, and the division of its arguments into settings of the site and queue and of the job."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ class Settings:
     Attributes:
         job: name of the nemo-ext job.
         account: account to charge; None for Slurm's default.
-        time: time limit of each start; None for the longest that the quality of service allows.
-        cluster: the site.
+        time: time limit of each start; None for the maximum of the quality of service.
+        cluster: description of the site.
         slurm: restarts, nodes and sbatch options.
     """
 
@@ -57,25 +57,27 @@ class Settings:
         for key, name in named.items():
             if name is not None and not _NAMES.fullmatch(name):
                 raise ValueError(
-                    f"{key}={name!r} cannot be a name of Slurm's: write letters, digits and . _ - @ + alone "
-                    "(a comma between several)"
+                    f"{key}={name!r} is not a valid name in Slurm: use only letters, digits and . _ - @ + "
+                    "(separate several with commas)"
                 )
         known = {job.name: job for job in jobs()}
         if self.slurm.folder is not None and self.job in known and known[self.job].ranks == "slurm":
-            raise ValueError(f"slurm.folder={self.slurm.folder}: training notes its starts in its run_dir")
+            raise ValueError(
+                f"slurm.folder={self.slurm.folder}: training records its starts in run_dir: remove slurm.folder"
+            )
         sharded = [job.name for job in known.values() if job.array is not None and job.array.shards]
         if self.slurm.shards > 1 and self.job not in sharded:
             raise ValueError(
-                f"slurm.shards={self.slurm.shards}: job={self.job} has no shards; there are those of "
+                f"slurm.shards={self.slurm.shards}: job={self.job} cannot be sharded; jobs that can: "
                 f"{', '.join(sharded)}"
             )
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split arguments into those about site and queue and the job's own; `--config-dir DIR` goes to both.
+    """Split arguments into settings of site and queue and settings of the job; `--config-dir DIR` goes to both.
 
     Raises:
-        ValueError: if a config folder does not exist.
+        ValueError: a config folder does not exist.
     """
     folders, words = config_folders(words)
     both = [f"--config-dir={folder}" for folder in folders]
@@ -88,10 +90,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def settings_of(words: Sequence[str]) -> Settings:
-    """Settings from the arguments about site and queue.
+    """Compose the settings of site and queue from their arguments.
 
     Raises:
-        ValueError: naming the key, its value and the values allowed.
+        ValueError: a value is invalid; names the key, its value and the allowed values.
     """
     check_choice("cluster", words)
     config: Mapping[str, Any] = compose("slurm", words)

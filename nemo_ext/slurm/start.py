@@ -1,8 +1,8 @@
-"""One start of a job on its first node: its record, Slurm's signals, and whether it is requeued.
+"""Start of a job on its first node: record, Slurm's signals, and requeueing.
 
-On SIGUSR2, which Slurm sends before the time limit, the work saves and the job is requeued; so it is at the limit
-itself, should the signal not come. A start that fails is tried again as long as starts write new checkpoints. Jobs
-killed by a node failure are requeued by Slurm itself.
+On SIGUSR2, which Slurm sends before the time limit, the work saves a checkpoint and the job is requeued. Without the
+signal, this happens at the limit. A failed start is repeated as long as starts write new checkpoints. Jobs killed by a
+node failure are requeued by Slurm.
 """
 
 import importlib.util
@@ -28,29 +28,29 @@ from nemo_ext.slurm.settings import Settings
 from nemo_ext.slurm.status import queued
 
 RANKS = ("--kill-on-bad-exit=1", "--distribution=block:block", "--cpu-bind=cores")
-"""Options of srun for ranks. By default Slurm deals tasks out over a node's sockets in turn, bound to nothing: of two
-sockets, half of the ranks would be on the one far from their GPU, as GPUs are numbered socket by socket."""
+"""Options of srun for ranks. By default, Slurm distributes tasks cyclically over a node's sockets without binding. With
+two sockets, half of the ranks would run on the socket far from their GPU, as GPUs are numbered socket by socket."""
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL")
 _SIGNAL_SECONDS = 600
-"""Seconds before the limit at which the scripts ask for SIGUSR2; `nemo-ext submit` asks for `slurm.margin`."""
+"""Seconds before the limit at which the scripts request SIGUSR2; `nemo-ext submit` requests `slurm.margin`."""
 _FIRST_PORT, _PORTS = 10_000, 20_000
 """Ports for MASTER_PORT, below Linux's ephemeral range, which begins at 32768."""
 _DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Oldest NVIDIA driver for a CUDA major version, without cuda-compat (docs.nvidia.com/deploy/cuda-compatibility)."""
+"""Minimum NVIDIA driver by CUDA major version, without cuda-compat (docs.nvidia.com/deploy/cuda-compatibility)."""
 _LATE = 30
-"""Seconds before the limit from which an ending job counts as timed out."""
+"""A job that ends less than this many seconds before its limit counts as timed out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """State before the work of one start.
+    """State of a job before the work of a start.
 
     Attributes:
         record: folder whose `slurm` holds the record of starts.
         step: step of the newest checkpoint; None for jobs without steps.
-        target: total number of steps; None for jobs that simply run to their end.
+        target: total number of steps; None for jobs without a number of steps.
         notice: message for the user, or "".
-        log: log file of the work, if it is not the job's output.
+        log: log file of the work; None for the job's output.
     """
 
     record: Path
@@ -62,7 +62,7 @@ class Prepared:
 
 @dataclass
 class Batch(ABC):
-    """One start of a job; `stopped` has the signals that stopped it, in order."""
+    """Start of a job; `stopped` lists the signals received so far."""
 
     settings: Settings
     words: list[str]
@@ -73,7 +73,7 @@ class Batch(ABC):
         if not self.job:
             raise ValueError("SLURM_JOB_ID is not set: start this with sbatch, or `nemo-ext submit`")
         array = os.environ.get("SLURM_ARRAY_JOB_ID")
-        # One task of an array has the array's own job id, which in Slurm's commands means the whole array.
+        # The last task of an array has the array's job id, which denotes the whole array in Slurm's commands.
         self.name = self.job if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
         self.working = False
         self.restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -81,11 +81,11 @@ class Batch(ABC):
 
     @abstractmethod
     def prepare(self) -> Prepared:
-        """Compose and check the job's config."""
+        """Compose and check the job's config, and return its state."""
 
     @abstractmethod
     def work(self) -> int:
-        """Run the work until it ends or is interrupted; returns the exit code."""
+        """Run the work until it ends or is interrupted, and return the exit code."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -97,10 +97,10 @@ class Batch(ABC):
 
     @abstractmethod
     def verdict(self, code: int) -> str | None:
-        """Reason why the work ended before it was done; None if it is done."""
+        """Reason why the work ended early; None if it is complete."""
 
     def goes_on(self) -> bool:
-        """True if what ended the work is over with, and it can start again in this allocation."""
+        """True if the work can start again at once in this allocation."""
         return False
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Batch(ABC):
         """Complete a finished run, for example with a report."""
 
     def run(self) -> int:
-        """Work until the run is finished or this start has to end; returns the exit code."""
+        """Work until the run is finished or this start has to end, and return the exit code."""
         for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM):
             signal.signal(number, self._stop)
         if line := gpu_line(container=self.settings.cluster.container.used):
@@ -138,39 +138,41 @@ class Batch(ABC):
             written = log.stat().st_size if log is not None and log.exists() else 0
             beside.wait(record, say, self.stopped)
             self.working = True
-            code = FAILED if self.stopped else self.work()  # it was told to stop while it composed
+            code = FAILED if self.stopped else self.work()  # stopped while composing
             self.working = False
             step, reason = self.saved(), self.verdict(code)
             if reason is None:
                 attempts.end(record, step=step, reason="done")
                 if ready.target is None:
                     return self._finish(record, f"{self.settings.job}, {record}")
-                continue  # with phases there is a next segment
+                continue  # the next phase
             if self.stopped == [signal.SIGTERM] or self._is_cancelled():
                 attempts.end(record, step=step, reason="cancelled")
-                say(f"cancelled: {_saved_in(record, step)}the same command goes on")
+                say(f"cancelled: {_saved_in(record, step)}the same command resumes")
                 return 128 + signal.SIGTERM
             if not self.stopped and self.goes_on():
                 attempts.end(record, step=step, reason=reason)
                 say(f"{reason}: starting again here")
                 continue
             lasting = ""
-            mistake = code == USER_ERROR and not self.stopped  # a server that the signal ended first looks like one
+            mistake = code == USER_ERROR and not self.stopped  # losing a server to the same signal looks like one
             if log is not None and code and not reason.startswith(attempts.TIME_LIMIT):
                 error = ends.first_error(log, written)
                 error = no_room(record, error) or error
                 reason = ": ".join(filter(None, (reason, error)))
                 if ends.lasts(error) and not attempts.stepped(record, began[-1]):
-                    lasting = "a new start cannot mend that"
-            return self._again(ready, step, reason, lasting="it would end so again" if mistake else lasting, code=code)
+                    lasting = "the error would recur in a new start"
+            return self._again(
+                ready, step, reason, lasting="it would recur in a new start" if mistake else lasting, code=code
+            )
 
     def _refuse_second(self, record: Path) -> None:
-        """Refuse a second job of a run, as both would write the same checkpoints."""
+        """Refuse to run next to another job of the same run, as both would write the same checkpoints."""
         before = attempts.read(record)
         if not before or before[-1].ended is not None or before[-1].job == self.name:
             return
         if before[-1].job in queued() and ends.is_own(record / attempts.FOLDER, before[-1].job):
-            raise ValueError(f"{record}: job {before[-1].job} is running in it; wait for it, or cancel it")
+            raise ValueError(f"{record}: job {before[-1].job} is running in this folder: wait for it, or cancel it")
 
     def _finish(self, record: Path, text: str) -> int:
         attempts.finish(record, step=self.saved(), words=self.words)
@@ -179,23 +181,23 @@ class Batch(ABC):
         return 0
 
     def srun(self, words: Sequence[str], *options: str) -> list[str]:
-        """The srun command that runs Python with these arguments, in the container if there is one."""
+        """Build the srun command that runs Python with these arguments, in the container if there is one."""
         cluster = self.settings.cluster
         python = "python" if cluster.container.used else sys.executable
         inside = cluster.inside([python, *words], cluster.variables())
         return ["srun", *options, *cluster.srun_options(), *inside]
 
     def environment(self) -> dict[str, str]:
-        """Environment of srun, which all processes inherit."""
-        given = self.settings.cluster.variables()
+        """Environment of srun, inherited by all processes."""
+        variables = self.settings.cluster.variables()
         if "SLURM_CPUS_PER_TASK" in os.environ:
-            given["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
-        return {**os.environ, **given}
+            variables["SRUN_CPUS_PER_TASK"] = os.environ["SLURM_CPUS_PER_TASK"]  # srun no longer takes it from sbatch
+        return {**os.environ, **variables}
 
     def meeting(self) -> dict[str, str]:
         """MASTER_ADDR and MASTER_PORT for torch.distributed, unless the site sets them."""
         names = self.hostnames()
-        # One node needs no name that can be resolved.
+        # A single node does not need a resolvable name.
         address = names[0] if len(names) > 1 else "127.0.0.1"
         port = str(_FIRST_PORT + int(self.job) % _PORTS)
         return {"MASTER_ADDR": address, "MASTER_PORT": port, **self.settings.cluster.variables()}
@@ -209,51 +211,59 @@ class Batch(ABC):
     def _stop(self, number: int, frame: object) -> None:
         left = self.seconds_left() if number == signal.SIGUSR2 else None
         if left is not None and self.margin() < left <= max(_SIGNAL_SECONDS, self.settings.slurm.margin) + 60:
-            signal.alarm(int(left - self.margin()))  # a short job, for which the script's time is too early
+            signal.alarm(int(left - self.margin()))  # the script's signal is too early for a short job
             return
         self.stopped.append(signal.SIGUSR2 if number == signal.SIGALRM else number)
         if len(self.stopped) == 1:
-            say(f"{signal.Signals(number).name}: what runs finishes its step and saves")
+            say(f"{signal.Signals(number).name}: stopping after this step, then saving")
             if self.working:
                 self.interrupt()
 
     def signal_steps(self, name: str) -> None:
-        """Send a signal to the job's steps: not to srun, which would kill them, nor to this process (no --batch)."""
+        """Send a signal to the job's steps, but not to srun, which would kill them, or to this process (no --batch)."""
         done = call(["scancel", f"--signal={name}", self.name])
-        if done.returncode and "Invalid job id" not in done.stderr:  # after a cancel the steps are gone
+        if done.returncode and "Invalid job id" not in done.stderr:  # after cancellation the steps no longer exist
             say(f"scancel: {done.stderr.strip()}")
 
     def seconds_left(self) -> float | None:
-        """Seconds left before this start's time limit, or None without a limit."""
-        return self._asked()[1]
+        """Seconds left before this start's time limit; None without a limit."""
+        return self._state()[1]
 
     def _is_cancelled(self) -> bool:
-        """True if Slurm is ending the job well before its limit; requeueing would revive a cancelled job."""
-        state, left = self._asked()
+        """True if Slurm is ending the job well before its limit, as after scancel; it must not be requeued then."""
+        state, left = self._state()
         return state == "COMPLETING" and left is not None and left > _LATE
 
-    def _asked(self) -> tuple[str, float | None]:
-        """The job's state and the seconds left to this start, None without a limit."""
-        said = call(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]).stdout
-        state, _, left = said.strip().partition("|")
+    def _state(self) -> tuple[str, float | None]:
+        """State of the job in Slurm, and seconds left before this start's limit (None without a limit)."""
+        line = call(["squeue", "--noheader", f"--jobs={self.name}", "--format=%T|%L"]).stdout
+        state, _, left = line.strip().partition("|")
         try:
             return state, duration(left).total_seconds()
         except ValueError:
             return state, None
 
     def margin(self) -> float:
-        """Seconds before the limit reserved for the last checkpoint, at most a quarter of the limit."""
+        """Seconds before the limit that are reserved for the last checkpoint; at most a quarter of the limit."""
         margin = self.settings.slurm.margin
         return margin if self.limit is None else min(margin, self.limit / 4)
 
     def _again(self, ready: Prepared, step: int | None, reason: str, *, lasting: str, code: int) -> int:
-        """Requeue the job, or say why not, as for a reason that is `lasting`; returns the exit code."""
+        """Requeue the job, or report why not, and return the exit code.
+
+        Args:
+            ready: state before the work.
+            step: step of the newest checkpoint.
+            reason: reason why the work ended.
+            lasting: reason why a new start would fail as well; "" if it may succeed.
+            code: exit code of the work.
+        """
         record = ready.record
         ended = attempts.end(record, step=step, reason=reason)
         keeping = self.settings.slurm
-        # Whatever stopped an earlier job may be repaired by now.
-        own = [each for each in ended if each.job == self.name]
-        stop = lasting or attempts.verdict(own, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
+        # Starts of earlier jobs do not count, as the user may have fixed their problem.
+        starts = [attempt for attempt in ended if attempt.job == self.name]
+        stop = lasting or attempts.verdict(starts, max_restarts=keeping.max_restarts, max_idle=keeping.max_idle)
         if stop is None and not keeping.requeue:
             stop = "slurm.requeue=false"
         if stop is not None:
@@ -263,18 +273,18 @@ class Batch(ABC):
             say(f"stopped{at}: {reason}; not queued again: {stop}{log}")
             return USER_ERROR if lasting and code == USER_ERROR else FAILED
         say(f"{_saved_in(record, step)}{reason}; queued again")
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to this process by requeueing
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing sends it to this process
         done = call(["scontrol", "requeue", self.name])
         if done.returncode:
             attempts.end(record, step=step, reason=reason, given_up=f"scontrol requeue: {done.stderr.strip()}")
-            say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command goes on")
+            say(f"scontrol requeue: {done.stderr.strip()}; the same sbatch command resumes")
             return FAILED
         time.sleep(600)  # Slurm ends this process
         return FAILED
 
 
 def gpu_line(*, container: bool) -> str:
-    """This node's GPUs and their driver, and whether torch's CUDA needs a newer one; "" in a job without GPUs.
+    """Line with this node's GPUs and driver, and a warning if torch's CUDA requires a newer driver; "" without GPUs.
 
     Args:
         container: True if ranks use a container's torch instead of this Python's.
@@ -291,14 +301,14 @@ def gpu_line(*, container: bool) -> str:
         line = f"{', '.join(f'{count} x {kind}' for kind, count in kinds.items())}, driver {driver}"
         cuda = None if container else _cuda_of_torch()
         if cuda and int(driver.partition(".")[0]) < (oldest := _DRIVERS.get(int(cuda.partition(".")[0]), 0)):
-            line += f", but torch is built for CUDA {cuda}, which needs driver {oldest} or later"
+            line += f", but torch is built for CUDA {cuda}, which requires driver {oldest} or later"
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         line = f"unknown: {' '.join(str(error).split())}"
     return f"GPUs of {platform.node()}: {line}"
 
 
 def _cuda_of_torch() -> str | None:
-    """CUDA version that the installed torch is built for, without importing it."""
+    """CUDA version that the installed torch is built for, read without importing torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None
@@ -307,7 +317,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _output() -> Path | None:
-    """The job's output, or None if it is not a file."""
+    """Output file of the job, or None if the output is not a file."""
     place = Path("/proc/self/fd/1")
     return place if place.is_file() else None
 
@@ -317,7 +327,7 @@ def _saved_in(record: Path, step: int | None) -> str:
 
 
 def _keep_record(record: Path) -> None:
-    """Save the script, the command and the environment of this start, without secrets."""
+    """Save the script, command and environment of this start, without secrets."""
     folder = record / attempts.FOLDER
     script = os.environ.get("NEMO_EXT_SCRIPT", "")
     if script and Path(script).is_file():
@@ -331,5 +341,5 @@ def _keep_record(record: Path) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line with the time to the job's output."""
+    """Print a line with a timestamp to the job's output."""
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}", flush=True)

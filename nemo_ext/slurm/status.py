@@ -1,4 +1,4 @@
-"""`nemo-ext status`, `logs` and `cancel`, from Slurm's queue and the run directories. Works without slurmdbd."""
+"""Status, logs and cancellation of runs, from Slurm's queue and the run directories. Works without slurmdbd."""
 
 import getpass
 import json
@@ -26,37 +26,37 @@ from nemo_ext.slurm.cluster import call
 from nemo_ext.slurm.ends import JOB
 
 PARENTS = "after.txt"
-"""File in a run's folder `slurm` with the folders of the runs that it waits for."""
+"""File in a run's folder `slurm` that lists the folders of the runs it waits for."""
 PIPELINE = "pipeline.yaml"
 """File in a pipeline's folder with its stages."""
 _SILENT = 60.0
-"""Seconds without a touch after which a replica's file no longer says that it is up; clocks of nodes may differ."""
+"""Seconds after the last touch of its file after which a replica counts as down; nodes' clocks may differ."""
 _LOOK = 1.0
-"""Seconds between two looks for a log to follow."""
+"""Seconds between checks for a log to follow."""
 _APART = 60.0
-"""Seconds between a start and a submission from which the later one is the newer, whatever their numbers."""
+"""Seconds between a start and a submission beyond which the later one is the newer, whatever their job ids."""
 _TO_DO = {
-    "JobHeldUser": "`scontrol release {job}` lets it go",
-    "JobHeldAdmin": "an administrator holds it",
+    "JobHeldUser": "`scontrol release {job}` releases it",
+    "JobHeldAdmin": "held by an administrator",
     "launch failed requeued held": "its node could not start it; `scontrol release {job}` tries again",
-    "DependencyNeverSatisfied": "a job that it waits for failed: cancel it, mend that one, submit again",
+    "DependencyNeverSatisfied": "a job that it depends on failed: cancel this job, fix the other, and submit again",
 }
 """Advice for jobs that wait for an action of the user or an administrator, by Slurm's reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """Status of one run.
+    """Status of a run.
 
     Attributes:
         run_dir: run directory.
         job: Slurm job id; "" if none was submitted.
         state: pending, running ... with Slurm's reason; finished; stopped, with the reason; not started, with the
             state of the run that it waits for; or not submitted.
-        step: newest step logged, or else saved; of training in rounds the rounds done.
+        step: newest logged step, or newest saved step; for training in rounds, the number of completed rounds.
         target: total number of steps or rounds; None if unknown, as before the first start.
         loss: loss of the newest step.
-        seconds_left: estimate from the newest step's speed; None if unknown.
+        seconds_left: estimated remaining time from the duration of the newest step; None if unknown.
         restarts: number of starts after the first.
         goodput: see `goodput`.
     """
@@ -73,7 +73,7 @@ class Status:
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
-    """Status of a run, whose job's state is in `queue` (from `queued`) if it is queued."""
+    """Status of a run; `queue` has the states of queued jobs by id (see `queued`)."""
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
@@ -87,11 +87,11 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
     if (folder / attempts.FINISHED).is_file() and not is_queued:
         state, left = "finished", None
     elif is_queued:
-        state = queue[job] + _serves(run_dir) + _failures([each for each in starts if each.job == job])
-    elif job and job not in {each.job for each in starts} and (parent := _unfinished_parent(run_dir)) is not None:
-        # If the parent's job is still queued, this job was itself taken out of the queue.
-        own = ends.why(folder, job) if queued_job(parent, queue) else ""
-        state = f"not started: {own}; {parent.name} is " if own else f"not started: {parent.name} is "
+        state = queue[job] + _serves(run_dir) + _failures([start for start in starts if start.job == job])
+    elif job and job not in {start.job for start in starts} and (parent := _unfinished_parent(run_dir)) is not None:
+        # If the parent's job is still queued, this job itself was removed from the queue.
+        why = ends.why(folder, job) if queued_job(parent, queue) else ""
+        state = f"not started: {why}; {parent.name} is " if why else f"not started: {parent.name} is "
         state += status_of(parent, queue).state
     else:
         state = f"stopped: {_end(run_dir, job, starts)}" if starts or job else "not submitted"
@@ -109,21 +109,21 @@ def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
 
 
 def goodput(run_dir: Path, starts: Sequence[attempts.Attempt]) -> float | None:
-    """Share of the time since the first start that went into steps which count; None if no step was logged.
+    """Share of the time since the first start spent on useful steps; None if no step was logged.
 
-    An estimate by the median time of the last steps. What is missing: queues, starting, evaluations, waiting for
-    checkpoints, and steps that were made again or left out.
+    Estimated from the median duration of the last steps. The rest is time in the queue, starting, evaluation, waiting
+    for checkpoints, and repeated or skipped steps.
     """
     lines = [line for line in last_lines(run_dir / METRICS) if line.get("seconds_per_step") and "step" in line]
     if not lines or not starts:
         return None
     useful = max(0, lines[-1]["step"] - starts[0].first_step) * median(line["seconds_per_step"] for line in lines)
-    ended = max(time.time() if each.ended is None else each.ended for each in starts)
+    ended = max(time.time() if start.ended is None else start.ended for start in starts)
     return float(min(1.0, useful / max(1e-9, ended - starts[0].began)))
 
 
 def _serves(run_dir: Path) -> str:
-    """Where a running server of a model can be asked, or that it is not up; "" for other jobs."""
+    """Address of a running model server, or that it is not up; "" for other jobs."""
     config = run_dir / attempts.FOLDER / CONFIG
     if not config.is_file() or "served" not in (held := read_config(config)) or "port" not in held:
         return ""
@@ -136,7 +136,7 @@ def _serves(run_dir: Path) -> str:
 
 
 def is_fresh(file: Path) -> bool:
-    """True if a server has touched its `endpoint.json` of late."""
+    """True if a server has touched its `endpoint.json` recently."""
     try:
         return time.time() - file.stat().st_mtime < _SILENT
     except FileNotFoundError:
@@ -144,14 +144,14 @@ def is_fresh(file: Path) -> bool:
 
 
 def _failures(starts: Sequence[attempts.Attempt]) -> str:
-    """Reasons of a queued job's failed starts since the last one that got on, each once; "" without any."""
+    """Distinct reasons of a queued job's failed starts since the last start with progress; "" without any."""
     planned = (attempts.TIME_LIMIT, attempts.PASSED_OVER)
     failed = dict[str, list[int]]()
-    for number, each in enumerate(starts, start=1):
-        if each.progressed:
+    for number, start in enumerate(starts, start=1):
+        if start.progressed:
             failed.clear()
-        elif each.reason and not each.reason.startswith(planned):
-            failed.setdefault(each.reason, []).append(number)
+        elif start.reason and not start.reason.startswith(planned):
+            failed.setdefault(start.reason, []).append(number)
     return "".join(
         f"; start{'s' if len(which) > 1 else ''} {', '.join(map(str, which))} failed: {reason}"
         for reason, which in failed.items()
@@ -168,25 +168,25 @@ def _end(run_dir: Path, job: str, starts: Sequence[attempts.Attempt]) -> str:
             text = f"{room}; {text}"
         if last is not None and last.counted:
             saved = max(job.saved_step(run_dir) for job in jobs() if job.saved_step)
-            text += f"; step {saved} is saved" if saved > last.first_step else "; nothing new was saved"
+            text += f"; step {saved} is saved" if saved > last.first_step else "; no new checkpoint was saved"
         return text
     if last.reason == "cancelled":
         by = ends.why(folder, job)
         return by if by.startswith(last.reason) else last.reason
     reason = last.reason
     if reason.startswith(attempts.TIME_LIMIT) and last.counted and not last.progressed:
-        reason += "; nothing new was saved"
+        reason += "; no new checkpoint was saved"
     if last.given_up:
         if last.reason in last.given_up:
             return f"not queued again: {last.given_up}"
         return f"{reason}; not queued again: {last.given_up}"
-    # If the job was requeued, something removed it before its next start.
+    # If the job was requeued, it was removed from the queue before its next start.
     after = "" if last.given_up is None else ends.why(folder, job)
     return reason if not after or after in reason else f"{reason}; then {after}"
 
 
 def _step_of(line: Mapping[str, Any]) -> int:
-    """Step of a line of metrics; `nemo-ext online` counts rounds, and notes a round's loss with the policy before."""
+    """Step of a line of metrics; for `nemo-ext online`, the number of completed rounds."""
     return int(line["step"]) if "step" in line else int(line["rounds"]) + 1
 
 
@@ -197,35 +197,35 @@ def _unfinished_parent(run_dir: Path) -> Path | None:
 
 
 def job_of(run_dir: Path) -> str:
-    """Id of the run's newest job, `12_3` in an array, or "" if it has none."""
+    """Id of a run's newest job (`12_3` in an array), or "" if it has none."""
     submitted = run_dir / attempts.FOLDER / JOB
     starts = attempts.read(run_dir)
-    given = submitted.read_text().strip() if submitted.is_file() else ""
+    last = submitted.read_text().strip() if submitted.is_file() else ""
 
-    if not given or not starts:
-        return given or (starts[-1].job if starts else "")
+    if not last or not starts:
+        return last or (starts[-1].job if starts else "")
     apart = starts[-1].began - submitted.stat().st_mtime
     if abs(apart) > _APART:
-        return starts[-1].job if apart > 0 else given
+        return starts[-1].job if apart > 0 else last
 
     def number(job: str) -> int:
         first = job.partition("_")[0]
         return int(first) if first.isdecimal() else 0
 
-    return max((given, starts[-1].job), key=number)
+    return max((last, starts[-1].job), key=number)
 
 
 def queued_job(run_dir: Path, queue: Container[str]) -> str:
-    """Id of the run's newest job if it is in the queue, "" if not, or if another job has its number now."""
+    """Id of a run's newest job if it is in the queue; "" if not, or if its id belongs to another job now."""
     job = job_of(run_dir)
     return job if job in queue and ends.is_own(run_dir / attempts.FOLDER, job) else ""
 
 
 def queued() -> dict[str, str]:
-    """The user's jobs in Slurm's queue with their states, `pending (Priority)` for example.
+    """States of the user's jobs in Slurm's queue by id, such as `pending (Priority)`.
 
     Raises:
-        ValueError: if squeue is missing or fails.
+        ValueError: squeue is missing or fails.
     """
     done = call(["squeue", "--noheader", "--me", "--array", "--format=%i|%T|%r"])
     if done.returncode:
@@ -240,10 +240,10 @@ def queued() -> dict[str, str]:
 
 
 def runs_below(places: Sequence[Path]) -> list[Path]:
-    """Run directories with Slurm jobs, at or below the given places.
+    """Run directories with Slurm jobs, at or below some paths.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: there are none.
     """
     found = {
         folder.parent
@@ -252,12 +252,12 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
         if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
     }
     if not found:
-        raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name run directories")
+        raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name other run directories")
     return sorted(found, key=_in_order)
 
 
 def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
-    """Sort key: by name, stages of a pipeline in their order, numbers as numbers."""
+    """Sort key: by name, with stages of a pipeline in their order and numbers by value."""
     found = list[tuple[int, list[str | int]]]()
     for place in (*reversed(run_dir.parents), run_dir):
         pipeline = place.parent / PIPELINE
@@ -288,32 +288,32 @@ def show(places: Sequence[Path], *, as_json: bool = False) -> None:
 
 
 def log_of(run_dir: Path) -> Path:
-    """Path of the ranks' log, or of the batch script's newest output if there is no log yet.
+    """Path of the ranks' log, or of the newest job's output if there is no log yet.
 
     Raises:
-        ValueError: if there is neither.
+        ValueError: there is neither.
     """
     if (run_dir / LOG).is_file():
         return run_dir / LOG
     outputs = sorted((run_dir / attempts.FOLDER).glob("*.out"), key=lambda path: path.stat().st_mtime)
     if not outputs:
-        raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet")
+        raise ValueError(f"{run_dir}: no {LOG} and no output of a job yet: wait for its first start")
     return outputs[-1]
 
 
 def follow(run_dir: Path, lines: int) -> NoReturn:
-    """Show a run's log as it grows: waits for its job, and goes from the job's output to the ranks' log.
+    """Follow a run's log: wait for its job, show the job's output, and switch to the ranks' log when it exists.
 
     Args:
         run_dir: run directory.
-        lines: number of lines to begin with.
+        lines: number of lines to show first.
 
     Raises:
-        ValueError: there is no log, and no job of the run in the queue.
+        ValueError: there is no log, and no job of the run is in the queue.
     """
     shown: Path | None = None
     tail: subprocess.Popen[bytes] | None = None
-    said = ""
+    message = ""
     try:
         while True:
             try:
@@ -322,11 +322,11 @@ def follow(run_dir: Path, lines: int) -> NoReturn:
                 queue = queued()
                 if not (job := queued_job(run_dir, queue)):
                     raise
-                if said != (said := f"waiting for job {job}: {queue[job]}"):
-                    print(said, file=sys.stderr, flush=True)
+                if message != (message := f"waiting for job {job}: {queue[job]}"):
+                    print(message, file=sys.stderr, flush=True)
                 time.sleep(_LOOK)
                 continue
-            # Tasks of one array write by turns: only the output of a later job is followed instead.
+            # Tasks of one array write concurrently, so only a later job's output replaces the followed one.
             if shown is None or (path != shown and (path.name == LOG or _array(path) != _array(shown))):
                 if tail is not None:
                     tail.terminate()
@@ -341,24 +341,26 @@ def follow(run_dir: Path, lines: int) -> NoReturn:
 
 
 def _array(output: Path) -> str:
-    """The job that wrote an output, or its array."""
+    """Job id of an output file, or the id of its array."""
     return output.stem.partition("_")[0]
 
 
 def cancel(run_dir: Path) -> list[str]:
-    """Cancel the jobs of a run or of all runs below a folder; returns their ids. Ranks save as far as KillWait allows.
+    """Cancel the jobs of a run, or of all runs below a folder, and return their ids.
+
+    Ranks save a checkpoint first, if Slurm's KillWait is long enough.
 
     Raises:
-        ValueError: if none is in the queue, or scancel fails.
+        ValueError: no job is in the queue, or scancel fails.
     """
     runs, queue = runs_below([run_dir]), queued()
-    jobs = [queued_job(each, queue) for each in runs]
+    jobs = [queued_job(run, queue) for run in runs]
     waiting = [job for job in jobs if job]
     if not waiting:
         last = job_of(runs[-1])
-        others = ", a number that another job has now" if last in queue else ""
+        others = ", an id that another job has now" if last in queue else ""
         raise ValueError(f"{run_dir}: no job in the queue; the last was {last}{others}")
-    # Dependent jobs first.
+    # Dependent jobs first, so that they do not start in between.
     done = call(["scancel", *reversed(waiting)])
     if done.returncode:
         raise ValueError(f"scancel {' '.join(waiting)}: {done.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""`nemo-ext submit`: checks a job before it is queued, then calls sbatch with the site's options."""
+"""Submission of jobs to Slurm: checks before the queue, and sbatch with the site's options."""
 
 import os
 import shlex
@@ -31,29 +31,29 @@ from nemo_ext.slurm.status import job_of, queued, queued_job
 from nemo_ext.slurm.sweep import MULTIRUN, points
 
 SCRIPTS = Path(__file__).parent / "scripts"
-"""Folder of batch scripts: links to `slurm/` in a checkout, files in an installed package."""
+"""Folder of the batch scripts: links to `slurm/` in a checkout, files in an installed package."""
 
 ROUNDS = "rounds"
-"""Folder below a record with those of all but the last of several arrays."""
+"""Folder in a record for the records of all arrays but the last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """A job ready for submission.
+    """Job that is ready for submission.
 
     Attributes:
         settings: settings of site and queue.
-        words: arguments of the batch script: those about site and queue, and the job's own.
+        words: arguments of the batch script: settings of site and queue, and of the job.
         configs: composed configs of the job; several for a sweep.
         base: folder of the job's output.
-        shards: number of array tasks that divide one run; 1 without an array.
-        rounds: number of such arrays, each after the one before.
-        shards_before: number of array tasks of those before the last.
-        notes: findings on choices made for the user.
-        after: ids of jobs that must have succeeded.
-        beside: ids of jobs that must have started: servers that it asks.
-        coming: paths that those jobs write.
-        model_to_come: config.json of the model that those jobs make and this one starts from; None if unknown.
+        shards: number of array tasks that divide a run; 1 without an array.
+        rounds: number of consecutive arrays.
+        shards_before: number of tasks of all arrays but the last.
+        notes: notes on choices made for the user.
+        after: ids of jobs that must succeed first.
+        beside: ids of jobs that must start first, which are servers that the job uses.
+        coming: paths that earlier jobs will write.
+        model_to_come: config.json of the model that the job starts from and earlier jobs will write; None if unknown.
     """
 
     settings: Settings
@@ -71,47 +71,47 @@ class Submission:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """Config of the job, or of a sweep's first run."""
+        """Config of the job, or of the first run of a sweep."""
         return self.configs[0]
 
     @property
     def records(self) -> list[Path]:
-        """Folders whose `slurm` holds the record of starts, one per task."""
+        """Record folders of all tasks (see `record_of`)."""
         if self.shards > 1:
             return [shard_record(self.base, number) for number in range(self.shards)]
         return [record_of(self.settings.job, config, self.settings) for config in self.configs]
 
     @property
     def every_round(self) -> "list[Submission]":
-        """A submission for each round; the last has the record of the whole."""
-        own = [word for word in self.words if not word.startswith("slurm.folder=")]
+        """Submissions of all rounds; the last one has the record of the whole job."""
+        common = [word for word in self.words if not word.startswith("slurm.folder=")]
         earlier = []
         for number in range(1, self.rounds):
             base = self.base / ROUNDS / str(number)
-            words = (*own, f"slurm.folder={hydra_value(str(base))}")
+            words = (*common, f"slurm.folder={hydra_value(str(base))}")
             earlier.append(replace(self, base=base, words=words, rounds=1, shards=self.shards_before))
         return [*earlier, replace(self, rounds=1)]
 
     @property
     def cores(self) -> int | None:
-        """CPU cores that the job takes of each of its nodes; None if unknown."""
+        """CPU cores that the job uses on each of its nodes; None if unknown."""
         _, gpus = nodes_and_gpus(self.settings.job, self.config, self.settings)
         ranks = gpus if find(self.settings.job).ranks == "slurm" else 1
-        each = _cores(self.settings, gpus, ranks)
-        return each and each * ranks
+        per_rank = _cores(self.settings, gpus, ranks)
+        return per_rank and per_rank * ranks
 
     def command(self) -> list[str]:
-        """The whole sbatch command."""
+        """Build the complete sbatch command."""
         settings, job = self.settings, self.settings.job
         cluster = settings.cluster
         nodes, gpus = nodes_and_gpus(job, self.config, settings)
         ranks = gpus if find(job).ranks == "slurm" else 1
         limit = settings.time or (cluster.limit.time if cluster.limit else None)
         tasks = len(self.records)
-        # Slurm reads a % in the path as a pattern such as %j.
+        # Slurm interprets % in the path as the start of a pattern such as %j.
         output = str(self.base.resolve() / attempts.FOLDER).replace("%", "%%")
         waits = [f"{how}:{':'.join(jobs)}" for how, jobs in (("afterok", self.after), ("after", self.beside)) if jobs]
-        given = {
+        values = {
             "job-name": job if self.base.name == job else f"{job}-{self.base.name.removeprefix(f'{job}-')}",
             "account": settings.account,
             "partition": cluster.partition,
@@ -128,7 +128,7 @@ class Submission:
             "output": f"{output}/{'%j' if tasks == 1 else '%A_%a'}.out",
             "export": f"ALL,NEMO_EXT_PYTHON={sys.executable}",
         }
-        options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+        options = [f"--{name}={value}" for name, value in values.items() if value is not None]
         script, words = script_of(job), list(self.words)
         if script.name == "task.sbatch":
             words.insert(0, job)
@@ -136,7 +136,7 @@ class Submission:
 
 
 def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
-    """CPU cores per task: the task's share of a node by its GPUs, or all cores if it takes no GPU; None if unknown."""
+    """CPU cores per task, in proportion to its GPUs, or all cores without GPUs; None if unknown."""
     node = settings.cluster.node
     if node is None:
         return None
@@ -144,29 +144,29 @@ def _cores(settings: Settings, gpus: int, ranks: int) -> int | None:
 
 
 OPERATION = "operation=cluster"
-"""What training on several nodes is given, unless it names an operation."""
+"""Default operation of training on several nodes."""
 
 
 def script_of(job: str) -> Path:
     """Path of a job's batch script.
 
     Raises:
-        ValueError: if the job has none.
+        ValueError: the job has none.
     """
     return SCRIPTS / f"{submitted(job).script}.sbatch"
 
 
 def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
-    """The submission that the command's words describe.
+    """Build the submission that a command line describes.
 
-    A recipe keeps its total number of GPUs on nodes of another size, unless the words set the launcher.
+    A recipe keeps its total number of GPUs on nodes of a different size, unless the arguments set the launcher.
 
     Args:
         words: arguments of the command.
-        coming: paths that earlier jobs write.
+        coming: paths that earlier jobs will write.
 
     Raises:
-        ValueError: if the settings or the config are invalid, or a sweep's runs differ in nodes or GPUs.
+        ValueError: the settings or the config are invalid, or the runs of a sweep differ in nodes or GPUs.
     """
     ours, theirs = split([word for word in words if word != MULTIRUN])
     settings = settings_of(ours)
@@ -187,24 +187,24 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
         if int(configs[0]["launcher"]["nodes"]) > 1 and not any(word.startswith("operation=") for word in theirs):
             theirs = [OPERATION, *theirs]
             configs = [compose(job, [OPERATION, *run, *given]) for run, (given, _) in zip(runs, layouts, strict=True)]
-            notes.append(Finding("note", f"{OPERATION}, as it takes several nodes; operation=none leaves that out"))
+            notes.append(Finding("note", f"{OPERATION}, as the job uses several nodes; operation=none turns it off"))
     taken = {nodes_and_gpus(job, config, settings) for config in configs}
     if len(taken) > 1:
-        raise ValueError(f"{MULTIRUN}: the runs take different numbers of nodes or GPUs: submit them by themselves")
+        raise ValueError(f"{MULTIRUN}: the runs use different numbers of nodes or GPUs: submit them separately")
     base = record_of(job, configs[0], settings)
     if several:
         base = base.parent
         notes.append(Finding("note", f"{len(runs)} runs: {', '.join(run[-1].partition('=')[2] for run in runs)}"))
     if (rounds := rounds_of(job, configs[0], settings)) > 1:
-        last = "" if tasks_of(job, configs[0], settings) > 1 else ", the last one task"
-        arrays = f"{rounds} arrays of {settings.slurm.shards} tasks, each after the one before{last}"
+        last = "" if tasks_of(job, configs[0], settings) > 1 else ", the last with one task"
+        arrays = f"{rounds} arrays of {settings.slurm.shards} tasks, one after the other{last}"
         notes.append(Finding("note", arrays))
     if dropped := sorted(name for name in os.environ if name.startswith("SBATCH_")):
-        options = "account=, time=, cluster.partition=, cluster.qos= and slurm.options= set what they would"
-        notes.append(Finding("note", f"without this shell's {', '.join(dropped)}: {options}"))
-    # The script takes the launcher's values from the allocation.
-    own = [word for word in theirs if not ranks or not word.startswith("launcher.")]
-    both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *own])  # a --config-dir is in both
+        options = "set account=, time=, cluster.partition=, cluster.qos= and slurm.options= instead"
+        notes.append(Finding("note", f"ignoring this shell's {', '.join(dropped)}: {options}"))
+    # The script derives the launcher's values from the allocation.
+    job_words = [word for word in theirs if not ranks or not word.startswith("launcher.")]
+    both = dict.fromkeys([*([MULTIRUN] if several else []), *ours, *job_words])  # a --config-dir is in both
     return Submission(
         settings=settings,
         words=tuple(word for word in both if not word.startswith("job=")),
@@ -221,7 +221,7 @@ def planned(words: Sequence[str], *, coming: Sequence[Path] = ()) -> Submission:
 def _nodes_of_the_site(
     words: Sequence[str], config: Mapping[str, Any], settings: Settings
 ) -> tuple[list[str], list[Finding]]:
-    """Launcher overrides that keep the recipe's number of GPUs on nodes of another size, and a note about them."""
+    """Launcher overrides that keep the recipe's number of GPUs on nodes of a different size, and a note about them."""
     node, launcher = settings.cluster.node, config["launcher"]
     world = int(launcher["nodes"]) * int(launcher["nproc_per_node"])
     if node is None or any(word.startswith("launcher.") for word in words):
@@ -234,78 +234,77 @@ def _nodes_of_the_site(
 
 
 def checked(submission: Submission, *, kept: Path | None = None) -> list[Finding]:
-    """Findings of our own checks, of Megatron's if it is installed, of bash, of `sbatch --test-only`, of a rehearsal.
+    """Findings of our checks, of Megatron's if installed, of bash, of `sbatch --test-only`, and of a rehearsal.
 
     Args:
         submission: the job.
-        kept: folder of rehearsals; None for the record's own.
+        kept: folder of rehearsals; None for the default folder in the record.
     """
     settings, coming = submission.settings, submission.coming
-    found = list(submission.notes)
+    collected = list(submission.notes)
     for config in submission.configs:
         ours = findings(config, settings, coming=coming, model_to_come=submission.model_to_come)
-        found += [one for one in ours if one not in found]
-    wanted = is_wanted(settings)  # and if so, a rehearsal has the last word on memory, after what takes seconds
-    guesses = [one for one in found if wanted and one.text.startswith(MEMORY)]
-    found = _checked_here(submission, [one for one in found if one not in guesses])
-    if not wanted or errors(found):
-        return [*found, *guesses]
+        collected += [finding for finding in ours if finding not in collected]
+    wanted = is_wanted(settings)  # if so, a rehearsal replaces the estimates of memory, after the fast checks
+    guesses = [finding for finding in collected if wanted and finding.text.startswith(MEMORY)]
+    collected = _checked_here(submission, [finding for finding in collected if finding not in guesses])
+    if not wanted or errors(collected):
+        return [*collected, *guesses]
     place = submission.base / attempts.FOLDER / REHEARSALS if kept is None else kept
-    return with_rehearsals([*found, *guesses], submission.configs, settings, place, coming)
+    return with_rehearsals([*collected, *guesses], submission.configs, settings, place, coming)
 
 
-def _checked_here(submission: Submission, found: list[Finding]) -> list[Finding]:
-    """The findings, and if there is no error among them those of Megatron, bash and Slurm."""
+def _checked_here(submission: Submission, collected: list[Finding]) -> list[Finding]:
+    """Add the findings of bash, and of Megatron and Slurm unless there are errors already."""
     settings, coming = submission.settings, submission.coming
-    if not errors(found) and find_spec("megatron") and find_spec("torch"):
+    if not errors(collected) and find_spec("megatron") and find_spec("torch"):
         every = [
-            each for config in submission.configs for each in (*started(settings.job, config), (settings.job, config))
+            pair for config in submission.configs for pair in (*started(settings.job, config), (settings.job, config))
         ]
         for config in [config for job, config in every if find(job).ranks == "slurm"]:
-            found += [one for one in by_megatron(config, coming) if one not in found]
+            collected += [finding for finding in by_megatron(config, coming) if finding not in collected]
     script = script_of(settings.job)
     syntax = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
     if syntax.returncode:
-        found.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
-    found += unknown_to_slurm(settings)
-    if not errors(found):
-        records = [record for each in submission.every_round for record in each.records]
+        collected.append(Finding("error", f"bash -n {script}: {syntax.stderr.strip()}"))
+    collected += unknown_to_slurm(settings)
+    if not errors(collected):
+        records = [record for round_ in submission.every_round for record in round_.records]
         queue = queued() if any(map(job_of, records)) else {}
         for record in records:
             if job := queued_job(record, queue):
-                found.append(Finding("error", f"{record}: job {job} of it is {queue[job]}"))
-    if not errors(found):
-        asked = [*submission.command()[:1], "--test-only", *submission.command()[2:]]
-        tested = call(asked)
+                collected.append(Finding("error", f"{record}: its job {job} is {queue[job]}"))
+    if not errors(collected):
+        tested = call([*submission.command()[:1], "--test-only", *submission.command()[2:]])
         lines = [line for line in tested.stderr.splitlines() if line.strip()] or [f"exit code {tested.returncode}"]
-        found.append(Finding("error", lines[0]) if tested.returncode else Finding("note", lines[-1]))
-    return found
+        collected.append(Finding("error", lines[0]) if tested.returncode else Finding("note", lines[-1]))
+    return collected
 
 
 def submit(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check, report and submit; returns the exit code.
+    """Check a job, print the findings, submit it, and return the exit code.
 
     Args:
         words: arguments of the command, without --dry-run.
         dry_run: if True, submit nothing.
 
     Raises:
-        ValueError: for mistakes that the user can correct.
+        ValueError: an error that the user can correct.
     """
     console = Console(highlight=False, soft_wrap=True)
     submission = planned(words)
-    own = split(submission.words)[1]
+    job_words = split(submission.words)[1]
     ends = [attempts.finished(record) for record in submission.records]
     (end, *others), serves = ends, find(submission.settings.job).server
-    if end is not None and not others and not serves and not attempts.other_words(end, own):
+    if end is not None and not others and not serves and not attempts.other_words(end, job_words):
         mark = submission.base / attempts.FOLDER / attempts.FINISHED
-        console.print(f"{submission.base}: finished before; remove {mark} to have it done again", markup=False)
+        console.print(f"{submission.base}: finished before; remove {mark} to run it again", markup=False)
         return 0
     tell(console, found := checked(submission))
     for line in by_hand(submission):
         console.print(line, markup=False)
     if errors(found):
-        console.print("not submitted: mend the errors first")
+        console.print("not submitted: fix the errors first")
         return 2
     if dry_run:
         console.print("not submitted: --dry-run")
@@ -318,30 +317,30 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
 
 
 def tell(console: Console, found: Sequence[Finding]) -> None:
-    """Print findings."""
-    for one in found:
-        style = {"error": "red", "warning": "yellow", "note": ""}[one.kind]
-        console.print(f"{one.kind}: {one.text}", style=style, markup=False)
+    """Print findings in color."""
+    for finding in found:
+        style = {"error": "red", "warning": "yellow", "note": ""}[finding.kind]
+        console.print(f"{finding.kind}: {finding.text}", style=style, markup=False)
 
 
 def variable(stage: str) -> str:
-    """The shell's variable with the id of a stage's job."""
+    """Shell variable for the job id of a stage."""
     return "$" + stage.replace("-", "_")
 
 
 def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
-    """Lines of a shell that submit the job, in as many arrays as there are rounds.
+    """Shell lines that submit the job, with one array per round.
 
     Args:
         submission: the job.
-        stage: name whose `variable` holds the id of the last for other lines; None if there are none.
+        stage: stage whose `variable` is set to the id of the last job, for later lines; None without later lines.
     """
     rounds, before = submission.every_round, ""
-    for number, each in enumerate(rounds, start=1):
-        command = (replace(each, after=(before,)) if before else each).command()
-        # Variables among the ids of other jobs are the shell's.
+    for number, round_ in enumerate(rounds, start=1):
+        command = (replace(round_, after=(before,)) if before else round_).command()
+        # Job ids of dependencies may be shell variables, which must not be quoted.
         words = [f'"{word}"' if word.startswith("--dependency=") else shlex.quote(word) for word in command]
-        folder = shlex.quote(str(each.base.resolve() / attempts.FOLDER))
+        folder = shlex.quote(str(round_.base.resolve() / attempts.FOLDER))
         line = f"mkdir -p {folder} && {' '.join(words)}"
         last = number == len(rounds)
         before = variable(stage or "job") if last else f"{variable(stage or 'job')}_{number}"
@@ -349,15 +348,15 @@ def by_hand(submission: Submission, stage: str | None = None) -> Iterator[str]:
 
 
 def hand_over(submission: Submission) -> str:
-    """Submit to Slurm, in as many arrays as there are rounds, and return the id of the last.
+    """Submit a job to Slurm, with one array per round, and return the id of the last.
 
     Raises:
-        ValueError: if Slurm refuses one; those before it are cancelled.
+        ValueError: Slurm refuses an array; earlier ones are cancelled.
     """
     jobs: list[str] = []
-    for each in submission.every_round:
+    for round_ in submission.every_round:
         try:
-            jobs.append(_hand_over(replace(each, after=(jobs[-1],)) if jobs else each))
+            jobs.append(_hand_over(replace(round_, after=(jobs[-1],)) if jobs else round_))
         except ValueError as error:
             if jobs:
                 call(["scancel", *reversed(jobs)])
@@ -367,14 +366,14 @@ def hand_over(submission: Submission) -> str:
 
 
 def _hand_over(submission: Submission) -> str:
-    """Submit one job and return its id, which is also written beside the record of starts."""
+    """Submit one sbatch job and return its id, which is also written next to the record of starts."""
     (submission.base / attempts.FOLDER).mkdir(parents=True, exist_ok=True)
-    # Ctrl-C waits until the queued job is recorded.
+    # Defer Ctrl-C until the queued job is recorded.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         done = call(submission.command())
         if done.returncode:
-            raise ValueError(done.stderr.strip() or f"sbatch ended with {done.returncode}")
+            raise ValueError(done.stderr.strip() or f"sbatch failed with exit code {done.returncode}")
         job = done.stdout.strip().partition(";")[0]
         records = submission.records
         for number, record in enumerate(records):
@@ -386,18 +385,18 @@ def _hand_over(submission: Submission) -> str:
 
 
 def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Finding]:
-    """Errors that the installed Megatron's parser and our own checks raise on a training config.
+    """Errors that Megatron's parser and our own checks raise for a training config.
 
     Args:
         config: config of the job.
-        coming: paths that earlier jobs write.
+        coming: paths that earlier jobs will write.
     """
     from nemo_ext.megatron.check import check_launcher
     from nemo_ext.megatron.run import Run
 
     try:
         check_launcher(config)
-        if coming:  # of data that does not exist yet only the settings can be checked
+        if coming:  # only the settings of data that do not exist yet can be checked
             check_settings(config)
             flags = {**config["megatron"], "mock_data": True}
             config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
@@ -409,7 +408,7 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
 
 
 def _without_teacher_to_come(config: Mapping[str, Any], coming: Sequence[Path]) -> Mapping[str, Any]:
-    """The config without a teacher, or a teacher's files, that an earlier job writes and that is not there yet."""
+    """Config without a teacher, or a teacher's files, that an earlier job will write and that do not exist yet."""
     teacher, saved = (config.get("distillation") or {}).get("teacher"), config["megatron"].get("logits_load_dir")
     absent = [place for place in (teacher, saved) if place and not Path(str(place)).exists()]
     absent = [place for place in absent if will_exist(Path(str(place)), coming)]

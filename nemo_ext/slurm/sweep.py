@@ -16,40 +16,40 @@ MULTIRUN = "--multirun"
 
 
 def points(job: str, words: Sequence[str]) -> list[list[str]]:
-    """Arguments of each run, in the order of Hydra's own sweeper: the last key changes fastest.
+    """Arguments of every run of a sweep, in the order of Hydra's own sweeper: the last key changes fastest.
 
-    Each run has a directory below the job's, named by the swept values: `megatron.lr=1e-4,megatron.seed=1`.
+    Each run has a folder in the job's run directory, named after the swept values: `megatron.lr=1e-4,megatron.seed=1`.
 
     Raises:
-        ValueError: if no key has several values, or the job has no run directory.
+        ValueError: no key has several values, or the job has no run directory.
     """
     ours, theirs = split([word for word in words if word != MULTIRUN])
     choices = [_values(job, word) for word in theirs]
     swept = [number for number, values in enumerate(choices) if len(values) > 1]
     if not swept:
-        raise ValueError(f"{MULTIRUN}: no key has several values; write megatron.lr=1e-4,2e-4")
+        raise ValueError(f"{MULTIRUN}: no key has several values; write, for example, megatron.lr=1e-4,2e-4")
     found = []
     for values in product(*choices):
         run_dir = compose(job, values).get("run_dir")
         if run_dir is None:
-            raise ValueError(f"{MULTIRUN}: job={job} has no run directory; submit each by itself")
-        # One folder for all: a run directory that follows the recipe differs in what is swept only.
+            raise ValueError(f"{MULTIRUN}: job={job} has no run directory; submit the runs separately")
+        # All runs share a parent folder, as their run directories differ only in the swept values.
         name = ",".join(re.sub("[\"']", "", values[number]).replace("/", "_") for number in swept)
         found.append([*ours, *values, f"run_dir={hydra_value(f'{run_dir}/{name}')}"])
     return found
 
 
 def _values(job: str, word: str) -> list[str]:
-    """One override for each value that `word` gives its key."""
+    """One override per value in a sweep override; any other argument unchanged, in a list."""
     if word.startswith("-"):
         return [word]
     name = word.partition("=")[0]
     parse = OverridesParser.create().parse_overrides
     try:
-        # Names of files are texts elsewhere; here a comma between them divides values, except in quotes.
+        # File names are plain text elsewhere; here a comma separates values, except in quotes.
         parsed = parse([word] if is_place(grammar_of(job).settings, name.lstrip("+~")) else hydra_words([word], job))
     except HydraException:
-        return [word]  # composing says what is wrong with it
+        return [word]  # composing reports the error
     if len(parsed) != 1 or not parsed[0].is_sweep_override():
         return [word]
     return [f"{name}={value}" for value in parsed[0].sweep_string_iterator()]

@@ -1,4 +1,4 @@
-"""A start of any job but training: `nemo-ext JOB` on the first node, which resumes when it is started again."""
+"""Start of any job except training: runs `nemo-ext JOB` on the first node, which resumes on every start."""
 
 import contextlib
 import json
@@ -28,12 +28,12 @@ from nemo_ext.slurm.ray_cluster import ClusterError, RayCluster
 from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 _SECONDS_TO_START = 120.0
-"""Time after which ranks of a training are there to be signalled, so that none missed it."""
+"""Seconds after which all ranks of a training stage are running, so that a signal reaches every rank."""
 
 
 @dataclass
 class Task(Batch):
-    """A job other than training; interrupted as by Ctrl-C at Slurm's signal, or `margin` before the limit."""
+    """Start of a job other than training, interrupted as by Ctrl-C at Slurm's signal or `margin` before the limit."""
 
     cluster: RayCluster | None = None
     on_ray: bool = False
@@ -42,14 +42,14 @@ class Task(Batch):
     training: bool = False
 
     def prepare(self) -> Prepared:
-        """Compose the config, to save it and to find the record; the job composes its own."""
+        """Compose the config to save it and to find the record; the job itself composes it again."""
         name = self.settings.job
         job, config = submitted(name), compose(name, self.words)
         self.at_loopback = job.server and config["serving"]["host"] in LOOPBACK
         if job.ranks == "asked":
             self.ranks = nodes_and_gpus(name, config, self.settings)
             if (nodes := self.ranks[0]) != int(os.environ["SLURM_JOB_NUM_NODES"]):
-                raise ValueError(f"launcher.nodes={nodes}: give sbatch --nodes={nodes}, as `nemo-ext submit` does")
+                raise ValueError(f"launcher.nodes={nodes}: pass --nodes={nodes} to sbatch, as `nemo-ext submit` does")
         self.on_ray = job.ray(config)
         self.record = record_of(name, config, self.settings)
         self.seconds = sampler.interval(config)
@@ -61,7 +61,7 @@ class Task(Batch):
         return Prepared(record=self.record, step=self.saved(), target=None)
 
     def work(self) -> int:
-        """Run the command to its end, with its output in the job's; returns the exit code."""
+        """Run the command to its end, with its output in the job's output, and return the exit code."""
         command = ["-m", "nemo_ext.cli", self.settings.job, *self.words]
         if self.on_ray:
             return self._on_ray(command)
@@ -70,7 +70,7 @@ class Task(Batch):
             if self.at_loopback:
                 command.append(f"serving.host={reachable_name()}")
             if not any(word.startswith("port=") for word in self.words):
-                command.append("port=0")  # others may have the default one on a node that is shared
+                command.append("port=0")  # the default port may be taken on a shared node
         if self.ranks[0] > 1:
             return self._on_nodes(command)
         words, others = self.srun(command, "--nodes=1", "--ntasks=1"), int(os.environ["SLURM_JOB_NUM_NODES"]) - 1
@@ -82,8 +82,8 @@ class Task(Batch):
         return self._serve(words, also, asking)
 
     def _on_nodes(self, command: list[str]) -> int:
-        """Run a command on the first node, and on all nodes the ranks that it asks for; returns its exit code."""
-        folder = (self.record / attempts.FOLDER).absolute()  # as the container may have it, symbolic links and all
+        """Run a command on the first node, and the ranks that it requests on all nodes; return its exit code."""
+        folder = (self.record / attempts.FOLDER).absolute()  # with symbolic links, as the container may mount it
         (folder / ASKED).unlink(missing_ok=True)
         environment = {**self.environment(), ON_NODES: str(folder)}
         words = self.srun(command, "--overlap", "--nodes=1", "--ntasks=1")
@@ -98,28 +98,28 @@ class Task(Batch):
                     code = INTERRUPTED if self.stopped else self._ranks(job, environment, **asked)
                     write_text(folder / ENDED, str(code))
             finally:
-                job.terminate()  # where an error came between, such as a full disk: it would wait for an answer
+                job.terminate()  # after an error such as a full disk, it would wait forever
         return job.returncode
 
     def _ranks(
         self, job: subprocess.Popen[bytes], environment: dict[str, str], words: list[str], log: str | None
     ) -> int:
-        """Run ranks on all nodes until they end, or their job has; returns srun's exit code."""
+        """Run ranks on all nodes until they or the requesting job end, and return srun's exit code."""
         nodes, per_node = self.ranks
         options = [f"--nodes={nodes}", f"--ntasks={nodes * per_node}", f"--ntasks-per-node={per_node}"]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             options.append(f"--cpus-per-task={max(1, int(cores) // per_node)}")
         command = self.srun(words, "--overlap", *options, *RANKS)
-        self.training, began, told = log is not None, time.monotonic(), math.inf
+        self.training, began, stopped_at = log is not None, time.monotonic(), math.inf
         with ExitStack() as stack:
             output = None if log is None else stack.enter_context(open(log, "ab"))
-            own = {**environment, **self.meeting()}
-            ranks = stack.enter_context(subprocess.Popen(command, env=own, stdout=output, stderr=output))
+            variables = {**environment, **self.meeting()}
+            ranks = stack.enter_context(subprocess.Popen(command, env=variables, stdout=output, stderr=output))
             while ranks.poll() is None:
                 now = time.monotonic()
-                told = min(told, now) if self.stopped else told
-                early = self.training and told - began < _SECONDS_TO_START
-                missed = early and now - told > self.margin() / 2
+                stopped_at = min(stopped_at, now) if self.stopped else stopped_at
+                early = self.training and stopped_at - began < _SECONDS_TO_START
+                missed = early and now - stopped_at > self.margin() / 2
                 if missed or job.poll() is not None:
                     ranks.terminate()  # srun ends its step
                     break
@@ -130,12 +130,12 @@ class Task(Batch):
         return ranks.returncode if ranks.returncode >= 0 else FAILED
 
     def _serve(self, words: list[str], also: list[str] | None, asking: list[Path]) -> int:
-        """Run a command until it ends, or all stages that ask it are over; returns the exit code.
+        """Run a server until it ends, or until all stages that use it have ended, and return the exit code.
 
         Args:
-            words: the command.
-            also: one beside it, without which it cannot go on.
-            asking: records of the stages that ask it; none for a server that runs until it is told to end.
+            words: command of the server.
+            also: command of its replicas on other nodes, which ends with it and vice versa.
+            asking: records of the stages that use it; empty for a server that runs until it is stopped.
         """
         with ExitStack() as stack:
             first = stack.enter_context(subprocess.Popen(words, env=self.environment()))
@@ -148,15 +148,15 @@ class Task(Batch):
                 looked = time.monotonic()
                 unasked = 0 if beside.is_asked(asking) else unasked + 1
                 if unasked == beside.LOOKS:
-                    say("no stage asks it any more")
+                    say("no stage uses this server any more")
                     self.interrupt()
-            for each in filter(None, (first, second)):
-                if each.poll() is None:
-                    each.terminate()
+            for process in filter(None, (first, second)):
+                if process.poll() is None:
+                    process.terminate()
         return 0 if unasked == beside.LOOKS else first.returncode
 
     def _on_ray(self, command: list[str]) -> int:
-        """Run the command with Ray on all nodes; returns the exit code."""
+        """Run the command with Ray on all nodes, and return the exit code."""
         names = self.hostnames()
         node = self.settings.cluster.node
         sizes = {
@@ -170,7 +170,7 @@ class Task(Batch):
                 command.append(f"{name}{value}")
         environment, container = self.environment(), self.settings.cluster.container
         if self.limit is not None:
-            # NeMo-RL saves before this time and ends.
+            # NeMo-RL saves and ends before this time.
             environment[SAVE_BY] = str(int(self.began + self.limit - super().margin()))
         try:
             with RayCluster(
@@ -189,9 +189,9 @@ class Task(Batch):
             return FAILED
 
     def interrupt(self) -> None:
-        """Interrupt as by Ctrl-C; on Ray, which any signal ends, end the driver alone, which has saved by then.
+        """Interrupt the job as by Ctrl-C; with Ray, which any signal would end, terminate only the driver.
 
-        Ranks of a training that Puzzle started on all nodes save at SIGTERM.
+        The driver has saved by then. Ranks of a training stage that Puzzle started on all nodes save at SIGTERM.
         """
         if self.cluster is not None:
             self.cluster.interrupt()
@@ -199,15 +199,15 @@ class Task(Batch):
             self.signal_steps("TERM" if self.training else "INT")
 
     def margin(self) -> float:
-        """A quarter of the margin for NeMo-RL, which saves at a set time and uses the rest for it."""
+        """Margin of the job; for NeMo-RL a quarter, as it starts saving at a set time within the full margin."""
         return super().margin() / 4 if self.on_ray else super().margin()
 
     def saved(self) -> int | None:
-        """Step of RL's newest checkpoint; None for other jobs."""
+        """Step of the newest checkpoint of RL; None for other jobs."""
         return saved_step(self.settings.job, self.record)
 
     def verdict(self, code: int) -> str | None:
-        """Reason why the job stopped; None for exit code 0. 130 means an interrupt or a time limit of the job's own."""
+        """Reason why the job stopped; None for exit code 0. 130 means an interrupt or the job's own time limit."""
         if code == 0:
             return None
         if self.stopped or code == INTERRUPTED:
@@ -215,13 +215,13 @@ class Task(Batch):
         return "a mistake in the command or its files" if code == USER_ERROR else f"it failed (exit code {code})"
 
     def conclude(self) -> None:
-        """Write a report of the nodes' memory for NeMo-RL; other jobs write their own."""
+        """Write a report of the nodes' memory for NeMo-RL; other jobs write their own report."""
         if self.on_ray and add_section(report := Report(self.record.name), self.record):
             report.write(self.record / REPORT)
 
 
 def reachable_name() -> str:
-    """Name of this machine that others can resolve: the node's in Slurm, or the host's; else the loopback address."""
+    """Resolvable name of this machine: the node's name in Slurm, or the host name; otherwise the loopback address."""
     for name in (os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()):
         with contextlib.suppress(OSError):
             socket.getaddrinfo(name or None, 0)

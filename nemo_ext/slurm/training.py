@@ -1,4 +1,4 @@
-"""A start of a training run: one rank per GPU, all with the same composed config."""
+"""Start of a training run: one rank per GPU, all with the same composed config."""
 
 import json
 import os
@@ -18,12 +18,12 @@ from nemo_ext.slurm.start import RANKS, Batch, Prepared, say
 
 @dataclass
 class Training(Batch):
-    """A training run; Megatron's `exit_duration_in_mins` stops it in time should Slurm's signal not come."""
+    """Start of a training run; Megatron's `exit_duration_in_mins` stops it in time without Slurm's signal."""
 
     made: Mapping[str, Any] = field(default_factory=dict)
 
     def prepare(self) -> Prepared:
-        """Compose the config with `nemo_ext.slurm.prepare`, in one process for each start."""
+        """Compose the config with `nemo_ext.slurm.prepare`, in one process per start."""
         place = Path.cwd() / f".nemo_ext-{self.job}.json"
         left = self.seconds_left()
         words = [*self.words, *self._layout()]
@@ -44,14 +44,14 @@ class Training(Batch):
         )
 
     def work(self) -> int:
-        """Run all ranks to their end, with their output in the run's log; returns srun's exit code."""
+        """Run all ranks to their end, with their output in the run's log, and return srun's exit code."""
         forget_stacks(Path(self.made["run_dir"]))
         command = self.srun(["-m", "nemo_ext.slurm.rank", self.made["config"]], *RANKS, "--label")
         with (Path(self.made["run_dir"]) / LOG).open("ab") as log:
             return subprocess.run(command, env=self.environment(), stdout=log, stderr=log, check=False).returncode
 
     def interrupt(self) -> None:
-        """Send SIGTERM, after which Megatron saves and exits."""
+        """Send SIGTERM, on which Megatron saves and exits."""
         self.signal_steps("TERM")
 
     def saved(self) -> int:
@@ -72,27 +72,27 @@ class Training(Batch):
         return stood(Path(self.made["run_dir"]), minutes) or f"a rank failed (exit code {code})"
 
     def goes_on(self) -> bool:
-        """True after a step that went wrong: the next start here leaves its batch out."""
+        """True after a step that failed the guard's checks, whose batch the next start skips."""
         return pending(Path(self.made["run_dir"])) is not None
 
     def conclude(self) -> None:
         """Write the report; the run counts as finished even if that fails."""
         if self._step("report", self.made["run_dir"]):
-            say("the report could not be written: see above")
+            say("the report could not be written: see the error above")
 
     def environment(self) -> dict[str, str]:
         """Environment of srun with MASTER_ADDR and MASTER_PORT for torch.distributed."""
         return {**super().environment(), **self.meeting()}
 
     def _layout(self) -> list[str]:
-        """Launcher overrides with the allocation's nodes and ranks, whatever the recipe says."""
-        given = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
-        if missing := [name for name in given.values() if name not in os.environ]:
-            raise ValueError(f"{', '.join(missing)} not set: give sbatch --nodes and --ntasks-per-node")
-        return [f"{key}={os.environ[name]}" for key, name in given.items()]
+        """Launcher overrides with the nodes and ranks of the allocation, which replace the recipe's."""
+        variables = {"launcher.nodes": "SLURM_JOB_NUM_NODES", "launcher.nproc_per_node": "SLURM_NTASKS_PER_NODE"}
+        if missing := [name for name in variables.values() if name not in os.environ]:
+            raise ValueError(f"{', '.join(missing)} not set: pass --nodes and --ntasks-per-node to sbatch")
+        return [f"{key}={os.environ[name]}" for key, name in variables.items()]
 
     def _step(self, *words: str) -> int:
-        """Run a command of `nemo_ext.slurm.prepare` in one process, in the container if any; returns its exit code."""
+        """Run a command of `nemo_ext.slurm.prepare` in one process, and return its exit code."""
         return subprocess.run(
             self.srun(["-m", "nemo_ext.slurm.prepare", *words], "--nodes=1", "--ntasks=1"),
             env=self.environment(),

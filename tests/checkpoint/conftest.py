@@ -139,7 +139,7 @@ def _hybrid_sizes(random: Random) -> dict[str, Any]:
 
 
 def hybrid_puzzle(random: Random) -> Sections:
-    """A child of Nemotron 3 Nano: every kind of block, each with sizes of its own, windows, linear-replaced blocks."""
+    """A child of Nemotron 3 Nano: all kinds of blocks with different sizes, windows, linear-replaced blocks."""
     blocks = ["M", "M{heads=4,groups=1}", "M{linear}", "E", "E{experts=3,ffn=20}", "E{shared=none}", "E{linear}"]
     blocks += ["*{kv=1,heads=3}", "*{window=7}", "-{ffn=33}", "-{linear}"]
     sections = _base(random, "hybrid_puzzle", "".join(random.choice(blocks) for _ in range(6)) + "M*{linear}E-")
@@ -177,7 +177,7 @@ def olmo3(random: Random) -> Sections:
 
 
 def _square(sections: Sections) -> None:
-    """Heads as wide together as the hidden size, which OLMo's classes take for granted."""
+    """Heads whose total width is the hidden size, as OLMo's classes assume."""
     megatron = sections["megatron"]
     megatron["kv_channels"] = random_even(megatron["hidden_size"] // megatron["num_attention_heads"])
     megatron["hidden_size"] = megatron["kv_channels"] * megatron["num_attention_heads"]

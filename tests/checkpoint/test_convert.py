@@ -1,4 +1,4 @@
-"""`nemo-ext convert` as a user meets it: what it makes, what it refuses and how, what travels along."""
+"""`nemo-ext convert` from the command line: output, refusals and their messages, files other than weights."""
 
 import json
 import os
@@ -66,7 +66,7 @@ SHAPES |= {f"model.layers.{n}.{name}.weight": shape for n in range(2) for name, 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small Llama with what lies beside the weights of a published one."""
+    """A small Llama with the files that accompany the weights of a published model."""
     folder = tmp_path / "source"
     folder.mkdir()
     random = torch.Generator().manual_seed(1)
@@ -127,7 +127,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
             )
         assert not (tmp_path / "out").exists()
         said = str(told.value)
-        assert "\n" not in said or said.startswith("the checkpoint is of another model"), "that lists differences"
+        assert "\n" not in said or said.startswith("the checkpoint does not match"), "which lists differences"
         return said
 
     return call
@@ -153,7 +153,7 @@ def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
     assert (tmp_path / "back" / "model.safetensors").read_bytes() != b""
     assert_same(weights_of(tmp_path / "back"), weights_of(source))
     again = command(f"from={source}", f"to={tmp_path / 'mine'}")
-    assert again[0] == 0 and f"{tmp_path / 'mine'}: already made\n" in again[1]
+    assert again[0] == 0 and f"{tmp_path / 'mine'}: complete already\n" in again[1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "mine", "source"]
 
 
@@ -164,7 +164,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, command: Command
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     made = converted(source, tmp_path / "out")
     code, told = command(f"from={source}", f"to={made}", "dry_run=true")
-    assert (code, told.splitlines()[0]) == (0, f"{made}: already made")
+    assert (code, told.splitlines()[0]) == (0, f"{made}: complete already")
 
 
 def test_the_command_that_comes_next_is_quoted_for_the_shell_and_for_hydra(
@@ -352,7 +352,7 @@ def test_queries_keys_and_values_of_different_types_are_converted_to_one(
     key = next(name for name in weights if "k_proj" in name)
     rewrite(source, weights | {key: weights[key].to(torch.bfloat16)})
 
-    assert "are of types bfloat16, float32: choose one for all, dtype=" in refused(source)
+    assert "have the types bfloat16, float32: choose one with dtype=" in refused(source)
     made = weights_of(converted(converted(source, tmp_path / "megatron", dtype="bfloat16"), tmp_path / "export"))
     assert_same(made, {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
 
@@ -366,7 +366,7 @@ def test_files_of_tensors_beside_the_model_are_ignored_with_a_note(
     code, told = command(f"from={source}", f"to={tmp_path / 'out'}")
 
     assert code == 0
-    assert "note: adapter_model.safetensors, consolidated.safetensors: no files of this model's weights" in told
+    assert "note: adapter_model.safetensors, consolidated.safetensors: not weights of this model, ignored" in told
 
 
 def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Callable[..., str]) -> None:
@@ -374,7 +374,7 @@ def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Call
     weights[UP][3, 4] = 70_000
     rewrite(source, weights)
 
-    assert "up to 7e+04, which float16 cannot hold: choose another dtype" in refused(source, "dtype=float16")
+    assert "values up to 7e+04 overflow float16: choose another dtype" in refused(source, "dtype=float16")
 
 
 # RoPE
@@ -402,7 +402,7 @@ def test_a_model_config_that_disagrees_is_told_key_by_key(source: Path, tmp_path
     sections["megatron"] |= {"rotary_base": 500000, "norm_epsilon": 1e-6, "ffn_hidden_size": 32}
 
     for change_rope, rope in ((False, True), (True, False)):
-        with pytest.raises(CheckpointError, match="the checkpoint is of another model than the model config") as caught:
+        with pytest.raises(CheckpointError, match="the checkpoint does not match the model config") as caught:
             converted(source, tmp_path / "out", sections, change_rope=change_rope)
         told = str(caught.value)
         assert "\n  megatron.norm_epsilon: 1e-05 in the checkpoint, 1e-06 in the model config" in told
@@ -420,8 +420,8 @@ def test_a_megatron_checkpoint_is_held_against_the_model_config_too(
 ) -> None:
     megatron = converted(source, tmp_path / "megatron")
 
-    assert "the checkpoint is of another model" in refused(megatron, "megatron.norm_epsilon=1e-6")
-    assert "the checkpoint is of another model" in refused(
+    assert "the checkpoint does not match the model config" in refused(megatron, "megatron.norm_epsilon=1e-6")
+    assert "the checkpoint does not match the model config" in refused(
         megatron, "megatron.norm_epsilon=1e-6", "change_rope=true"
     )  # of RoPE alone
 
@@ -487,21 +487,21 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing shard": (without_second_shard, "names files that are missing: model-00002-of-00002.safetensors"),
     "no index": (without_index, "download the index too"),
     "wrong index": (with_wrong_index, f"disagree on {UP}: copy both again"),
-    "tensor twice": (with_a_tensor_twice, f"{UP} is in model-00001-of-00002.safetensors too"),
+    "tensor twice": (with_a_tensor_twice, f"{UP} is also in model-00001-of-00002.safetensors"),
     "int8": (with_weights(**{UP_: torch.ones(24, 16, dtype=torch.int8)}), f"{UP} is I8"),
     "float8": (with_weights(**{UP_: torch.ones(24, 16).to(torch.float8_e4m3fn)}), f"{UP} is F8_E4M3"),
-    "extra tensor": (with_weights(surplus=torch.ones(2)), "1 tensors are not of this model: surplus"),
+    "extra tensor": (with_weights(surplus=torch.ones(2)), "1 tensors are not part of this model: surplus"),
     "missing tensor": (with_weights(**{UP_: None}), f"1 tensors are missing: {UP}"),
     "wrong shape": (
         with_weights(**{UP_: torch.ones(16, 24)}),
-        f"1 tensors are of another shape: {UP} is [16, 24], the model wants [24, 16]",
+        f"1 tensors are of a different shape: {UP} is [16, 24], expected [24, 16]",
     ),
     "config cut": (with_config(b'{"architectures": ['), "config.json: cannot be read"),
     "config a list": (with_config(b"[]"), "config.json: expected a JSON object"),
     "config no text": (with_config(b"\xff\xfe\x00"), "config.json"),
     "unknown class": (with_config(architectures=["LamaForCausalLM"]), "did you mean 'LlamaForCausalLM'?"),
     "no class": (with_config(architectures=None), "architectures=[]: expected one class name"),
-    "quantised": (with_config(quantization_config={"bits": 4}), "a quantised checkpoint; convert the one it was made"),
+    "quantised": (with_config(quantization_config={"bits": 4}), "quantised checkpoint: convert the original"),
     "no size": (with_config(hidden_size="16"), "hidden_size='16': expected a positive whole number"),
     "unknown RoPE": (with_config(rope_scaling={"rope_type": "longrope"}), "rope_type='longrope' is not supported"),
 }
@@ -526,10 +526,10 @@ def test_numbers_that_are_not_finite_are_refused_unless_asked_for(
     weights[Q][3, 4] = number
     rewrite(source, weights)
     assert Q in refused(source)
-    assert "1 of 512 numbers are NaN or infinite" in refused(source)
+    assert "1 of 512 values are NaN or infinite" in refused(source)
 
     assert command(f"from={source}", f"to={tmp_path / 'out'}", "check_finite=false")[0] == 0
-    said = "error: decoder.layers.0.self_attention.linear_qkv.weight: 1 of 256 numbers are NaN or infinite"
+    said = "error: decoder.layers.0.self_attention.linear_qkv.weight: 1 of 256 values are NaN or infinite"
     assert said in refused_from(tmp_path / "out", command)
     back = weights_of(converted(tmp_path / "out", tmp_path / "back", check_finite=False))
     assert torch.equal(back[Q].nan_to_num(nan=9.0), weights[Q].nan_to_num(nan=9.0))
@@ -555,12 +555,12 @@ def without_config(megatron: Path) -> None:
 
 BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
     "metadata cut": (lambda made: shorten(made / "release" / METADATA, 200), "release/.metadata: cannot be read"),
-    "metadata missing": (lambda made: (made / "release" / METADATA).unlink(), "no complete checkpoint; there are none"),
-    "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp: cut short at"),
+    "metadata missing": (lambda made: (made / "release" / METADATA).unlink(), "no complete checkpoint; available"),
+    "file cut": (lambda made: shorten(distcp(made), -5), "release/__0_0.distcp: truncated at"),
     "file missing": (lambda made: distcp(made).unlink(), "release/__0_0.distcp: missing"),
     "no tracker": (
         lambda made: (made / "latest_checkpointed_iteration.txt").unlink(),
-        "neither a Hugging Face checkpoint (config.json) nor one of Megatron",
+        "neither a Hugging Face checkpoint (config.json) nor a Megatron one",
     ),
     "broken config": (
         lambda made: (made / "model" / "megatron.yaml").write_text("model: [") and None,
@@ -570,7 +570,7 @@ BROKEN_MEGATRON: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda made: (made / "model" / "megatron.yaml").write_text("- model") and None,
         "model/megatron.yaml: expected",
     ),
-    "no config": (without_config, "say which model it is, model=..."),
+    "no config": (without_config, "name the model with model=..."),
 }
 
 
@@ -631,7 +631,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("files_from=nowhere",), "files_from=nowhere: no such folder"),
         (("to_format=huggingface", "architecture=OlmoForCausalM"), "did you mean 'OlmoForCausalLM'?"),
         (("to_format=huggingface", "architecture=OlmoForCausalLM"), "no Hugging Face format can express this model"),
-        (("architecture=LlamaForCausalLM",), "is for writing Hugging Face checkpoints"),
+        (("architecture=LlamaForCausalLM",), "applies to Hugging Face targets only"),
         (("change_rope=no",), "change_rope='no': input should be a valid boolean"),
         (("dry_run=maybe",), "dry_run=maybe: expected true or false"),
         (("shard_gigabytes=null",), "shard_gigabytes=None: input should be a valid number"),
@@ -639,7 +639,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("files_from=3",), "files_from=3: no such folder"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
         (("template=domino",), "no chat template 'domino'"),
-        (("iteration=7",), "iteration=7 is for a run of Megatron"),
+        (("iteration=7",), "iteration=7 applies to Megatron runs only"),
     ],
 )
 def test_wrong_settings_are_refused(
@@ -652,7 +652,7 @@ def test_wrong_settings_are_refused(
     ("words", "said"),
     [
         (("dtype=float8",), "dtype=float8: expected one of bfloat16, float16, float32"),
-        (("megatron.rope_theta=1000000",), "megatron.rope_theta: says nothing about a checkpoint's model"),
+        (("megatron.rope_theta=1000000",), "megatron.rope_theta: has no effect on the model in a checkpoint"),
         (("megatron.rotary_bas=1000000",), "did you mean megatron.rotary_base?"),
     ],
 )
@@ -674,7 +674,7 @@ def test_a_source_that_is_nowhere_is_refused(tmp_path: Path, refused: Callable[.
 
 
 def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Path) -> None:
-    """What lies beside the weights is part of what was asked for."""
+    """Files next to the weights are part of the request."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text(json.dumps(CONFIG))
@@ -689,7 +689,7 @@ def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Pa
 def test_a_source_that_is_written_to_meanwhile_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A download or a run that is still going on: the result would be of two checkpoints."""
+    """An unfinished download or run: the result would mix two checkpoints."""
     write_shard_truly = writing.write_shard
 
     def write_and_change(*given: Any) -> None:
@@ -697,7 +697,7 @@ def test_a_source_that_is_written_to_meanwhile_is_noticed(
         os.utime(source / "model.safetensors", (0, 0))
 
     monkeypatch.setattr(writing, "write_shard", write_and_change)
-    with pytest.raises(CheckpointError, match="changed while it was read"):
+    with pytest.raises(CheckpointError, match="changed while it was being read"):
         converted(source, tmp_path / "out", to_format="huggingface")
     assert not (tmp_path / "out").exists()
 
@@ -717,7 +717,7 @@ def test_frequencies_and_a_second_copy_of_a_tied_table_are_no_weights(source: Pa
     assert weights.keys() - back.keys() == {"model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"}
     weights["lm_head.weight"][0] += 1
     rewrite(source, weights)
-    with pytest.raises(CheckpointError, match=r"not of this model: lm_head\.weight"):
+    with pytest.raises(CheckpointError, match=r"not part of this model: lm_head\.weight"):
         converted(source, tmp_path / "other")
 
 

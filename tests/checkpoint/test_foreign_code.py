@@ -1,4 +1,4 @@
-"""Which Python files of a model's folder run, and which are asked about first."""
+"""Python files in a model's folder that may run, and those that need the user's consent."""
 
 import json
 import shutil
@@ -59,8 +59,8 @@ def test_other_files_are_asked_about(file: str, text: str, folder: Path) -> None
     with (folder / file).open("a") as opened:
         opened.write(text)
 
-    today = r" \(if an earlier nemo_ext exported it, copy today's modeling_decilm.py " if file == OURS else "$"
-    with pytest.raises(ValueError, match=rf"would run {file} of this folder .* set trust_remote_code=true{today}"):
+    today = r" \(if an earlier nemo_ext exported it, replace it .* modeling_decilm.py " if file == OURS else "$"
+    with pytest.raises(ValueError, match=rf"would run {file} from this folder .* set trust_remote_code=true{today}"):
         may_run_code(str(folder), {"trust_remote_code": False})
 
     assert may_run_code(str(folder), {"trust_remote_code": True}) is True
@@ -93,8 +93,8 @@ def test_code_of_other_repositories_is_asked_about(config: str, named: Any, fold
     assert foreign_code(folder) == ["somebody/model--code.Class"]
 
 
-def test_what_would_be_downloaded_is_asked_about() -> None:
-    with pytest.raises(ValueError, match="somebody/model: no folder on this machine"):
+def test_downloaded_code_needs_consent() -> None:
+    with pytest.raises(ValueError, match="somebody/model: not a folder on this machine"):
         may_run_code("somebody/model", {})
 
 
@@ -112,7 +112,7 @@ def test_training_asks_before_anything_begins(engine: str, folder: Path, tmp_pat
 def test_a_tokenizer_with_code_is_asked_about_after_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NeMo-RL's checkpoint has a tokenizer of its own, whose code transformers would import."""
+    """NeMo-RL's checkpoint has a tokenizer with code, which transformers would import."""
     ran = tmp_path / "ran"
     weights = tmp_path / "checkpoints" / "step_3" / "policy" / "weights"
     (weights / "consolidated").mkdir(parents=True)

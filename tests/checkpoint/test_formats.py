@@ -317,7 +317,7 @@ def test_an_unknown_class_names_the_nearest() -> None:
     [
         (["model=nemotron3_nano_tiny", "megatron.moe_router_score_function=softmax"], "router with softmax scores"),
         (["model=nemotron3_nano_tiny", "megatron.moe_router_enable_expert_bias=false"], "expert bias"),
-        (["model=llama_nemotron_tiny", "megatron.add_qkv_bias=true"], "biases on q, k and v alone"),
+        (["model=llama_nemotron_tiny", "megatron.add_qkv_bias=true"], "biases on q, k and v only"),
     ],
 )
 def test_a_model_that_no_format_can_express_is_told_why(overrides: list[str], reason: str) -> None:

@@ -133,10 +133,10 @@ def checkpoints(whole: Path, tmp_path: Path) -> Path:
 def test_the_pickles_here_do_run_where_nothing_stops_them(
     kind: str, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Where a test before this one had Megatron in its process, both are of its own.
+    # Separate processes, as an earlier test may have imported Megatron in this one.
     monkeypatch.delenv(FORCED, raising=False)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", LOAD_FROM_BYTES)
-    with suppress(TypeError, AttributeError, pickle.UnpicklingError):  # what the call returns is no state of a record
+    with suppress(TypeError, AttributeError, pickle.UnpicklingError):  # the return value is not the state of a record
         pickle.loads(RUNS[kind](marker))
 
     assert marker.exists()
@@ -147,7 +147,7 @@ def test_metadata_run_nothing(kind: str, marker: Path, checkpoints: Path) -> Non
     newest = checkpoints / "iter_0000020"
     (newest / METADATA).write_bytes(RUNS[kind](marker))
 
-    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*Nothing of it ran"):
+    with pytest.raises(Unsafe, match=r"iter_0000020/\.metadata: names .*None of it ran"):
         read_metadata(newest)
 
     assert not marker.exists()
@@ -179,7 +179,7 @@ def test_commands_refuse_metadata_that_run_something(
 ) -> None:
     (checkpoints / "iter_0000020" / METADATA).write_bytes(RUNS["in a storage record"](marker))
 
-    with pytest.raises(ValueError, match=r"names \w+\.system, which no checkpoint's records need"):
+    with pytest.raises(ValueError, match=r"names \w+\.system, which checkpoint records never need"):
         command(checkpoints)
 
     assert not marker.exists()
@@ -190,7 +190,7 @@ def test_a_resumed_run_goes_on_from_the_one_before(marker: Path, checkpoints: Pa
 
     said = fall_back(checkpoints)
 
-    assert said is not None and "Nothing of it ran" in said and "going on from iter_0000010" in said
+    assert said is not None and "None of it ran" in said and "resuming from iter_0000010" in said
     assert not marker.exists()
 
 
@@ -301,7 +301,7 @@ def test_a_script_of_torch_in_place_of_the_common_state_runs_nothing(checkpoints
     newest = checkpoints / "iter_0000020"
     torch.jit.save(torch.jit.script(torch.nn.Identity()), newest / COMMON)
 
-    with pytest.raises(Unsafe, match="Nothing of it ran"):
+    with pytest.raises(Unsafe, match="None of it ran"):
         check_objects(newest, whole_files(newest))
 
 

@@ -16,7 +16,7 @@ SETTINGS = hf.Settings()
 STANDING_STILL = (
     "train.tokens=512",
     "train.warmup_tokens=0",
-    "megatron.lr=1e-30",  # Megatron wants a rate above zero; fp32 weights do not feel this one
+    "megatron.lr=1e-30",  # Megatron requires a positive rate; this one does not change fp32 weights
     "megatron.min_lr=0",
     "megatron.save_interval=1",
 )

@@ -1,4 +1,4 @@
-"""Averages of checkpoints: their numbers, both formats, what is refused, resuming, and the command."""
+"""Averages of checkpoints: values, both formats, refusals, resuming, and the command."""
 
 import functools
 import json
@@ -110,7 +110,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def loader_arguments(checkpoint: Path) -> dict[str, Any]:
-    """What Megatron's loader is told of the run that saved a release."""
+    """Arguments of the saving run that Megatron's loader reads from a release."""
     return vars(torch.load(checkpoint / "release" / "common.pt", weights_only=False)["args"])
 
 
@@ -223,12 +223,13 @@ def test_negative_weights_and_the_same_checkpoint_twice_are_told(three: list[Pat
 
     assert plan([first, second], soup, Settings()).remarks == []
     assert plan([first, second], soup, Settings(weights=[1.25, -0.25])).remarks == [
-        f"{soup}: weights [1.25,-0.25] extrapolate: one is negative"
+        f"{soup}: weights [1.25,-0.25] extrapolate, as one is negative"
     ]
     assert plan([first, second], soup, Settings(points=[0, 2])).remarks == [
-        f"{soup / 't2'}: weights [-1,2] extrapolate: one is negative"
+        f"{soup / 't2'}: weights [-1,2] extrapolate, as one is negative"
     ]
-    assert plan([first, second, tmp_path / "b" / ".." / "a"], soup, Settings()).remarks == [f"{first} is given 2 times"]
+    twice = plan([first, second, tmp_path / "b" / ".." / "a"], soup, Settings())
+    assert twice.remarks == [f"{first} is listed 2 times"]
 
 
 # Hugging Face
@@ -240,7 +241,7 @@ def test_a_hugging_face_soup_has_the_files_of_the_first(three: list[Path], tmp_p
 
     (soup,) = merge(planned, progress=False)
 
-    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} is another than {three[0]}'s, which is taken"]
+    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} differs from that of {three[0]}, which is used"]
     files = ("config.json", "tokenizer.json", "modeling_own.py")
     assert {file.name for file in soup.iterdir()} == {*files, "model.safetensors", "conversion.json"}
     assert all((soup / name).read_bytes() == (three[0] / name).read_bytes() for name in files)
@@ -279,7 +280,7 @@ def test_shards_are_read_and_written(three: list[Path], tmp_path: Path) -> None:
 def test_configs_of_different_models_are_refused(config: dict[str, Any], said: str, tmp_path: Path) -> None:
     sources = [hugging_face(tmp_path / "a", 0), hugging_face(tmp_path / "b", 1, **config)]
 
-    with pytest.raises(ValueError, match=f"b is of another model than .*/a: .*{said}"):
+    with pytest.raises(ValueError, match=f"b holds a different model than .*/a: .*{said}"):
         plan(sources, tmp_path / "soup", Settings())
 
 
@@ -307,9 +308,9 @@ def test_what_does_not_decide_the_model_may_differ(tmp_path: Path) -> None:
     ("name", "tensor", "said"),
     [
         ("lm_head.weight", None, "1 tensors are missing: lm_head.weight"),
-        ("extra.weight", torch.zeros(3), "1 tensors are not in the other: extra.weight"),
-        ("lm_head.weight", torch.zeros(3, 4), r"of another shape: lm_head.weight is \[3, 4\], not \[40, 16\]"),
-        ("model.norm.weight", torch.zeros(HIDDEN).half(), "of another type: model.norm.weight is float16, not float32"),
+        ("extra.weight", torch.zeros(3), "1 tensors are additional: extra.weight"),
+        ("lm_head.weight", torch.zeros(3, 4), r"of a different shape: lm_head.weight is \[3, 4\], not \[40, 16\]"),
+        ("model.norm.weight", torch.zeros(HIDDEN).half(), "different type: model.norm.weight is float16, not float32"),
     ],
 )
 def test_tensors_that_differ_are_named(
@@ -325,9 +326,7 @@ def test_integers_are_refused(three: list[Path], tmp_path: Path) -> None:
     for source in three:
         change(source, "lm_head.weight", torch.zeros(VOCABULARY, HIDDEN, dtype=torch.int8))
 
-    with pytest.raises(
-        ValueError, match=r"a: 1 tensors are of a type that weights do not have .*: lm_head.weight is I8"
-    ):
+    with pytest.raises(ValueError, match=r"a: 1 tensors are of an unsupported type .*: lm_head.weight is I8"):
         plan(three, tmp_path / "soup", Settings())
 
 
@@ -336,7 +335,7 @@ def test_nan_is_refused_and_its_checkpoint_named(three: list[Path], tmp_path: Pa
     broken[0, :2] = torch.nan
     change(three[1], "lm_head.weight", broken)
 
-    with pytest.raises(ValueError, match=r"/b: lm_head.weight: 2 of 640 numbers are NaN"):
+    with pytest.raises(ValueError, match=r"/b: lm_head.weight: 2 of 640 values are NaN"):
         made(three, tmp_path / "soup")
     assert not (tmp_path / "soup").exists()
 
@@ -354,7 +353,7 @@ def test_a_checkpoint_that_changes_meanwhile_is_noticed(
         return average(*arguments)
 
     monkeypatch.setattr(merging, "average", average_and_touch)
-    with pytest.raises(ValueError, match="a checkpoint changed while it was read"):
+    with pytest.raises(ValueError, match="a source changed while it was being read"):
         merge(planned, progress=False)
     assert not (tmp_path / "soup").exists()
 
@@ -444,7 +443,7 @@ def test_runs_of_different_models_are_refused(three: list[Path], tmp_path: Path)
     a = run_directory(tmp_path / "run_a", *three[:2])
     b = run_directory(tmp_path / "run_b", *three[:2], rotary_base=77)
 
-    with pytest.raises(ValueError, match=r"run_b/.* is of another model than .*run_a/.* differ in rope.base"):
+    with pytest.raises(ValueError, match=r"run_b/.* and .*run_a/.* are different models: .* differ in rope.base"):
         plan([a, b], tmp_path / "soup", Settings())
 
 
@@ -457,7 +456,8 @@ def test_one_config_is_enough(number: int, three: list[Path], tmp_path: Path) ->
     (soup,) = merge(planned, progress=False)
 
     assert planned.remarks == [
-        f"{sources[number] / 'release'}: only names, shapes and types are compared, not its config: none lies beside it"
+        f"{sources[number] / 'release'}: only names, shapes and types are compared, not its config: "
+        "there is none next to it"
     ]
     assert loader_arguments(soup)["hybrid_layer_pattern"] == "*-*-"
     assert [file.stem for file in (soup / "model").iterdir()] == ["soup"]
@@ -480,7 +480,7 @@ def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: lis
 
     assert len(planned.remarks) == 3
     assert "attention_output_gate" in planned.remarks[0]
-    assert planned.remarks[2] == "no model file goes with it: name the model as the run did"
+    assert planned.remarks[2] == "no model file is written: name the model as in the original run"
     assert loader_arguments(soup) == loader_arguments(megatron(tmp_path / "expected", three[0]))
     assert not (soup / "model").exists()
 
@@ -504,10 +504,10 @@ def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: lis
         (2, {"weights": 0.5}, "weights=0.5: expected a list"),
         (2, {"weights": []}, r"weights=\[\]: expected a list"),
         (2, {"points": []}, r"points=\[\]: expected a list"),
-        (2, {"points": [0, 0.1, 0.1000000001]}, "two would have the same folder: t0, t0.1$"),
-        (3, {"points": [0, 1]}, "a line has two ends, from has 3"),
-        (2, {"points": [0, 1], "weights": [0.5, 0.5]}, "weights and points: give one"),
-        (2, {"iterations": [1, 2]}, "iterations is for checkpoints of Megatron"),
+        (2, {"points": [0, 0.1, 0.1000000001]}, "two points would be written to the same folder: t0, t0.1$"),
+        (3, {"points": [0, 1]}, "requires exactly two checkpoints, from has 3"),
+        (2, {"points": [0, 1], "weights": [0.5, 0.5]}, "weights and points: give only one"),
+        (2, {"iterations": [1, 2]}, "iterations applies to Megatron checkpoints only"),
         (2, {"iterations": ["x", 2]}, "iterations=.*: expected a list of whole numbers"),
         (2, {"shard_gigabytes": 0}, "shard_gigabytes=0: expected a positive number"),
     ],
@@ -540,11 +540,11 @@ def test_folders_that_are_missing_or_of_two_formats_are_refused(three: list[Path
 
     with pytest.raises(ValueError, match=r"from=.*/nowhere: no such folder"):
         plan([three[0], tmp_path / "nowhere"], tmp_path / "soup", Settings())
-    with pytest.raises(ValueError, match=r"/a is Hugging Face's, .*/b_megatron is not: .*nemo-ext convert first"):
+    with pytest.raises(ValueError, match=r"/a is a Hugging Face checkpoint, .*/b_megatron is not: .*nemo-ext convert"):
         plan([three[0], other], tmp_path / "soup", Settings())
     with pytest.raises(ValueError, match="neither a Hugging Face checkpoint"):
         plan([other, tmp_path / "empty"], tmp_path / "soup", Settings())
-    with pytest.raises(ValueError, match="is one checkpoint, not iteration 7 of a run"):
+    with pytest.raises(ValueError, match="is a single checkpoint, not a run with iteration 7"):
         plan([other, other / "release"], tmp_path / "soup", Settings(iterations=[None, 7]))
     with pytest.raises(ValueError, match="iterations: 1 for 2 checkpoints"):
         plan([other, other], tmp_path / "soup", Settings(iterations=[7]))
@@ -557,7 +557,7 @@ def test_the_room_for_all_points_is_asked_for_before_the_first(
     usage = SimpleNamespace(free=2.5 * planned.bytes)
     monkeypatch.setattr("nemo_ext.checkpoint.output.shutil.disk_usage", lambda path: usage)
 
-    with pytest.raises(ValueError, match="make room, or choose another disk"):
+    with pytest.raises(ValueError, match="free disk space, or choose another disk"):
         merge(planned, progress=False)
 
     assert not (tmp_path / "line").exists()
@@ -693,7 +693,7 @@ def test_a_dry_run_lists_everything_and_writes_nothing(
     [
         (("from=null",), "give at least two"),
         (("from=a",), r"from=\[a\]: give at least two"),
-        (("from=[a,b]", "to=null"), "to: expected the folder to make"),
+        (("from=[a,b]", "to=null"), "to: expected the target folder"),
         (("from=[a,b]", "verify=perhaps"), "verify=perhaps: expected true or false"),
     ],
 )
@@ -724,4 +724,4 @@ def test_an_interruption_ends_with_130_and_says_how_to_go_on(
 
     code, _, err = job("from=[a,b]", "to=soup")
 
-    assert (code, err) == (130, "interrupted: the same command goes on\n")
+    assert (code, err) == (130, "interrupted: the same command resumes\n")

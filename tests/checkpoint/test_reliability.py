@@ -150,7 +150,7 @@ def test_an_interruption_anywhere_loses_no_finished_part(
         capsys.readouterr()
         hf.convert(plan, settings, progress=False)
 
-        told = f"{plan.to}: going on after {len(finished)} finished parts\n" if finished else ""
+        told = f"{plan.to}: resuming after {len(finished)} finished parts\n" if finished else ""
         assert capsys.readouterr().err == told
         assert {name: written(plan.to)[name] for name in finished} == finished
         assert_same(expected, plan.to)
@@ -259,7 +259,7 @@ def test_another_source_or_setting_starts_over(
 
     converted(source, tmp_path / "out", **chosen)
 
-    told = f"{tmp_path / 'out'}: what an interrupted run left was made from something else: starting over\n"
+    told = f"{tmp_path / 'out'}: an interrupted run left parts that were made with other settings: starting over\n"
     assert capsys.readouterr().err == told
     assert_same(tmp_path / "out", converted(source, tmp_path / "expected", **chosen))
 
@@ -296,7 +296,7 @@ def test_what_is_made_already_is_left_alone(
 
     converted(small[to_format], tmp_path / "out")
 
-    assert capsys.readouterr().err == f"{made}: already made\n"
+    assert capsys.readouterr().err == f"{made}: complete already\n"
     assert {file: (file.stat().st_ino, file.stat().st_mtime_ns) for file in made.rglob("*")} == before
     assert not unfinished(made).exists()
 
@@ -313,7 +313,7 @@ def test_what_was_made_and_is_no_longer_whole_is_not_called_made(
     else:
         os.truncate(lost, 5)
 
-    with pytest.raises(CheckpointError, match=rf"was made, but since then .*{lost.name} went missing or changed"):
+    with pytest.raises(CheckpointError, match=rf"was complete, but .*{lost.name} went missing or changed since"):
         converted(small[to_format], tmp_path / "out")
 
 
@@ -334,7 +334,7 @@ def test_a_bit_that_the_disk_changed_is_noticed(
         verify(*arguments)
 
     monkeypatch.setattr(writing, "_verify", flip)
-    with pytest.raises(CheckpointError, match=f"{name[to_format]}: the disk does not hold what was written"):
+    with pytest.raises(CheckpointError, match=f"{name[to_format]}: reads back differently than written"):
         converted(small[to_format], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -352,7 +352,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(output.shutil, "disk_usage", lambda path: usage._replace(free=13_000))
 
-    with pytest.raises(CheckpointError, match=r"to=.*/out: needs 0.0 GB, .* has 0.0 GB: make room"):
+    with pytest.raises(CheckpointError, match=r"to=.*/out: requires 0.0 GB, but .* has 0.0 GB free: free disk space"):
         converted(small[to_format], tmp_path / "deep" / "out")
     assert not list((tmp_path / "deep").iterdir())
 
@@ -373,7 +373,7 @@ def test_what_is_there_already_needs_no_room(
 
 @contextlib.contextmanager
 def mounted(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
-    """A file system of its own in memory; gives a function that mounts it again with other options."""
+    """A separate in-memory file system; returns a function that remounts it with other options."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode != 0:
@@ -397,7 +397,7 @@ def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
     expected = converted(small[to_format], tmp_path / "expected")
     with mounted(tmp_path / "disk", "24k") as remount:
         to = tmp_path / "disk" / "out"
-        with pytest.raises(CheckpointError, match=r"to=.*/out: .*No space left on device.* make room and run the same"):
+        with pytest.raises(CheckpointError, match=r"to=.*/out: .*No space left on device.* free disk space and run"):
             converted(small[to_format], to)
         assert not to.exists()
 
@@ -414,7 +414,7 @@ def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
     "to_format", [pytest.param(BOTH[0], marks=pytest.mark.deep), pytest.param(BOTH[1], marks=pytest.mark.slow)]
 )
 def test_a_file_that_may_not_grow_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
-    """In a process of its own: the limit is on everything that a process writes, its log too."""
+    """In a separate process, as the limit applies to everything that a process writes, including its log."""
     words = [f"from={small[to_format]}", f"to={tmp_path / 'out'}"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -474,7 +474,7 @@ def test_who_comes_to_the_lock_late_finds_the_folder_made(
 
     converted(small["megatron"], tmp_path / "out")
 
-    assert capsys.readouterr().err == f"{made}: already made\n"
+    assert capsys.readouterr().err == f"{made}: complete already\n"
     assert written(made) == before
     assert not unfinished(made).exists()
 
@@ -533,7 +533,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
     _, told = process.communicate(timeout=300)
 
     if signal_number == signal.SIGINT:
-        assert told.splitlines()[-1] == "interrupted: the same command goes on", (process.returncode, told)
+        assert told.splitlines()[-1] == "interrupted: the same command resumes", (process.returncode, told)
         assert "Traceback" not in told
     else:
         assert process.returncode == -signal.SIGKILL
@@ -544,7 +544,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
 
     parts = len(written(to))
     assert 3 <= len(finished) < parts
-    assert f"{to}: going on after {len(finished)} finished parts\n" in capsys.readouterr().err
+    assert f"{to}: resuming after {len(finished)} finished parts\n" in capsys.readouterr().err
     assert {name: written(to)[name] for name in finished} == finished
     (uninterrupted,) = (checkpoint for made_of, checkpoint in large.items() if made_of != to_format)
     assert_same_tensors(uninterrupted, to)

@@ -174,7 +174,7 @@ def assert_same_model(ours: Any, theirs: Any, state: dict[str, torch.Tensor]) ->
 
 
 def export(model: Any, folder: Path) -> Path:
-    """A checkpoint folder as the exporter leaves it: config.json with auto_map, weights, and the code beside them."""
+    """A checkpoint folder as the exporter writes it: config.json with auto_map, weights, and the code."""
     kind = model.config.model_type.replace("nemotron-nas", "decilm")
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

@@ -18,7 +18,7 @@ TWO = Retention(last=2)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run at step 60 with a checkpoint every ten steps, and a later one that is being written."""
+    """A run at step 60 with a checkpoint every ten steps, and a newer one that is still being written."""
     for step in range(10, 80, 10):
         folder = tmp_path / "checkpoints" / f"iter_{step:07d}"
         folder.mkdir(parents=True)
@@ -83,17 +83,17 @@ def test_what_is_deleted_is_no_checkpoint_before_anything_of_it_goes(run: Path) 
     (left / "iter_0000020" / ".metadata").unlink()
     folder(run, 20).mkdir()
 
-    assert set_aside(run, TWO) == [20, 30, 40], "what a killed deletion left comes first"
+    assert set_aside(run, TWO) == [20, 30, 40], "the remains of a killed deletion come first"
     assert folder(run, 20).is_dir()
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["retention.every=5"], "retention: every without last: all stay; set retention.last too"),
+        (["retention.every=5"], "retention: every has no effect without last, .*: set retention.last too"),
         (["retention.last=0"], "retention: last"),
         (["+retention.lats=2"], "retention: unknown key .lats.: did you mean .last."),
-        (["retention.last=2", "+megatron.save_retain_interval=100"], "both set: leave one out"),
+        (["retention.last=2", "+megatron.save_retain_interval=100"], "both set: remove one of them"),
     ],
 )
 def test_a_wrong_setting_is_told(words: list[str], said: str) -> None:
@@ -118,7 +118,7 @@ def test_a_run_keeps_the_last_two_and_every_fourth(
 
     launch.train(compose("train", [*words, "operation=cluster", "megatron.exit_interval=8"]))
 
-    # Step 8 is left out, and Megatron does not ask then whether to end: this start ends before it.
+    # Step 8 is skipped, and Megatron does not check then whether to end: this start ends before it.
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line] == list(range(1, 8))
     assert steps(sorted((tmp_path / "checkpoints").glob("iter_*"))) == [4, 6, 7]
     assert os.listdir(tmp_path / "checkpoints" / REMOVED) == []

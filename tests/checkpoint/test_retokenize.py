@@ -58,7 +58,7 @@ def saved(tokenizer: Tokenizer, folder: Path, end: str) -> Path:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Callable[..., Path]:
-    """A Llama with random weights beside the tokenizer that is given."""
+    """A Llama with random weights and a given tokenizer."""
 
     def make(write: Callable[..., Path], tied: bool = False, rows: int = 0) -> Path:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -247,7 +247,7 @@ def test_the_same_again_is_made_already_and_another_choice_is_not(
     new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
     words = ("to_format=huggingface", f"tokenizer={new}")
     convert(source, tmp_path / "made", *words)
-    assert "rows are old ones" in capsys.readouterr().err
+    assert "are means of pieces" in capsys.readouterr().err
 
     convert(source, tmp_path / "made", *words)
     with pytest.raises(ValueError, match="made"):
@@ -264,7 +264,7 @@ def test_what_is_missing_is_said(model: Callable[..., Path], tmp_path: Path) -> 
     large = byte_level(tmp_path / "large", 400, 3, ("<|end|>",))
     for words, message in (
         ([f"tokenizer={tmp_path / 'none'}"], "a folder with a tokenizer.json"),
-        (["new_rows=zero"], "give that too"),
+        (["new_rows=zero"], "require tokenizer=FOLDER"),
         ([f"tokenizer={new}", f"old_tokenizer={large}"], "name the checkpoint's own"),
         ([f"tokenizer={new}", "new_rows=some"], "new_rows"),
     ):
@@ -279,7 +279,7 @@ def test_what_is_missing_is_said(model: Callable[..., Path], tmp_path: Path) -> 
 def test_a_tokenizer_of_more_tokens_than_rows_is_not_the_checkpoints(tmp_path: Path) -> None:
     old = byte_level(tmp_path / "old", 300, 1, ("<|end|>",))
 
-    with pytest.raises(CheckpointError, match="ids up to 300, the checkpoint 300 rows"):
+    with pytest.raises(CheckpointError, match="ids up to 300, but the checkpoint only 300 rows"):
         vocabulary(old, old, rows=300)
     assert vocabulary(old, old, rows=301).counts == [1] * 301
 
@@ -289,7 +289,7 @@ def test_tables_that_are_not_the_configs_are_refused(model: Callable[..., Path],
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 317}))
 
-    with pytest.raises(CheckpointError, match="of another shape"):
+    with pytest.raises(CheckpointError, match="of a different shape"):
         convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={source}")
 
 

@@ -1,4 +1,4 @@
-"""Reading and writing Hugging Face's files: what is whole is read, what is broken is named."""
+"""Reading and writing of Hugging Face's tensor files: complete files are read, corrupt files are named."""
 
 import errno
 import json
@@ -144,7 +144,7 @@ def test_an_index_that_is_none_is_refused(sharded: Path, text: bytes) -> None:
 def test_a_tensor_that_is_there_twice_is_refused(sharded: Path) -> None:
     write(sharded / shard_name(1, 2), SECOND | {"a": FIRST["a"]})
 
-    with pytest.raises(CheckpointError, match=r"model-00002.*: a is in model-00001.* too: copy both"):
+    with pytest.raises(CheckpointError, match=r"model-00002.*: a is also in model-00001.*: copy both"):
         SafetensorsReader(sharded)
 
 
@@ -161,7 +161,7 @@ def test_types_that_weights_do_not_have_keep_their_name(tmp_path: Path, dtype: t
     reader = SafetensorsReader(tmp_path)
 
     assert reader.tensors == {"a": Stored((3,), name)}
-    with pytest.raises(CheckpointError, match=rf"1 tensors are of a type .*: a is {name}$"):
+    with pytest.raises(CheckpointError, match=rf"1 tensors are of an unsupported type .*: a is {name}$"):
         check_tensors(reader, {"a": (3,)})
 
 

@@ -1,4 +1,4 @@
-"""Every class that `nemo-ext convert` writes, in the engine of `nemo-ext serve`, beside one whole forward pass."""
+"""All classes that `nemo-ext convert` writes, in the engine of `nemo-ext serve`, compared with a full forward pass."""
 
 import asyncio
 import random

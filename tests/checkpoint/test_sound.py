@@ -45,7 +45,7 @@ def test_the_one_before_a_broken_one_is_taken(checkpoints: Path, damage: str) ->
 
     said = fall_back(checkpoints)
 
-    assert said is not None and "going on from iter_0000010" in said
+    assert said is not None and "resuming from iter_0000010" in said
     assert (checkpoints / TRACKER).read_text() == "10"
     assert (checkpoints / "iter_0000030.broken").is_dir() == (damage != "gone")
     assert TorchDistReader(checkpoints / "iter_0000010").tensors
@@ -56,7 +56,7 @@ def test_a_run_without_any_whole_one_ends(checkpoints: Path) -> None:
     for folder in checkpoints.glob("iter_*"):
         cut(folder)
 
-    with pytest.raises(ValueError, match="there is no other checkpoint"):
+    with pytest.raises(ValueError, match="there is no complete older checkpoint"):
         fall_back(checkpoints)
     assert (checkpoints / TRACKER).read_text() == "30", "nothing is changed then"
 

@@ -21,7 +21,7 @@ def run_of(start: Path | None, *, asked: bool = True) -> dict[str, Any]:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Path:
-    """A checkpoint, as far as its description goes, of another model than that of `WORDS`."""
+    """A checkpoint, as far as its description is concerned, of a different model than `WORDS`."""
     made = compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="*-*{kv=2}-"', "model.name=child"])
     folder = tmp_path / "child"
     (folder / "model").mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
     with pytest.raises(ValueError, match=r"train.model_of_start=true: name the checkpoint"):
         model_of_start(run_of(None))
     (child / "model" / "child.yaml").unlink()
-    with pytest.raises(ValueError, match="its model is not known"):
+    with pytest.raises(ValueError, match="its model is unknown"):
         model_of_start(run_of(child))
 
 

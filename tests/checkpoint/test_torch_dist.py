@@ -179,7 +179,7 @@ def test_a_file_that_is_missing_or_cut_short_is_named(checkpoint: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[:-1])
     with pytest.raises(
-        CheckpointError, match=rf"__1_0.distcp: cut short at {len(data) - 1} of {len(data)} bytes: copy it again"
+        CheckpointError, match=rf"__1_0.distcp: truncated at {len(data) - 1} of {len(data)} bytes: copy it again"
     ):
         TorchDistReader(checkpoint)
 
@@ -199,7 +199,7 @@ def test_a_shard_that_the_metadata_lost_is_noticed(checkpoint: Path, lost: str) 
         del metadata.storage_data[gone]
     (checkpoint / METADATA).write_bytes(pickle.dumps(metadata))
 
-    with pytest.raises(CheckpointError, match=r"\.metadata: embedding.weight is not there as a whole"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: embedding.weight is incomplete"):
         TorchDistReader(checkpoint)
 
 
@@ -239,10 +239,10 @@ def in_big_endian(archive: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda tensor: in_big_endian(saved(tensor)), "numbers of another byte order"),
-        (lambda tensor: saved(tensor[:, :2].clone()), r"not what .metadata says: tensor\(.*size=\(7, 2\)"),
-        (lambda tensor: saved(tensor.double()), r"not what .metadata says: tensor\("),
-        (lambda tensor: saved({"a": tensor}), "not what .metadata says: {'a': "),
+        (lambda tensor: in_big_endian(saved(tensor)), "different byte order"),
+        (lambda tensor: saved(tensor[:, :2].clone()), r"does not match .metadata: tensor\(.*size=\(7, 2\)"),
+        (lambda tensor: saved(tensor.double()), r"does not match .metadata: tensor\("),
+        (lambda tensor: saved({"a": tensor}), "does not match .metadata: {'a': "),
         (lambda tensor: saved(tensor, _use_new_zipfile_serialization=False), "PytorchStreamReader"),
     ],
     ids=["big-endian", "shape", "type", "dictionary", "older format"],
@@ -280,7 +280,7 @@ def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.Mo
 
 
 def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
-    """`torch.save` fails over its own archive then, which says nothing."""
+    """`torch.save` then fails on its own archive, with an uninformative error."""
     piece = Piece.of("a", 4096)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
 
@@ -298,7 +298,7 @@ def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_fil
         writer.finish([result], {"long": "x" * 5000})
 
 
-# What is left out, and where checkpoints are
+# Skipped tensors, and locations of checkpoints
 
 
 @pytest.mark.parametrize("prefix", ["optimizer.", "chained_0.optimizer.", "chained_12.optimizer."])
@@ -324,7 +324,7 @@ def test_a_checkpoint_is_found_from_any_folder_above_it(tmp_path: Path) -> None:
         assert checkpoint_folder(path, 5) == checkpoints / "iter_0000005"
     assert checkpoint_folder(checkpoints / "iter_0000005") == checkpoints / "iter_0000005"
     with pytest.raises(
-        CheckpointError, match=r"iter_0000007: no complete checkpoint; there are iter_0000005, iter_0000010"
+        CheckpointError, match=r"iter_0000007: no complete checkpoint; available: iter_0000005, iter_0000010"
     ):
         checkpoint_folder(tmp_path, 7)
 
@@ -341,5 +341,5 @@ def test_a_checkpoint_is_found_from_any_folder_above_it(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"neither a Hugging Face checkpoint \(config.json\) nor one of Megatron"):
+    with pytest.raises(CheckpointError, match=r"neither a Hugging Face checkpoint \(config.json\) nor a Megatron one"):
         checkpoint_folder(tmp_path)

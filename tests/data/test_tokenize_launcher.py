@@ -117,7 +117,7 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
-        (KeyboardInterrupt(), 130, "interrupted: the same command goes on\n"),
+        (KeyboardInterrupt(), 130, "interrupted: the same command resumes\n"),
         (JobFailed("a worker died"), 1, "error: a worker died\n"),
     ],
 )

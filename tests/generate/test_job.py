@@ -417,7 +417,7 @@ def test_a_dry_run_shows_prompts_and_asks_nothing(
         ([TEMPLATE, "generate.concurrency=0"], "generate.concurrency=0"),
         (
             [TEMPLATE, "generate.attemps=3"],
-            "generate has no such key; `nemo-ext generate --help` names those it has: did",
+            "generate has no such key; `nemo-ext generate --help` lists its keys: did",
         ),
         ([TEMPLATE, "generate.max_token=3"], "did you mean 'max_tokens'?"),
         ([TEMPLATE, "serving.max_lenght=3"], "did you mean 'max_length'?"),

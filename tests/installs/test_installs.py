@@ -230,7 +230,7 @@ def test_a_megatron_core_without_hybrid_models_is_refused(oldest: Path, tmp_path
     )
 
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
-    assert f"needs megatron-core {OLDEST_MEGATRON} or later" in ended.stderr
+    assert f"requires megatron-core {OLDEST_MEGATRON} or later" in ended.stderr
 
 
 @pytest.mark.slow
@@ -304,7 +304,7 @@ NEEDS = {
 def test_a_job_that_needs_an_engine_says_the_one_command(without: Path, tmp_path: Path) -> None:
     for line, (code, _, errors) in forked(without, list(NEEDS), tmp_path).items():
         assert (code, errors.count("\n")) == (2, 1), (line, errors)
-        assert f"this job needs {NEEDS[line]}: pip install 'nemo_ext[engine]'" in errors
+        assert f"this job requires {NEEDS[line]}: pip install 'nemo_ext[engine]'" in errors
     assert {path.suffix for path in tmp_path.iterdir()} == {".out", ".err"}, "nothing but what was said"
 
 

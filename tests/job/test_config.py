@@ -75,7 +75,7 @@ def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[st
         (OSError(28, "no space", "made/train.bin"), True, 1, "error: No space left on device: made/train.bin"),
         (OSError(27, "no name"), False, 1, "error: File too large"),
         (KeyboardInterrupt(), False, 130, "interrupted"),
-        (KeyboardInterrupt(), True, 130, "interrupted: the same command goes on"),
+        (KeyboardInterrupt(), True, 130, "interrupted: the same command resumes"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
@@ -142,7 +142,7 @@ def test_plain_paths_are_not_quoted(plain: str) -> None:
 @pytest.mark.parametrize("name", ["runs/lr=1e-3", "a, b (2) #3/x.jsonl", "1e-3", "~/my runs"])
 def test_names_of_files_are_taken_as_they_are(job: str, key: str, name: str) -> None:
     if (key, name) == ("start", "1e-3"):
-        return  # nothing says that such a key is no number
+        return  # nothing states that such a key is not a number
     for value in (name, hydra_value(name)):
         word = hydra_words([f"{key}={value}"], job)[-1]
         assert OverridesParser.create().parse_override(word).value() == name

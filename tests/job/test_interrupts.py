@@ -155,7 +155,7 @@ def test_one_waits_for_the_end_and_a_second_one_does_not(
             with pytest.raises(KeyboardInterrupt):
                 do()
             done.append("all")
-        done.append("what comes after")
+        done.append("the rest")
     assert done == ["all"]
 
 

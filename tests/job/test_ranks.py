@@ -72,5 +72,5 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_it_is_for() -> N
 def test_a_folder_that_the_container_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ON_NODES, str(tmp_path / "slurm"))
 
-    with pytest.raises(ValueError, match="slurm: not there inside the container"):
+    with pytest.raises(ValueError, match="slurm: not visible inside the container"):
         run_ranks([sys.executable, "-m", "a.module", "config.yaml"], 8, tmp_path)

@@ -129,7 +129,7 @@ def test_its_mistakes_are_one_line(run: Run, tmp_path: Path) -> None:
 
     assert (wrong.returncode, wrong.stderr.splitlines()[-1]) == (2, "error: input=empty: is empty: name a text")
     assert unknown.returncode == 2
-    assert "count_words has no such key; `nemo-ext count_words --help` names those it has: did you mean 'input'?" in (
+    assert "count_words has no such key; `nemo-ext count_words --help` lists its keys: did you mean 'input'?" in (
         unknown.stderr
     )
 
@@ -160,7 +160,7 @@ def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> N
     assert (tmp_path / "run" / "again" / "count").read_text() == "1"
     assert "first" in (tmp_path / "run" / "report.md").read_text()
     assert "task.sbatch count_words input=a.txt output=x" in submitted.stdout
-    assert "error: input=b.txt: not there; name a file" in missing.stdout
+    assert "error: input=b.txt: not found; name a file" in missing.stdout
 
 
 def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None
 
     assert "  train              train a model with Megatron's own trainer" in listed.stdout
     assert listed.stderr.splitlines() == [
-        "mine: train of nemo_ext.jobs is not used: nemo_ext.megatron.commands:TRAIN has that name",
+        "mine: train of nemo_ext.jobs is ignored: nemo_ext.megatron.commands:TRAIN has the same name",
         "broken = mine.nowhere:BROKEN of nemo_ext.jobs cannot be imported: No module named 'mine.nowhere'",
         "newer = mine.newer:NEWER of nemo_ext.jobs cannot be imported: "
         "Job.__init__() got an unexpected keyword argument 'attribute'",

@@ -1,4 +1,4 @@
-"""Checks of what a user wrote."""
+"""Validation of config sections."""
 
 import functools
 import json

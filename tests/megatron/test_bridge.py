@@ -260,7 +260,7 @@ def test_a_puzzle_childs_pipeline_is_cut_where_its_weights_are_even() -> None:
 
 
 def test_a_class_without_a_format_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"LamaForCausalLM: there is no such format.*did you mean .LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"LamaForCausalLM: unknown format.*did you mean .LlamaForCausalLM"):
         nemo_ext.register(replace=["LamaForCausalLM"])
 
 

@@ -55,7 +55,7 @@ def test_a_chain_that_fits_together_has_no_errors(wrong: Chain) -> None:
         ("", "megatron.padded_vocab_size=128", "the tokenizer has 257 ids, the model 128 "),
         ("", "data.tokenizer.kind=byt", "unknown tokenizer kind 'byt'"),
         ("", "data.tokenizer=null", "data.tokenizer must be a mapping"),
-        ("tokenizer={tok}", "", "code is tokenised by"),
+        ("tokenizer={tok}", "", "code is tokenised with"),
     ],
 )
 def test_a_wrong_tokenizer_is_found_before_tokenising(

@@ -144,7 +144,7 @@ def test_errors_of_a_later_stage_are_found_before_the_first_starts(
     words = [f"--config-dir={tmp_path}", "pipeline=quickstart", f"run_dir={tmp_path}/r", "skip=[pretrain]"]
 
     assert run(words, dry_run=False) == 2
-    assert f"error: export: from={tmp_path}/r/pretrain: not there" in capsys.readouterr().out
+    assert f"error: export: from={tmp_path}/r/pretrain: not found" in capsys.readouterr().out
     assert not (tmp_path / "r").exists()
 
 
@@ -304,5 +304,5 @@ def test_a_package_that_a_stage_needs_is_missed_before_any_stage_starts(
         ended = command("pipeline", f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *more)
 
         assert ended.returncode == 2
-        assert "error: fetch: this job needs gguf: pip install 'nemo_ext[fetch]'" in ended.stdout
+        assert "error: fetch: this job requires gguf: pip install 'nemo_ext[fetch]'" in ended.stdout
     assert not (tmp_path / "tasks.jsonl").exists()

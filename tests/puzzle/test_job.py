@@ -256,7 +256,7 @@ def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str
     os.kill(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=300)
     assert process.returncode == 130, err
-    assert "interrupted: the same command goes on" in err and "Traceback" not in err
+    assert "interrupted: the same command resumes" in err and "Traceback" not in err
     assert not (tmp_path / "run" / "blocks" / "stages" / "distill.json").exists()
 
 

@@ -117,7 +117,7 @@ class Slurm:
         self.call("slurmd", "-N", node)
 
     def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: Callable[[], str] = str) -> None:
-        """Until it is true; after too long a time, with what is said then."""
+        """Wait until a condition is true; fail with a message after a time limit."""
         end = time.monotonic() + seconds
         while not until():
             assert time.monotonic() < end, f"not within {seconds:g} s: {what()}\n{self.call('squeue', check=False)}"
@@ -142,7 +142,7 @@ class Slurm:
 def job_ids() -> Iterator[int]:
     """The first of some job ids that no other cluster of tests on this machine has.
 
-    Sessions have the same ids one after another, and Ray's files are by job: those of a session that was killed go.
+    Sessions reuse the same ids, and Ray's files are named by job: files of a killed session are removed.
     """
     for number in range(CLUSTERS):
         with Path("/tmp", f"nemo_ext-slurm-{number}.lock").open("a") as file:
@@ -171,7 +171,7 @@ def slurm() -> Iterator[Slurm]:
 
 
 def cluster(first: int, control: int, *ports: int) -> Iterator[Slurm]:
-    """Slurm's daemons, in a folder of their own: the first job id, and ports of slurmctld and of each node."""
+    """Slurm's daemons in a separate folder: the first job id, and the ports of slurmctld and of each node."""
     # Not pytest's folder: the path of a socket has 107 characters at most.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
@@ -179,7 +179,7 @@ def cluster(first: int, control: int, *ports: int) -> Iterator[Slurm]:
     names = dict(zip(("n1", "n2"), ports, strict=True))
     nodes = "\n".join(NODE.format(name=name, host=host, port=port) for name, port in names.items())
     facts = {"host": host, "folder": folder, "port": control, "nodes": nodes}
-    # Ports and folders are by job: those of two clusters on one machine should differ.
+    # Ports and folders depend on the job, and must differ between two clusters on one machine.
     (folder / "slurm.conf").write_text(CONFIG.format(first=first, **facts))
     (folder / "gres.conf").write_text("".join(f"NodeName={n} Name=gpu Count=4 File=/dev/tty[0-3]\n" for n in names))
     (folder / "state").mkdir()
@@ -263,7 +263,7 @@ def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.fixture
 def vllm(slurm: Slurm, standins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Words with which this test's jobs serve a model: a program that starts in a moment stands for vLLM."""
+    """Arguments with which this test's jobs serve a model: a fast-starting program stands in for vLLM."""
     path = f"{standins.vllm(tmp_path)}{os.pathsep}{slurm.environment['PATH']}"
     monkeypatch.setitem(slurm.environment, "PATH", path)
     return ("cluster=testbed", "serving.engine=vllm", 'slurm.options=["--cpus-per-task=1"]')

@@ -117,7 +117,7 @@ def test_what_is_cancelled_while_it_saves_stays_so(
         with suppress(psutil.Error):
             process.suspend()  # Slurm wakes them when it cancels
     slurm.call("scancel", "--batch", "--signal=USR2", job)
-    slurm.wait(lambda: "SIGUSR2: what runs finishes" in output(tmp_path))
+    slurm.wait(lambda: "SIGUSR2: stopping after this step" in output(tmp_path))
     slurm.call("scancel", job)
     slurm.wait(
         lambda: "queued again" in output(tmp_path) or "cancelled: " in output(tmp_path), what=lambda: output(tmp_path)
@@ -143,7 +143,7 @@ def test_a_node_that_fails_is_replaced(
     assert slurm.end_of(job, tmp_path) == "COMPLETED", output(tmp_path)
     first, second = attempts.read(run_dir)
     assert "killed" in first.reason or first.reason == "cancelled"
-    assert second.first_step in (5, 7)  # it may be told, and save, before it is killed
+    assert second.first_step in (5, 7)  # it may receive the signal, and save, before it is killed
     assert second.last_step == STEPS
     assert steps(run_dir) == losses(standins.rank)
 
@@ -183,11 +183,11 @@ def test_submit_checks_then_runs(
     assert "to start at" in here(*words, "--dry-run"), "what sbatch --test-only says"
     assert not run_dir.exists()
     crowded = here(*words, "cluster.partition=nowhere", code=2)
-    assert "error: cluster.partition=nowhere: Slurm has none of that name: " in crowded
+    assert "error: cluster.partition=nowhere: not known to Slurm: " in crowded
 
     here(*words, "slurm.options=['--cpus-per-task=1']")
     job = (run_dir / "slurm" / "job").read_text().strip()
-    assert f"error: {run_dir}: job {job} of it is" in here(*words, code=2)
+    assert f"error: {run_dir}: its job {job} is" in here(*words, code=2)
     slurm.wait(lambda: len(steps(run_dir)) >= 7, what=lambda: output(run_dir / "slurm"))
     slurm.call("scancel", "--batch", "--signal=USR2", job)
     assert slurm.end_of(job, tmp_path) == "COMPLETED", (run_dir / "slurm" / f"{job}.out").read_text()
@@ -199,7 +199,7 @@ def test_submit_checks_then_runs(
 def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
     slurm: Any, submit: Callable[..., str], train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
-    """Megatron's own trainer on two nodes: what a rank that is no stand-in makes of the signal."""
+    """Megatron's own trainer on two nodes, whose real ranks handle the signal."""
     run_dir = tmp_path / "run"
     job = submit(*WORDS, f"run_dir={run_dir}")
     slurm.wait(lambda: len(steps(run_dir)) >= 5, seconds=600, what=lambda: output(tmp_path))
@@ -216,7 +216,7 @@ def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
 
 
 SINGULARITY = """#!/usr/bin/env bash
-# Notes what it is told, then runs what stands behind the image, with another Python for its own.
+# Records its arguments, then runs the command after the image with another Python.
 printf '%s\\n' "$*" >> "$NOTED"
 while [ "$1" != "$IMAGE" ]; do shift; done
 shift 2
@@ -284,7 +284,7 @@ def test_status_logs_and_cancel(
     assert "iteration" in nemo_ext("logs", str(run_dir), "-n", "200"), "the process becomes `tail`"
     second = submit(*WORDS, f"run_dir={run_dir}", nodes=1)
     assert slurm.end_of(second, tmp_path) == "FAILED"
-    assert f"error: {run_dir}: job {job} is running in it" in output(tmp_path)
+    assert f"error: {run_dir}: job {job} is running in this folder" in output(tmp_path)
     assert f"cancelled: {job}" in here("cancel", str(run_dir))
     assert slurm.end_of(job, tmp_path) in ("CANCELLED", "FAILED")
     slurm.wait(lambda: "stopped: " in here("status", str(run_dir)), seconds=30)

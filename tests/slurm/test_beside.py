@@ -1,4 +1,4 @@
-"""Servers beside the stages that ask them, with a queue that is made here."""
+"""Servers next to the stages that use them, with a simulated queue."""
 
 import os
 import time
@@ -50,7 +50,7 @@ def test_a_stage_waits_until_its_server_answers_or_has_left_the_queue(queue: Pat
     address.write_text("{}")
     os.utime(address, (time.time() - 3600,) * 2)
     beside.wait(tmp_path / "asks", said.append, [])
-    assert said[-1] == "job 9 has left the queue", "an old file is no server"
+    assert said[-1] == "job 9 has left the queue", "an old file does not mean a server"
     address.touch()
     beside.wait(tmp_path / "asks", said.append, [])
     beside.wait(tmp_path / "nothing", said.append, [])

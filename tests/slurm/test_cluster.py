@@ -79,7 +79,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=testbed", "cluster.container.image=a.sif"], "say which runtime"),
+        (["cluster=testbed", "cluster.container.image=a.sif"], "set it to singularity"),
         (["time=tomorrow"], "time='tomorrow'"),
         (["slurm.max_idle=0"], "max_idle=0"),
     ],

@@ -34,7 +34,7 @@ JOB += "EndTime=2026-11-22T13:41:33 NodeList={nodes} NumNodes=1 ExitCode={code} 
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What scontrol says; there is no accounting, and no job in the queue."""
+    """Stand-in for scontrol, without accounting and without queued jobs."""
     programs, said = tmp_path / "bin", tmp_path / "said.txt"
     programs.mkdir()
     for name, does in (
@@ -70,7 +70,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ),
         ("slurmstepd-n1: error: *** JOB 3 ON n1 CANCELLED AT 13:41 ***\n", "cancelled at 13:41"),
         ("slurmstepd-n1: error: *** JOB 3 ON n1 CANCELLED AT 13:41 DUE TO JOB REQUEUE ***\n", ""),
-        ("srun: error: n1: task 0: Killed\n", "n1: task 0: Killed: out of its node's memory, if nobody killed it"),
+        ("srun: error: n1: task 0: Killed\n", "n1: task 0: Killed: node out of memory, unless somebody killed it"),
         (f"{MEMORY}2026-11-22 13:50:00 start 2 of runs/a, nodes n1\nall is well\n", ""),
         ("a step\n", ""),
     ],
@@ -139,7 +139,7 @@ def test_errors_that_a_new_start_cannot_mend(error: str) -> None:
         "OSError: [Errno 5] Input/output error",
         "OSError: [Errno 116] Stale file handle",
         "node failure (n2)",
-        "n1: task 0: Killed: out of its node's memory, if nobody killed it",
+        "n1: task 0: Killed: node out of memory, unless somebody killed it",
         "a word about a ValueError: that is no exception",
     ],
 )
@@ -153,7 +153,7 @@ def test_errors_that_may_not_come_again(error: str) -> None:
         (
             {"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:53"},
             None,
-            "the output file could not be opened on its node: /no such/7.out; make its folder, on a disk that all",
+            "the output file could not be opened on its node: /no such/7.out; create its folder on a disk that all",
         ),
         (
             {"state": "CANCELLED", "reason": "JobHeldUser", "nodes": "(null)"},
@@ -164,7 +164,7 @@ def test_errors_that_may_not_come_again(error: str) -> None:
         (
             {"state": "CANCELLED", "reason": "DependencyNeverSatisfied", "nodes": "(null)"},
             None,
-            "cancelled by Slurm: a job that it waited for failed",
+            "cancelled by Slurm: a job that it depends on failed",
         ),
         ({"state": "FAILED", "reason": "JobLaunchFailure", "code": "0:9"}, MEMORY, "killed by SIGKILL: out of memory"),
         ({"state": "FAILED", "reason": "NonZeroExitCode", "code": "1:0"}, RANKS, "exit code 1: FileNotFoundError: "),
@@ -211,21 +211,21 @@ def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
 
     assert state(given_up) == "stopped: a rank failed (exit code 1): ValueError: x; not queued again: max_restarts=3"
     assert state(idle) == f"stopped: not queued again: 3 starts without a new checkpoint ({failed})"
-    assert "its output ends: 2026-11-22 13:00:00 start 1 of b: step 0; nothing new was saved" in state(killed)
-    assert state(queued_again) == "stopped: time limit (SIGUSR2); nothing new was saved"
+    assert "its output ends: 2026-11-22 13:00:00 start 1 of b: step 0; no new checkpoint was saved" in state(killed)
+    assert state(queued_again) == "stopped: time limit (SIGUSR2); no new checkpoint was saved"
     said.write_text(JOB.format(state="CANCELLED", reason="BeginTime", code="0:0", nodes="(null)"))
     assert state(queued_again).endswith("then cancelled at 2026-11-22T13:41:33 while it was queued")
     said.write_text(JOB.format(state="TIMEOUT", reason="TimeLimit", code="0:15", nodes="n1"))
-    assert state(killed) == "stopped: time limit of 00:10:00; nothing new was saved"
+    assert state(killed) == "stopped: time limit of 00:10:00; no new checkpoint was saved"
 
 
 def test_a_run_on_a_full_disk_says_so(said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(tmp_path / "a")
     monkeypatch.setattr(status, "no_room", lambda place: f"no space left in {place}")
 
-    assert state(run) == f"stopped: no space left in {run}; nothing new was saved"
+    assert state(run) == f"stopped: no space left in {run}; no new checkpoint was saved"
     said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
-    assert state(run) == f"stopped: no space left in {run}; exit code 1; nothing new was saved"
+    assert state(run) == f"stopped: no space left in {run}; exit code 1; no new checkpoint was saved"
 
 
 def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -
 
 
 def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
-    """It never began: that of the start before it is not its reason."""
+    """The job never started, so the reason of the previous start is not its reason."""
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)")
     (run / "slurm" / ends.JOB).write_text("12\n")
     said.write_text(JOB.format(state="FAILED", reason="JobLaunchFailure", code="0:53", nodes="n1"))
@@ -273,7 +273,7 @@ def test_a_number_that_another_job_has_now_is_not_the_runs(
     if own:
         assert status.cancel(run) == ["7"]
     else:
-        with pytest.raises(ValueError, match="the last was 7, a number that another job has now"):
+        with pytest.raises(ValueError, match="the last was 7, an id that another job has now"):
             status.cancel(run)
     assert cancelled.exists() == own
     said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
@@ -294,7 +294,7 @@ def test_who_cancelled_with_our_command_is_noted(said: Path, tmp_path: Path) -> 
     (said.parent / "bin" / "scancel").write_text("#!/bin/sh\n")
     (said.parent / "bin" / "scancel").chmod(0o755)
     queue = status.queued()
-    assert queue == {"7": "pending (JobHeldUser: `scontrol release 7` lets it go)"}
+    assert queue == {"7": "pending (JobHeldUser: `scontrol release 7` releases it)"}
 
     status.cancel(run)
 

@@ -1,4 +1,4 @@
-"""Jobs that follow each other: what a pipeline's file becomes, and a chain on a real Slurm."""
+"""Pipelines: jobs composed from a pipeline's file, and a chain on a real Slurm."""
 
 import json
 from collections.abc import Callable
@@ -213,7 +213,7 @@ def test_findings_stand_once_with_their_stages_below_the_commands(
 
     lines = capsys.readouterr().out.splitlines()
     (error,) = (line for line in lines if line.startswith("error: "))
-    assert error == f"error: from={tmp_path}/nowhere: not there; name a checkpoint (a, b-2)"
+    assert error == f"error: from={tmp_path}/nowhere: not found; name a checkpoint (a, b-2)"
     assert lines.index(error) == len(lines) - 2
     first, second = (line for line in lines if "sbatch --parsable" in line)
     assert first.startswith("a=$(mkdir -p ") and second.startswith("b_2=$(mkdir -p ")

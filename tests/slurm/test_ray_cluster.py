@@ -85,7 +85,7 @@ JOINS = "echo Ray runtime started.; cat"
 
 
 class Steps:
-    """In the place of srun: what each step is, as a shell command; what was asked for."""
+    """Stand-in for srun: the shell command of every step, and the recorded requests."""
 
     def __init__(self, cluster: Cluster, **commands: str) -> None:
         self.cluster = cluster
@@ -189,7 +189,7 @@ def test_a_driver_that_hangs_after_a_loss_is_ended(tmp_path: Path) -> None:
     assert said[3:] == [
         f"Ray on 127.0.0.1 ended with exit code 9; the end of {tmp_path}/ray-127.0.0.1.log:\n"
         "Ray runtime started.\ngone",
-        "the driver still runs 1 s after 127.0.0.1 was lost: ended",
+        "the driver still runs 1 s after 127.0.0.1 was lost: terminated",
     ]
 
 
@@ -309,5 +309,5 @@ def test_a_node_that_is_lost(slurm: Any, submit: Callable[[str], str], tmp_path:
     assert slurm.state(job) == "FAILED"
     said = (tmp_path / "out").read_text()
     assert "Ray on n2 ended with exit code 1; the end of logs/ray-n2.log:" in said, logs(tmp_path)
-    assert "the driver still runs 5 s after n2 was lost: ended" in said
+    assert "the driver still runs 5 s after n2 was lost: terminated" in said
     assert left(job) == []

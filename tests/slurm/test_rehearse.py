@@ -53,7 +53,7 @@ def kept(folder: Path, config: dict[str, Any], *ranks: dict[str, Any], aside: tu
     ("ranks", "kind", "said"),
     [
         ([rank(40, 38)], "note", "memory: 40 GiB of the 64 of a A100-64GB, rehearsed (weights, gradients and"),
-        ([rank(40, 30)], "note", "activations 10); the cost model says 30 (-25 %)"),
+        ([rank(40, 30)], "note", "activations 10); the cost model estimates 30 (-25 %)"),
         (
             [rank(30, 29), rank(60, 58, stage=1)],
             "warning",
@@ -224,7 +224,7 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
     tight = nemo_ext(*given, "cluster.node.gpu_memory_gib=0.01", code=2)
 
     assert "rehearsing" not in tight
-    assert tight.count("error: memory: ") == 3 and "not submitted: mend the errors first" in tight
+    assert tight.count("error: memory: ") == 3 and "not submitted: fix the errors first" in tight
 
 
 def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -
 
     assert found.kind == "error"
     assert "70 GiB of the 64 of a A100-64GB, rehearsed in distill (" in found.text
-    assert "cost model" not in found.text and found.text.endswith("share out the parent with puzzle.fsdp=shard")
+    assert "cost model" not in found.text and found.text.endswith("shard the parent with puzzle.fsdp=shard")
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_model_that_an_earlier_stage_makes_is_waited_for(
 
     found = with_rehearsals([GUESS], [given], SETTINGS, tmp_path, [made])
 
-    assert found == [GUESS, Finding("note", f"not rehearsed: {section}.{key}={made} is not there yet")]
+    assert found == [GUESS, Finding("note", f"not rehearsed: {section}.{key}={made} does not exist yet")]
 
 
 def test_another_model_at_the_same_path_is_rehearsed_again(tmp_path: Path, config: dict[str, Any]) -> None:
@@ -271,5 +271,5 @@ def test_another_model_at_the_same_path_is_rehearsed_again(tmp_path: Path, confi
 def test_stages_without_a_model_say_so(tmp_path: Path) -> None:
     config = compose("puzzle", ["run_dir=r", "puzzle.stages=[search]"])
     kept(tmp_path, config)
-    said = Finding("note", "nothing to rehearse: none of these stages runs a model")
+    said = Finding("note", "nothing to rehearse: no stage runs a model")
     assert with_rehearsals([OTHER], [config], SETTINGS, tmp_path) == [OTHER, said]

@@ -55,11 +55,11 @@ def two(random_llama: Path, tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((*ONLINE, "model=m", "tasks.train.path=t"), ["model=m: not there", "tasks.train.path=t: not there"]),
+        ((*ONLINE, "model=m", "tasks.train.path=t"), ["model=m: not found", "tasks.train.path=t: not found"]),
         (("job=online", "preset=rl_zero", "model=m"), ["preset=rl_zero: grpo generates while it trains"]),
         ((*ONLINE, "model=m", "tasks.train.path=t", "serving.nodes=2"), ["serving.nodes=2: job=online serves"]),
         ((*ONLINE, "model=m", "tasks.train.path=t", "online.colour=1"), ["online has no such key"]),
-        (SWEEP, ["from=a: not there", "from=b: not there"]),
+        (SWEEP, ["from=a: not found", "from=b: not found"]),
         ((*SWEEP, "sweep.at_least={sum: 0.1}"), ["sweep.at_least: unknown name 'sum'"]),
         ((*SWEEP, "serving.gpus=8", "serving.replicas=2"), ["serving.gpus=8: a node of leonardo has 4", "replicas=2"]),
     ],
@@ -100,7 +100,7 @@ def test_megatrons_checkpoints_are_opened_before_the_queue(
     assert "b_megatron" in said
     assert not errors(*words, coming=(made[1],))
     (said,) = errors(*SWEEP, f"from=[{made[0]},{random_llama}]", f"run_dir={tmp_path / 'run'}")
-    assert "bring them into one format with nemo-ext convert first" in said
+    assert "convert them to one format with nemo-ext convert first" in said
     assert not (tmp_path / "run").exists(), "looking leaves nothing"
 
 
@@ -119,7 +119,7 @@ def test_arguments_that_trl_lacks_are_said_before_the_queue(job: tuple[str, ...]
 
 
 def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path: Path) -> None:
-    """Tasks and models of earlier stages may be missing, nothing else; what is made is where the next one looks."""
+    """Only tasks and models of earlier stages may be missing; outputs are where the next stage looks."""
     tasks = tmp_path / "coming" / "tasks.jsonl"
     words = (*ONLINE, f"model={tmp_path}/coming/hf", f"tasks.train.path={tasks}", f"run_dir={tmp_path}/online")
 

@@ -1,4 +1,4 @@
-"""One start of a job: what its end means."""
+"""Start of a job: the meaning of its end."""
 
 import re
 import signal
@@ -131,7 +131,7 @@ def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: 
 
 @pytest.mark.parametrize(
     ("signals", "given_up"),
-    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would end so again")],
+    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would recur in a new start")],
 )
 def test_what_the_time_limit_ends_is_queued_again_whatever_its_code(
     signals: list[int], given_up: str, slurm_says_no: Path
@@ -166,7 +166,7 @@ class Failing(Server):
 
 
 @pytest.mark.parametrize(
-    ("step", "given_up"), [(0, "a new start cannot mend that"), (3, "scontrol requeue: not today")]
+    ("step", "given_up"), [(0, "the error would recur in a new start"), (3, "scontrol requeue: not today")]
 )
 def test_a_start_without_a_step_is_not_tried_again_after_an_error_that_lasts(
     step: int, given_up: str, slurm_says_no: Path, capsys: pytest.CaptureFixture[str]

@@ -1,4 +1,4 @@
-"""What is said of runs; Slurm's queue is a stand-in here, the real one is in test_batch."""
+"""Status of runs; Slurm's queue is a stand-in here, and real in test_batch."""
 
 import json
 import os
@@ -46,8 +46,9 @@ def test_states(tmp_path: Path) -> None:
         "running": run(tmp_path / "a"),
         "finished": run(tmp_path / "b", reason="done", step=100, finished=True),
         "stopped: a rank failed (exit code 1)": run(tmp_path / "c", reason="a rank failed (exit code 1)", job="9"),
-        f"stopped: Slurm has forgotten job 8, and there is no {tmp_path}/d/slurm/8.out: cancelled while it was queued, "
-        "or that file could not be opened on its node; nothing new was saved": run(tmp_path / "d", job="8"),
+        f"stopped: Slurm has no record of job 8, and there is no {tmp_path}/d/slurm/8.out: it was cancelled while "
+        "queued, or that file could not be opened on its node; "
+        "no new checkpoint was saved": run(tmp_path / "d", job="8"),
         "pending (Priority)": run(tmp_path / "e", reason="time limit (SIGUSR2)", job="6"),
     }
     jobs = {"7": "running", "6": "pending (Priority)"}

@@ -1,4 +1,4 @@
-"""`nemo-ext submit` without a Slurm: what is refused and why, and the command to the letter."""
+"""`nemo-ext submit` without Slurm: refusals with their reasons, and the exact command."""
 
 import json
 import re
@@ -71,7 +71,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(place: str) -> None:
     (said,) = errors(*TASKS, f"slurm.folder={place}", paths=True)
 
     assert said.startswith(f"run_dir={place}: ")
-    assert said.endswith("; choose a directory that can be written")
+    assert said.endswith("; choose a writable directory")
 
 
 def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
         return [text for text in errors(*words, paths=True) if text.startswith(f"{key}=")]
 
     assert "neither a Hugging Face checkpoint" in about(key, *train, f"{key}={empty}")[0]
-    assert "`nemo-ext convert` writes one" in about(key, *train, f"{key}={hf}")[0]
+    assert "convert it to Megatron with `nemo-ext convert`" in about(key, *train, f"{key}={hf}")[0]
     assert not about(key, *train, f"{key}={whole}")
     (whole / "latest_checkpointed_iteration.txt").write_text("7")
-    assert "no complete checkpoint; there are release" in about(key, *train, f"{key}={whole}")[0]
+    assert "no complete checkpoint; available: release" in about(key, *train, f"{key}={whole}")[0]
     convert = ("job=convert", f"to={tmp_path}/to", "cluster=testbed")
     assert about("from", *convert, f"from={empty}")
     assert "no weights" in about("from", *convert, f"from={hf}")[0]
@@ -167,12 +167,12 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     assert "did you mean 'boost_usr_prod'" in found["cluster.partition=boost_usr_prd"].text
     assert found["cluster.container.binds"].kind == "warning"
     (known,) = unknown_to_slurm(settings_of(["cluster=leonardo", "cluster.qos=boost_qos_lprod"]))
-    assert "cluster.qos=boost_qos_lprod: Slurm has none of that name" in known.text, "only the site's file has it"
+    assert "cluster.qos=boost_qos_lprod: not known to Slurm" in known.text, "only the site's file has it"
 
 
 @pytest.mark.parametrize(
     ("free", "said"),
-    [(1e9, ["error", "has 1.0 GB; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
+    [(1e9, ["error", "has 1.0 GB free; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
 )
 def test_a_disk_has_room_for_checkpoints(
     free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,7 +181,7 @@ def test_a_disk_has_room_for_checkpoints(
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=int(free)))
     submission = planned(["recipe=olmo1/1b", "cluster=leonardo", f"run_dir={tmp_path}/run"])
 
-    (found,) = (one for one in findings(submission.config, submission.settings) if "make room" in one.text)
+    (found,) = (one for one in findings(submission.config, submission.settings) if "free disk space" in one.text)
 
     assert found.kind == said[0]
     assert all(text in found.text for text in said[1:])
@@ -193,7 +193,7 @@ def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
     assert submit(words, dry_run=False) == 0
     assert capsys.readouterr().out == (
-        f"{tmp_path}: finished before; remove {tmp_path}/slurm/finished.json to have it done again\n"
+        f"{tmp_path}: finished before; remove {tmp_path}/slurm/finished.json to run it again\n"
     )
     submit([*words, "count=7"], dry_run=True)
     assert "finished before" not in capsys.readouterr().out, "it has more to do"
@@ -205,7 +205,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
 
     assert eight.config["launcher"] == {"nodes": 128, "nproc_per_node": 4}
     assert eight.notes[0] == Finding("note", "512 GPUs are 128 nodes of 4 on leonardo")
-    assert eight.notes[1].text.startswith("operation=cluster, as it takes several nodes")
+    assert eight.notes[1].text.startswith("operation=cluster, as the job uses several nodes")
     assert said.config["launcher"] == {"nodes": 2, "nproc_per_node": 4}
     assert "--nodes=2" in said.command()
     assert not any(word.startswith("launcher.") for word in said.words), "the allocation says these"
@@ -261,14 +261,14 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     hub = errors(*words, "data.tokenizer.path=domyn/small", paths=True)
 
     for said in (
-        "data/domyn_cpt/sft_style_train.idx and 61 others not there; `nemo-ext tokenize` writes it",
-        "megatron.pretrained_checkpoint=runs/domyn_small/foundation-domyn_small_10b/checkpoints: not there",
+        "data/domyn_cpt/sft_style_train.idx and 61 others not found; `nemo-ext tokenize` writes it",
+        "megatron.pretrained_checkpoint=runs/domyn_small/foundation-domyn_small_10b/checkpoints: not found",
         "cluster.container.runtime=singularity: not on PATH",
         "cluster.container.image=/no.sif: no such file",
         "data/domyn_cpt/tokenizer: no such folder",
     ):
         assert any(said in text for text in found), said
-    assert any("data/domyn_small/sft/train.idx and 1 others not there; `nemo-ext sft_data`" in text for text in packs)
+    assert any("data/domyn_small/sft/train.idx and 1 others not found; `nemo-ext sft_data`" in text for text in packs)
     assert any("hf download domyn/small" in text for text in hub)
 
 
@@ -281,7 +281,7 @@ def test_packs_that_are_there_are_found(tmp_path: Path) -> None:
         "data.packed.valid=null",
     )
 
-    assert any(f"{tmp_path}/train.idx not there" in text for text in errors(*words, paths=True))
+    assert any(f"{tmp_path}/train.idx not found" in text for text in errors(*words, paths=True))
     (tmp_path / "train.idx").touch()
     assert not any("train.idx" in text for text in errors(*words, paths=True))
 
@@ -293,7 +293,7 @@ def test_errors_end_it_before_slurm_is_asked(
     monkeypatch.setenv("PATH", "/bin")
 
     assert submit(["recipe=domyn_small/cpt", "cluster=leonardo"], dry_run=False) == 2
-    assert "not submitted: mend the errors first" in capsys.readouterr().out
+    assert "not submitted: fix the errors first" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
@@ -320,7 +320,7 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
     assert submission.command().count(f"--config-dir={tmp_path}") == 1
     with pytest.raises(ValueError, match="cluster=mine: no such cluster"):
         settings_of(["cluster=mine"])
-    with pytest.raises(ValueError, match="is no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         planned(["--config-dir=nowhere", "recipe=olmo1/1b"])
 
 
@@ -330,7 +330,7 @@ def test_a_site_of_ones_own(tmp_path: Path) -> None:
         (["recipe=olmo1/1b", "cluster=leonrdo"], "no such cluster: did you mean 'leonardo'"),
         (["recipe=olmo1/7", "cluster=leonardo"], "no such recipe: did you mean 'olmo1/7b'"),
         (["job=trian", "cluster=leonardo"], "job=trian: did you mean 'train'"),
-        (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: job=train has no shards"),
+        (["slurm.shards=4", "cluster=leonardo"], "slurm.shards=4: job=train cannot be sharded"),
         (["job=curate", "slurm.shards=4", "input=a.jsonl", "output=o"], "curate.stages is empty: choose a preset"),
     ],
 )
@@ -399,7 +399,7 @@ def test_help_names_every_job(command: Callable[..., Any]) -> None:
 
 
 def row(recipe: str) -> str:
-    """A recipe's line in docs/clusters.md; memory is that of its rehearsal."""
+    """Line of a recipe in docs/clusters.md, with the memory from its rehearsal."""
     rehearsals = json.loads((REPOSITORY / "tests/rehearsal/recipes.json").read_text())
     peak = max(rank["peak_bytes"] for rank in rehearsals[recipe]["ranks"])
     cells = []

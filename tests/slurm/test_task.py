@@ -1,4 +1,4 @@
-"""Jobs that are no training, and arrays of them."""
+"""Jobs other than training, and arrays of them."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_a_sweep_has_a_run_directory_for_each_point() -> None:
     assert points("train", ["--multirun", "recipe=olmo1/1b,olmo1/7b", "run_dir=r"])[1][-1] == (
         'run_dir="r/recipe=olmo1_7b"'
     )
-    with pytest.raises(ValueError, match="no key has several values; write megatron"):
+    with pytest.raises(ValueError, match="no key has several values; write, for example, megatron"):
         points("train", ["--multirun", "recipe=olmo1/1b", "slurm.options=[a,b]", "model.pattern='(*-)x4'"])
     with pytest.raises(ValueError, match="job=convert has no run directory"):
         points("convert", ["--multirun", "from=a", "to='b','c'"])
@@ -66,7 +66,7 @@ def test_a_task_of_an_array_has_words_of_its_own() -> None:
 
     assert own_words("train", ["recipe=a"], {}) == ["recipe=a"]
     assert own_words("train", sweep, {"SLURM_ARRAY_TASK_ID": "1"})[1] == "megatron.lr=0.0002"
-    with pytest.raises(ValueError, match="2 runs: give sbatch --array=0-1"):
+    with pytest.raises(ValueError, match="2 runs: pass --array=0-1 to sbatch"):
         own_words("train", sweep, {})
     shard = own_words("puzzle", ["run_dir=r"], {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"})
     assert shard == ["run_dir=r", "puzzle.shard=3/8", "puzzle.stages=[distill]"]
@@ -79,7 +79,7 @@ def test_puzzle_takes_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setattr(Task, "seconds_left", lambda self: None)
 
-    with pytest.raises(ValueError, match=r"launcher\.nodes=1: give sbatch --nodes=1"):
+    with pytest.raises(ValueError, match=r"launcher\.nodes=1: pass --nodes=1 to sbatch"):
         Task(settings_of(["job=puzzle"]), ["run_dir=unused"]).prepare()
 
 
@@ -130,7 +130,7 @@ def test_a_task_goes_on_after_a_time_limit(
     report = json.loads((out / "report.json").read_text())
     assert report["answers"] == 40
     asked = Counter(str(payload["messages"]) for payload in endpoint.requests)
-    assert len(asked) == 40 and sum(asked.values()) == 44, "what had been answered is not asked again"
+    assert len(asked) == 40 and sum(asked.values()) == 44, "answered questions are not asked again"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_a_mistake_in_a_task_ends_it(slurm: Any, here: Callable[..., str], tmp_p
     job = (record / "slurm" / "job").read_text().strip()
 
     assert slurm.end_of(job, record) == "FAILED"
-    assert "not queued again: it would end so again" in slurm.outputs(record)
+    assert "not queued again: it would recur in a new start" in slurm.outputs(record)
     assert len(attempts.read(record)) == 1
     assert "stopped: a mistake in the command or its files" in here("status", str(record))
 
@@ -152,7 +152,7 @@ def test_a_mistake_in_a_task_ends_it(slurm: Any, here: Callable[..., str], tmp_p
 def test_a_job_has_ranks_on_all_nodes(
     slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
-    """What Puzzle asks of the batch process: ranks of a stage, which are interrupted, and those of a training."""
+    """Puzzle's requests to the batch process: ranks of a stage, which are interrupted, and of a training stage."""
     standin(holds_at="5")
     run_dir = tmp_path / "run"
     here(
@@ -192,7 +192,7 @@ def test_rl_goes_on_after_a_time_limit(
         *("rl.lengths.prompt=512", "rl.lengths.total=1024", "rl.schedule.steps=40", "save_every=2", "cluster=testbed"),
         *("on_inexpressible=warn", 'slurm.options=["--cpus-per-task=1"]'),
     )
-    assert "not there" in nemo_ext("submit", *words, "model=nowhere", code=2)
+    assert "not found" in nemo_ext("submit", *words, "model=nowhere", code=2)
     nemo_ext("submit", *words)
     job = (run_dir / "slurm" / "job").read_text().strip()
     slurm.wait(lambda: list((run_dir / "checkpoints").glob("checkpoint-*")), what=lambda: slurm.outputs(run_dir))

@@ -1,4 +1,4 @@
-"""Hugging Face formats, and the choice of one for a model or a checkpoint."""
+"""Registry of Hugging Face formats, and selection of the format for a model or a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,29 +15,29 @@ from nemo_ext.job.settings import nearest
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
 FORMATS = {made.architecture: made for made in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
-"""Formats by class name; a model is written in the first that can express it."""
+"""Formats by class name; a model is written in the first one that can express it."""
 
 
 def named(architecture: str) -> Format:
-    """The format of a class name.
+    """Look up a format by class name.
 
     Raises:
-        ValueError: there is none; names the nearest.
+        ValueError: there is no such format; names the nearest one.
     """
     if architecture not in FORMATS:
-        raise ValueError(f"{architecture}: there is no such format: {nearest(architecture, FORMATS)}")
+        raise ValueError(f"{architecture}: unknown format: {nearest(architecture, FORMATS)}")
     return FORMATS[architecture]
 
 
 def choose(description: Description, architecture: str | None = None) -> tuple[Format, dict[str, Any]]:
-    """The format to write a model in, and its config.json.
+    """Choose the format for a model, and write its config.json.
 
     Args:
         description: the model.
         architecture: class name of the format; None for the first that can express the model.
 
     Raises:
-        ValueError: no format can express the model; gives every reason.
+        ValueError: no format can express the model; lists the reason of every format.
     """
     candidates = FORMATS.values() if architecture is None else [named(architecture)]
     reasons = []
@@ -50,20 +50,20 @@ def choose(description: Description, architecture: str | None = None) -> tuple[F
 
 
 def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
-    """The format and the model of a config.json.
+    """Identify the format and the model of a config.json.
 
     Raises:
-        ValueError: an unknown architecture, or a setting that Megatron cannot express or that is unknown here.
+        ValueError: the architecture is unknown, or a setting is unknown or cannot be expressed in Megatron.
     """
     found, description, _ = _read(config)
     return found, description
 
 
 def ignored(config: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json that are switched off and unknown here.
+    """Unknown keys of a config.json that are switched off, and therefore ignored.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: see `read`.
     """
     return _read(config)[2]
 
@@ -73,7 +73,9 @@ def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
     if not isinstance(architectures, list) or len(architectures) != 1:
         raise ValueError(f"config.json: architectures={architectures!r}: expected one class name")
     if config.get("quantization_config"):
-        raise ValueError("config.json: quantization_config: a quantised checkpoint; convert the one it was made from")
+        raise ValueError(
+            "config.json: quantization_config: quantised checkpoint: convert the original that it was made from"
+        )
     found = named(str(architectures[0]))
     keys = Keys(config)
     description = found.read(keys)

@@ -1,6 +1,6 @@
 """Puzzle children of Llama: `DeciLMForCausalLM`, model type nemotron-nas, as published for Llama-Nemotron.
 
-vLLM serves the format with its own model class; transformers loads it with the modelling file beside the weights.
+vLLM serves the format with its own model class; transformers loads it with the modelling file next to the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,15 +33,15 @@ def _write(description: Description) -> dict[str, Any]:
             architecture.norm_placement != "input" or architecture.qk_layernorm,
             "norms on outputs or on queries and keys",
         ),
-        (architecture.qkv_bias and not architecture.bias, "biases on q, k and v alone"),
+        (architecture.qkv_bias and not architecture.bias, "biases on q, k and v only"),
         own_bias(blocks),
-        (description.rope is None, "attention has no positions"),
+        (description.rope is None, "attention without positions"),
         (description.rope is not None and description.rope.percent != 1.0, "partial rotary embedding"),
-        (len(heads) != 1, "attention blocks with different heads, or none at all"),
+        (len(heads) != 1, "attention blocks with different numbers of heads, or no attention"),
         (description.rope is not None and not description.rope.on_windowed, "plain RoPE in blocks with a window"),
     )
     ((number, head_dim),) = heads
-    refuse((architecture.hidden_size % number, "a hidden size that the heads do not divide"))
+    refuse((architecture.hidden_size % number, "a hidden size that is not a multiple of the number of heads"))
     assert description.rope is not None
     layers = _layers(description)
     return (
@@ -66,7 +66,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
-    """`block_configs` with every key spelled out, as published, and layers without blocks where the model has them."""
+    """`block_configs` with every key written out, as published, including layers without blocks."""
     heads = next(block.size("heads") for block in description.blocks if block.kind == "*" and not block.is_linear)
     blocks = [_plain(block) for block in description.blocks]
     widths = [block.size("ffn") for block in blocks if block.kind == "-" and not block.is_linear]
@@ -96,7 +96,7 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
 
 
 def _plain(block: Block) -> Block:
-    """The block with only the values that `block_configs` can express."""
+    """Copy of a block with only the values that `block_configs` can express."""
     if block.is_linear:
         return block
     if block.kind == "*":
@@ -112,9 +112,11 @@ def _complete(part: Mapping[str, object], keys: Sequence[str]) -> dict[str, obje
 def _read(keys: Keys) -> Description:
     layers = keys.get("block_configs")
     if not isinstance(layers, list):
-        raise ValueError("config.json: block_configs: expected a list with one entry a layer")
+        raise ValueError("config.json: block_configs: expected a list with one entry per layer")
     if len(layers) != keys.integer("num_hidden_layers", len(layers)):
-        raise ValueError(f"config.json: num_hidden_layers is not the number of block_configs, {len(layers)}")
+        raise ValueError(
+            f"config.json: num_hidden_layers does not match the {len(layers)} entries of block_configs: correct it"
+        )
     blocks, numbers = [], []
     hidden, heads = keys.integer("hidden_size"), keys.integer("num_attention_heads")
     whole = {"heads": heads, "head_dim": keys.integer("head_dim", hidden // heads)}
@@ -142,16 +144,20 @@ def _read(keys: Keys) -> Description:
 
 
 def beyond_vllm(description: Description) -> list[str]:
-    """Remarks on what vLLM's own class for this format (nemotron_nas.py) does not support."""
+    """Remarks on features that vLLM's own class for this format (nemotron_nas.py) does not support."""
     blocks = description.blocks
-    found = []
+    remarks = []
     if any(block.is_linear for block in blocks):
-        found.append("vLLM's own DeciLM has no linear-replaced blocks: nemo_ext's plug-in serves this child instead")
+        remarks.append(
+            "vLLM's own DeciLM does not support linear-replaced blocks: nemo_ext's plug-in serves this child instead"
+        )
     if any(block.kind == "*" and block.get("window") for block in blocks):
-        found.append("vLLM's own DeciLM ignores window_length: nemo_ext's plug-in serves this child instead")
+        remarks.append("vLLM's own DeciLM ignores window_length: nemo_ext's plug-in serves this child instead")
     if blocks and blocks[0].kind != "*":
-        found.append("vLLM's own DeciLM fails on a first layer without attention: nemo_ext's plug-in serves it instead")
-    return found
+        remarks.append(
+            "vLLM's own DeciLM fails on a first layer without attention: nemo_ext's plug-in serves this child instead"
+        )
+    return remarks
 
 
 DECILM = dense_format(

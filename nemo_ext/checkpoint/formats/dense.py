@@ -1,4 +1,4 @@
-"""Dense families whose layers are attention and MLP: Nemotron (Domyn-Small), Llama, OLMo 1 and OLMo 3."""
+"""Dense families with layers of attention and MLP: Nemotron (Domyn-Small), Llama, OLMo 1 and OLMo 3."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,25 +26,25 @@ QK_NORM = {name: f"self_attn.{name}" for name in ("q_norm", "k_norm")}
 MLP = {name: f"mlp.{name}_proj" for name in ("gate", "up", "down")}
 NORMS = {"*": "input_layernorm", "-": "post_attention_layernorm"}
 OLMO1_EPSILON = 1e-5
-"""Norm epsilon, fixed in transformers' OlmoLayerNorm."""
+"""Norm epsilon, hard-coded in transformers' OlmoLayerNorm."""
 OLMO3_BASE = 500000
 """Olmo3Config's default rope_theta, which its loader falls back to for windowed layers."""
 
 
 def dense_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """The keys that all dense families share.
+    """Write the keys shared by all dense families.
 
     Raises:
-        CannotExpress: blocks other than a chain of equal attention and MLP blocks.
+        CannotExpress: the blocks are not alternating attention and MLP blocks of equal sizes.
     """
     blocks = description.blocks
     pairs = [block.kind for block in blocks] == ["*", "-"] * (len(blocks) // 2) and len(blocks) > 0
     refuse(
-        (not pairs, "the blocks are not attention and MLP in turn"),
-        (any(block.is_linear for block in blocks), "a block is replaced by a linear map"),
+        (not pairs, "blocks that do not alternate attention and MLP"),
+        (any(block.is_linear for block in blocks), "a block replaced by a linear map"),
         own_bias(blocks),
-        (description.rope is None, "attention has no positions"),
-        (description.architecture.qkv_bias and not description.architecture.bias, "biases on q, k and v alone"),
+        (description.rope is None, "attention without positions"),
+        (description.architecture.qkv_bias and not description.architecture.bias, "biases on q, k and v only"),
         (description.hf_layers is not None, "layers without blocks"),
     )
     return common_facts(description, model_type, architecture) | {
@@ -59,11 +59,11 @@ def dense_facts(description: Description, model_type: str, architecture: str) ->
 def dense_description(
     keys: Keys, *, blocks: Sequence[Block] | None = None, settings: Mapping[str, Any], **own: Any
 ) -> Description:
-    """A description from the keys that all dense families share.
+    """Build a description from the keys shared by all dense families.
 
     Args:
         keys: the config.json.
-        blocks: the blocks; without them a chain of equal attention and MLP blocks.
+        blocks: blocks of the model; None for alternating attention and MLP blocks of equal sizes.
         settings: fields of `Architecture`.
         own: fields of `Description`.
     """
@@ -74,7 +74,7 @@ def dense_description(
 
 
 def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
-    """The attention block of a family whose attention blocks are all equal, in a list."""
+    """List with the attention block of a family whose attention blocks are all equal."""
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     return [
         Block.of(
@@ -88,16 +88,16 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
 
 
 def biases(description: Description) -> dict[str, bool]:
-    """Bias keys of config.json, for formats with separate keys for attention and MLP."""
+    """Bias keys of config.json for formats with separate keys for attention and MLP."""
     return {"attention_bias": description.architecture.bias, "mlp_bias": description.architecture.bias}
 
 
 def read_biases(keys: Keys) -> bool:
-    """True if linears have biases; Megatron has one switch for all of them."""
+    """True if linear layers have biases; Megatron has one flag for all of them."""
     attention, mlp = keys.flag("attention_bias"), keys.flag("mlp_bias")
     if attention != mlp:
         raise ValueError(
-            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported: Megatron has one switch"
+            f"config.json: attention_bias={attention} with mlp_bias={mlp} is not supported: Megatron has one flag"
         )
     return attention
 
@@ -120,7 +120,7 @@ def _write_nemotron(description: Description) -> dict[str, Any]:
     )
     facts = dense_facts(description, "nemotron", "NemotronForCausalLM")
     assert description.rope is not None
-    partial = {"partial_rotary_factor": description.rope.percent}  # 0.5 where it is not given
+    partial = {"partial_rotary_factor": description.rope.percent}  # 0.5 is the default
     return (
         facts
         | write_rope(description.rope)
@@ -150,7 +150,7 @@ def _read_nemotron(keys: Keys) -> Description:
 
 
 def rms_settings(description: Description) -> None:
-    """Refuse anything but SwiGLU and RMSNorm with plain weights, as every format with Llama's blocks has.
+    """Refuse anything except SwiGLU and RMSNorm with plain weights, which all formats with Llama's blocks share.
 
     Raises:
         CannotExpress: with the reason.
@@ -189,7 +189,7 @@ def _write_llama(description: Description) -> dict[str, Any]:
 
 
 def read_llama(keys: Keys, *, blocks: Sequence[Block] | None = None, **own: Any) -> Description:
-    """The description of a config.json with Llama's keys."""
+    """Build a description from a config.json with Llama's keys."""
     keys.only("hidden_act", "silu")
     return dense_description(
         keys,
@@ -227,7 +227,7 @@ def _write_olmo(description: Description) -> dict[str, Any]:
 
 def _wide_heads(facts: Mapping[str, Any]) -> tuple[bool, str]:
     wide = facts["head_dim"] * facts["num_attention_heads"] != facts["hidden_size"]
-    return wide, "heads that are together not as wide as the hidden size"
+    return wide, "heads whose total width differs from the hidden size"
 
 
 def _read_olmo(keys: Keys) -> Description:
@@ -257,7 +257,7 @@ def _write_olmo3(description: Description) -> dict[str, Any]:
     sizes = {window for window in windows if window}
     refuse(
         (rope.percent != 1.0, "partial rotary embedding"),
-        (not rope.truncate, "YaRN's truncate=false: transformers ignores it in OLMo 3"),
+        (not rope.truncate, "YaRN's truncate=false, which transformers ignores in OLMo 3"),
         _wide_heads(facts),
         (len(sizes) > 1, "windows of different sizes"),
         (rope.on_windowed and rope.scaling != "none" and sizes, "RoPE scaling in blocks with a window"),
@@ -270,7 +270,7 @@ def _write_olmo3(description: Description) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": description.norm_epsilon,
             "attention_bias": False,
-            "sliding_window": max(sizes, default=4096),  # transformers wants one even where no layer uses it
+            "sliding_window": max(sizes, default=4096),  # transformers requires one even if no layer uses it
             "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         }
     )
@@ -289,7 +289,7 @@ def _read_olmo3(keys: Keys) -> Description:
         "full_attention" if (i + 1) % 4 == 0 else "sliding_attention" for i in range(count)
     ]
     if len(types) != count or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise ValueError(f"config.json: layer_types: expected {count} of sliding_attention, full_attention")
+        raise ValueError(f"config.json: layer_types: expected {count} entries of sliding_attention or full_attention")
     window = keys.integer("sliding_window", 4096) if "sliding_attention" in types else None
     mlp = Block.of("-", ffn=keys.integer("intermediate_size"))
     attention = {"sliding_attention": equal_attention(keys, window=window), "full_attention": equal_attention(keys)}
@@ -313,7 +313,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
     """RoPE of blocks with full attention, where `rope_scaling` applies; without those, of blocks with a window."""
     parameters = keys.get("rope_parameters", {})
     if not isinstance(parameters, Mapping) or not {"full_attention", "sliding_attention"} & parameters.keys():
-        rope = read_rope(keys, default_base=OLMO3_BASE)  # the first versions of transformers 5 had one mapping
+        rope = read_rope(keys, default_base=OLMO3_BASE)  # a single mapping in early versions of transformers 5
     else:
         base = {"rope_theta": keys.get("rope_theta", OLMO3_BASE)}
         scaling = {"full_attention": present(keys.get("rope_scaling", {}))}
@@ -329,7 +329,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
         rope = full or by_type["sliding_attention"]
     if not rope.truncate:
         raise ValueError(
-            "config.json: RoPE's truncate=false: transformers ignores it in OLMo 3, and vLLM does not: remove it"
+            "config.json: RoPE's truncate=false: ignored by transformers in OLMo 3, but not by vLLM: remove it"
         )
     return rope
 
@@ -337,7 +337,7 @@ def _olmo3_rope(keys: Keys, types: Sequence[str]) -> Rope:
 dense_format = partial(
     Format, outside=OUTSIDE, layer=LAYER, modules={"*": ATTENTION, "-": MLP}, norms=NORMS, layers=attention_with_mlp
 )
-"""Format whose modules are called as in Llama, for all that a family does not call otherwise."""
+"""Constructor of a format with Llama's module names, except where a family overrides them."""
 NEMOTRON = dense_format(
     architecture="NemotronForCausalLM", model_type="nemotron", write=_write_nemotron, read=_read_nemotron
 )
@@ -350,5 +350,5 @@ OLMO3 = dense_format(
     read=_read_olmo3,
     modules={"*": ATTENTION | QK_NORM, "-": MLP},
     norms={"*": "post_attention_layernorm", "-": "post_feedforward_layernorm"},
-    known=frozenset(("sliding_window", "rope_theta", "rope_scaling")),  # without windows; beside rope_parameters
+    known=frozenset(("sliding_window", "rope_theta", "rope_scaling")),  # without windows; next to rope_parameters
 )

@@ -1,4 +1,4 @@
-"""A Hugging Face format: module names, and config.json in both directions."""
+"""Definition of a Hugging Face format: module names, and config.json in both directions."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,35 +12,35 @@ from nemo_ext.checkpoint.parameters import Role, Row, rows
 
 
 class CannotExpress(ValueError):
-    """A format cannot express a model; the message says which part of it."""
+    """Error of a format that cannot express a model; the message names the reason."""
 
 
 @dataclass(frozen=True)
 class Entry(Row):
-    """A row of the mapping with the names of its tensors in a Hugging Face checkpoint."""
+    """Row of the tensor mapping with the names of its tensors in a Hugging Face checkpoint."""
 
     names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """One Hugging Face architecture.
+    """Format of one Hugging Face architecture.
 
     Attributes:
-        architecture: the class name in config.json's `architectures`.
-        model_type: config.json's `model_type`.
+        architecture: class name in `architectures` of config.json.
+        model_type: `model_type` of config.json.
         write: function from a description to config.json; raises `CannotExpress`.
         read: function from config.json to a description; raises `ValueError`.
         outside: module names of `embedding`, `final_norm` and `head`.
-        layer: prefix of the names inside a layer; `{layer}` is its number.
-        modules: for each kind of block, names of its modules inside the layer; `{expert}` is an expert's number.
-        linear: for each kind, name of the linear that replaces a block.
-        norms: for each kind, name of its norm inside the layer.
-        layers: function that gives the layer of each block, and the number of layers.
+        layer: prefix of the names inside a layer; `{layer}` is the layer's number.
+        modules: module names inside a layer, by kind of block; `{expert}` is the expert's number.
+        linear: name of the linear layer that replaces a block, by kind.
+        norms: name of the norm inside a layer, by kind of block.
+        layers: function that returns the layer of each block, and the number of layers.
         stacked_experts: whether a block's experts are one tensor.
-        code: files of `nemo_ext.checkpoint.remote_code` that a checkpoint carries.
-        remarks: function from a description to notes for users of its export.
-        known: keys of config.json that decide nothing in Megatron, or only in blocks that a model may lack.
+        code: files of `nemo_ext.checkpoint.remote_code` that are copied into a checkpoint.
+        remarks: function from a description to notes for users of the export.
+        known: keys of config.json without effect in Megatron, or with effect only on blocks that a model may not have.
     """
 
     architecture: str
@@ -59,10 +59,10 @@ class Format:
     known: frozenset[str] = frozenset()
 
     def entries(self, description: Description) -> Iterator[Entry]:
-        """Entries of the whole mapping of a model, in model order.
+        """Entries of a model's tensor mapping, in model order.
 
         Raises:
-            ValueError: for a block that the mapping cannot express.
+            ValueError: the mapping cannot express a block.
         """
         given = description.hf_layers if self.layers is attention_with_mlp else None
         numbers = given or self.layers(description.blocks)[0]
@@ -88,12 +88,12 @@ class Format:
 
 
 def one_layer_a_block(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Layer of each block, and the number of layers; every block has its own."""
+    """Layer of each block, and the number of layers, with one block per layer."""
     return list(range(len(blocks))), len(blocks)
 
 
 def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
-    """Layer of each block, and the number of layers; attention and the MLP right after it share one."""
+    """Layer of each block, and the number of layers, where attention and the MLP right after it share a layer."""
     layers: list[int] = []
     for number, block in enumerate(blocks):
         joins = block.kind == "-" and number > 0 and blocks[number - 1].kind == "*"
@@ -102,11 +102,11 @@ def attention_with_mlp(blocks: Sequence[Block]) -> tuple[list[int], int]:
 
 
 class Keys:
-    """A config.json while it is read; every error message names the key.
+    """Typed access to a config.json that records the keys read; error messages name the key.
 
     Attributes:
-        values: the whole config.json.
-        read: keys that were asked for.
+        values: content of config.json.
+        read: keys read so far.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -114,16 +114,16 @@ class Keys:
         self.read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value, or `default` where the key is absent or null."""
+        """Value of a key, or `default` if it is absent or null."""
         self.read.add(key)
         value = self.values.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A positive whole number.
+        """Value of a key as a positive whole number.
 
         Raises:
-            ValueError: it is missing and has no default, or is something else.
+            ValueError: the key is missing without a default, or the value is not a positive whole number.
         """
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -131,14 +131,14 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A number, or `default` where the key is absent or null."""
+        """Value of a key as a number, or `default` if it is absent or null."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"config.json: {key}={value!r}: expected a number")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """A boolean, or `default` where the key is absent or null."""
+        """Value of a key as a boolean, or `default` if it is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"config.json: {key}={value!r}: expected true or false")
@@ -148,7 +148,7 @@ class Keys:
         """Refuse a value that is not supported; an absent key counts as the first allowed value.
 
         Raises:
-            ValueError: the value is not allowed; names those that are.
+            ValueError: the value is not allowed; lists the allowed ones.
         """
         value = self.get(key, allowed[0])
         if value not in allowed:
@@ -165,14 +165,14 @@ def described(
     hidden: int | None = None,
     **own: Any,
 ) -> Description:
-    """A description from the keys that every config.json has.
+    """Build a description from the keys shared by all config.json files.
 
     Args:
         keys: the config.json.
-        blocks: the blocks.
+        blocks: blocks of the model.
         settings: further fields of `Architecture`.
-        vocabulary: `vocab_size` where none is given; None if it must be.
-        hidden: `hidden_size` where none is given; None if it must be.
+        vocabulary: default of `vocab_size`; None if the key is required.
+        hidden: default of `hidden_size`; None if the key is required.
         own: further fields of `Description`.
     """
     size = keys.integer("vocab_size", vocabulary)
@@ -195,12 +195,12 @@ def refuse(*conditions: tuple[object, str]) -> None:
 
 
 def own_bias(blocks: Sequence[Block]) -> tuple[bool, str]:
-    """Condition for `refuse`: an MLP block has biases of its own."""
-    return any(block.get(BIAS) for block in blocks), "an MLP block with biases of its own"
+    """Condition for `refuse`: an MLP block has biases although the model's linear layers have none."""
+    return any(block.get(BIAS) for block in blocks), "biases in an MLP block only"
 
 
 def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
-    """The value that all blocks of a kind share.
+    """Value shared by all blocks of a kind.
 
     Raises:
         CannotExpress: two blocks differ.
@@ -212,7 +212,7 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:
-    """Keys that every config.json begins with."""
+    """First keys of every config.json."""
     return {
         "architectures": [architecture],
         "model_type": model_type,

@@ -19,7 +19,7 @@ from nemo_ext.checkpoint.formats.format import (
 )
 
 GATED_NORM_EPSILON = 1e-5
-"""Epsilon of the norm in a Mamba-2 mixer: fixed in Megatron (ssm/mamba_mixer.py), the model's in transformers."""
+"""Norm epsilon of Mamba-2 mixers: hard-coded in Megatron (ssm/mamba_mixer.py), the model's in transformers."""
 
 NO_LIMIT = ((0.0, inf), (0.0, "Infinity"), (0.0, {"__float__": "Infinity"}))
 """Mamba's `time_step_limit`, as Python's json and transformers 5 write it."""
@@ -50,19 +50,19 @@ SIZES: dict[str, dict[str, tuple[str, int]]] = {
         "moe_shared_expert_intermediate_size": ("shared", 7688),
     },
 }
-"""For each kind, the keys of config.json with our name for the value and transformers' default."""
+"""Keys of config.json by kind of block, with our name for the value and transformers' default."""
 _TYPES = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "moe": "E", "mlp": "-"}
 KNOWN = frozenset(
     (
-        # how transformers computes, and how it initialises a model
+        # implementation choices and initialisation in transformers
         *("chunk_size", "expand", "use_mamba_kernels", "mamba_ssm_cache_dtype", "residual_in_fp32", "norm_eps"),
         *("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual", "moe_shared_expert_overlap"),
         "time_step_rank",  # Mamba 1's
-        # attention has no positions; multi-token prediction without layers
+        # no effect: attention has no positions, multi-token prediction has no layers
         *("rope_theta", "partial_rotary_factor", "rope_scaling", "rope_parameters", "mtp_layers_block_type"),
         # the same as hybrid_override_pattern
         *("num_hidden_layers", "layers_block_type", "layer_types"),
-        # sizes of blocks that a pattern may lack
+        # sizes of kinds of blocks that may not occur in a pattern
         *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_head_dim", "sliding_window"),
         "intermediate_size",
         *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias"),
@@ -75,7 +75,7 @@ KNOWN = frozenset(
 
 
 def router_is_sigmoid(description: Description) -> None:
-    """Refuse routers that transformers' hybrid models do not have.
+    """Refuse routers that transformers' hybrid models do not support.
 
     Raises:
         CannotExpress: with the reason.
@@ -89,22 +89,22 @@ def router_is_sigmoid(description: Description) -> None:
 
 
 def check_normalised(keys: Keys, top_k: set[int]) -> None:
-    """Refuse router weights normalised otherwise than in Megatron: by their sum for two experts or more, never for one.
+    """Refuse a router normalisation other than Megatron's: by the sum with top-k of two or more, none with top-1.
 
     Raises:
-        ValueError: config.json says otherwise.
+        ValueError: `norm_topk_prob` of config.json differs.
     """
     normalised = keys.flag("norm_topk_prob", True)
     if any((k > 1) != normalised for k in top_k):
         raise ValueError(
-            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts a token is not supported"
+            f"config.json: norm_topk_prob={normalised} with {sorted(top_k)} experts per token is not supported"
         )
 
 
 def _write(description: Description) -> dict[str, Any]:
     architecture, blocks, kinds = description.architecture, description.blocks, description.kinds
     refuse(
-        (any(block.is_linear for block in blocks), "a block is replaced by a linear map"),
+        (any(block.is_linear for block in blocks), "a block replaced by a linear map"),
         (
             architecture.normalization != "RMSNorm" or not architecture.norm_affine,
             "norms other than RMSNorm with weights",
@@ -120,7 +120,7 @@ def _write(description: Description) -> dict[str, Any]:
         (kinds & {"-", "E"} and (description.activation == "silu" or architecture.gated), "a gated FFN"),
         ("*" in kinds and description.rope is not None, "positions in attention"),
         (any(block.kind == "*" and block.get("window") for block in blocks), "sliding windows"),
-        ("*" not in kinds, "no attention block, without which transformers' class cannot run"),
+        ("*" not in kinds, "no attention block, which transformers' class requires"),
         ("M" in kinds and description.norm_epsilon != GATED_NORM_EPSILON, "a norm epsilon other than Mamba's 1e-5"),
     )
     router_is_sigmoid(description)
@@ -147,7 +147,7 @@ def _write(description: Description) -> dict[str, Any]:
             "use_conv_bias": True,
             "mamba_proj_bias": False,
             "mamba_hidden_act": "silu",
-            # transformers 5 takes this as the least time step, which only the initial values are meant to have.
+            # transformers 5 clamps the time step to this minimum, which is only meant for initialisation.
             "time_step_min": 1e-30,
         }
     if description.router is not None and "E" in kinds:
@@ -158,7 +158,7 @@ def _write(description: Description) -> dict[str, Any]:
         facts |= {
             "n_shared_experts": 1,
             "routed_scaling_factor": description.router.scaling,
-            # Megatron normalises the weights of two experts or more.
+            # Megatron normalises the weights with top-k of two or more.
             "norm_topk_prob": facts["num_experts_per_tok"] > 1,
             "n_group": 1,
             "topk_group": 1,
@@ -178,7 +178,7 @@ def _read(keys: Keys) -> Description:
     epsilon = keys.number("layer_norm_epsilon", 1e-5)
     if "M" in kinds and epsilon != GATED_NORM_EPSILON:
         raise ValueError(
-            f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer knows {GATED_NORM_EPSILON} only"
+            f"config.json: layer_norm_epsilon={epsilon}: Megatron's Mamba-2 mixer supports only {GATED_NORM_EPSILON}"
         )
     keys.only("rms_norm_eps", epsilon)  # transformers reads neither this nor the next
     keys.only("num_query_groups", keys.get("num_key_value_heads"))
@@ -212,7 +212,7 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
     full: dict[str, dict[str, int | None]] = {}
     if "*" in kinds:
         keys.only("sliding_window", None)
-        head_dim = keys.integer("head_dim", keys.integer("attention_head_dim", 128))  # Nemotron-H has the latter
+        head_dim = keys.integer("head_dim", keys.integer("attention_head_dim", 128))  # Nemotron-H uses the latter
         keys.only("attention_head_dim", head_dim)
         full["*"] = {"window": None, "head_dim": head_dim}
     if "M" in kinds:
@@ -221,7 +221,7 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         keys.only("conv_kernel", CONV_KERNEL)
         limit = keys.get("time_step_limit", list(NO_LIMIT[0]))
         if limit not in [list(known) for known in NO_LIMIT]:
-            raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer knows 0 to infinity only")
+            raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer supports only 0 to infinity")
     return tuple(
         Block.of(kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()} | full.get(kind, {}))
         for kind, sizes in SIZES.items()

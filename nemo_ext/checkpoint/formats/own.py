@@ -1,4 +1,4 @@
-"""Any sequence of blocks, with a model class of our own: for children that no published format can express."""
+"""Format of nemo_ext's own model class, for any sequence of blocks that no published format can express."""
 
 from dataclasses import replace
 from typing import Any
@@ -27,7 +27,7 @@ SIZES = {
         "shared_intermediate_size": "shared",
     },
 }
-"""For each kind, the keys of a block in config.json and our names for the values."""
+"""Keys of a block in config.json by kind, with our names for the values."""
 NORM_TYPES = {"rms_norm": ("RMSNorm", False), "layer_norm": ("LayerNorm", False), "layer_norm_1p": ("LayerNorm", True)}
 
 
@@ -38,10 +38,10 @@ def _write(description: Description) -> dict[str, Any]:
     top_k = {block.size("topk") for block in description.blocks if block.kind == "E" and not block.is_linear}
     refuse(
         (norm not in names, "RMSNorm with zero-centred weights"),
-        (_other_head_norm(description), "QK norm over single heads other than RMSNorm with weights"),
-        (architecture.qkv_bias and not architecture.bias, "biases on q, k and v alone"),
+        (_other_head_norm(description), "QK norm per head other than RMSNorm with weights"),
+        (architecture.qkv_bias and not architecture.bias, "biases on q, k and v only"),
         (top_k and (architecture.gated or architecture.bias), "experts with gates or biases"),
-        (1 in top_k and len(top_k) > 1, "MoE blocks of which some choose one expert and others more"),
+        (1 in top_k and len(top_k) > 1, "MoE blocks with top-1 routing next to blocks with top-k"),
     )
     router_is_sigmoid(description)
     rope = description.rope
@@ -71,7 +71,7 @@ def _write(description: Description) -> dict[str, Any]:
 
 
 def _other_head_norm(description: Description) -> bool:
-    """True if QK norm over single heads is not RMSNorm with weights, the only one that this format has."""
+    """True if QK norm per head is not RMSNorm with weights, the only kind that this format supports."""
     own = description.architecture
     plain = own.normalization == "RMSNorm" and own.norm_affine and not description.zero_centred_norm
     return own.qk_layernorm and own.qk_norm_scope == "head" and not plain
@@ -161,7 +161,7 @@ BLOCKS = Format(
     stacked_experts=True,
     code=("configuration_nemo_ext_blocks.py", "modeling_nemo_ext_blocks.py"),
     remarks=lambda description: [
-        "NemoExtBlocksForCausalLM is this project's own class: transformers needs trust_remote_code=True for it, "
-        "vLLM an installed nemo_ext"
+        "NemoExtBlocksForCausalLM is nemo_ext's own class: transformers requires trust_remote_code=True for it, "
+        "and vLLM requires nemo_ext to be installed"
     ],
 )

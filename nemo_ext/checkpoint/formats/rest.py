@@ -1,8 +1,8 @@
-"""Keys of a config.json that a format does not read: which may be ignored, and which would change the model unseen.
+"""Check of the keys of a config.json that a format does not read.
 
-Three kinds: keys of transformers and of trainers that say nothing about the model pass; any other key that is switched
-off (null, false, zero, empty, a factor of one) is ignored and reported; any other is refused. So a setting of a model
-that is unknown here is never lost in silence.
+Keys of transformers and of trainers without effect on the model are accepted. Any other key is ignored with a note if
+it is switched off (null, false, zero, empty, a factor of one), and refused otherwise, so that an unknown setting of a
+model is never dropped silently.
 """
 
 import re
@@ -17,50 +17,51 @@ AROUND = frozenset(
         *("chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "tokenizer_class", "tf_legacy_loss"),
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params"),
         *("prefix", "initializer_range", "pretraining_tp", "max_position_embeddings", "gradient_checkpointing"),
-        # generation, which stood in config.json before it had a file of its own
+        # generation, before it was moved to generation_config.json
         *("max_length", "min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "temperature"),
         *("diversity_penalty", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
         *("output_scores", "return_dict_in_generate", "exponential_decay_length_penalty", "suppress_tokens"),
         *("begin_suppress_tokens", "remove_invalid_values", "num_logits_to_keep", "output_router_logits"),
-        # what published folders carry beside it
+        # further keys in published folders
         *("max_sequence_length", "model_max_length", "max_seq_len", "max_seq_length", "seq_length", "n_ctx"),
         *("name_or_path", "tokenizer_model", "chat_template", "license", "transformers.js_config"),
         "is_llama_config",
     )
 )
-"""Keys that say nothing about the model."""
+"""Keys without effect on the model."""
 _AROUND = re.compile(
     r"_.*|use_flash_attn.*|.*pdrop|.*_(token|token_id|token_ids|token_index|version|implementation|dropout)|unsloth_.*"
 )
-"""Further keys that say nothing about the model: private names, token ids, versions, and dropout, for training only."""
+"""Further keys without effect on the model: private names, token ids, versions, and dropout, for training only."""
 _SHAPE = re.compile(r"(num|n)_.*|.*(dim|size|heads|channels|rank|width|layers|experts|groups|percent|pct)")
-"""Keys that decide the shape of a weight, or how much of a head is rotated."""
+"""Keys that determine the shape of a weight, or the rotated part of a head."""
 _FACTOR = re.compile(r".*(scale|scaling|multiplier|factor)$")
 
 
 def ignored_keys(
     config: Mapping[str, Any], read: Collection[str], known: Collection[str], architecture: str
 ) -> list[str]:
-    """Keys that nothing reads and that are switched off, in their order.
+    """Unread keys that are switched off, in their order.
 
     Args:
         config: config.json.
         read: keys that the format read.
-        known: keys of the format's class that decide nothing in Megatron, or only in blocks that this model lacks.
+        known: keys of the format's class without effect in Megatron, or with effect only on blocks that this model does
+            not have.
         architecture: the class, for the message.
 
     Raises:
-        ValueError: a key that is neither read, nor known, nor switched off.
+        ValueError: a key is neither read, nor known, nor switched off.
     """
     rest = [key for key in config if key not in read and key not in known and key not in AROUND]
     rest = [key for key in rest if not _AROUND.fullmatch(key)]
     on = [key for key in rest if not _is_off(key, config[key])]
     if on:
-        advice = "" if any(map(_SHAPE.fullmatch, on)) else ". Where it says nothing about the model, delete it"
+        advice = "" if any(map(_SHAPE.fullmatch, on)) else ". If the key has no effect on the model, delete it"
         raise ValueError(
-            f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)}: {architecture} has no such setting "
-            f"here, and a model that needs it would come out as another{advice}"
+            f"config.json: {', '.join(f'{key}={config[key]!r}' for key in on)}: not supported for {architecture}, and "
+            f"ignoring it could change the model{advice}"
         )
     return rest
 

@@ -1,6 +1,6 @@
-"""Rotary embeddings in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` since transformers 5.
+"""Rotary embedding settings in config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` of transformers 5.
 
-The older keys are written, which transformers 4 and 5 and vLLM all read; both are read.
+Both forms are read; the older one is written, which transformers 4 and 5 and vLLM all support.
 Key names: transformers, modeling_rope_utils.py.
 """
 
@@ -12,13 +12,13 @@ from nemo_ext.checkpoint.description import Rope, yarn_concentration
 from nemo_ext.checkpoint.formats.format import Keys
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Llama 3's constants, the only ones that Megatron knows (rotary_pos_embedding.py, _apply_scaling)."""
+"""Llama 3's constants, the only ones that Megatron supports (rotary_pos_embedding.py, _apply_scaling)."""
 DEFAULT_BASE = 10000
 _KINDS = {"rope_type": (str, "a name"), "type": (str, "a name"), "truncate": (bool, "true or false")}
 
 
 def write_rope(rope: Rope) -> dict[str, Any]:
-    """`rope_theta`, `rope_scaling` and, if only a part of each head is rotated, `partial_rotary_factor`."""
+    """Keys `rope_theta`, `rope_scaling` and, if only a part of each head is rotated, `partial_rotary_factor`."""
     keys: dict[str, Any] = {"rope_theta": float(rope.base), "rope_scaling": _scaling(rope)}
     if rope.percent != 1.0:
         keys["partial_rotary_factor"] = rope.percent
@@ -26,7 +26,7 @@ def write_rope(rope: Rope) -> dict[str, Any]:
 
 
 def rope_parameters(rope: Rope) -> dict[str, Any]:
-    """`rope_parameters` as transformers 5 keeps it: one mapping with `rope_type` and `rope_theta`."""
+    """Mapping `rope_parameters` of transformers 5, with `rope_type` and `rope_theta`."""
     parameters = {"rope_theta": float(rope.base), "rope_type": "default", **(_scaling(rope) or {})}
     return parameters | ({"partial_rotary_factor": rope.percent} if rope.percent != 1.0 else {})
 
@@ -50,18 +50,18 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
 
 
 def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = DEFAULT_BASE) -> Rope:
-    """The rotary embedding of a config.json, with the precedence of transformers 5 (RotaryEmbeddingConfigMixin).
+    """Read the rotary embedding of a config.json, with the precedence of transformers 5 (RotaryEmbeddingConfigMixin).
 
-    `rope_scaling` replaces `rope_parameters`, unless it is empty; `rope_theta` and `partial_rotary_factor` in it come
-    before the same keys of the config.json itself, and `original_max_position_embeddings` after.
+    `rope_scaling` replaces `rope_parameters`, unless it is empty. Its `rope_theta` and `partial_rotary_factor` take
+    precedence over those at the top level of config.json, but its `original_max_position_embeddings` does not.
 
     Args:
         keys: the config.
-        percent: `partial_rotary_factor` where the config has none; None for a class that always rotates whole heads.
-        default_base: `rope_theta` where the config has none.
+        percent: default of `partial_rotary_factor`; None for a class that always rotates whole heads.
+        default_base: default of `rope_theta`.
 
     Raises:
-        ValueError: for a scaling or constants that Megatron does not have, or that are missing.
+        ValueError: the scaling or a constant is missing or not supported by Megatron.
     """
     both = {name: keys.get(name, {}) for name in ("rope_parameters", "rope_scaling")}
     for name, value in both.items():
@@ -80,24 +80,24 @@ def read_rope(keys: Keys, *, percent: float | None = None, default_base: int = D
         return replace(rope, percent=1.0)  # transformers ignores the key in these classes
     raise ValueError(
         f"config.json: partial_rotary_factor={rope.percent} with rope_type={rope.scaling!r}: this class rotates whole "
-        "heads, and transformers cannot run it: remove the key"
+        "heads, and transformers fails on the key: remove it"
     )
 
 
 def present(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE settings without nulls, which say the same as no key; but transformers reads `truncate: null` as false.
+    """RoPE settings without null values, which equal absent keys except that `truncate: null` means false.
 
-    `finetuned` (Yarn-Llama-2) says nothing about the embedding.
+    `finetuned` (Yarn-Llama-2) is dropped, as it does not affect the embedding.
     """
     values = {name: value for name, value in parameters.items() if value is not None and name != "finetuned"}
     return values | ({"truncate": False} if parameters.get("truncate", True) is None else {})
 
 
 def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
-    """The rotary embedding of one `rope_parameters` mapping, with transformers' defaults (modeling_rope_utils.py).
+    """Read a `rope_parameters` mapping, with transformers' defaults (modeling_rope_utils.py).
 
     Raises:
-        ValueError: for a scaling or constants that Megatron does not have, or that are missing.
+        ValueError: the scaling or a constant is missing or not supported by Megatron.
     """
     values = present(parameters)
     for name, value in values.items():
@@ -106,7 +106,7 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
             raise ValueError(f"config.json: RoPE's {name}={value!r}: expected {expected}")
     base = values.pop("rope_theta", DEFAULT_BASE)
     if base != int(base):
-        raise ValueError(f"config.json: rope_theta={base}: Megatron's rotary_base is a whole number")
+        raise ValueError(f"config.json: rope_theta={base}: Megatron's rotary_base must be a whole number")
     older = values.pop("type", "default")
     rope_type = values.pop("rope_type", older)
     plain = Rope(base=int(base), percent=float(values.pop("partial_rotary_factor", 1.0)))
@@ -125,7 +125,7 @@ def read_parameters(parameters: Mapping[str, Any], keys: Keys) -> Rope:
     elif rope_type == "llama3":
         for name, known in LLAMA3.items():
             if required(name) != known:
-                raise ValueError(f"config.json: rope_scaling.{name}: Megatron knows {known} only")
+                raise ValueError(f"config.json: rope_scaling.{name}: Megatron supports only {known}")
         rope = replace(plain, scaling="llama3", factor=required("factor"))
     elif rope_type == "yarn":
         factor = required("factor")
