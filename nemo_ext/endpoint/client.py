@@ -275,8 +275,8 @@ class Client:
                 elif feeding.exception() is not None:
                     feeding.result()
         finally:
-            for task in (feeding, *running):
-                task.cancel()
+            for pending in (feeding, *running):
+                pending.cancel()
             ended = [done.get_nowait() for _ in range(done.qsize())]
             await asyncio.gather(feeding, *running, *filter(None, ended), return_exceptions=True)
 

@@ -263,12 +263,12 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         (
             "chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
-            "text that is not JSON",
+            "expected JSON",
         ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]: a part of type 'image_url'; only text is read",
+            "messages[0].content[0]: a part of type 'image_url' is not supported",
         ),
         (
             "chat/completions",
