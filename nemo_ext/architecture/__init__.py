@@ -1,1 +1,1 @@
-"""The block sequence: notation, cost, pipeline cuts. Pure Python, no torch, nothing of ours but `job`."""
+"""Block patterns: notation, cost model and pipeline cuts. Pure Python without torch; imports only our `job`."""

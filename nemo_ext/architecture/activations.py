@@ -1,7 +1,7 @@
 """Estimated memory of the activations kept for the backward pass.
 
-It counts the tensors each block saves, without dropout, with tokens spread evenly over experts, and without
-communication buffers or allocator slack.
+The estimate counts the tensors each block saves. It assumes no dropout and tokens spread evenly over experts, and
+excludes communication buffers and allocator slack.
 """
 
 from nemo_ext.architecture.layout import Layout, stage_ranges
@@ -18,9 +18,9 @@ def activation_bytes(
     Bytes kept per block (`block_activation_bytes`) times the micro-batches in flight: PP - rank with 1F1B, and
     (PP - rank - 1) * 2 + (virtual stages - 1) * PP + 1 model chunks with Megatron's interleaved schedule. Full
     recomputation keeps each group's input only, plus one group's activations while it is recomputed. The last
-    stage adds the output layer's input, its norm's and the logits, as the layer makes them and in fp32, with z-loss
-    also its slope; all these end before anything is recomputed. Without training nothing is kept: one block's at
-    a time.
+    stage adds the inputs of the output layer and of the final norm, and the logits: in the training precision, in
+    fp32, and with z-loss also their gradient. These are freed before recomputation starts. With frozen weights
+    nothing is kept, and the peak is the largest single block.
     """
     stages = stage_ranges(architecture.pattern, layout)
     pipeline, chunks = layout.pipeline_parallel, layout.virtual_stages
@@ -66,19 +66,20 @@ def block_activation_bytes(
     Per token, in numbers of the training precision (h hidden, q = heads x head_dim, k = kv x head_dim):
 
     - every block: its input h; the norm's output h [layernorm]
-    - attention: queries, keys and values q + 2k; the output projection's input q; with QK-norm over heads its
-      input, a view of all q + 2k, with QK-norm over the width its input in fp32 and what is weighted, q + k each;
+    - attention: queries, keys and values q + 2k; the output projection's input q; with per-head QK-norm its
+      input, a view of all q + 2k; with full-width QK-norm its input in fp32 and its normalized output, q + k each;
       per head the log-sum-exp, or two copies of the scores if attention is not fused [core_attn]
-    - MLP: the first linear's output and the activation's [mlp]
-    - MoE: router logits and probabilities in fp32 per expert [moe]; per chosen expert its input, its first
-      linear's output [moe] and the activation's [moe_act, moe], without a gate also the activation's times the
-      probability, which is one kernel with a gate [moe_act, moe]; the shared expert as an MLP [shared_experts, moe]
+    - MLP: outputs of the first linear and of the activation [mlp]
+    - MoE: router logits and probabilities in fp32 per expert [moe]; per selected expert its input, its first
+      linear's output [moe] and the activation's [moe_act, moe]; without a gate also the activation's output times
+      the probability, which a gated expert computes in the same kernel [moe_act, moe]; the shared expert as an MLP
+      [shared_experts, moe]
     - Mamba-2: in_proj's output, in which each of TP x CP ranks has a group of B and C; the scan's output before and
       after gating, the norm's output; the fused kernel recomputes the convolution and the states
-    - linear: nothing more
+    - linear: no further tensors
 
-    A name in brackets is the module of Megatron's recompute_modules that drops the term. Block input, norm
-    output and router are split over tensor parallel ranks with sequence parallelism only, the rest always.
+    A name in brackets is the entry of Megatron's recompute_modules that drops the term. Block input, norm output
+    and router are split over tensor-parallel ranks only with sequence parallelism; all other terms always are.
     """
     block, size = block_at(architecture, layer), BYTES[layout.precision]
     length, hidden = architecture.sequence_length(seq_length), architecture.hidden_size

@@ -1,10 +1,10 @@
-"""Reading and writing Puzzle's `block_configs` (the JSON of Llama-Nemotron's `config.json`) as blocks.
+"""Conversion between blocks and Puzzle's `block_configs` (the JSON in Llama-Nemotron's `config.json`).
 
 Each entry is one Transformer layer, `{"attention": {...}, "ffn": {...}}`; here it is up to two residual
-blocks, attention then MLP. A sub-layer that is `no_op` is an absent block, so a layer whose two parts are
-no-ops disappears. The way back pairs blocks into layers: an attention block and the MLP that follows it at
-once share a layer; any other block has its layer to itself, with a no-op beside it. The two descriptions
-compute the same function, but an attention-only layer followed by an FFN-only layer comes back as one layer.
+blocks, attention then MLP. A `no_op` sub-layer is an absent block, so a layer with two no-ops disappears.
+The reverse conversion pairs blocks into layers: an attention block and the MLP immediately after it share a
+layer; any other block gets its own layer, with a no-op as the other sub-layer. The two descriptions compute
+the same function, but an attention-only layer followed by an FFN-only layer is written as one layer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,20 +22,20 @@ _KNOWN = {
     "ffn": ("ffn_mult", "intermediate_size", "no_op", "replace_with_linear"),
 }
 _REPEATED = {"gated": True, "hidden_act": "silu"}
-"""Keys of the published configs that repeat what every block of the format is."""
-# Puzzle searches FFN widths as shares of the parent's; these recover the published ffn_mult exactly.
+"""Keys of the published configs with a constant value: every block of the format is gated and uses SiLU."""
+# Puzzle searches FFN widths as fractions of the parent's; these recover the published ffn_mult exactly.
 _SHARES = sorted({Fraction(k, 20) for k in range(1, 21)} | {Fraction(k, 8) for k in range(1, 9)})
 
 
 def ffn_width(ffn_mult: float, hidden_size: int) -> int:
-    """FFN width of a multiplier: int(2 * ffn_mult * hidden / 3) rounded up to a multiple of 256."""
+    """FFN width for a multiplier: int(2 * ffn_mult * hidden / 3) rounded up to a multiple of 256."""
     return -(-int(2 * ffn_mult * hidden_size / 3) // FFN_MULTIPLE) * FFN_MULTIPLE
 
 
 def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None = None) -> float:
-    """The multiplier that Puzzle would have written for a width: `ffn_width` of it is the width.
+    """Multiplier that Puzzle would have written for a width; the inverse of `ffn_width`.
 
-    Many multipliers round to one width. Preferred, in order: the nearest plain share of the parent's
+    Many multipliers round to one width. Preference order: the nearest simple fraction of the parent's
     multiplier (5 % steps or eighths), a multiple of 0.5, and 1.5 * width / hidden.
 
     Args:
@@ -44,11 +44,11 @@ def ffn_multiplier(width: int, hidden_size: int, *, ffn_hidden_size: int | None 
         ffn_hidden_size: The parent's FFN width, if known.
 
     Raises:
-        ValueError: The width is not a multiple of 256, so no multiplier gives it.
+        ValueError: The width is not a multiple of 256, so no multiplier yields it.
     """
     if width % FFN_MULTIPLE:
         raise ValueError(
-            f"FFN width {width} is not a multiple of {FFN_MULTIPLE}, so ffn_mult cannot express it: round it"
+            f"FFN width {width} is not a multiple of {FFN_MULTIPLE}, so ffn_mult cannot express it: round the width"
         )
     exact = 1.5 * width / hidden_size
     candidates: list[float] = []
@@ -67,18 +67,18 @@ def from_block_configs(
     """Read Puzzle's JSON.
 
     Args:
-        config: Mapping with `hidden_size`, `num_attention_heads` and `block_configs`; other keys are not read.
-        num_query_groups: The model's KV heads; a block that has as many carries no `kv` value.
-        ffn_hidden_size: The model's FFN width; a block that has it carries no `ffn` value.
+        config: Mapping with `hidden_size`, `num_attention_heads` and `block_configs`; other keys are ignored.
+        num_query_groups: The model's KV heads; a block with the same number gets no `kv` value.
+        ffn_hidden_size: The model's FFN width; a block of the same width gets no `ffn` value.
 
     Raises:
-        ValueError: An invalid entry; names its place, such as `block_configs[3].attention.foo`.
+        ValueError: An entry is invalid; the message has its path, such as `block_configs[3].attention.foo`.
     """
     hidden_size = _integer(config, "hidden_size")
     heads = _integer(config, "num_attention_heads")
     layers = config.get("block_configs")
     if not isinstance(layers, Sequence) or isinstance(layers, str):
-        raise ValueError("block_configs: expected a list with one entry a layer")
+        raise ValueError("block_configs: expected a list with one entry per layer")
     blocks: list[Block] = []
     for index, layer in enumerate(layers):
         path = f"block_configs[{index}]"
@@ -127,8 +127,8 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
         )
     if width not in (None, ffn_width(mult, hidden_size)):
         raise ValueError(
-            f"{path}: ffn_mult={mult} is a width of {ffn_width(mult, hidden_size)}, intermediate_size is {width!r}: "
-            "leave one of them out"
+            f"{path}: ffn_mult={mult} is a width of {ffn_width(mult, hidden_size)}, but intermediate_size={width!r}: "
+            "remove one of the two"
         )
     width = ffn_width(mult, hidden_size)
     return Block.of("-") if width == default else Block.of("-", ffn=width)
@@ -144,17 +144,17 @@ def to_block_configs(
 ) -> list[dict[str, dict[str, object]]]:
     """Write blocks as Puzzle's JSON: one entry per layer, pairing attention with the MLP right after it.
 
-    Pipeline cuts are not part of that format and are left out.
+    Pipeline cuts are omitted, as the format does not have them.
 
     Args:
         pattern: Attention and MLP blocks only.
         hidden_size: Model width.
         num_attention_heads: Query heads of every attention block.
-        num_query_groups: KV heads of the blocks that carry no `kv` value.
-        ffn_hidden_size: FFN width of the blocks that carry no `ffn` value.
+        num_query_groups: KV heads of blocks without a `kv` value.
+        ffn_hidden_size: FFN width of blocks without an `ffn` value.
 
     Raises:
-        ValueError: A block that the format cannot express, by its 1-based number.
+        ValueError: The format cannot express a block; the message has its 1-based number.
     """
     layers: list[dict[str, dict[str, object]]] = []
     for number, block in enumerate(pattern.blocks, start=1):
@@ -169,7 +169,7 @@ def to_block_configs(
             else:
                 layers.append({"attention": {"no_op": True}, "ffn": ffn})
         else:
-            raise ValueError(f"{where}: block_configs knows attention ('*') and MLP ('-') only, not {block.name}")
+            raise ValueError(f"{where}: block_configs supports only attention ('*') and MLP ('-'), not {block.name}")
     return layers
 
 
@@ -178,10 +178,12 @@ def _attention_json(block: Block, where: str, *, heads: int, default: int | None
         return {"replace_with_linear": True}
     for name in ("heads", "head_dim"):
         if block.get(name) is not None:
-            raise ValueError(f"{where}: block_configs cannot express a block's own {name!r}")
+            raise ValueError(
+                f"{where}: block_configs cannot express {name!r} for a single block: remove it from the block"
+            )
     kv = block.get("kv", default)
     if kv is None:
-        raise ValueError(f"{where}: give num_query_groups, the KV heads of blocks without a kv value")
+        raise ValueError(f"{where}: pass num_query_groups, the KV heads of blocks without a kv value")
     if heads % kv:
         raise ValueError(f"{where}: {kv} KV heads do not divide the {heads} attention heads")
     written: dict[str, object] = {"n_heads_in_group": heads // kv}
@@ -194,11 +196,11 @@ def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None
     if block.is_linear:
         return {"replace_with_linear": True}
     if block.get(BIAS):
-        raise ValueError(f"{where}: block_configs cannot express a block's own biases")
+        raise ValueError(f"{where}: block_configs cannot express biases in a single block: remove them")
     width = block.get("ffn", default)
     if width is None:
-        raise ValueError(f"{where}: give ffn_hidden_size, the width of blocks without an ffn value")
-    if width % FFN_MULTIPLE:  # no multiplier gives it; vLLM and our modelling file read the width itself
+        raise ValueError(f"{where}: pass ffn_hidden_size, the width of blocks without an ffn value")
+    if width % FFN_MULTIPLE:  # no multiplier yields it; vLLM and our modelling file read the width
         return {"intermediate_size": width}
     return {"ffn_mult": ffn_multiplier(width, hidden_size, ffn_hidden_size=default)}
 
@@ -206,7 +208,7 @@ def _ffn_json(block: Block, where: str, *, hidden_size: int, default: int | None
 def _integer(config: Mapping[str, object], key: str) -> int:
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}: expected a positive integer beside block_configs, got {value!r}")
+        raise ValueError(f"{key}: expected a positive integer next to block_configs, got {value!r}")
     return value
 
 
@@ -216,18 +218,16 @@ def _part(layer: Mapping[str, object], name: str, path: str) -> Mapping[str, obj
         raise ValueError(f"{path}.{name}: expected a mapping, got {part!r}")
     for key, only in _REPEATED.items():
         if part.get(key) not in (None, only):
-            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only {only!r}")
+            raise ValueError(f"{path}.{name}.{key}: {part[key]!r} is not supported: only {only!r} is")
     _refuse_unknown(part, (*_KNOWN[name], *_REPEATED), f"{path}.{name}")
     return part
 
 
-def _refuse_unknown(given: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
-    """Refuse settings that blocks here do not have, unless they are switched off (mamba, moe, parallel_blocks, ...)."""
-    for key, value in given.items():
+def _refuse_unknown(entry: Mapping[str, object], known: tuple[str, ...], path: str) -> None:
+    """Refuse unsupported settings (mamba, moe, parallel_blocks, ...), unless they are null or false."""
+    for key, value in entry.items():
         if key not in known and value:
-            raise ValueError(
-                f"{path}.{key}: {value!r} is neither null nor false, and the key unknown: {nearest(str(key), known)}"
-            )
+            raise ValueError(f"{path}.{key}: unknown key with the value {value!r}: {nearest(str(key), known)}")
 
 
 def _flag(part: Mapping[str, object], key: str, path: str) -> bool:

@@ -1,7 +1,7 @@
-"""One residual block of a model: its kind, and the values that differ from the model's.
+"""One residual block of a model: its kind, and the values that override the model's.
 
-The kinds are Megatron-Core's hybrid symbols (`megatron/core/models/hybrid/hybrid_layer_allocation.py`), the
-value names are ours, and each value sets one field of Megatron's `TransformerConfig` for that block alone.
+The kinds are Megatron-Core's hybrid symbols (`megatron/core/models/hybrid/hybrid_layer_allocation.py`). The
+value names are our own; each value sets one field of Megatron's `TransformerConfig` for that block only.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ NAMES: dict[str, str] = {
     "D": "DeepSeek sparse attention",
     "+": "MLA",
 }
-"""Block kinds and their names for people."""
+"""Block kinds and their display names."""
 
 LINEAR = "linear"
 """Flag of a sub-layer replaced by norm + one hidden x hidden linear (Puzzle's linear-replaced block)."""
 BIAS = "bias"
-"""Flag of an MLP with biases in a model without, as left by folding a LayerNorm's bias into its first linear."""
+"""Flag of an MLP with biases in a model without them: made by folding a LayerNorm's bias into the first linear."""
 
 VALUES: dict[str, dict[str, str]] = {
     "*": {
@@ -50,17 +50,17 @@ VALUES: dict[str, dict[str, str]] = {
     "D": {},
     "+": {},
 }
-"""Value names of each kind, in the order they are written, and the `TransformerConfig` field each sets."""
+"""Value names of each kind, in the order in which they are written, and the `TransformerConfig` field each sets."""
 
 FLAGS = frozenset({LINEAR, BIAS})
 NONE_ALLOWED = frozenset({("*", "window"), ("E", "shared")})
 """Values that may be `none`, stored as 0: a window (full attention) and shared experts (no shared expert)."""
 MAX_VALUE = 2**31 - 1
-"""Largest size: no tensor that Megatron's kernels index has a longer side."""
+"""Largest size: Megatron's kernels cannot index a longer tensor dimension."""
 
 
 def unknown_value(kind: str, name: str) -> str:
-    """Explain that `kind` has no value called `name`, with the nearest match."""
+    """Message for a value name that `kind` does not have, with the nearest match."""
     known = VALUES[kind]
     if not known:
         return f"a {NAMES[kind]} block ({kind!r}) takes no values, so {name!r} cannot be set"
@@ -76,12 +76,12 @@ class Block:
 
     Attributes:
         kind: A key of `NAMES`.
-        values: The block's own values, sorted by name; a value not listed is the model's. 0 means "none" for
-            the values in `NONE_ALLOWED`.
+        values: Values that override the model's, sorted by name. 0 means "none" for the values in
+            `NONE_ALLOWED`.
 
     Raises:
-        ValueError: Unknown kind or value name, a size that is not a positive integer, or `linear` beside
-            other values.
+        ValueError: Unknown kind or value name, a size that is not a positive integer, or `linear` together
+            with other values.
     """
 
     kind: str
@@ -106,7 +106,7 @@ class Block:
             raise ValueError(unknown_value(self.kind, name))
         if name in FLAGS:
             if value is not True:
-                raise ValueError(f"{name!r} of {self.kind!r} is a flag: pass True or leave it out, not {value!r}")
+                raise ValueError(f"{name!r} of {self.kind!r} is a flag: pass True or omit it, not {value!r}")
             return True
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"value {name!r} of {self.kind!r} must be an integer, got {value!r}")
@@ -118,22 +118,22 @@ class Block:
 
     @classmethod
     def of(cls, kind: str, **values: int | bool | None) -> "Block":
-        """Make a block from keyword values; `None` means none (`window=None`), `linear=False` is left out."""
+        """Make a block from keyword values; None means "none" (`window=None`), and `linear=False` is ignored."""
         kept: dict[str, int | bool] = {}
         for name, value in values.items():
             if name in FLAGS and value is False:
                 continue
             if value is None and (kind, name) not in NONE_ALLOWED:
-                raise ValueError(f"value {name!r} of {kind!r} cannot be none: give an integer or leave it out")
+                raise ValueError(f"value {name!r} of {kind!r} cannot be none: pass an integer or omit it")
             kept[name] = 0 if value is None else value
         return cls(kind, tuple(kept.items()))
 
     def get(self, name: str, default: int | None = None) -> int | bool | None:
-        """Return the block's own value, or `default` where it has none."""
+        """Return the block's value, or `default` if the block does not set it."""
         return dict(self.values).get(name, default)
 
     def size(self, name: str) -> int:
-        """Return a value as an integer; it must be set, as it is on a resolved block."""
+        """Return a value as an integer. The block must set it; a resolved block sets all of its values."""
         value = self.get(name)
         if value is None:
             raise ValueError(f"block {self} has no value {name!r}: resolve it against an architecture first")
@@ -141,7 +141,7 @@ class Block:
 
     @property
     def name(self) -> str:
-        """Name of the block's kind for people."""
+        """Display name of the block's kind."""
         return NAMES[self.kind]
 
     @property

@@ -3,7 +3,7 @@ activations, for the whole model, a block, a pipeline stage or a GPU.
 
 Parameter counts are exact for Megatron-Core's modules. FLOPs are those of matrix multiplications (a
 multiply-add is two), convolutions and the state-space scan; norms, activations and embedding look-ups are
-left out. A causal query is counted with the tokens it attends to, (S + 1) / 2 of S on average, which is the
+excluded. A causal query is counted with the tokens it attends to, (S + 1) / 2 of S on average, which is the
 usual "half". Activations are an estimate: the tensors each block keeps for its backward pass, without
 dropout, with the tokens spread evenly over experts, and without communication buffers or allocator slack.
 """
@@ -31,12 +31,13 @@ SCAN_CHUNK = 128
 """Tokens in one chunk of Mamba-2's SSD algorithm (`chunk_size` of Megatron's MambaMixer)."""
 
 A100_UNITS_AND_HZ = 108 * 1.41e9
-"""Multiprocessors times clock of the data sheet's A100."""
+"""Number of SMs times clock of the A100 in the data sheet."""
 PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12}
-"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first match counts."""
+"""Device name -> dense BF16 FLOP/s (NVIDIA data sheets); the first key contained in the name applies."""
 
 TRAINING_FLOPS_FACTOR = 3
-"""Forward once, backward twice: one product for the inputs' gradients and one for the weights'."""
+"""FLOPs of forward and backward pass relative to forward: backward has one product for the gradient of the inputs and
+one for the gradient of the weights."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Parameters:
             biases after row-parallel linears).
         experts: Parameters split over expert parallel and expert tensor parallel ranks.
         experts_replicated: Parameters split over expert parallel ranks only (biases of experts' second linears).
-        inactive: Number of all these that a token does not use (experts it is not routed to).
+        inactive: Number of all these parameters that a token does not use (experts it is not routed to).
     """
 
     sharded: int = 0
@@ -92,7 +93,7 @@ def block_parameters(architecture: Architecture, layer: int) -> Parameters:
     hidden = architecture.hidden_size
     norm = Parameters(replicated=norm_parameters(architecture, hidden))
     if block.is_linear:
-        # Whole on every rank and without bias (nemo_ext.megatron.layers.LinearReplacement).
+        # Replicated on every rank, without bias (nemo_ext.megatron.layers.LinearReplacement).
         return norm + Parameters(replicated=hidden * hidden)
     if block.kind == "*":
         return norm + _attention_parameters(architecture, block)
@@ -100,7 +101,7 @@ def block_parameters(architecture: Architecture, layer: int) -> Parameters:
         return norm + _mlp_parameters(architecture, block)
     if block.kind == "M":
         inner, channels, projected = mamba_widths(block)
-        # A_log, D and dt_bias have one number a head; the gated norm always has weights.
+        # A_log, D and dt_bias have one number per head; the gated norm always has weights.
         own = (CONV_KERNEL + 1) * channels + 3 * block.size("heads") + inner
         return norm + Parameters(sharded=hidden * projected + own + inner * hidden)
     return norm + _moe_parameters(architecture, block)
@@ -152,7 +153,7 @@ def embedding_parameters(architecture: Architecture) -> Parameters:
 
 
 def head_parameters(architecture: Architecture) -> Parameters:
-    """Parameters of the final norm and the output layer; a tied output layer has none of its own."""
+    """Parameters of the final norm and the output layer; a tied output layer adds no parameters."""
     hidden = architecture.hidden_size
     output = 0 if architecture.tied_embeddings else architecture.vocab_size * hidden
     return Parameters(sharded=output, replicated=norm_parameters(architecture, hidden))
@@ -224,8 +225,8 @@ def _mlp_flops(architecture: Architecture, width: int, ffn: int) -> float:
 def _scan_flops(block: Block, seq_length: int) -> float:
     """FLOPs of the SSD scan per token (Mamba-2, arXiv 2405.21060, section 6).
 
-    Within a chunk it is causal attention with keys B and queries C; each chunk's state is made from B and x,
-    carried on, and read out by C.
+    Within a chunk it is causal attention with keys B and queries C; each chunk's state is computed from B and x,
+    passed to the next chunk, and read out by C.
     """
     whole, rest = divmod(seq_length, SCAN_CHUNK)
     pairs = whole * SCAN_CHUNK * attended_tokens(SCAN_CHUNK) + rest * attended_tokens(max(rest, 1))
@@ -249,18 +250,18 @@ def forward_flops_per_token(architecture: Architecture, *, seq_length: int | Non
 def train_flops_per_token(architecture: Architecture, *, seq_length: int | None = None, frozen: bool = False) -> float:
     """Forward and backward FLOPs per token: three times the forward pass, recomputation not counted.
 
-    A run that trains nothing (`frozen`) has the forward pass alone.
+    A run without trained weights (`frozen`) has only the forward pass.
     """
     return (1 if frozen else TRAINING_FLOPS_FACTOR) * forward_flops_per_token(architecture, seq_length=seq_length)
 
 
 def peak_of(device: str, units: int | None = None, clock: float | None = None) -> float | None:
-    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for one that is not known.
+    """Dense BF16 FLOP/s of a GPU by its name, such as `NVIDIA A100-SXM-64GB`; None for an unknown GPU.
 
     Args:
-        device: its name.
+        device: device name.
         units: number of SMs reported by the driver: Leonardo's A100 has 124, the data sheet's 108.
-        clock: their highest clock in Hz.
+        clock: maximum SM clock in Hz.
     """
     flops = next((flops for known, flops in PEAK_FLOPS.items() if known in device), None)
     if flops is None or units is None or clock is None or "A100" not in device:
@@ -269,10 +270,10 @@ def peak_of(device: str, units: int | None = None, clock: float | None = None) -
 
 
 def six_n(architecture: Architecture, *, frozen: bool = False) -> int:
-    """Training FLOPs per token as papers count them: 6 for each parameter that a token uses, the embedding included.
+    """Training FLOPs per token as papers count them: 6 per active parameter, the embedding included.
 
-    It has no term for attention's scores, so at long sequences it is far below `train_flops_per_token`. A run that
-    trains nothing (`frozen`) has 2 for each.
+    It has no term for attention scores, so at long sequences it is far below `train_flops_per_token`. A run without
+    trained weights (`frozen`) has 2 per active parameter.
     """
     return (2 if frozen else 6) * active_params(architecture, with_embedding=True)
 
@@ -288,12 +289,12 @@ def training_state_bytes(architecture: Architecture, *, precision: str = "bf16")
 
 
 def kv_bytes_per_token(architecture: Architecture, *, precision: str = "bf16") -> int:
-    """Bytes that one more token adds to the key-value cache, as long as no window is full."""
+    """Bytes that each token adds to the key-value cache while no attention window is full."""
     return kv_cache_bytes(architecture, 1, precision=precision)
 
 
 def kv_cache_bytes(architecture: Architecture, tokens: int, *, precision: str = "bf16") -> int:
-    """Bytes of one sequence's key-value cache; a windowed block keeps its window's tokens only."""
+    """Bytes of one sequence's key-value cache; a windowed block keeps only the tokens in its window."""
     numbers = 0
     for layer in layers(architecture):
         block = block_at(architecture, layer)
@@ -306,10 +307,10 @@ def kv_cache_bytes(architecture: Architecture, tokens: int, *, precision: str = 
 def state_bytes_per_sequence(
     architecture: Architecture, *, conv_precision: str = "bf16", ssm_precision: str = "fp32"
 ) -> int:
-    """Bytes of the Mamba blocks' recurrent state for one sequence, whatever its length.
+    """Bytes of the Mamba blocks' recurrent state for one sequence, independent of its length.
 
-    The convolution keeps kernel - 1 columns (Megatron's inference allocates kernel), the scan heads x
-    head_dim x state.
+    The convolution keeps kernel - 1 columns (Megatron's inference allocates `kernel`), the scan keeps heads x
+    head_dim x state numbers.
     """
     total = 0
     for layer in layers(architecture):
@@ -334,7 +335,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCost:
-    """Cost of one GPU of a pipeline rank, all of them alike; its TP x CP GPUs share the rank's FLOPs."""
+    """Cost of one GPU of a pipeline rank, the same for all; the TP x CP GPUs share the rank's FLOPs."""
 
     rank: int
     parameters: int
@@ -377,7 +378,7 @@ def per_gpu(architecture: Architecture, layout: Layout, *, seq_length: int | Non
     """Cost of one GPU on each pipeline rank.
 
     Raises:
-        ValueError: A block that the layout does not divide, by its number.
+        ValueError: The layout does not divide a block; the message has its number.
     """
     check_layout(architecture, layout)
     stages = per_stage(architecture, layout, seq_length=seq_length)

@@ -1,4 +1,4 @@
-"""Cost figures of a model, as one dictionary (for JSON and code) and as tables (for people)."""
+"""Cost figures of a model, as a dictionary (for JSON and code) and as printed tables."""
 
 import json
 from collections import Counter
@@ -37,12 +37,12 @@ def describe(
         plan: Precision plan; adds `precision`: bytes of the matrices by precision, and the bytes saved.
 
     Returns:
-        Dictionary with total_params, active_params (a token's, without the input embedding),
+        Dictionary with total_params, active_params (per token, without the input embedding),
         active_params_with_embedding, forward_flops_per_token, train_flops_per_token (exact) and
-        train_flops_per_token_6n (6 for each active parameter), weight_bytes and training_bytes by precision,
-        kv_bytes_per_token and kv_cache_bytes (bf16, the latter of one full sequence), state_bytes_per_sequence,
-        kinds (by symbol), blocks (one each: layer from 1, kind, name, own values, resolved sizes, params,
-        forward_flops_per_token), and what identifies the model. FLOPs are integers.
+        train_flops_per_token_6n (6 per active parameter), weight_bytes and training_bytes by precision,
+        kv_bytes_per_token and kv_cache_bytes (bf16, the latter for one full sequence), state_bytes_per_sequence,
+        kinds (by symbol), blocks (a list with 1-based layer, kind, name, values, resolved sizes, params and
+        forward_flops_per_token of each), and the fields that identify the model. FLOPs are integers.
     """
     length = architecture.sequence_length(seq_length)
     blocks = [_block(architecture, layer, length) for layer in layers(architecture)]
@@ -149,12 +149,12 @@ def to_json(description: Description) -> str:
 def render_table(description: Description) -> "Group":
     """The figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
 
-    Blocks that are alike share a line. Print the result with `rich.print`.
+    Equal blocks share a line. Print the result with `rich.print`.
     """
     from rich.console import Group
     from rich.text import Text
 
-    tables = [_summary(description), _alike(description)]
+    tables = [_summary(description), _block_table(description)]
     if "gpus" in description:
         tables += [_stage_table(description), _gpu_table(description)]
     parts: list[Any] = [Text(description["pattern"], style="cyan", overflow="fold")]
@@ -207,19 +207,19 @@ def _summary(figures: Description) -> "Table":
     return table
 
 
-def _alike(figures: Description) -> "Table":
+def _block_table(figures: Description) -> "Table":
     """Table with one row for each group of equal blocks, in order of first appearance."""
     groups: dict[Block, list[Mapping[str, Any]]] = {}
     for block in figures["blocks"]:
         groups.setdefault(Block.of(block["kind"], **block["values"]), []).append(block)
     whole = figures["forward_flops_per_token"]
     table = _table("blocks", "block", "what", "layers", "count", "params each", "params", "FLOPs", left=3)
-    for block, members in groups.items():
-        params, flops = members[0]["params"], sum(each["forward_flops_per_token"] for each in members)
+    for written, members in groups.items():
+        params, flops = members[0]["params"], sum(block["forward_flops_per_token"] for block in members)
         table.add_row(
-            str(block),
+            str(written),
             _sizes(members[0]),
-            ranges([each["layer"] for each in members]),
+            ranges([block["layer"] for block in members]),
             str(len(members)),
             number(params),
             number(params * len(members)),
@@ -235,11 +235,11 @@ def _alike(figures: Description) -> "Table":
 
 
 def _sizes(block: Mapping[str, Any]) -> str:
-    """A block's resolved sizes as text, without what is switched off."""
+    """A block's resolved sizes as text, without those that are off."""
     if block["sizes"].get("linear"):
         return f"{block['name']} as a linear"
-    given = [(name, block["sizes"].get(name)) for name in VALUES[block["kind"]]]
-    sizes = [name if name in FLAGS else f"{name} {value}" for name, value in given if value]
+    values = [(name, block["sizes"].get(name)) for name in VALUES[block["kind"]]]
+    sizes = [name if name in FLAGS else f"{name} {value}" for name, value in values if value]
     return ", ".join([block["name"], *sizes])
 
 

@@ -1,7 +1,8 @@
-"""A picture of a model: its blocks in reading order, each as wide as it is costly.
+"""Drawing of a model: its blocks in reading order, with widths proportional to their cost.
 
-Width is the block's share of the forward FLOPs, colour its kind; a block's own values stand in its tile where
-there is room, and in a tooltip in SVG. matplotlib is imported when something is drawn.
+A tile's width is the block's share of the forward FLOPs, its colour the block's kind. Values that override the
+model's are written into the tile where there is room, and into a tooltip in SVG. matplotlib is imported only when
+something is drawn.
 """
 
 import os
@@ -33,7 +34,7 @@ COLOURS: dict[str, str] = {
     "D": "#5f97c9",
     "+": "#8c9fb5",
 }
-"""Colour of each block kind, distinct in the common colour deficiencies too."""
+"""Colour of each block kind, distinguishable with common colour vision deficiencies too."""
 
 _ENDS = "#5b6470"
 _INK, _FAINT = "#22262b", "#8a929c"
@@ -42,7 +43,7 @@ _WIDTH, _MARGIN, _TILE, _ROW = 13.0, 0.45, 0.62, 0.98
 """Lengths in inches: figure width, side margin, tile height, and distance from one row to the next."""
 
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
-"""Vertically centred characters that are drawn in place of the typed symbols."""
+"""Vertically centred characters drawn in place of the symbols of the notation."""
 
 _LINEAR = "replaced by a linear"
 _TILES_A_ROW = 27
@@ -81,7 +82,7 @@ def draw_blocks(
         The path written.
 
     Raises:
-        ValueError: Another suffix, or a block kind without a cost model.
+        ValueError: The suffix is not supported, or a block kind has no cost model.
     """
     path = Path(path)
     if path.suffix not in _SUFFIXES:
@@ -111,7 +112,7 @@ def draw_blocks(
 def _save(figure: "Figure", path: Path, suffix: str) -> None:
     import matplotlib
 
-    # The salt and the absent date make equal models equal files.
+    # A fixed salt and no date make the files of equal models identical.
     with matplotlib.rc_context({"svg.hashsalt": "nemo_ext", "svg.fonttype": "path"}):
         metadata = {"Date": None} if suffix == "svg" else None
         figure.savefig(path, format=suffix, dpi=160, metadata=metadata)
@@ -170,7 +171,7 @@ def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
     rows = max(1, -(-len(body) // _TILES_A_ROW))
-    # An output layer that dwarfs the blocks (a tiny model's) is cut short, and marked as such.
+    # An output layer that dwarfs the blocks, as in tiny models, is shortened and marked as such.
     longest = max(0.5 * blocks / rows, max((tile.width for tile in body), default=0))
     if head.width > longest:
         head = replace(head, width=longest, broken=True)
@@ -228,7 +229,7 @@ def _draw_row(axes: "Axes", row: list[_Tile], bottom: float, scale: float, cuts:
 
 
 def _text(axes: "Axes", x: float, y: float, text: str, *, size: float, colour: str = _INK, **looks: Any) -> None:
-    """Writes text, centred unless `looks` (matplotlib's) say otherwise."""
+    """Write text, centred unless `looks` (keywords of matplotlib's `text`) override it."""
     axes.text(
         x, y, text, **{"size": size, "color": colour, "ha": "center", "va": "center", "linespacing": 1.05, **looks}
     )
@@ -268,7 +269,7 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
             bar = ((left + gap / 2, bottom - 0.055), share * (width - gap), 0.04)
             axes.add_patch(Rectangle(*bar, facecolor=colour, linewidth=0))
     if tile.broken:
-        # Two slanted lines: the tile is drawn shorter than it is.
+        # Two slanted lines mark a shortened tile.
         for offset in (0.78 * width, 0.78 * width + 0.06):
             ends = (left + offset, left + offset + 0.1)
             axes.plot(ends, (bottom - 0.03, bottom + _TILE + 0.03), color="white", linewidth=2)
@@ -276,18 +277,18 @@ def _draw_tile(axes: "Axes", tile: _Tile, left: float, bottom: float, width: flo
 
 
 def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: float) -> None:
-    """Write the symbol, and the note below it or upright, as far as they fit."""
+    """Write the symbol, and the note below it or rotated, where they fit."""
     ink = _INK if tile.light or tile.hatched or tile.symbol == "E" else "white"
     if len(tile.symbol) > 1 and width < 0.6:
         _text(axes, centre, middle, tile.symbol, size=6.8, colour=ink, rotation=90)
         return
-    # A character of 6-point type is about 0.055 inches wide, a line 0.1 high.
+    # A character in 6-point type is about 0.055 inches wide, and a line 0.1 inches high.
     lines = tile.note.split("\n") if tile.note else []
     long = max(map(len, lines), default=0) * 0.055
     flat = bool(lines) and long + 0.05 <= width and len(lines) <= 3
     upright = bool(lines) and not flat and 0.105 * len(lines) + 0.03 <= width
     if upright and long > _TILE - 0.25:
-        # No room for both: the note says more than the symbol, whose kind the colour tells.
+        # There is no room for both. The note is written, because the colour already shows the kind.
         _text(axes, centre, middle, tile.note, size=6, colour=ink, rotation=90)
         return
     if width >= 0.1:
@@ -336,7 +337,7 @@ def _legend(axes: "Axes", architecture: Architecture, length: int, y: float, *, 
 
 
 def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: float) -> None:
-    """Draw one bar per pipeline stage; the longest, which the others wait for, is dark."""
+    """Draw one bar per pipeline stage; the slowest stage, which limits the pipeline, is dark."""
     from matplotlib.patches import Rectangle
 
     flops = (cost.block_forward_flops_per_token(architecture, n, seq_length=length) for n in layers(architecture))
@@ -357,7 +358,7 @@ def _draw_stages(axes: "Axes", architecture: Architecture, length: int, top: flo
 
 
 def _lighter(colour: str, share: float) -> str:
-    """The colour mixed with white, whose share is `share`."""
+    """Mix of the colour with white; `share` is the fraction of white."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
@@ -375,7 +376,7 @@ def _add_tooltips(path: Path, tiles: list[_Tile]) -> None:
     tooltips = {_gid(tile): tile.tooltip for tile in tiles}
     for group in tree.iter(f"{{{namespace}}}g"):
         if group.get("id", "").startswith("text_"):
-            group.set("pointer-events", "none")  # or a label would hide its tile's tooltip
+            group.set("pointer-events", "none")  # otherwise a label would hide its tile's tooltip
         tooltip = tooltips.get(group.get("id", ""))
         if tooltip is not None:
             title = ElementTree.Element(f"{{{namespace}}}title")

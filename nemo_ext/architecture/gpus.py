@@ -1,11 +1,11 @@
-"""Peak figures of GPUs in their nodes, as `roofline.py` needs them."""
+"""Peak rates of GPUs and their interconnects, for `roofline.py`."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU in a node of its usual kind; rates are peaks.
+    """Peak rates of a GPU in its usual node.
 
     Attributes:
         memory_gib: memory in GiB.
@@ -40,10 +40,10 @@ GPUS = {
         memory_gib=141, capability=(9, 0), flops=989e12, bandwidth=4.8e12, nvlink=450e9, network=50e9, host=64e9
     ),
 }
-"""GPUs by the name that `node.gpu` has in `hydra_conf/cluster`, those with less memory first.
+"""GPUs by their `node.gpu` name in `hydra_conf/cluster`, sorted by memory.
 
-NVIDIA's data sheets of the SXM modules and of DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s). A100-64GB is
-Leonardo's: four in a node with 400 Gb/s together (leonardo-supercomputer.cineca.eu/hpc-system), four stacks of HBM2e at
-3.2 Gb/s; the FLOP/s are those of the A100 in the data sheet, although this chip has more units. The host is behind PCIe
-4 or 5 with 16 lanes.
+Sources: NVIDIA's data sheets of the SXM modules and of DGX A100 (8 x 200 Gb/s), DGX H100 and H200 (8 x 400 Gb/s).
+A100-64GB is Leonardo's: four GPUs share 400 Gb/s per node (leonardo-supercomputer.cineca.eu/hpc-system), with four
+stacks of HBM2e at 3.2 Gb/s; its FLOP/s are the data sheet's for the A100, although this chip has more SMs. The host
+is connected by PCIe 4 or 5 with 16 lanes.
 """

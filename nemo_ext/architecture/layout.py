@@ -10,7 +10,7 @@ from nemo_ext.architecture.pattern import Pattern, parse
 RECOMPUTE_MODULES = frozenset(
     {"core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts", "mla_up_proj", "gdn_norm_out"}
 )
-"""Megatron's names of the modules that `selective` recomputation may drop."""
+"""Megatron's names of the modules that `selective` recomputation can recompute."""
 
 _PARALLEL = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel", "expert_model_parallel")
 
@@ -25,22 +25,22 @@ class Layout:
         virtual_stages: Model chunks on each pipeline rank; stage s is on rank s % PP.
         context_parallel: Context parallel size (CP).
         expert_parallel: Expert parallel size (EP).
-        expert_tensor_parallel: Expert tensor parallel size (ETP); None for TP, Megatron's default.
+        expert_tensor_parallel: Expert tensor parallel size (ETP); None means TP, Megatron's default.
         data_parallel: Data parallel size (DP): copies of the model that see different batches.
         micro_batch_size: Sequences in one micro-batch.
-        micro_batches: Micro-batches in a step, a bound on those in flight; None for no bound.
+        micro_batches: Micro-batches per step, an upper bound of those in flight; None for no bound.
         sequence_parallel: Whether norms and residuals are split over TP as well.
         distributed_optimizer: Whether optimizer state is split over data parallel ranks.
         precision: Training precision: `bf16` or `fp16` (fp32 gradients, master weights and Adam moments), or `fp32`.
         recompute: Recomputation: `none`, `selective` (the modules named) or `full` (whole blocks).
         recompute_modules: Megatron's names of the modules, for `selective`.
         recompute_num_layers: Blocks recomputed together, for `full`.
-        frozen: Whether no weight is trained, as where a teacher saves its log-probabilities: forward passes alone.
+        frozen: Whether no weight is trained (forward passes only), as when a teacher saves its log-probabilities.
         fused_attention: Whether attention never writes its score matrix (flash attention, torch SDPA).
-        z_loss: Whether the loss has a z-loss, which keeps its slope by logits.
+        z_loss: Whether the loss has a z-loss, which keeps its gradient with respect to the logits.
 
     Raises:
-        ValueError: A size that is not positive, or GPUs that expert parallelism does not divide.
+        ValueError: A size is not positive, or expert parallelism does not divide the number of ranks.
     """
 
     tensor_parallel: int = 1
@@ -84,11 +84,11 @@ class Layout:
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor parallel size, by default TP as in Megatron."""
+        """Expert tensor parallel size; TP by default, as in Megatron."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
     def told(self) -> str:
-        """The parallel sizes, those of 1 left out but for DP: `TP2 PP4 DP8`."""
+        """Parallel sizes as text, without sizes of 1 except DP: `TP2 PP4 DP8`."""
         sizes = {"TP": self.tensor_parallel, "PP": self.pipeline_parallel, "CP": self.context_parallel}
         sizes |= {"EP": self.expert_parallel, "DP": self.data_parallel}
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1 or name == "DP")
@@ -112,11 +112,11 @@ class Layout:
 
         Args:
             config: Sections `model` and `megatron`, as for `Architecture.from_config`.
-            world_size: Number of GPUs, from which data parallelism follows; one copy of the model if not
-                given.
+            world_size: Number of GPUs, from which DP is computed; without it, the smallest DP that expert
+                parallelism allows.
 
         Raises:
-            ValueError: The parallel sizes do not fit each other or the number of GPUs.
+            ValueError: The parallel sizes are inconsistent with each other or with the number of GPUs.
         """
         flags = Flags(section(config, "megatron"))
         size = {name: flags.integer(f"{name}_size") or 1 for name in _PARALLEL}
@@ -125,7 +125,7 @@ class Layout:
         if world_size is not None and world_size % model_size:
             raise ValueError(f"{world_size} GPUs are not a multiple of TP x PP x CP = {model_size}")
         expert_tensor = flags.integer("expert_tensor_parallel_size") or tensor
-        # Without a number of GPUs, the smallest that expert parallelism allows.
+        # Without a number of GPUs, DP is the smallest that expert parallelism allows.
         experts = size["expert_model_parallel"] * expert_tensor
         smallest = experts // math.gcd(experts, tensor * context)
         data = smallest if world_size is None else world_size // model_size
@@ -162,34 +162,34 @@ class Layout:
 
 
 def stage_ranges(pattern: Pattern, layout: Layout) -> tuple[range, ...]:
-    """1-based block numbers of each stage: by the cuts, or evenly as Megatron does where there are none.
+    """1-based block numbers of each stage: by the pattern's cuts, or split evenly as Megatron does without cuts.
 
     Raises:
         ValueError: The number of stages is not PP x virtual stages, or the blocks do not divide evenly.
     """
-    wanted, blocks = layout.pipeline_parallel * layout.virtual_stages, len(pattern.blocks)
-    if pattern.cuts or wanted == 1:
+    count, blocks = layout.pipeline_parallel * layout.virtual_stages, len(pattern.blocks)
+    if pattern.cuts or count == 1:
         stages = tuple(range(first + 1, last + 1) for first, last in pattern.stages)
-        if len(stages) != wanted:
+        if len(stages) != count:
             raise ValueError(
-                f"the pattern has {len(stages)} stages, the layout needs {wanted} "
+                f"the pattern has {len(stages)} stages, but the layout needs {count} "
                 f"(PP {layout.pipeline_parallel} x {layout.virtual_stages}): cut it with pipeline.balance"
             )
         return stages
-    if layout.virtual_stages > 1 or blocks % wanted:
+    if layout.virtual_stages > 1 or blocks % count:
         raise ValueError(
             f"{blocks} blocks without cuts cannot be split evenly over PP {layout.pipeline_parallel} x "
             f"{layout.virtual_stages} stages: cut the pattern with pipeline.balance"
         )
-    each = blocks // wanted
-    return tuple(range(stage * each + 1, (stage + 1) * each + 1) for stage in range(wanted))
+    length = blocks // count
+    return tuple(range(stage * length + 1, (stage + 1) * length + 1) for stage in range(count))
 
 
 def check_layout(architecture: Architecture, layout: Layout) -> None:
-    """Refuse a layout that Megatron would refuse for these blocks.
+    """Refuse a layout that Megatron does not support for these blocks.
 
     Raises:
-        ValueError: A size that its parallel size does not divide; names the block by its 1-based number.
+        ValueError: A parallel size does not divide a block's size; the message has the block's 1-based number.
     """
     tensor, experts = layout.tensor_parallel, layout.expert_parallel
     if architecture.vocab_size % tensor:

@@ -1,7 +1,7 @@
-"""A model's blocks and every size that its cost depends on, read from a run's configuration.
+"""Architecture of a model: its blocks and every size that its cost depends on, read from a run's configuration.
 
-The `megatron` part of a configuration holds Megatron's own command line flags in snake_case; a flag that is
-absent has Megatron's default (`megatron/training/arguments.py`,
+The `megatron` part of a configuration holds Megatron's own command line flags in snake_case; a missing
+flag has Megatron's default (`megatron/training/arguments.py`,
 `megatron/core/transformer/transformer_config.py`, 0.19).
 """
 
@@ -18,7 +18,7 @@ from nemo_ext.architecture.pattern import Pattern, parse
 CONV_KERNEL = 4
 """Width of Mamba-2's causal convolution (`d_conv` of Megatron's MambaMixer, not a flag)."""
 
-# Where the command line flag is not called like the TransformerConfig field.
+# TransformerConfig fields whose command line flag has another name.
 _FLAG = {"num_moe_experts": "num_experts"}
 
 
@@ -30,29 +30,29 @@ class Architecture:
         pattern: Blocks and pipeline cuts.
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the embedding, padding included.
-        defaults: One block per kind with the model-wide values; a value that the model does not set is missing.
-        name: Model name for people.
-        family: Model family for people and converters, such as `nemotron3` or `olmo3`.
-        seq_length: Training sequence length, the default of every cost that depends on one.
-        tied_embeddings: Whether the output layer is the embedding.
+        defaults: One block per kind with the model-wide values, without those that the model does not set.
+        name: Display name of the model.
+        family: Model family, used for display and by converters, such as `nemotron3` or `olmo3`.
+        seq_length: Training sequence length, the default for all costs that depend on it.
+        tied_embeddings: Whether the output layer shares the embedding's weight.
         learned_positions: Rows of a learned position embedding, 0 if there is none.
         normalization: Kind of norm, `RMSNorm` or `LayerNorm`.
         norm_affine: Whether norms have weights.
         norm_placement: Place of norms, `input` (pre-norm) or `output` (on each sub-layer's output).
-        qk_layernorm: Whether queries and keys are normed.
-        qk_norm_scope: Scope of QK norm, `head` (one weight shared by all heads) or `width` (one weight over all
-            heads together).
+        qk_layernorm: Whether queries and keys are normalized.
+        qk_norm_scope: Scope of QK norm, `head` (a weight of head_dim, shared by all heads) or `width` (one weight
+            over all heads together).
         gated: Whether MLPs and experts have a gate (SwiGLU): three matrices instead of two.
         bias: Whether linears have biases.
         qkv_bias: Whether the query, key and value projection has a bias even where `bias` is False.
         attention_output_gate: Whether attention has an output gate as wide as its queries.
-        moe_latent_size: Input and output width of routed experts, None for the hidden size.
+        moe_latent_size: Input and output width of routed experts; None means the hidden size.
         moe_shared_expert_gate: Whether the shared expert has a gate.
         window_attn_skip_freq: Megatron's rule for full attention among windowed blocks, by global layer
             number.
 
     Raises:
-        ValueError: The sizes of a block do not fit together; names the block by its 1-based number.
+        ValueError: The sizes of a block are inconsistent; the message has its 1-based number.
     """
 
     pattern: Pattern
@@ -81,16 +81,16 @@ class Architecture:
         _one_of("normalization", self.normalization, ("RMSNorm", "LayerNorm"))
         _one_of("norm_placement", self.norm_placement, ("input", "output"))
         _one_of("qk_norm_scope", self.qk_norm_scope, ("head", "width"))
-        _ = self.sizes  # Raises here, not in the middle of a cost report, when a block does not fit.
+        _ = self.sizes  # Raises here rather than in the middle of a cost report if a block is invalid.
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "Architecture":
         """Read the sections `model` (name, family, pattern, ...) and `megatron` (Megatron's flags).
 
-        Keys that no cost depends on are left to their owners.
+        Keys that do not affect the cost are ignored; other modules check them.
 
         Raises:
-            ValueError: A missing key, by name, or a value that is not what Megatron takes there.
+            ValueError: A key is missing, or Megatron does not accept its value.
         """
         model, flags = section(config, "model"), Flags(section(config, "megatron"))
         pattern = model.get("pattern")
@@ -99,7 +99,9 @@ class Architecture:
         if not isinstance(pattern, Pattern):
             raise ValueError(f"model.pattern: expected a pattern such as '(*-)x40', got {pattern!r}")
         if flags.text("softmax_type", "vanilla") == "learnable":
-            raise ValueError("megatron.softmax_type=learnable: its parameters are not counted by the cost model yet")
+            raise ValueError(
+                "megatron.softmax_type=learnable: the cost model does not count its parameters yet: use vanilla"
+            )
         if flags.flag("swiglu") and flags.flag("squared_relu"):
             raise ValueError("megatron.swiglu and megatron.squared_relu are both set: choose one activation")
         hidden_size = flags.required("hidden_size", "the width of the residual stream")
@@ -128,20 +130,20 @@ class Architecture:
         )
 
     def with_pattern(self, pattern: Pattern | str) -> "Architecture":
-        """The same model with other blocks or cuts."""
+        """Copy of the model with another pattern."""
         return replace(self, pattern=parse(pattern) if isinstance(pattern, str) else pattern)
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
-        """The block with every value of its kind written out, the model's where it has none of its own.
+        """Copy of a block with all values of its kind set; those it does not set are the model's.
 
-        `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block stays as it is.
+        `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block is returned unchanged.
 
         Args:
             block: Block to resolve.
-            layer: 1-based number of the block, needed only where `window_attn_skip_freq` decides by number.
+            layer: 1-based number of the block, required only if the model has `window_attn_skip_freq`.
 
         Raises:
-            ValueError: A size is missing, naming the flag that gives it, or does not divide another.
+            ValueError: A size is missing (the message names its flag), or does not divide another.
         """
         if block.is_linear or not VALUES[block.kind]:
             return block
@@ -155,7 +157,9 @@ class Architecture:
         for name, field in VALUES[block.kind].items():
             if name not in values and name not in FLAGS:
                 flag = _FLAG.get(field, field)
-                raise ValueError(f"megatron.{flag} is missing: {block.name} needs it, or {block.kind}{{{name}=...}}")
+                raise ValueError(
+                    f"megatron.{flag} is missing: set it, or write {block.kind}{{{name}=...}} for {block.name}"
+                )
         resolved = Block(block.kind, tuple(values.items()))
         _check(resolved)
         return resolved
@@ -165,11 +169,13 @@ class Architecture:
         if not values.get("window") or frequency is None:
             return False
         if layer is None:
-            raise ValueError("window_attn_skip_freq decides by layer number: pass layer=")
+            raise ValueError("window_attn_skip_freq depends on the layer number: pass layer=")
         if isinstance(frequency, int):
             return layer % frequency == 0
         if layer > len(frequency):
-            raise ValueError(f"megatron.window_attn_skip_freq lists {len(frequency)} layers, the pattern has more")
+            raise ValueError(
+                f"megatron.window_attn_skip_freq lists {len(frequency)} layers, but the pattern has more: add entries"
+            )
         return not frequency[layer - 1]
 
     @cached_property
@@ -184,7 +190,7 @@ class Architecture:
         return tuple(sizes)
 
     def sequence_length(self, seq_length: int | None = None) -> int:
-        """The given sequence length, or the model's.
+        """`seq_length`, or the model's sequence length without it.
 
         Raises:
             ValueError: Neither is known, or it is not positive.
@@ -198,7 +204,7 @@ class Architecture:
 
 
 def _check(block: Block) -> None:
-    """Refuse sizes that Megatron would refuse, in terms of the notation."""
+    """Refuse sizes that Megatron does not support, with messages in terms of the notation."""
     if block.kind == "*" and block.size("heads") % block.size("kv"):
         raise ValueError(f"{block.size('heads')} heads cannot share {block.size('kv')} KV heads: set kv to a divisor")
     if block.kind == "M" and block.size("heads") % block.size("groups"):
@@ -207,12 +213,12 @@ def _check(block: Block) -> None:
             "set groups to a divisor of heads"
         )
     if block.kind == "E" and block.size("topk") > block.size("experts"):
-        raise ValueError(f"topk {block.size('topk')} is more than the {block.size('experts')} experts")
+        raise ValueError(f"topk {block.size('topk')} is more than the {block.size('experts')} experts: lower topk")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Megatron's flags with values as a command line or YAML gives them."""
+    """Megatron's flags, with values from a command line or YAML."""
 
     values: Mapping[str, object]
 
@@ -238,7 +244,7 @@ class Flags:
         raise ValueError(f"megatron.{key}: expected a number, got {value!r}")
 
     def required(self, key: str, what: str) -> int:
-        """A positive integer that must be given."""
+        """A required positive integer; `what` describes it in the error message."""
         value = self.integer(key)
         if value is None:
             raise ValueError(f"megatron.{key} is missing: set it to {what}")
@@ -267,7 +273,7 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 
 
 def padded_vocab_size(flags: Flags) -> int:
-    """Number of embedding rows: `padded_vocab_size`, or `vocab_size` padded as Megatron pads it.
+    """Number of embedding rows: `padded_vocab_size`, or `vocab_size` with Megatron's padding.
 
     Megatron pads to a multiple of make_vocab_size_divisible_by (128) times the tensor parallel size
     (`megatron/training/vocab_utils.py`).
@@ -275,7 +281,7 @@ def padded_vocab_size(flags: Flags) -> int:
     padded = flags.integer("padded_vocab_size")
     if padded is not None:
         return padded
-    vocab_size = flags.required("vocab_size", "the tokenizer's size (or give padded_vocab_size)")
+    vocab_size = flags.required("vocab_size", "the tokenizer's size (or set padded_vocab_size)")
     multiple = (flags.integer("make_vocab_size_divisible_by") or 128) * (
         flags.integer("tensor_model_parallel_size") or 1
     )
@@ -331,7 +337,7 @@ def _learned_positions(flags: Flags) -> int:
 
 
 def _window(value: object) -> int | None:
-    """Number of tokens a query attends to, from Megatron's window_size (left, right); None for all of them."""
+    """Number of tokens that a query attends to, from Megatron's window_size (left, right); None for full attention."""
     if value is None:
         return None
     numbers: list[str] = []
@@ -345,13 +351,13 @@ def _window(value: object) -> int | None:
         raise ValueError(f"megatron.window_size: expected two integers such as [4095,0], got {value!r}") from None
     if left < -1 or right != 0:
         raise ValueError(
-            f"megatron.window_size: {value!r} is not causal: expected [tokens before, 0], or [-1, 0] for all"
+            f"megatron.window_size: {value!r} is not causal: expected [tokens before, 0], or [-1, 0] for full attention"
         )
     return None if left == -1 else left + 1
 
 
 def _skip_frequency(value: object) -> int | tuple[int, ...] | None:
-    """Megatron's window_attn_skip_freq: N, or a list with 1 for windowed layers; expressions are refused."""
+    """Parse Megatron's window_attn_skip_freq: N, or a list with 1 for windowed layers; expressions are refused."""
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
     if isinstance(value, str) and re.fullmatch(r"\s*\[[\s01,]*\]\s*", value):

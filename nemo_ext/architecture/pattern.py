@@ -6,7 +6,7 @@
     repeat  := 'x' INTEGER
 
 Symbols are Megatron's: `M` Mamba-2, `*` attention, `E` MoE, `-` MLP, `|` pipeline cut; `G D +` pass through.
-Ours are the repeats, `(*-)x40`, and the per-block values, `*{kv=4}`, `-{ffn=5376}`, `*{linear}`,
+This package adds the repeats, `(*-)x40`, and the per-block values, `*{kv=4}`, `-{ffn=5376}`, `*{linear}`,
 `*{window=4096}`: a query of a windowed block attends to itself and the window - 1 tokens before it (Hugging
 Face's `sliding_window`), and `*{window=none}` is full attention in a windowed model. White space is ignored.
 A no-op is an absent symbol.
@@ -21,24 +21,24 @@ from nemo_ext.architecture.blocks import FLAGS, LINEAR, MAX_VALUE, NAMES, NONE_A
 
 CUT = "|"
 MAX_BLOCKS = 2048
-"""Largest number of blocks, beyond any model: a mistyped repeat is an error, not a machine out of memory."""
+"""Maximum number of blocks, so that a mistyped repeat raises an error instead of exhausting memory."""
 MAX_DEPTH = 32
-"""Largest depth of nested groups: deeper nesting is a mistake, and would hit Python's recursion limit."""
+"""Maximum depth of nested groups: deeper nesting is a mistake, and would hit Python's recursion limit."""
 _SHOWN = 100
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be read; the message shows it with a caret under the offending character.
+    """Error in a pattern; the message shows the pattern with a caret under the offending character.
 
     Attributes:
         problem: What is wrong and what was expected.
-        pattern: The text as given.
+        pattern: The pattern's text.
         position: 0-based index of the offending character (`len(pattern)` at the end).
     """
 
     def __init__(self, problem: str, pattern: str, position: int) -> None:
         self.problem, self.pattern, self.position = problem, pattern, position
-        # A folded YAML string may hold line breaks; one space for each keeps the caret under its place.
+        # A folded YAML string may contain line breaks; replacing each by one space keeps the caret aligned.
         line = "".join(" " if character.isspace() else character for character in pattern)
         start = 0
         if len(line) > _SHOWN:
@@ -52,12 +52,12 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sequence of blocks and where pipeline stages begin.
+    """A sequence of blocks and the positions of pipeline cuts.
 
     Attributes:
         blocks: The residual blocks in order.
-        cuts: Sorted indices; a `|` stands before block `i` for each. An index may repeat (an empty stage,
-            which Megatron allows) and may be 0 or `len(blocks)`.
+        cuts: Sorted 0-based indices of the blocks right after a `|`. An index may repeat (an empty stage, which
+            Megatron allows) and may be 0 or `len(blocks)`.
     """
 
     blocks: tuple[Block, ...]
@@ -70,7 +70,7 @@ class Pattern:
 
     @property
     def stages(self) -> tuple[tuple[int, int], ...]:
-        """Half-open block range of each stage between the cuts; a single range without cuts."""
+        """Half-open range of 0-based block numbers of each stage."""
         edges = (0, *self.cuts, len(self.blocks))
         return tuple(pairwise(edges))
 
@@ -80,7 +80,7 @@ class Pattern:
 
 @dataclass(frozen=True)
 class CompiledPattern:
-    """A pattern in the form that Megatron takes.
+    """A pattern in Megatron's form.
 
     Attributes:
         hybrid_layer_pattern: Plain symbols and `|`.
@@ -96,7 +96,7 @@ def parse(text: str) -> Pattern:
     """Read a pattern.
 
     Raises:
-        PatternError: The text is not a pattern; names the character and what was expected there.
+        PatternError: The text is not a pattern; the message has the position and the expected symbols.
     """
     items = _Reader(text).pattern()
     blocks: list[Block] = []
@@ -135,7 +135,7 @@ class _Reader:
             elif character == "(":
                 self.depth += 1
                 if self.depth > MAX_DEPTH:
-                    raise self.error(f"more than {MAX_DEPTH} groups inside each other: take brackets away")
+                    raise self.error(f"more than {MAX_DEPTH} nested groups: remove brackets")
                 self.at += 1
                 inner = self.items(opened=start)
                 self.depth -= 1
@@ -160,12 +160,12 @@ class _Reader:
         number = self.word(digits)
         if not number:
             raise self.error("expected a repeat count after 'x'")
-        # Python refuses to read a number of thousands of digits.
+        # Python refuses to parse a number with thousands of digits.
         count = int(number) if len(number.lstrip("0")) <= len(str(MAX_BLOCKS)) else MAX_BLOCKS + 1
         if count == 0:
-            raise self.error("a repeat count must be at least 1; leave the block out for a no-op", position)
+            raise self.error("a repeat count must be at least 1; omit the block for a no-op", position)
         if count * len(items) > MAX_BLOCKS:
-            raise self.error(f"this repeat makes more than {MAX_BLOCKS} blocks", position)
+            raise self.error(f"this repeat makes more than {MAX_BLOCKS} blocks: lower the count", position)
         return items * count
 
     def values(self, kind: str) -> tuple[tuple[str, int | bool], ...]:
@@ -218,7 +218,7 @@ class _Reader:
         return int(word)
 
     def peek(self) -> str:
-        """The next character that is not white space, "" at the end; `at` is moved to it."""
+        """Skip white space and return the next character, or "" at the end."""
         while self.at < len(self.text) and self.text[self.at].isspace():
             self.at += 1
         return self.text[self.at : self.at + 1]
@@ -243,7 +243,7 @@ def _unexpected(character: str) -> str:
     if character == "/":
         return f"multi-token prediction ('/') is not supported yet: {expected}"
     if character == ")":
-        return f"no group is open to be closed here: {expected}"
+        return f"there is no open group to close: {expected}"
     if character == "x":
         return f"a repeat must follow a block or a group: {expected}"
     if character == "{":
@@ -253,11 +253,11 @@ def _unexpected(character: str) -> str:
 
 
 def format(pattern: Pattern, *, compress: bool = True) -> str:
-    """Write a pattern in its canonical form: `parse(format(p)) == p`, and equal patterns are written alike.
+    """Write a pattern in its canonical form: `parse(format(p)) == p`, and equal patterns give equal text.
 
     Args:
         pattern: The blocks and cuts.
-        compress: Write runs as `-x3` and repeated sequences as `(*-)x40` where that is clearly shorter.
+        compress: Whether to write runs as `-x3` and repeated sequences as `(*-)x40` where that is clearly shorter.
     """
     tokens: list[str] = []
     cuts = list(pattern.cuts)
@@ -272,17 +272,17 @@ def format(pattern: Pattern, *, compress: bool = True) -> str:
     return _shortest(tuple(tokens), {})[1]
 
 
-# Half-characters, so that a tie can be broken: a run of equal length wins over its symbols (`-x3`), a group
-# must save more than two characters over its symbols to be worth its brackets (`MEMEMEME`, but `(ME)x5`).
+# Costs in half-characters, so that ties can be broken: a run is preferred over symbols of equal length (`-x3`), and
+# a group must save more than two characters over its symbols to be worth its brackets (`MEMEMEME`, but `(ME)x5`).
 _LITERAL, _RUN_BONUS, _GROUP_PENALTY = 2, 1, 5
 
 
 def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, str]]) -> tuple[int, str]:
-    """The cheapest way to write `tokens`, with its cost; dynamic programming from the right."""
+    """Cost and text of the cheapest way to write `tokens`, by dynamic programming from the right."""
     if tokens in known:
         return known[tokens]
     length = len(tokens)
-    # same[p][i]: how many tokens from i on equal the one p further.
+    # same[p][i]: number of consecutive tokens from i that equal the token p positions later.
     same: list[list[int]] = [[]]
     for period in range(1, length // 2 + 1):
         row = [0] * (length - period + 1)
@@ -297,7 +297,7 @@ def _shortest(tokens: tuple[str, ...], known: dict[tuple[str, ...], tuple[int, s
         cheapest = (_LITERAL * len(tokens[i]) + rest[0], tokens[i] + rest[1])
         for period in range(1, (length - i) // 2 + 1):
             copies = 1 + same[period][i] // period
-            # A period that is itself a repetition is found at its root: (MEME)x2 is never better than (ME)x4.
+            # Periods that are themselves repetitions are skipped: (MEME)x2 is never better than (ME)x4.
             if copies < 2 or any(period % d == 0 and same[d][i] >= period - d for d in range(1, period // 2 + 1)):
                 continue
             if period == 1:
@@ -323,8 +323,8 @@ def compile(pattern: Pattern) -> CompiledPattern:
     """Compile a pattern to Megatron's plain symbols and the `TransformerConfig` fields of blocks with values.
 
     Raises:
-        ValueError: Attention (`*`) beside MLA (`+`) or DeepSeek sparse attention (`D`), which Megatron
-            refuses.
+        ValueError: Attention (`*`) is mixed with MLA (`+`) or DeepSeek sparse attention (`D`), which
+            Megatron refuses.
     """
     kinds = {block.kind for block in pattern.blocks}
     if "*" in kinds and kinds & {"D", "+"}:
@@ -344,9 +344,9 @@ def _fields(block: Block) -> dict[str, object]:
         if name == "window":
             fields[field_name] = (value - 1, 0) if value else None
             if value:
-                # Megatron's every-Nth-layer-is-full rule must not undo what the block says of itself.
+                # Megatron's rule of full attention in every Nth layer must not override the block's window.
                 fields["window_attn_skip_freq"] = None
         else:
-            # 0 stands for "none" (a block without shared expert); a size is never 0 otherwise.
+            # 0 means "none" (a block without shared expert); a size is never 0 otherwise.
             fields[field_name] = value or None
     return fields

@@ -1,13 +1,13 @@
-"""Cutting a sequence of blocks into pipeline stages of nearly equal cost.
+"""Cuts of a sequence of blocks into pipeline stages of nearly equal cost.
 
-Blocks differ in cost (Puzzle's most of all), and the embedding and the output layer add to the ends, so equal
-numbers of blocks do not balance. `balance` finds the contiguous cut whose most costly stage is cheapest: an
-exact optimum, by dynamic programming. Among those cuts it takes the most even one (least sum of squared stage
-costs).
+Blocks differ in cost (Puzzle's most of all), and the embedding and the output layer add to the ends, so stages
+with equal numbers of blocks are not balanced. `balance` minimizes the cost of the most costly stage over all
+contiguous cuts, exactly, by dynamic programming. Among the optimal cuts it returns the most even one (minimum sum
+of squared stage costs).
 
 With several virtual stages a rank runs stages rank, rank + PP, ...; cuts are then moved one block at a time,
-without exceeding the optimal stage, while that lowers the most costly rank. That is a local search; the
-rank's cost is not proven optimal.
+without exceeding the optimal stage cost, while that lowers the cost of the most costly rank. This is a local
+search; the rank's cost is not proven optimal.
 """
 
 from collections import deque
@@ -24,10 +24,10 @@ from nemo_ext.architecture.widths import layers
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Cost of each part of a model, in any one unit (FLOPs, bytes, measured milliseconds).
+    """Cost of each part of a model, in one unit (FLOPs, bytes, measured milliseconds).
 
     Attributes:
-        blocks: Cost of each block, none negative.
+        blocks: Non-negative cost of each block.
         embedding: Cost of the embedding, added to the first stage.
         head: Cost of output layer and loss, added to the last stage.
     """
@@ -38,7 +38,7 @@ class BlockCosts:
 
     def __post_init__(self) -> None:
         if min((*self.blocks, self.embedding, self.head)) < 0:
-            raise ValueError("block costs must not be negative")
+            raise ValueError("block costs must not be negative: check blocks, embedding and head")
 
     def of_stages(self, cuts: tuple[int, ...]) -> tuple[float, ...]:
         """Cost of each stage between the cuts."""
@@ -57,7 +57,7 @@ def forward_flops(architecture: Architecture) -> BlockCosts:
 
 
 def parameter_counts(architecture: Architecture) -> BlockCosts:
-    """Parameter counts, for pipelines limited by memory, not time; a tied output layer is a second copy."""
+    """Parameter counts, for pipelines limited by memory rather than time; a tied output layer counts as a copy."""
     blocks = tuple(float(costs.block_parameters(architecture, n).total) for n in layers(architecture))
     embedding = costs.embedding_parameters(architecture)
     head = costs.head_parameters(architecture).total
@@ -71,10 +71,10 @@ def balance(
     virtual_stages: int = 1,
     cost: BlockCosts | Callable[[Architecture], BlockCosts] = forward_flops,
 ) -> Pattern:
-    """Cut the model into pipeline_parallel x virtual_stages stages so that the most costly one is cheapest.
+    """Cut the model into pipeline_parallel x virtual_stages stages, minimizing the cost of the most costly stage.
 
     Args:
-        architecture: The model; cuts it already has are replaced.
+        architecture: The model; existing cuts are replaced.
         pipeline_parallel: Number of pipeline ranks.
         virtual_stages: Model chunks on each rank; stage s is on rank s % pipeline_parallel, as in Megatron.
         cost: Costs to balance: `forward_flops`, `parameter_counts`, or measured `BlockCosts`.
@@ -83,7 +83,7 @@ def balance(
         The pattern with its cuts; every stage has at least one block.
 
     Raises:
-        ValueError: Fewer blocks than stages, or costs for another number of blocks.
+        ValueError: There are fewer blocks than stages, or the number of costs is not the number of blocks.
     """
     if min(pipeline_parallel, virtual_stages) < 1:
         raise ValueError(f"expected at least one stage, got PP {pipeline_parallel} x {virtual_stages} virtual")
@@ -94,7 +94,7 @@ def balance(
         )
     known = cost(architecture) if callable(cost) else cost
     if len(known.blocks) != blocks:
-        raise ValueError(f"cost has {len(known.blocks)} blocks, the pattern {blocks}")
+        raise ValueError(f"cost has {len(known.blocks)} blocks, but the pattern has {blocks}: pass one cost per block")
     cuts = even_cuts(known, stages)
     if virtual_stages > 1:
         cuts = _level_ranks(known, cuts, pipeline_parallel)
@@ -102,7 +102,7 @@ def balance(
 
 
 def even_cuts(known: BlockCosts, stages: int) -> tuple[int, ...]:
-    """The cuts of `balance` for one stage per rank: least maximum, then most even."""
+    """Cuts of `balance` for one stage per rank: minimum of the maximum cost, then the most even."""
     return _most_even(known, stages, _smallest_maximum(known, stages))
 
 
@@ -112,18 +112,18 @@ def rank_costs(stage_costs: tuple[float, ...], pipeline_parallel: int) -> tuple[
 
 
 def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
-    """Share of a step for which pipeline ranks idle, by playing Megatron's 1F1B schedule, interleaved or not.
+    """Share of a step in which pipeline ranks are idle, by simulating Megatron's 1F1B schedule, interleaved or not.
 
     A micro-batch has 2 x stages tasks in a row: forward through all stages, then backward, which takes twice as long.
-    A task starts when its rank is free and the one before it has ended; sending takes no time. With equal stages it is
-    (PP - 1) / (virtual stages x micro-batches + PP - 1) (arXiv 2104.04473, section 2.2).
+    A task starts when its rank is free and the previous task has ended; sending takes no time. With equal stages the
+    share is (PP - 1) / (virtual stages x micro-batches + PP - 1) (arXiv 2104.04473, section 2.2).
 
     Args:
         stage_costs: Cost of each stage's forward pass for a micro-batch.
         layout: PP, virtual stages and micro-batches.
 
     Returns:
-        None without `micro_batches`, or where the interleaved schedule needs another number: a multiple of PP.
+        None without `micro_batches`, or with an interleaved schedule whose micro-batches are not a multiple of PP.
     """
     ranks, batches = layout.pipeline_parallel, layout.micro_batches
     if batches is None or (layout.virtual_stages > 1 and batches % ranks):
@@ -140,7 +140,7 @@ def idle_share(stage_costs: Sequence[float], layout: Layout) -> float | None:
 
 
 def _order(layout: Layout, batches: int, rank: int) -> deque[tuple[int, int]]:
-    """(task, micro-batch) of a rank in the order of Megatron's schedule."""
+    """(task, micro-batch) pairs of a rank in the order of Megatron's schedule."""
     ranks, chunks = layout.pipeline_parallel, layout.virtual_stages
     table = [
         (chunk * ranks, batch)
@@ -164,10 +164,10 @@ def _ends(known: BlockCosts) -> list[float]:
 
 
 def _smallest_maximum(known: BlockCosts, stages: int) -> float:
-    """Cost of the most costly stage of the best cut.
+    """Cost of the most costly stage of the optimal cut.
 
-    best[j] is this cost for the first j blocks in `stage` stages. It grows with j, and the last stage shrinks as
-    it starts later, so the best start is where the two meet: a bisection. O(stages x blocks x log blocks).
+    best[j] is this cost for the first j blocks in `stage` stages. It grows with j, while the last stage gets cheaper
+    the later it starts, so bisection finds the start where the two are equal. O(stages x blocks x log blocks).
     """
     sums, blocks = _ends(known), len(known.blocks)
     best = list(sums)
@@ -187,7 +187,7 @@ def _smallest_maximum(known: BlockCosts, stages: int) -> float:
 
 
 def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
-    """The cut with the least sum of squared stage costs among those whose stages all cost at most `limit`."""
+    """Cuts with the minimum sum of squared stage costs, subject to every stage costing at most `limit`."""
     sums, blocks = _ends(known), len(known.blocks)
     best = [float("inf")] * (blocks + 1)
     best[0] = 0.0
@@ -202,7 +202,7 @@ def _most_even(known: BlockCosts, stages: int, limit: float) -> tuple[int, ...]:
                 if previous[start] + size * size < best[end]:
                     best[end], chosen[end] = previous[start] + size * size, start
         starts.append(chosen)
-    assert best[blocks] < float("inf"), "the limit is attained by some cut"
+    assert best[blocks] < float("inf"), "some cut attains the limit"
     cuts, end = [], blocks
     for chosen in reversed(starts[1:]):
         end = chosen[end]

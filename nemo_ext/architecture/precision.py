@@ -1,4 +1,4 @@
-"""Bytes per number, and per parameter with its training state."""
+"""Bytes per number, and per parameter including its training state."""
 
 BYTES: dict[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 """Bytes of one number in each precision."""
@@ -18,8 +18,8 @@ def bytes_per_number(precision: str) -> int:
 def bytes_per_parameter(precision: str) -> tuple[int, int, int]:
     """Bytes of weight, gradient and optimizer state of one parameter in Megatron with Adam.
 
-    fp32: 4, 4 and two moments. Below: an fp32 gradient, and an fp32 master weight beside the two moments. A weight that
-    Transformer Engine multiplies in FP8 is in BF16 too; its two FP8 copies, 2 bytes more, are counted by
-    `nemo-ext rehearse` alone.
+    In fp32 the optimizer state is two moments. In lower precisions the gradient is in fp32, and the optimizer state is
+    an fp32 master weight and the two moments. A weight that Transformer Engine multiplies in FP8 is also kept in BF16;
+    its two FP8 copies, 2 more bytes, are counted only by `nemo-ext rehearse`.
     """
     return (4, 4, 8) if bytes_per_number(precision) == 4 else (2, 4, 12)

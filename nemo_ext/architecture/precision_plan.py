@@ -1,14 +1,14 @@
-"""Precision of each weight of a model: a default, and rules over blocks, of which the first match counts.
+"""Precision of each weight of a model: a default, and rules over blocks, of which the first match applies.
 
-A rule is a selector and a precision, `M>* bf16` for example:
+A rule is a selector and a precision, such as `M>* bf16`. Selectors:
 
-    *           blocks of a kind                  M>*        M blocks right before an attention block
-    5,12        blocks by their number, from 0    M<*        M blocks right after one
+    *           blocks of a kind                  M>*        M blocks immediately before an attention block
+    5,12        blocks by their number, from 0    M<*        M blocks immediately after one
     first 2     the first two blocks              last 2     the last two
-    .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; all selectors take one
+    .conv1d     a part of every block             M.in_proj  a part of blocks of a kind; any selector may name a part
     embedding   the embedding                     head       the output layer
 
-FP8 is for linear layers: other parts of a block (`conv1d`, routers) are in BF16 unless a rule says FP32.
+FP8 applies to linear layers: other parts of a block (`conv1d`, routers) are in BF16 unless a rule sets FP32.
 """
 
 import re
@@ -28,11 +28,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "-": ("fc1", "fc2"),
     "E": ("router", "fc1", "fc2", "shared_fc1", "shared_fc2", "latent_fc1", "latent_fc2"),
 }
-"""Parts with a weight, by block kind; a linear-replaced block has `linear` alone."""
+"""Parts with a weight, by block kind; a linear-replaced block has only `linear`."""
 NO_FP8 = frozenset({"conv1d", "router", LINEAR, EMBEDDING})
 """Parts that are not Transformer Engine linears: convolutions, routers, Puzzle's linear replacements, the embedding."""
 RECIPES: dict[str, int] = {"delayed": 16, "tensorwise": 16, "blockwise": 128, "mxfp8": 32}
-"""Transformer Engine's FP8 recipes by Megatron's names, each with the number that matrix sizes must be multiples of:
+"""Transformer Engine's FP8 recipes by Megatron's names, each with the required divisor of matrix sizes:
 16 for cuBLAS, 128 for the tiles of blockwise scaling, 32 for MXFP8's blocks."""
 FORMATS = ("e4m3", "hybrid")
 PRECISIONS = ("fp8", "bf16", "fp32")
@@ -45,11 +45,11 @@ class Weight:
     """A matrix of the model.
 
     Attributes:
-        block: 0-based number of its block; None for embedding and output layer.
+        block: 0-based number of its block; None for the embedding and the output layer.
         part: part of the block, or `embedding`, `head`.
         rows: output size.
         columns: input size.
-        count: number of such matrices, for experts.
+        count: number of matrices of this size, more than 1 for experts.
     """
 
     block: int | None
@@ -68,18 +68,18 @@ class Weight:
 
 
 def weights(architecture: Architecture) -> list[Weight]:
-    """All matrices in model order; norms, biases and Mamba's per-head parameters, never in FP8, are left out.
+    """All matrices in model order; norms, biases and Mamba's per-head parameters, which are never in FP8, are omitted.
 
     Raises:
         ValueError: a block's kind has no cost model.
     """
     vocabulary, hidden = architecture.vocab_size, architecture.hidden_size
-    found = [Weight(None, EMBEDDING, vocabulary, hidden)]
+    matrices = [Weight(None, EMBEDDING, vocabulary, hidden)]
     for number, block in enumerate(architecture.sizes):
-        found += _of_block(architecture, number, block)
+        matrices += _of_block(architecture, number, block)
     if not architecture.tied_embeddings:
-        found.append(Weight(None, HEAD, vocabulary, hidden))
-    return found
+        matrices.append(Weight(None, HEAD, vocabulary, hidden))
+    return matrices
 
 
 def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator[Weight]:
@@ -112,21 +112,21 @@ def _of_block(architecture: Architecture, number: int, block: Block) -> Iterator
             yield Weight(number, "latent_fc1", width, hidden)
             yield Weight(number, "latent_fc2", hidden, width)
     else:
-        raise ValueError(f"block {number + 1}: {block.name} has no precision plan yet")
+        raise ValueError(f"block {number + 1}: precision plans do not support {block.name} yet")
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """Selector of blocks, or of parts of them.
+    """Selector of blocks or parts of blocks.
 
     Attributes:
         kind: kind of the blocks; "" for all.
-        before: kind of the block right after them; "" for any.
-        after: kind of the block right before them; "" for any.
+        before: kind of the next block; "" for any.
+        after: kind of the previous block; "" for any.
         numbers: 0-based block numbers; empty for all.
         first: number of blocks from the start of the model; 0 for all.
         last: number of blocks from the end of the model; 0 for all.
-        part: part of the blocks, "" for all; `embedding` and `head` belong to no block.
+        part: part of the blocks, "" for all; or `embedding` or `head`, which belong to no block.
     """
 
     kind: str = ""
@@ -142,14 +142,14 @@ class Selector:
         """Parse a selector in the module's notation.
 
         Raises:
-            ValueError: the text is no selector; says what was expected.
+            ValueError: the text is not a selector; the message lists the valid forms.
         """
         if text in (EMBEDDING, HEAD):
             return cls(part=text)
         where, dot, part = text.partition(".")
         parts = {part for parts in PARTS.values() for part in parts} | {LINEAR}
         if dot and part not in parts:
-            raise ValueError(f"rule {text!r}: no block has a part {part!r}: {nearest(part, parts)}")
+            raise ValueError(f"rule {text!r}: unknown part {part!r}: {nearest(part, parts)}")
         where = where.strip()
         if found := re.fullmatch(r"(first|last)\s+([1-9]\d*)", where):
             count = int(found[2])
@@ -160,11 +160,13 @@ class Selector:
         if found is None or (not where and not part) or any(kind not in NAMES for kind in (found[1], found[3]) if kind):
             raise ValueError(
                 f"rule {text!r}: expected a block kind ({' '.join(PARTS)}), KIND>KIND, KIND<KIND, numbers such as "
-                f"5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, and a part after a dot if wanted"
+                f"5,12, 'first N', 'last N', {EMBEDDING} or {HEAD}, optionally followed by a dot and a part"
             )
         kind, side, other = found[1], found[2], found[3] or ""
         if kind and part and part not in (*PARTS.get(kind, ()), LINEAR):
-            raise ValueError(f"rule {text!r}: a {NAMES[kind]} block has {', '.join(PARTS.get(kind, ()))}, no {part}")
+            raise ValueError(
+                f"rule {text!r}: a {NAMES[kind]} block has the parts {', '.join(PARTS.get(kind, ()))}, not {part}"
+            )
         return cls(kind=kind, before=other if side == ">" else "", after=other if side == "<" else "", part=part)
 
     def selects(self, weight: Weight, kinds: Sequence[str]) -> bool:
@@ -202,14 +204,16 @@ class Rule:
         """Parse `SELECTOR PRECISION`.
 
         Raises:
-            ValueError: as `Selector.parse`; no precision, or one that does not suit what is selected.
+            ValueError: the selector is invalid, or the precision is missing, unknown or not available for the part.
         """
         where, _, precision = text.strip().rpartition(" ")
         if precision not in PRECISIONS or not where:
-            raise ValueError(f"rule {text!r}: expected a selector and one of {', '.join(PRECISIONS)}, 'M>* bf16' say")
+            raise ValueError(
+                f"rule {text!r}: expected a selector and one of {', '.join(PRECISIONS)}, such as 'M>* bf16'"
+            )
         selector = Selector.parse(where.strip())
         if precision == "fp8" and selector.part in NO_FP8:
-            raise ValueError(f"rule {text!r}: {selector.part} has no FP8: use bf16 or fp32")
+            raise ValueError(f"rule {text!r}: {selector.part} does not support FP8: use bf16 or fp32")
         return cls(selector, precision, text.strip())
 
 
@@ -218,10 +222,10 @@ class Plan:
     """Precisions of all weights of a model.
 
     Attributes:
-        default: precision of weights that no rule selects; where it is FP8, parts without FP8 are in BF16.
+        default: precision of weights that no rule selects; with FP8, parts that do not support it are in BF16.
         recipe: FP8 scaling recipe, one of RECIPES.
         format: FP8 format, e4m3 or hybrid (e5m2 for gradients).
-        rules: rules in order; the first that selects a weight counts.
+        rules: rules in order; the first that selects a weight applies.
         kv_cache: precision of the KV cache in generation.
     """
 
@@ -246,16 +250,16 @@ class Plan:
         """Read a run's `precision_plan`.
 
         Raises:
-            ValueError: an unknown key, or a value that does not fit.
+            ValueError: unknown key or invalid value.
         """
         if not isinstance(section, Mapping):
-            raise ValueError(f"precision_plan={section!r}: it is a section: set its keys, or precision=NAME")
+            raise ValueError(f"precision_plan={section!r}: expected a section: set its keys, or precision=NAME")
         check_keys(section, tuple(cls.__dataclass_fields__), required=(), where="precision_plan")
-        given = dict(section)
-        rules = given.pop("rules", ()) or ()
+        values = dict(section)
+        rules = values.pop("rules", ()) or ()
         if isinstance(rules, str) or not isinstance(rules, Sequence):
             raise ValueError(f"precision_plan.rules={rules!r}: expected a list of rules such as 'M>* bf16'")
-        return cls(rules=tuple(Rule.parse(str(rule)) for rule in rules), **given)  # type: ignore[arg-type]
+        return cls(rules=tuple(Rule.parse(str(rule)) for rule in rules), **values)  # type: ignore[arg-type]
 
     @property
     def uses_fp8(self) -> bool:
@@ -265,7 +269,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """A weight with its precision, and the rule that gave it; None for the default."""
+    """Precision of a weight, and the rule that set it; None for the default."""
 
     weight: Weight
     precision: str
@@ -273,7 +277,7 @@ class Assigned:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the weight as it is stored for generation."""
+        """Bytes of the weight as stored for generation."""
         return self.weight.parameters * BYTES[self.precision]
 
 
@@ -281,54 +285,56 @@ def assigned(plan: Plan, architecture: Architecture) -> list[Assigned]:
     """Precision of every weight.
 
     Raises:
-        ValueError: a rule names a block that is not there, or a part that none of the blocks it names has.
+        ValueError: a rule names a block that does not exist, or a part that none of its blocks has.
     """
     kinds = [block.kind for block in architecture.sizes]
     for rule in plan.rules:
         if beyond := [number for number in rule.selector.numbers if number >= len(kinds)]:
-            raise ValueError(f"rule {rule.text!r}: there is no block {beyond[0]}; they are 0 to {len(kinds) - 1}")
+            raise ValueError(
+                f"rule {rule.text!r}: there is no block {beyond[0]}; block numbers are 0 to {len(kinds) - 1}"
+            )
         if rule.selector.numbers and not any(rule.selector.selects(weight, kinds) for weight in weights(architecture)):
-            raise ValueError(f"rule {rule.text!r}: no such block has a part {rule.selector.part}")
-    found = []
+            raise ValueError(f"rule {rule.text!r}: none of these blocks has a part {rule.selector.part}")
+    precisions = []
     for weight in weights(architecture):
-        given = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
-        precision = plan.default if given is None else given.precision
+        first = next((rule for rule in plan.rules if rule.selector.selects(weight, kinds)), None)
+        precision = plan.default if first is None else first.precision
         if precision == "fp8" and weight.part in NO_FP8:
             precision = "bf16"
-        found.append(Assigned(weight, precision, given))
-    return found
+        precisions.append(Assigned(weight, precision, first))
+    return precisions
 
 
 def fp8_shares(plan: Plan, architecture: Architecture) -> dict[int | None, float]:
-    """Share of parameters in FP8, by 0-based block number; None stands for the output layer."""
+    """Share of parameters in FP8, by 0-based block number; the key None is the output layer."""
     whole: dict[int | None, int] = {}
     low: dict[int | None, int] = {}
-    for each in assigned(plan, architecture):
-        if each.weight.part == EMBEDDING:
+    for entry in assigned(plan, architecture):
+        if entry.weight.part == EMBEDDING:
             continue
-        number = each.weight.block
-        whole[number] = whole.get(number, 0) + each.weight.parameters
-        low[number] = low.get(number, 0) + (each.weight.parameters if each.precision == "fp8" else 0)
+        number = entry.weight.block
+        whole[number] = whole.get(number, 0) + entry.weight.parameters
+        low[number] = low.get(number, 0) + (entry.weight.parameters if entry.precision == "fp8" else 0)
     return {number: low[number] / count for number, count in whole.items()}
 
 
 def weight_bytes(plan: Plan, architecture: Architecture) -> dict[str, int]:
-    """Bytes of the matrices by precision, as they are stored for generation."""
-    found = dict.fromkeys(PRECISIONS, 0)
-    for each in assigned(plan, architecture):
-        found[each.precision] += each.bytes
-    return found
+    """Bytes of the matrices by precision, as stored for generation."""
+    stored = dict.fromkeys(PRECISIONS, 0)
+    for entry in assigned(plan, architecture):
+        stored[entry.precision] += entry.bytes
+    return stored
 
 
 def misfits(plan: Plan, architecture: Architecture) -> list[str]:
-    """FP8 weights whose sizes the recipe does not support, each with the nearest sizes that it does."""
+    """Messages about FP8 weights whose sizes the recipe does not support, with the nearest supported sizes."""
     step, lines = RECIPES[plan.recipe], []
-    for each in assigned(plan, architecture):
-        weight = each.weight
-        for name, size in (("out", weight.rows), ("in", weight.columns)) if each.precision == "fp8" else ():
+    for entry in assigned(plan, architecture):
+        weight = entry.weight
+        for name, size in (("out", weight.rows), ("in", weight.columns)) if entry.precision == "fp8" else ():
             if size % step:
                 near = size // step * step or step
                 lines.append(
-                    f"{weight}: {name} {size} is no multiple of {step} ({plan.recipe}); nearest {near}, {near + step}"
+                    f"{weight}: {name} {size} is not a multiple of {step} ({plan.recipe}); use {near} or {near + step}"
                 )
     return lines

@@ -1,27 +1,27 @@
-"""Time of a training step by a roofline, to put layouts in order before any of them runs.
+"""Roofline estimate of a training step's time, to rank layouts before any of them runs.
 
-It was not calibrated on GPUs: seconds say which layout is faster, and not how fast one is. For each pipeline rank and
-micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), h the hidden size:
+The estimate is not calibrated on GPUs: it compares layouts, and does not predict absolute times. Terms per pipeline
+rank and micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), h the hidden size:
 
-- compute: FLOPs, three times the forward pass's, more for what is recomputed and for flash attention's and the Mamba-2
-  scan's backward passes, at `COMPUTE` of the peak; or the traffic of the weights (read twice, their FP32 gradient read
-  and written) if that takes longer, for dense weights and for experts each
-- memory: everything else that kernels read and write: `MOVES` times the bytes that are kept for the backward pass
-- TP: T x h in BF16 around every pair of linear layers, reduced twice, or gathered and scattered as often with sequence
-  parallelism; nothing is hidden but the input that the backward pass gathers again
-- EP: the tokens of a sequence-parallel part to their experts and back, forward and backward; nothing is hidden
-- CP: keys and values around the ring, once forward and twice backward, what attention's own time does not hide;
-  Mamba-2's exchange of heads for tokens, none of it hidden
-- PP: T x h to the next stage and its gradient back, none of it hidden
-- bubble: (PP - 1) / virtual stages times what the slowest rank takes for a micro-batch
-- DP, once a step: gradients reduced in FP32 and weights gathered; with `overlap_grad_reduce` and `overlap_param_gather`
-  what the last backward and the first forward pass do not hide
-- optimizer, once a step: its states read and written
+- compute: FLOPs (three times the forward pass's, plus recomputation, including that of the backward passes of flash
+  attention and the Mamba-2 scan) at `COMPUTE` of the peak; or the memory traffic of the weights (read twice, their
+  FP32 gradient read and written) if that takes longer; separately for dense weights and experts
+- memory: all other reads and writes of kernels: `MOVES` times the bytes kept for the backward pass
+- TP: T x h in BF16 around every pair of linear layers, all-reduced twice, or gathered and scattered as often with
+  sequence parallelism; nothing overlaps except the backward pass's gather of the input
+- EP: the tokens of a sequence-parallel rank to their experts and back, forward and backward; no overlap
+- CP: keys and values around the ring, once forward and twice backward, as far as they do not overlap with attention;
+  Mamba-2's all-to-all between heads and tokens, without overlap
+- PP: T x h to the next stage and its gradient back, without overlap
+- bubble: (PP - 1) / virtual stages times the slowest rank's time per micro-batch
+- DP, once per step: gradients reduced in FP32 and weights gathered; with `overlap_grad_reduce` and
+  `overlap_param_gather` only the part that does not overlap with the last backward and the first forward pass
+- optimizer, once per step: its states read and written
 
-Every message has `LATENCY` beside its bytes.
+Every message also costs `LATENCY`.
 
-A ring over several nodes gets as many adapters as it has GPUs in each, and no more than NVLink; what goes from all to
-all gets its GPU's own. TP, CP, EP and DP lie in this order on the GPUs of a node, as in Megatron.
+A ring over several nodes uses as many network adapters per node as it has GPUs there, up to NVLink's bandwidth; an
+all-to-all uses one adapter per GPU. TP, CP, EP and DP are placed in this order on the GPUs of a node, as in Megatron.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,19 +41,19 @@ from nemo_ext.architecture.precision import bytes_per_parameter
 from nemo_ext.architecture.widths import attention_widths, block_at, layers, mamba_widths
 
 COMPUTE, BANDWIDTH, LINKS = 0.6, 0.7, 0.7
-"""Shares of the peaks that are reached in products, by other kernels and by communication (choice)."""
+"""Achieved fractions of the peak rates: matrix products, memory-bound kernels, communication (choice)."""
 MOVES = 4
-"""Times that a byte kept for the backward pass is read or written outside of products (choice): written, read
-again, and its gradient written and read."""
+"""Number of reads and writes of each byte kept for the backward pass, outside of matrix products (choice): the byte is
+written and read, and so is its gradient."""
 LATENCY = 20e-6
 """Seconds to start a message (choice)."""
 NUMBER = 2
-"""Bytes of a number that is sent, BF16."""
+"""Bytes of each number sent, in BF16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of a step by what takes them; those of the slowest pipeline rank."""
+    """Seconds of a step by cause, of the slowest pipeline rank."""
 
     compute: float
     memory: float
@@ -72,11 +72,11 @@ class StepTime:
 
 
 class _Work(NamedTuple):
-    """What some blocks do for one token, before any layout divides it.
+    """Work of a set of blocks per token, before a layout divides it.
 
-    FLOPs are of the forward pass; `core` those of attention scores and of the scan, `mlp` and `moe` those of such
-    blocks, `experts` those of routed experts, `again` of what a backward pass computes anew by itself.
-    `pairs` are pairs of linears, `routed` numbers sent to experts, `keys` and `exchanged` numbers that CP sends.
+    FLOPs of the forward pass: `flops` in total, `core` of attention scores, `mlp` and `moe` of blocks of these kinds,
+    `experts` of routed experts, and `again` of kernels that recompute in their backward pass. `pairs` is the number of
+    pairs of linears, `routed` the numbers sent to experts, and `keys` and `exchanged` the numbers sent by CP.
     """
 
     flops: float = 0
@@ -101,9 +101,9 @@ class Roofline:
     """Times of one model's steps on one kind of GPU.
 
     Args:
-        architecture: the model; its cuts do not matter.
-        gpu: peak figures.
-        gpus_per_node: GPUs of a node.
+        architecture: the model; its cuts are ignored.
+        gpu: peak rates.
+        gpus_per_node: GPUs per node.
         seq_length: tokens of a sequence; the model's own by default.
     """
 
@@ -114,7 +114,7 @@ class Roofline:
         self.length = architecture.sequence_length(seq_length)
         works = [self._block(layer) for layer in layers(architecture)]
         self._sums = list(accumulate(works, _plus, initial=_Work()))
-        # By layer and by what decides them, since a search asks for thousands of layouts.
+        # Cached, since a search evaluates thousands of layouts.
         self._kept = lru_cache(maxsize=None)(self._kept_bytes)
         self._of_rank = lru_cache(maxsize=None)(self._rank)
 
@@ -131,7 +131,7 @@ class Roofline:
         """Time of a step.
 
         Args:
-            layout: parallel layout; its `micro_batches` are not looked at.
+            layout: parallel layout; its `micro_batches` are ignored.
             pattern: the model's blocks with pipeline cuts.
             batch: sequences of the global batch.
             overlap_reduce: whether gradients are reduced during the backward pass.
@@ -139,7 +139,7 @@ class Roofline:
             gathers_experts: whether every rank of an expert-parallel group gets all tokens (dispatcher `allgather`).
 
         Raises:
-            ValueError: cuts that the layout does not fit.
+            ValueError: the number of stages does not match the layout.
         """
         count = batch / (layout.micro_batch_size * layout.data_parallel)
         stages = stage_ranges(pattern, layout)
@@ -219,7 +219,7 @@ class Roofline:
         again = work.flops if full else 0.0
         for module, part in (("core_attn", work.core), ("mlp", work.mlp), ("moe", work.moe)):
             again += part if module in modules else 0.0
-        # Products, or the weights that pass through them: of the experts, and of all else.
+        # Matrix products, or the memory traffic of their weights: of experts, and of everything else.
         reached, bandwidth = COMPUTE * gpu.flops, BANDWIDTH * gpu.bandwidth
         factor = tokens / tensor / reached
         passes = 3 + (again / work.flops if work.flops else 0)
@@ -265,7 +265,7 @@ class Roofline:
         return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
 
     def _once(self, layout: Layout, work: _Work, hides_reduce: float, hides_gather: float) -> tuple[float, float]:
-        """Seconds of data-parallel communication that nothing hides, and of the optimizer."""
+        """Seconds of data-parallel communication without overlap, and of the optimizer."""
         weight, gradient, state = bytes_per_parameter(layout.precision)
         tensor, dense = layout.tensor_parallel, layout.data_parallel * layout.context_parallel
         split = layout.expert_parallel * layout.expert_tensor
@@ -276,7 +276,7 @@ class Roofline:
             (work.expert_weights / split + work.expert_biases / layout.expert_parallel, expert, split),
         ):
             around = count * (ranks - 1) / ranks / self._ring(ranks, stride)
-            # An all-reduce is a reduction and a gathering of gradients.
+            # An all-reduce is a reduce-scatter and an all-gather.
             reduced += gradient * around * (1 if layout.distributed_optimizer else 2)
             gathered += weight * around if layout.distributed_optimizer else 0.0
             updated += (2 * state + gradient + weight) * count / (ranks if layout.distributed_optimizer else 1)
@@ -284,16 +284,16 @@ class Roofline:
         return exposed, updated / (BANDWIDTH * self.gpu.bandwidth)
 
     def _near(self, ranks: int, stride: int) -> int:
-        """GPUs of a group in one node; its members are `stride` GPUs apart."""
+        """Number of a group's GPUs in one node; its members are `stride` GPUs apart."""
         return max(1, min(ranks, self.per_node // stride))
 
     def _ring(self, ranks: int, stride: int) -> float:
-        """Bytes/s around a ring."""
+        """Bandwidth of a ring, in bytes/s."""
         near = self._near(ranks, stride)
         return LINKS * (self.gpu.nvlink if near >= ranks else min(self.gpu.nvlink, near * self.gpu.network))
 
     def _all_to_all(self, sent: float, ranks: int, stride: int) -> float:
-        """Seconds for bytes that each of so many ranks has for all of them alike."""
+        """Seconds of an all-to-all in which each of `ranks` ranks sends `sent` bytes in total, evenly to all."""
         near = self._near(ranks, stride)
         far = sent * (ranks - near) / ranks / (LINKS * self.gpu.network)
         return max(far, sent * (near - 1) / ranks / (LINKS * self.gpu.nvlink))
@@ -301,7 +301,7 @@ class Roofline:
     def _kept_bytes(
         self, stages: Sequence[range], sequence_parallel: bool, tensor: int, expert_tensor: int, precision: str
     ) -> float:
-        """Bytes that a token leaves for the backward pass on one GPU, before anything is recomputed."""
+        """Bytes per token kept for the backward pass on one GPU, without recomputation."""
         layout = Layout(
             tensor_parallel=tensor,
             expert_tensor_parallel=expert_tensor,

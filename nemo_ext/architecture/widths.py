@@ -5,34 +5,34 @@ from nemo_ext.architecture.model import Architecture
 
 
 def layers(architecture: Architecture) -> range:
-    """The 1-based numbers of all blocks."""
+    """1-based numbers of all blocks."""
     return range(1, len(architecture.pattern.blocks) + 1)
 
 
 def block_at(architecture: Architecture, layer: int) -> Block:
-    """The resolved block with this 1-based number.
+    """Resolved block with a 1-based number.
 
     Raises:
-        ValueError: There is no such block, or its kind has no cost model (gated delta net, sparse attention,
+        ValueError: The block does not exist, or its kind has no cost model (gated delta net, sparse attention,
             MLA).
     """
     if not 1 <= layer <= len(architecture.sizes):
         raise ValueError(f"layer {layer} is outside 1..{len(architecture.sizes)}")
     block = architecture.sizes[layer - 1]
     if LINEAR not in VALUES[block.kind]:
-        raise ValueError(f"block {layer}: there is no cost model for {block.name} ({block.kind!r}) yet")
+        raise ValueError(f"block {layer}: the cost model does not support {block.name} ({block.kind!r}) yet")
     return block
 
 
 def norm_parameters(architecture: Architecture, width: int) -> int:
-    """Parameters of one norm: LayerNorm has a bias beside its weight, a norm without affine part has none."""
+    """Parameters of one norm: LayerNorm has a weight and a bias, a norm without affine part has none."""
     if not architecture.norm_affine:
         return 0
     return width * (2 if architecture.normalization == "LayerNorm" else 1)
 
 
 def attention_widths(architecture: Architecture, block: Block) -> tuple[int, int, int]:
-    """Widths of the queries, of the keys, and of the projection that makes queries, keys, values and gate."""
+    """Widths of the queries, of the keys, and of the projection to queries, keys, values and gate."""
     query = block.size("heads") * block.size("head_dim")
     key = block.size("kv") * block.size("head_dim")
     return query, key, query + 2 * key + (query if architecture.attention_output_gate else 0)
@@ -46,7 +46,7 @@ def mamba_widths(block: Block) -> tuple[int, int, int]:
 
 
 def first_width(architecture: Architecture, ffn: int) -> int:
-    """Output width of an MLP's first linear: gate and up together where there is a gate."""
+    """Output width of an MLP's first linear, which is gate and up together in a gated MLP."""
     return 2 * ffn if architecture.gated else ffn
 
 

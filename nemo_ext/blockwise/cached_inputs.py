@@ -1,4 +1,4 @@
-"""Inputs of one block for every batch: a measurement of a block runs only that block and the blocks after it."""
+"""Cached inputs of one block for all batches, so that a measurement runs only that block and the blocks after it."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ class CachedInputs:
     def at(self, number: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Tokens `[batch, seq]`, the input of a block and the output layer's input, both `[seq, batch, hidden]`.
 
-        Later blocks cost the blocks in between; an earlier block costs a whole run of the model.
+        Moving to a later block runs the blocks in between; moving to an earlier block runs the whole model.
 
         Args:
             number: 0-based number of the block.
@@ -38,7 +38,7 @@ class CachedInputs:
             self.number = number
         for block in range(self.number, number):
             layer = self.parent.layers[block]
-            for place, hidden in enumerate(self.inputs):  # one at a time: twice all batches would be much
+            for place, hidden in enumerate(self.inputs):  # one at a time, to avoid holding all batches twice
                 self.inputs[place] = self.parent.block_output(block, hidden, layer)
         self.number = number
         return zip(self.batches, self.inputs, self.last, strict=True)

@@ -1,6 +1,6 @@
-"""Data-parallel ranks of one stage: each takes its share of the data, sums run over all ranks, rank 0 writes.
+"""Helpers for data-parallel ranks: shards of the data, sums over all ranks, writes by rank 0.
 
-Without a process group there is one rank, and these functions are trivial.
+Without a process group there is one rank, and these functions do no communication.
 """
 
 import os
@@ -42,7 +42,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def joined(own: Tensor) -> Tensor:
-    """Tensors `[n]` of all ranks one after the other; ranks may have different numbers; all ranks together."""
+    """Concatenation of the `[n]` tensors of all ranks, whose lengths may differ. Collective."""
     sizes = torch.zeros(count(), dtype=torch.long)
     sizes[number()] = len(own)
     before, everything = int(summed(sizes)[: number()].sum()), own.new_zeros(int(sizes.sum()))
@@ -51,7 +51,7 @@ def joined(own: Tensor) -> Tensor:
 
 
 def part_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor's numbers, flat and in memory of its own; as long on all ranks, zeros at the end."""
+    """Copy of this rank's shard of the flattened tensor, padded with zeros to the same length on all ranks."""
     numbers = tensor.reshape(-1)
     size = _part_size(tensor)
     own = numbers[size * number() : size * (number() + 1)]
@@ -61,7 +61,7 @@ def part_of(tensor: Tensor) -> Tensor:
 
 
 def whole_of(part: Tensor, like: Tensor) -> Tensor:
-    """The tensor, of this one's shape, of which each rank gives its part; all ranks together."""
+    """Tensor with the shape of `like`, gathered from the shards of all ranks. Collective."""
     whole = part
     if count() > 1:
         whole = part.new_empty(len(part) * count())
@@ -70,7 +70,7 @@ def whole_of(part: Tensor, like: Tensor) -> Tensor:
 
 
 def mean_part(tensor: Tensor) -> Tensor:
-    """This rank's part of the mean of a tensor over all ranks, in FP32; all ranks together."""
+    """This rank's shard of the mean of a tensor over all ranks, in FP32. Collective."""
     whole = tensor.new_zeros(_part_size(tensor) * count(), dtype=torch.float32)
     whole[: tensor.numel()] = tensor.reshape(-1)
     if count() == 1:
@@ -85,7 +85,7 @@ def _part_size(tensor: Tensor) -> int:
 
 
 def agreed[T](decide: Callable[[], T]) -> T:
-    """Rank 0's answer, on every rank: for questions about the disk, which may change while ranks ask."""
+    """Result of `decide` on rank 0, broadcast to all ranks; for disk checks, which may differ between ranks."""
     answer: list[Any] = [decide() if number() == 0 else None]
     if count() > 1:
         dist.broadcast_object_list(answer, src=0)
@@ -100,17 +100,17 @@ def written(write: Callable[[], object], *, on_every_node: bool = False) -> None
 
 
 def wait() -> None:
-    """Waits until every rank is here."""
+    """Wait for all ranks."""
     if count() > 1:
         dist.barrier()
 
 
 def say(text: str) -> None:
-    """Prints a line for the user once."""
+    """Print a line for the user on rank 0."""
     if number() == 0:
         notice(text)
 
 
 def progress(label: str, total: int, unit: str) -> AbstractContextManager[Callable[[int], None]]:
-    """Shows progress once (`progress_of`)."""
+    """Show progress on rank 0 (`progress_of`)."""
     return progress_of(label, total, unit=unit, enabled=number() == 0)

@@ -1,6 +1,6 @@
-"""Block-by-block access to a parent: inputs of every block, blocks with other weights or sizes, partial runs.
+"""Block-by-block access to a parent model: inputs of blocks, replaced blocks, partial forward passes.
 
-Everything runs through Megatron's own layers and HybridModel's own forward pass; only the list of layers changes.
+All passes use Megatron's layers and HybridModel's forward pass; only the list of layers is changed.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -17,21 +17,21 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
 Replaced = Mapping[int, torch.nn.Module | None]
-"""0-based number of a block -> the layer that replaces it, None to leave the block out."""
+"""0-based number of a block -> the layer that replaces it, None to skip the block."""
 
 
 class Parent:
-    """A model without pipeline stages: whole on every rank, or with its blocks shared out (`blockwise.sharded`).
+    """A model without pipeline stages, replicated on every rank or with sharded blocks (`blockwise.sharded`).
 
-    Where blocks are shared out, everything here that runs or reads a block is done by all ranks together.
+    With sharded blocks, all methods that run or read a block are collective.
 
     Args:
         model: Megatron's HybridModel.
         model_config: the `BlockModelConfig` that it was built from.
 
     Attributes:
-        share: shares a layer out as the model's own are; None if they are whole.
-        shared: the blocks that are shared out, which are whole while open; none if they are whole.
+        share: function that shards a layer as the model's layers are sharded; None if they are replicated.
+        shared: sharded blocks, as context managers that gather them; empty if they are replicated.
     """
 
     def __init__(self, model: Any, model_config: Any) -> None:
@@ -42,12 +42,12 @@ class Parent:
         self.shared: list[Any] = []
 
     def gathered(self, number: int) -> AbstractContextManager[object]:
-        """A block whose weights are whole while open."""
+        """Context in which a block's weights are gathered."""
         return self.shared[number] if self.shared else nullcontext()
 
     @property
     def device(self) -> torch.device:
-        """Device of the model, on which tokens must be."""
+        """Device of the model, where tokens must be."""
         return next(iter(self.model.parameters())).device
 
     def tensors(self, number: int, *, wanted: bool = True) -> dict[str, Tensor]:
@@ -55,7 +55,7 @@ class Parent:
 
         Args:
             number: 0-based number of the block.
-            wanted: False on a rank that only has part of the block to give, and gets none.
+            wanted: False on a rank that only takes part in gathering the block, and needs no weights.
         """
         prefix = f"decoder.layers.{number}."
         with self.gathered(number):
@@ -64,7 +64,7 @@ class Parent:
             return {name.removeprefix(prefix): t for name, t in take_tensors(self.layers[number], prefix).items()}
 
     def layer(self, number: int, block: Block, tensors: Mapping[str, Tensor]) -> torch.nn.Module:
-        """Megatron's layer for a block that replaces block `number`, with these weights.
+        """Megatron's layer for a block that replaces block `number`, with given weights.
 
         Args:
             number: 0-based number of the block; determines RoPE and other settings that depend on the position.
@@ -77,16 +77,16 @@ class Parent:
         return layer
 
     def fresh(self, number: int, block: Block) -> torch.nn.Module:
-        """The same layer with the weights that Megatron begins with."""
+        """Megatron's layer as in `layer`, with newly initialized weights."""
         from megatron.core.process_groups_config import ProcessGroupCollection
         from megatron.core.transformer.spec_utils import build_module
 
         blocks = list(parse(self.model_config.pattern).blocks)
         blocks[number] = block
-        own = replace(self.model_config, pattern=format_pattern(Pattern(tuple(blocks))))
+        model_config = replace(self.model_config, pattern=format_pattern(Pattern(tuple(blocks))))
         stack = build_module(
-            own.stack_spec(),
-            own.transformer,
+            model_config.stack_spec(),
+            model_config.transformer,
             layer_type_list=[block.kind],
             pp_layer_offset=number,
             post_layer_norm=False,
@@ -95,15 +95,15 @@ class Parent:
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
         )
         (layer,) = stack.layers
-        made: torch.nn.Module = layer.to(self.device).eval()
-        return made
+        module: torch.nn.Module = layer.to(self.device).eval()
+        return module
 
     @contextmanager
     def recorded(self, numbers: Collection[int] | None = None) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Records blocks' inputs and outputs `[seq, batch, hidden]` of each forward pass in the list while open.
+        """Record blocks' inputs and outputs `[seq, batch, hidden]` of all forward passes in the context.
 
         Args:
-            numbers: 0-based numbers of the blocks; None for every one. What is recorded is kept in memory.
+            numbers: 0-based numbers of the blocks; None for all. Recorded tensors stay in memory.
         """
         record: list[tuple[Tensor, Tensor]] = []
 
@@ -124,9 +124,9 @@ class Parent:
             return self._run(tokens)
 
     def run_to(self, last: int, tokens: Tensor, first: int = 0, hidden: Tensor | None = None) -> None:
-        """Runs the blocks up to number `last` on tokens `[batch, seq]`, for what is `recorded` of them.
+        """Run the blocks up to number `last` on tokens `[batch, seq]`, to be `recorded`.
 
-        With `hidden` `[seq, batch, hidden]`, the input of block `first`, it begins there.
+        With `hidden` `[seq, batch, hidden]`, the input of block `first`, the pass starts there.
         """
         with self._layers(first, {}, last):
             self._run(tokens if hidden is None else None, hidden)
@@ -143,13 +143,13 @@ class Parent:
         return model.output_layer(hidden, weight=tied)[0].transpose(0, 1)
 
     def logits(self, tokens: Tensor, replaced: Replaced | None = None) -> Tensor:
-        """Logits `[batch, seq, vocabulary]` of tokens `[batch, seq]`, with some blocks replaced."""
+        """Logits `[batch, seq, vocabulary]` of tokens `[batch, seq]`, with replaced blocks."""
         return self.logits_of(self.hidden(tokens, replaced))
 
     def block_output(self, number: int, hidden: Tensor, layer: torch.nn.Module | None) -> Tensor:
-        """Output of a layer for the input of block `number`, both `[seq, batch, hidden]`; without a layer, the input.
+        """Output of a layer for the input of block `number`, both `[seq, batch, hidden]`; the input if `layer` is None.
 
-        The stack's own call provides RoPE and masks, so a stack of one layer is run, without its final norm.
+        The layer is run as a stack of one layer, without the final norm, because the stack provides RoPE and masks.
         """
         if layer is None:
             return hidden
@@ -180,7 +180,7 @@ class Parent:
 
     @contextmanager
     def _layers(self, first: int, replaced: Replaced, last: int | None = None) -> Iterator[None]:
-        """Reduces the decoder to blocks `first` to `last` while open, some of them replaced."""
+        """Context in which the decoder has only blocks `first` to `last`, with replacements."""
         end = len(self.layers) if last is None else last + 1
         chosen = [replaced.get(n, self.layers[n]) for n in range(first, end)]
         decoder = self.model.decoder

@@ -1,4 +1,4 @@
-"""The process of one rank that works block by block on a model, started by a job, alone or under `torchrun`."""
+"""Process of one rank of a block-by-block job, started alone or under `torchrun`."""
 
 import contextlib
 import logging
@@ -16,25 +16,25 @@ from nemo_ext.job.ranks import ON_NODES, rank_log, run_ranks
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse a config that names no run directory, or more machines than this one outside a Slurm job on several.
+    """Refuse a config without a run directory, or with several nodes outside a Slurm job on several nodes.
 
     Raises:
-        ValueError: names the key.
+        ValueError: the config is refused; the message starts with the key.
     """
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: name a directory")
+        raise ValueError("run_dir=null: set it to a directory")
     nodes = config["launcher"]["nodes"]
     if nodes != 1 and ON_NODES not in os.environ:
         raise ValueError(
-            f"launcher.nodes={nodes}: this command runs on this machine only; `nemo-ext submit job=puzzle` on several"
+            f"launcher.nodes={nodes}: this command runs on one machine only; use `nemo-ext submit job=puzzle`"
         )
 
 
 def start(module: str, config: Path, *words: str, ranks: int) -> None:
-    """Runs a module as ranks, with the config's path and these words, to its end.
+    """Run a module on several ranks, with the config's path and further arguments, until it ends.
 
     Raises:
-        KeyboardInterrupt: the user interrupted.
+        KeyboardInterrupt: the user interrupted the run.
         SystemExit: a rank failed.
     """
     code = run_ranks([sys.executable, "-m", module, str(config), *words], ranks, config.parent)
@@ -45,36 +45,36 @@ def start(module: str, config: Path, *words: str, ranks: int) -> None:
 
 
 def main(config_path: str, log_name: str, work: Callable[[str], None]) -> int:
-    """Runs a rank's work; returns the exit code of the process.
+    """Run a rank's work, and return the exit code of the process.
 
     Args:
         config_path: path of the composed config.
-        log_name: name of the log file beside it for messages of Megatron and torch.
-        work: function that is called with the config's path.
+        log_name: name of the log file in the same directory, for messages of Megatron and torch.
+        work: function called with the config's path.
     """
     end_with_parent(signal.SIGTERM)
     log = Path(config_path).with_name(log_name)
-    # Messages of Megatron and torch besides our own; from all ranks, which log little.
+    # Messages of Megatron and torch as well as our own, from all ranks, as they log little.
     logging.basicConfig(filename=log, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     logging.captureWarnings(True)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # has its own handler; warns without CUDA
     try:
-        with log.open("a") as said, contextlib.redirect_stdout(said), kept_interrupts():
+        with log.open("a") as stream, contextlib.redirect_stdout(stream), kept_interrupts():
             work(config_path)
     except KeyboardInterrupt:
         return INTERRUPTED
     except ValueError as error:
-        if ON_NODES in os.environ:  # the job says it once: srun may end the first rank before it does
-            with rank_log(log.parent, int(os.environ["RANK"])).open("a") as own:
-                print(f"error: {error}", file=own)
+        if ON_NODES in os.environ:  # the job reports the error once, as srun may end the first rank before it can
+            with rank_log(log.parent, int(os.environ["RANK"])).open("a") as stream:
+                print(f"error: {error}", file=stream)
         else:
-            print(f"error: {error}", file=sys.stderr)  # of ranks other than the first, into their logs
+            print(f"error: {error}", file=sys.stderr)  # stderr of ranks other than the first is in their logs
         return USER_ERROR
     return 0
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process at once: gloo's threads may abort a process during its shutdown."""
+    """End the process immediately, because gloo's threads may abort a regular shutdown."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,11 +1,11 @@
-"""Reading while what was read before is worked on."""
+"""Reading ahead in a background thread."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 
 def read_ahead[T](read: Callable[[int], T], numbers: Sequence[int]) -> Iterator[T]:
-    """What `read` returns for these numbers, read on a thread one ahead, the first from now on."""
+    """Yield `read(number)` for all numbers, reading one item ahead in a thread; the first read starts immediately."""
     pool = ThreadPoolExecutor(1)
     first = [pool.submit(read, number) for number in numbers[:1]]
 
@@ -16,7 +16,7 @@ def read_ahead[T](read: Callable[[int], T], numbers: Sequence[int]) -> Iterator[
                 after = [pool.submit(read, number)]
                 yield ready.pop().result()
                 ready = after
-            for each in ready:
-                yield each.result()
+            for future in ready:
+                yield future.result()
 
     return coming()

@@ -1,10 +1,10 @@
-"""A parent whose blocks are shared out among the ranks: each has a part of a block, which is gathered while it runs.
+"""Parent model with sharded blocks: each rank has a shard of a block, which is gathered while the block runs.
 
-Embedding, final norm and output layer stay whole on every rank. Data are split among the ranks as for a parent that is
-whole on each of them, so scores and variants are the same; ranks only have to call the same blocks in the same order.
+Embedding, final norm and output layer are replicated. Data are split among the ranks as for a replicated parent, so
+scores and variants are the same; ranks only have to call the same blocks in the same order.
 
-torch's FSDP would do it too, but it is made for training: each block that is called by itself has streams and pools of
-memory of its own, parameters become others, and every forward pass is noted for a backward pass that never comes.
+torch's FSDP is not used because it is made for training: each separately called block gets its own streams and memory
+pools, parameters are replaced, and every forward pass prepares a backward pass that never happens.
 """
 
 from collections import defaultdict
@@ -26,98 +26,98 @@ from nemo_ext.checkpoint.torch_dist import TorchDistReader, checkpoint_folder
 from nemo_ext.megatron.session import build_model, load_weights, put_tensors
 
 SHARD, OFFLOAD = "shard", "offload"
-"""Where a rank's part of the blocks is: on its device, or in the host's memory."""
+"""Places of a rank's shards: on its device, or in host memory."""
 _ALIGNED = 128
-"""Numbers to a multiple of which each parameter begins: kernels want addresses of 16 bytes at least."""
+"""Alignment of parameters in the flat tensor, in numbers: kernels need addresses aligned to at least 16 bytes."""
 
 
 class SharedOut:
-    """The weights of a block, of which this rank holds one of equally large parts; whole while it runs or is open.
+    """Sharded weights of a block, gathered while the block runs or the context is open.
 
     Args:
-        layer: the block, whole and alike on every rank. Its parameters are empty from now on while it does not run.
-        host: True to hold the part in the host's memory.
+        layer: the block, identical on every rank. Its parameters become empty except while it runs.
+        host: True to hold the shard in host memory.
     """
 
     def __init__(self, layer: torch.nn.Module, *, host: bool) -> None:
-        alike: defaultdict[torch.dtype, list[torch.nn.Parameter]] = defaultdict(list)
+        by_dtype: defaultdict[torch.dtype, list[torch.nn.Parameter]] = defaultdict(list)
         for parameter in layer.parameters():
-            alike[parameter.dtype].append(parameter)
-        self.numel = sum(each.numel() for each in layer.parameters())
+            by_dtype[parameter.dtype].append(parameter)
+        self.numel = sum(parameter.numel() for parameter in layer.parameters())
         self.device = next(layer.parameters()).device
-        self._parameters = list(alike.values())
-        self._shapes = [[each.shape for each in own] for own in self._parameters]
+        self._parameters = list(by_dtype.values())
+        self._shapes = [[parameter.shape for parameter in group] for group in self._parameters]
         self.parts: list[Tensor] = []
-        for own, shapes in zip(self._parameters, self._shapes, strict=True):
+        for group, shapes in zip(self._parameters, self._shapes, strict=True):
             size = -(-_places(shapes)[-1] // data_parallel.count())
-            part = torch.zeros(size, dtype=own[0].dtype, device="cpu" if host else self.device)
-            for each, place in zip(own, _places(shapes), strict=False):
+            part = torch.zeros(size, dtype=group[0].dtype, device="cpu" if host else self.device)
+            for parameter, place in zip(group, _places(shapes), strict=False):
                 begin = size * data_parallel.number() - place
-                first, end = max(begin, 0), min(begin + size, each.numel())
+                first, end = max(begin, 0), min(begin + size, parameter.numel())
                 if first < end:
-                    part[first - begin : end - begin] = each.data.reshape(-1)[first:end]
+                    part[first - begin : end - begin] = parameter.data.reshape(-1)[first:end]
             self.parts.append(part.pin_memory() if host and torch.cuda.is_available() else part)
         self.__exit__()
         layer.register_forward_pre_hook(lambda *_: self.__enter__())
         layer.register_forward_hook(lambda *_: self.__exit__(), always_call=True)
 
     def __enter__(self) -> None:
-        """Gathers the weights; all ranks together."""
-        for part, own, shapes in zip(self.parts, self._parameters, self._shapes, strict=True):
+        """Gather the weights. Collective."""
+        for part, group, shapes in zip(self.parts, self._parameters, self._shapes, strict=True):
             mine = part.to(self.device, non_blocking=True)
             whole = torch.empty(len(mine) * data_parallel.count(), dtype=mine.dtype, device=self.device)
             if data_parallel.count() > 1:
                 dist.all_gather_into_tensor(whole, mine)
             else:
                 whole.copy_(mine)
-            for parameter, place, shape in zip(own, _places(shapes), shapes, strict=False):
+            for parameter, place, shape in zip(group, _places(shapes), shapes, strict=False):
                 parameter.data = whole[place : place + shape.numel()].view(shape)
 
     def __exit__(self, *_: object) -> None:
-        """Frees the whole weights."""
-        for own in self._parameters:
-            for parameter in own:
+        """Free the gathered weights."""
+        for group in self._parameters:
+            for parameter in group:
                 parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
 
 
 def _places(shapes: Sequence[torch.Size]) -> list[int]:
-    """Where parameters of these shapes begin in their flat tensor, and where it ends."""
+    """Offsets of parameters with these shapes in their flat tensor, and its length."""
     return [0, *accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes)]
 
 
 def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = None) -> Parent:
-    """The model of a checkpoint, whole on every rank, or with its blocks shared out among them.
+    """Load a checkpoint's model, replicated on every rank or with sharded blocks.
 
-    Blocks are read one after the other, each by one rank while others read theirs, so that no rank ever holds the whole
-    model, on its device or in the host's memory.
+    Each block is read by one rank, in parallel with the blocks of other ranks, so that no rank ever holds the whole
+    model on its device or in host memory.
 
     Args:
         config: training config of a stage (`stage_config`), with the checkpoint's model.
         checkpoint: run, checkpoints directory or checkpoint of any parallel layout.
-        fsdp: `SHARD` or `OFFLOAD`; None for a whole model on every rank.
+        fsdp: `SHARD` or `OFFLOAD`; None for a replicated model.
     """
     folder = checkpoint_folder(checkpoint)
-    model, made = build_model(config, blocks=fsdp is None)
+    model, model_config = build_model(config, blocks=fsdp is None)
     load_weights(model, folder)
-    parent = Parent(model, made)
+    parent = Parent(model, model_config)
     if fsdp is None:
         return parent
-    blocks = len(parse(made.pattern).blocks)
-    own = [number for number in range(blocks) if _reader(number) == data_parallel.number()]
+    blocks = len(parse(model_config.pattern).blocks)
+    mine = [number for number in range(blocks) if _reader(number) == data_parallel.number()]
     reader = TorchDistReader(folder)
 
     def read(number: int) -> dict[str, Tensor]:
         prefix = f"decoder.layers.{number}."
         return {name: reader.read(name) for name in reader.tensors if name.startswith(prefix)}
 
-    tensors = read_ahead(read, own)
+    tensors = read_ahead(read, mine)
 
     def fill(layer: torch.nn.Module, prefix: str, number: int) -> None:
         if _reader(number) == data_parallel.number():
             put_tensors(layer, next(tensors), prefix)
         if data_parallel.count() > 1:
-            for each in (*layer.parameters(), *layer.buffers()):
-                dist.broadcast(each.data, src=_reader(number))
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                dist.broadcast(tensor.data, src=_reader(number))
 
     with data_parallel.progress("parent", blocks, "blocks") as advance:
         share_out(parent, fsdp, fill, advance)
@@ -125,7 +125,7 @@ def open_parent(config: Mapping[str, Any], checkpoint: Path, fsdp: str | None = 
 
 
 def _reader(number: int) -> int:
-    """The rank that reads a block: two in a row each, since in many models every second one is large."""
+    """Rank that reads a block. Each reads two consecutive blocks, as in many models every second block is large."""
     return number // 2 % data_parallel.count()
 
 
@@ -135,7 +135,7 @@ def share_out(
     fill: Callable[[torch.nn.Module, str, int], None] = lambda layer, prefix, number: None,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Makes the blocks of a model without any, fills them and shares them out, one after the other.
+    """Create the blocks of a model without blocks, fill them and shard them, one after the other.
 
     Args:
         parent: the model (`build_model(config, blocks=False)`).

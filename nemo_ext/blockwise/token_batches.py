@@ -1,4 +1,4 @@
-"""Batches of tokens from a config's blend, for calibration, distillation and evaluation; the same ones every time."""
+"""Reproducible batches of tokens from a config's blend, for calibration, distillation and evaluation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -13,7 +13,7 @@ class TokenBatches:
     """Sequences of one split of the blend, cut into batches.
 
     Args:
-        config: config of a training run, data arguments filled in (`nemo_ext.data.training.with_data`).
+        config: config of a training run with data arguments (`nemo_ext.data.training.with_data`).
         split: name of the split, `train` or `valid`.
         sequences: number of sequences; a smaller data set is repeated.
         device: device of the tokens.
@@ -26,8 +26,8 @@ class TokenBatches:
         from nemo_ext.megatron.forward_step import build_datasets
 
         arguments = parse_arguments(command_line(config), world_size=data_parallel.count())
-        wanted = {"train": [sequences, 0, 0], "valid": [0, sequences, 0]}[split]
-        train, valid, _ = build_datasets(arguments, wanted)
+        samples = {"train": [sequences, 0, 0], "valid": [0, sequences, 0]}[split]
+        train, valid, _ = build_datasets(arguments, samples)
         self.dataset = train if split == "train" else valid
         self.sequences, self.device = sequences, device
 
@@ -45,21 +45,21 @@ class TokenBatches:
         starts = range(0, self.sequences, size)
         if len(starts) < data_parallel.count():
             raise ValueError(
-                f"{self.sequences} sequences in batches of {size} are too few for {data_parallel.count()} ranks: give "
-                "every rank one batch at least"
+                f"{self.sequences} sequences in batches of {size} are too few for {data_parallel.count()} ranks: use "
+                "at least one batch per rank"
             )
         return [self.batch(first, min(size, self.sequences - first)) for first in data_parallel.share(starts)]
 
     def stream(self, step: int, size: int) -> Iterator[Tensor]:
-        """This rank's rows of consecutive batches of `size` sequences, from a step on.
+        """Yield this rank's rows of consecutive batches of `size` sequences, starting with a step.
 
         Raises:
-            ValueError: the ranks cannot share a batch equally.
+            ValueError: the number of ranks does not divide the batch.
         """
         ranks = data_parallel.count()
         if size % ranks:
-            raise ValueError(f"batches of {size} sequences cannot be shared equally by {ranks} ranks")
-        each = size // ranks
+            raise ValueError(f"batches of {size} sequences cannot be split evenly over {ranks} ranks: use a multiple")
+        rows = size // ranks
         while True:
-            yield self.batch(step * size + data_parallel.number() * each, each)
+            yield self.batch(step * size + data_parallel.number() * rows, rows)
             step += 1

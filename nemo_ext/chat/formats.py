@@ -1,15 +1,15 @@
-"""Conversion between records of the usual chat formats and samples.
+"""Conversion of records in the common chat formats to samples, and back.
 
 `openai`    {messages: [{role, content, reasoning_content?, tool_calls?, tool_call_id?}], tools?}
 `sharegpt`  {conversations: [{from: human | gpt | system | tool | function_call ..., value}], system?, tools?}
-`nemo`      the same with `from: User | Assistant` and `mask`, as NeMo's chat SFT has it
+`nemo`      the same with `from: User | Assistant` and `mask`, as in NeMo's chat SFT
 
-A record that does not fit raises a `FormatError` that names the place in the record, such as `messages[3].role`. Other
-keys of a message are ignored and counted. What comes of it is one normal form, whatever the format: content is text,
-arguments of calls are objects, and tools' answers stand in the order of their calls. `<think>...</think>` at the start
-of an assistant's content becomes its reasoning, stripped of white space at both ends, unless the message has reasoning
-already; the opening tag may be missing, as in answers to prompts that end with it. A trace of white space counts as
-none, since templates write `<think></think>` for the mode without reasoning.
+An invalid record raises a `FormatError` with the path in the record, such as `messages[3].role`. Other keys of a
+message are ignored and counted. All formats are converted to one normal form: content is text, arguments of calls are
+objects, and tools' answers are in the order of their calls. `<think>...</think>` at the start of an assistant's content
+becomes its reasoning, stripped of white space at both ends, unless the message already has reasoning; the opening tag
+may be missing, as in answers to prompts that end with it. A trace of only white space counts as no trace, since
+templates write `<think></think>` in the mode without reasoning.
 """
 
 import json
@@ -40,22 +40,22 @@ _THINKING_VALUES: dict[str, bool] = {
     for word, on in (("on", True), ("true", True), ("yes", True), ("off", False), ("false", False), ("no", False))
     for mode in (word, f"thinking {word}", f"detailed thinking {word}")
 }
-# Mode lines of Domyn and Llama-Nemotron: each on a line of its own in the system message.
+# Mode lines of Domyn and Llama-Nemotron: separate lines of the system message.
 _MODE_LINE = re.compile(r"^[ \t]*((?:detailed )?thinking (?:on|off))[ \t]*(?:\n|\Z)", re.IGNORECASE | re.MULTILINE)
-EMPTY_TRACE = "empty traces taken for none"
-UNOPENED_TRACE = "traces read that have no opening tag"
-REORDERED = "tools' answers put in the order of their calls"
-WITHOUT_CALL = "tools' answers without a call left out"
-WITHOUT_ANSWER = "calls left out that have no answer before one that has"
-MODE_LINE = "mode lines taken out of system messages"
+EMPTY_TRACE = "empty traces removed"
+UNOPENED_TRACE = "traces without an opening tag"
+REORDERED = "tools' answers sorted into the order of their calls"
+WITHOUT_CALL = "tools' answers without a call, removed"
+WITHOUT_ANSWER = "calls without an answer before answered calls, removed"
+MODE_LINE = "mode lines removed from system messages"
 
 
 class FormatError(ValueError):
-    """Raised for a record that is not a conversation; the message names the place in it."""
+    """Error in a record that is not a valid conversation; the message has the path in the record."""
 
 
 class UnfinishedTrace(FormatError):
-    """Raised for an answer whose trace does not end, such as one that was cut off."""
+    """Error for an answer whose trace does not end, such as a truncated answer."""
 
 
 def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
@@ -72,7 +72,7 @@ def detect(record: Mapping[str, Any]) -> Literal["openai", "sharegpt", "nemo"]:
         if "role" in first:
             return "openai"
         return "nemo" if "mask" in record or first.get("from") in ("User", "Assistant") else "sharegpt"
-    raise FormatError(f"neither messages nor conversations is a list; the keys are {sorted(map(str, record))}")
+    raise FormatError(f"expected a list in messages or conversations; the record's keys are {sorted(map(str, record))}")
 
 
 def to_sample(
@@ -90,30 +90,32 @@ def to_sample(
     """Convert a record to a sample.
 
     Args:
-        format: `auto` looks at each record.
-        ignored: counter of message keys that are not used, such as `messages[].name`.
-        changed: counter of changes made while reading; None to refuse what would be left out.
+        format: format of the record; `auto` detects it.
+        ignored: counter of ignored message keys, such as `messages[].name`.
+        changed: counter of changes made while reading; None to refuse records in which something must be removed.
 
     Raises:
-        FormatError: the record does not fit; the message names the place, what it holds and what it may hold.
+        FormatError: the record is invalid; the message has the path, the value and the expected values.
     """
     kind = detect(record) if format == "auto" else format
     key = "messages" if kind == "openai" and record.get("messages") is not None else "conversations"
     turns = record.get(key)
     if not isinstance(turns, Sequence) or isinstance(turns, str):
-        raise FormatError(f"{key}: expected a list, not {_kind(turns)}; the keys are {sorted(map(str, record))}")
+        raise FormatError(
+            f"{key}: expected a list, not {_kind(turns)}; the record's keys are {sorted(map(str, record))}"
+        )
     if not turns:
-        raise FormatError(f"{key} is empty")
+        raise FormatError(f"{key} is empty: expected at least one message")
     if kind == "openai":
         read = [_openai_message(turn, f"{key}[{index}]", ignored, changed) for index, turn in enumerate(turns)]
     else:
         read = _sharegpt_messages(record, turns, ignored, changed)
     messages = [message for _, message in normal_messages(read, key, changed)]
     if not messages:
-        raise FormatError(f"{key} has nothing but tools' answers without a call")
+        raise FormatError(f"{key} has only tools' answers without a call")
     for index, message in enumerate(messages[1:], start=1):
         if message.role == "system":
-            raise FormatError(f"{key}[{index}]: a system message that is not the first")
+            raise FormatError(f"{key}[{index}]: a system message must be the first message")
     return Sample(
         id=id,
         messages=tuple(messages),
@@ -128,27 +130,27 @@ def to_sample(
 def template_messages(
     turns: Sequence[Any], where: str, *, unfinished: bool = False, arguments_as_text: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages of a request in the OpenAI format, in the normal form that chat templates take; other keys stay.
+    """Normal form of a request's messages in the OpenAI format, as input of chat templates; other keys are kept.
 
     Args:
-        unfinished: True if the last message is to be continued, so that its trace need not end.
-        arguments_as_text: True for a template that takes them so (`Template.takes_argument_text`).
+        unfinished: True if the model continues the last message, whose trace then need not end.
+        arguments_as_text: True to pass arguments of calls as JSON text (see `Template.takes_argument_text`).
 
     Raises:
-        FormatError: a message does not fit, or a tool's answer has no call.
+        FormatError: a message is invalid, or a tool's answer has no call.
     """
     ends = len(turns) - unfinished
     read = [_openai_message(turn, f"{where}[{index}]", unfinished=index == ends) for index, turn in enumerate(turns)]
-    made = normal_messages(read, where)
-    records = openai_messages((message for _, message in made), arguments_as_text=arguments_as_text, names=True)
+    placed = normal_messages(read, where)
+    records = openai_messages((message for _, message in placed), arguments_as_text=arguments_as_text, names=True)
     return [
         {key: value for key, value in turns[place].items() if key not in _MESSAGE_KEYS} | record
-        for (place, _), record in zip(made, records, strict=True)
+        for (place, _), record in zip(placed, records, strict=True)
     ]
 
 
 def to_record(sample: Sample) -> dict[str, Any]:
-    """Convert a sample to an OpenAI record, call arguments as JSON text; `to_sample` reads it back."""
+    """Convert a sample to an OpenAI record with call arguments as JSON text; the inverse of `to_sample`."""
     whole: dict[str, Any] = {"id": sample.id, "messages": openai_messages(sample.messages, arguments_as_text=True)}
     if sample.tools:
         whole["tools"] = [dict(tool) for tool in sample.tools]
@@ -161,10 +163,10 @@ def to_record(sample: Sample) -> dict[str, Any]:
 
 
 def thinking_mode(value: object, where: str) -> bool | None:
-    """Parse a thinking mode as data sets spell it: a truth value, `on`, `thinking off`, `detailed thinking on`.
+    """Parse a thinking mode as spelled in datasets: a Boolean, `on`, `thinking off`, `detailed thinking on`.
 
     Raises:
-        FormatError: the value is anything else.
+        FormatError: the value is not a thinking mode.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -177,17 +179,19 @@ def thinking_mode(value: object, where: str) -> bool | None:
 def without_mode_line(sample: Sample) -> Sample:
     """Set the sample's mode from a line of its system message (`detailed thinking on`) and remove that line.
 
-    The template states the mode in its own way. A system message left empty is removed.
+    The line is removed because the template states the mode in its own form. So is a system message that becomes empty.
 
     Raises:
-        FormatError: two lines contradict each other, or the sample's mode.
+        FormatError: two lines contradict each other, or a line contradicts the sample's mode.
     """
     first = sample.messages[0]
     if first.role != "system" or not (lines := _MODE_LINE.findall(first.content)):
         return sample
-    said = {_THINKING_VALUES[line.lower()] for line in lines} | ({sample.thinking} - {None})
-    if len(said) > 1:
-        raise FormatError(f"the system message says {lines[0]!r}, but it or the record says the other mode, too")
+    modes = {_THINKING_VALUES[line.lower()] for line in lines} | ({sample.thinking} - {None})
+    if len(modes) > 1:
+        raise FormatError(
+            f"the system message says {lines[0]!r}, but another line or the record sets the other mode: keep one"
+        )
     text = _MODE_LINE.sub("", first.content).strip("\n")
     rest = (replace(first, content=text),) if text.strip() else ()
     return replace(sample, messages=rest + sample.messages[1:], thinking=_THINKING_VALUES[lines[0].lower()])
@@ -196,27 +200,27 @@ def without_mode_line(sample: Sample) -> Sample:
 def normal_messages(
     messages: Sequence[Message], key: str, changed: Counter[str] | None = None
 ) -> list[tuple[int, Message]]:
-    """Messages and their places in the record: no empty traces, and tools' answers in the order of their calls.
+    """Normal form of messages, with their indices in the record: no empty traces, tools' answers in the order of calls.
 
     Raises:
-        FormatError: something would be left out, and there is no counter of changes.
+        FormatError: a message or call would be removed, and `changed` is None.
     """
-    made: list[_Placed] = []
+    normal: list[_Placed] = []
     callers: list[_Placed] = []
     for (answers, calls), same in groupby(
-        enumerate(messages), lambda each: (each[1].role == "tool", bool(each[1].tool_calls))
+        enumerate(messages), lambda placed: (placed[1].role == "tool", bool(placed[1].tool_calls))
     ):
         run = [(place, _without_empty_trace(message, changed)) for place, message in same]
         if answers:
-            del made[len(made) - len(callers) :]
+            del normal[len(normal) - len(callers) :]
             run = _paired(callers, run, key, changed)
-        made += run
+        normal += run
         callers = run if calls else []
-    return made
+    return normal
 
 
 def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: Counter[str] | None) -> list[_Placed]:
-    """Messages with calls and the answers after them, by the calls' ids; as they are where the calls have none."""
+    """Messages with calls, then their answers sorted by the calls' ids; unchanged if the calls have no ids."""
     ids = [call.id for _, message in callers for call in message.tool_calls]
     named = [name for name in ids if name is not None]
     if len(set(named)) < len(named) or (callers and not named):
@@ -230,29 +234,31 @@ def _paired(callers: list[_Placed], answers: list[_Placed], key: str, changed: C
         elif name in named and ids.index(name) not in partners:
             partners[ids.index(name)] = answer
         else:
-            _leave_out(WITHOUT_CALL, f"{key}[{place}].tool_call_id={name!r}: no call before it waits for it", changed)
+            _leave_out(
+                WITHOUT_CALL, f"{key}[{place}].tool_call_id={name!r}: no preceding unanswered call has this id", changed
+            )
     if not callers:
         return unnamed
     free = [number for number in range(len(ids)) if number not in partners]
     partners.update(zip(free, unnamed, strict=False))
     for place, _ in unnamed[len(free) :]:
-        _leave_out(WITHOUT_CALL, f"{key}[{place}]: more answers of tools than calls", changed)
+        _leave_out(WITHOUT_CALL, f"{key}[{place}]: there are more tools' answers than calls", changed)
     ordered = [answer for _, answer in sorted(partners.items())]
     if ordered != sorted(ordered):
         _count(changed, REORDERED)
     if not ordered:
         return callers
-    # Templates tell answers apart by their order alone, so that a gap would move an answer to another call.
+    # Templates match answers to calls by order only, so a gap would assign an answer to another call.
     answered = {*partners, *range(max(partners), len(ids))}
     numbers = count()
-    asking = []
+    answered_callers = []
     for place, message in callers:
         calls = tuple(call for call in message.tool_calls if next(numbers) in answered)
         for _ in range(len(message.tool_calls) - len(calls)):
             _leave_out(WITHOUT_ANSWER, f"{key}[{place}].tool_calls: a call has no answer, but a later one has", changed)
         if calls or message.content.strip():
-            asking.append((place, replace(message, tool_calls=calls)))
-    return asking + ordered
+            answered_callers.append((place, replace(message, tool_calls=calls)))
+    return answered_callers + ordered
 
 
 def _without_empty_trace(message: Message, changed: Counter[str] | None) -> Message:
@@ -268,7 +274,7 @@ def _count(changed: Counter[str] | None, change: str) -> None:
 
 
 def _leave_out(change: str, why: str, changed: Counter[str] | None) -> None:
-    """Count something that is left out, or refuse it where nothing is counted."""
+    """Count a removal, or refuse it if there is no counter."""
     if changed is None:
         raise FormatError(why)
     changed[change] += 1
@@ -286,12 +292,14 @@ def _openai_message(
         raise FormatError(f"{where}: expected an object, not {_kind(turn)}")
     role = _role(turn.get("role"), f"{where}.role", _OPENAI_ROLES)
     if turn.get("weight") == 0:
-        raise FormatError(f"{where}.weight=0: which messages are trained on is the template's choice, not the data's")
+        raise FormatError(
+            f"{where}.weight=0: not supported, as the chat template selects the trained messages: remove the key"
+        )
     if ignored is not None and not turn.keys() <= _MESSAGE_KEYS:
         _count_ignored(turn, _MESSAGE_KEYS, "messages[]", ignored)
     if role != "assistant":
         if turn.get("tool_calls"):
-            raise FormatError(f"{where}.tool_calls: only an assistant calls tools, not role={turn['role']!r}")
+            raise FormatError(f"{where}.tool_calls: only an assistant may call tools, not role={turn['role']!r}")
         content = turn.get("content")
         text = "" if role == "tool" and content is None else _text(content, where, "content")
         answered = _identifier(turn.get("tool_call_id"), f"{where}.tool_call_id")
@@ -300,15 +308,15 @@ def _openai_message(
     if legacy := turn.get("function_call"):
         calls += _calls([legacy], f"{where}.function_call")
     traces = {name: _text(turn[name], where, name) for name in _REASONING if turn.get(name) is not None}
-    given = {key: trace for key, trace in traces.items() if trace.strip()}
-    if len(set(given.values())) > 1:
-        raise FormatError(f"{where}: {' and '.join(given)} differ: keep one")
+    filled = {key: trace for key, trace in traces.items() if trace.strip()}
+    if len(set(filled.values())) > 1:
+        raise FormatError(f"{where}: {' and '.join(filled)} differ: keep one")
     content = turn.get("content")
     if content is None and ("content" in turn or calls or traces):
-        content = ""  # OpenAI writes null where there are only calls
+        content = ""  # OpenAI writes null if there are only calls
     text = _text(content, where, "content")
-    if given or unfinished:
-        return Message(role="assistant", content=text, reasoning=next(iter(given.values()), None), tool_calls=calls)
+    if filled or unfinished:
+        return Message(role="assistant", content=text, reasoning=next(iter(filled.values()), None), tool_calls=calls)
     answer, reasoning = _without_trace(text, f"{where}.content", changed)
     empty = "" if traces else None
     return Message(
@@ -321,11 +329,11 @@ def _sharegpt_messages(
 ) -> list[Message]:
     mask = record.get("mask")
     if mask is not None and _SHAREGPT_ROLES.get(str(mask).lower()) != "user":
-        raise FormatError(f"mask={mask!r}: only the user's turns can be masked, 'User'")
+        raise FormatError(f"mask={mask!r}: only 'User' is supported, as only the user's turns can be masked")
     messages: list[Message] = []
     if system := record.get("system"):
         messages.append(Message(role="system", content=_text(system, "", "system")))
-    calling = False  # True if the last message may take more calls
+    calling = False  # True if calls may be added to the last message
     for index, turn in enumerate(turns):
         where = f"conversations[{index}]"
         if not isinstance(turn, Mapping):
@@ -358,10 +366,10 @@ def _role(value: object, where: str, known: Mapping[str, str]) -> str:
 
 
 def checked_text(value: object, where: str, key: str) -> str:
-    """Return the value if it is text that can be written to a file.
+    """Return the value if it is text that can be encoded in UTF-8.
 
     Raises:
-        FormatError: it is not.
+        FormatError: the value is not such text.
     """
     if not isinstance(value, str):
         raise FormatError(f"{_at(where, key)}: expected text, not {_kind(value)}")
@@ -374,19 +382,19 @@ def checked_text(value: object, where: str, key: str) -> str:
 
 
 def optional_text(value: object, key: str) -> str:
-    """Return a text, or "" for None; raises as `checked_text`."""
+    """Return a text, or "" for None; raises the errors of `checked_text`."""
     return "" if value is None else checked_text(value, "", key)
 
 
 def _text(value: Any, where: str, key: str) -> str:
-    """Text of a value; the parts of a message in parts are joined."""
+    """Text of a value; parts of a multi-part message are joined."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return checked_text(value, where, key)
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type", "text") if isinstance(part, Mapping) else _kind(part)
         if not isinstance(part, Mapping) or kind not in ("text", "input_text", "output_text"):
-            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r}; only text is read")
+            raise FormatError(f"{_at(where, key)}[{index}]: a part of type {kind!r} is not supported: only text is")
         texts.append(_text(part.get("text"), f"{_at(where, key)}[{index}]", "text"))
     return "".join(texts)
 
@@ -394,14 +402,14 @@ def _text(value: Any, where: str, key: str) -> str:
 def _without_trace(text: str, where: str, changed: Counter[str] | None) -> tuple[str, str | None]:
     """Split an assistant's text into answer and trace; the trace is None if the text does not start with one.
 
-    As `parse_response` reads an answer, but text before an opening tag makes the tags a quotation.
+    Like `parse_response`, except that tags with text before the opening tag are treated as quotations.
     """
     opened = text.lstrip().startswith(OPEN)
     if not opened and CLOSE not in text:
         return text, None
     trace, closed, answer = (text.lstrip()[len(OPEN) :] if opened else text).partition(CLOSE)
     if not closed:
-        raise UnfinishedTrace(f"{where}: its trace does not end: no {CLOSE} after {OPEN}")
+        raise UnfinishedTrace(f"{where}: the trace does not end: there is no {CLOSE} after {OPEN}")
     if not opened:
         if OPEN in trace:
             return text, None
@@ -413,11 +421,11 @@ def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     if value is None:
         return ()
     calls = []
-    for index, given in enumerate([value] if isinstance(value, Mapping) else _listed(value, where)):
+    for index, call in enumerate([value] if isinstance(value, Mapping) else _listed(value, where)):
         here = f"{where}[{index}]"
-        if not isinstance(given, Mapping):
-            raise FormatError(f"{here}: expected an object, not {_kind(given)}")
-        function = given.get("function", given)
+        if not isinstance(call, Mapping):
+            raise FormatError(f"{here}: expected an object, not {_kind(call)}")
+        function = call.get("function", call)
         if not isinstance(function, Mapping):
             raise FormatError(f"{here}.function: expected an object, not {_kind(function)}")
         name = function.get("name")
@@ -428,7 +436,7 @@ def _calls(value: Any, where: str) -> tuple[ToolCall, ...]:
         if not isinstance(arguments, Mapping):
             raise FormatError(f"{here}.arguments: expected an object, not {_kind(arguments)}")
         checked_text(name, here, "name")
-        calls.append(ToolCall(name=name, arguments=arguments, id=_identifier(given.get("id"), f"{here}.id")))
+        calls.append(ToolCall(name=name, arguments=arguments, id=_identifier(call.get("id"), f"{here}.id")))
     return tuple(calls)
 
 
@@ -443,16 +451,16 @@ def _tools(value: Any) -> tuple[Mapping[str, Any], ...]:
 
 
 def _decoded(value: Any, where: str) -> Any:
-    """Decode JSON text; other values are returned as they are, empty text as None."""
+    """Decode JSON text; other values are returned unchanged, and empty text as None."""
     if isinstance(value, str):
         if not value.strip():
             return None
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise FormatError(f"{where}: text that is not JSON ({error})") from None
+            raise FormatError(f"{where}: expected JSON, got other text ({error})") from None
     if value:
-        try:  # half a surrogate pair, NaN, or a Parquet type that JSON lacks, such as a date
+        try:  # fails for lone surrogates, NaN, and Parquet types without a JSON equivalent, such as dates
             json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         except (ValueError, TypeError, RecursionError) as error:
             raise FormatError(f"{where}: {error}") from None

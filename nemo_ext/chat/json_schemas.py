@@ -1,7 +1,8 @@
-r"""JSON schemas as their standard says: `multipleOf` in decimal arithmetic, regular expressions of ECMA 262.
+r"""JSON schema validation to the standard: `multipleOf` in decimal arithmetic, regular expressions of ECMA 262.
 
-jsonschema divides floats, so that 4.02 is no multiple of 0.01, and takes Python's regular expressions, where `$` also
-matches before a final newline and `\d` matches other digits than 0 to 9. Nothing is looked up on the network.
+jsonschema itself divides floats, so that 4.02 is not a multiple of 0.01, and uses Python's regular expressions, where
+`$` also matches before a final newline and `\d` matches digits other than 0 to 9. References are not fetched from the
+network.
 """
 
 import json
@@ -30,7 +31,7 @@ _ESCAPE = (
     r"|\\k<(?P<again>\w+)>|\\."
 )
 _PARTS = {
-    True: re.compile(rf"{_ESCAPE}|(?P<other>(?!))|.", re.DOTALL),  # inside of [ ]
+    True: re.compile(rf"{_ESCAPE}|(?P<other>(?!))|.", re.DOTALL),  # inside [ ]
     False: re.compile(
         rf"{_ESCAPE}|\(\?<(?![=!])|\(\?(?:[:=!]|<[=!]|i?(?:-i)?:)|(?P<other>\(\?|[*+?]\+)|\[\^?\]?|\{{\d+(?:,\d*)?\}}|.",
         re.DOTALL,
@@ -45,71 +46,71 @@ _OUTSIDE = {
 
 @lru_cache(maxsize=4096)
 def validator(text: str, *, quick: bool = False) -> Any:
-    """Validator of a JSON schema of the draft that its `$schema` names, else 2020-12.
+    """Validator of a JSON schema, of the draft in its `$schema` or by default 2020-12.
 
     Args:
-        text: the schema as JSON.
-        quick: whether to leave out the keywords whose time model output decides.
+        text: schema as JSON text.
+        quick: whether to skip keywords whose validation time can grow with model output (`pattern`, `uniqueItems`).
 
     Raises:
         SchemaError: the text is not a JSON schema.
-        ValueError: a regular expression is not one of ECMA 262.
+        ValueError: a regular expression is not valid in ECMA 262.
     """
     schema = json.loads(text)
     kind = validator_for(schema, default=Draft202012Validator)
     schema = rewritten(schema, _quick if quick else _with_pythons_patterns)
     kind.check_schema(schema)
     if isinstance(schema, dict):
-        schema.pop("$schema", None)  # or a reference to the root brings jsonschema's own rules back
+        schema.pop("$schema", None)  # otherwise a reference to the root would restore jsonschema's rules
     return _exact(kind)(schema, registry=Registry())
 
 
 def rewritten(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
-    """Copy of a schema, with a change of every schema in it, the inner ones first."""
+    """Copy of a schema with `change` applied to every subschema, innermost first."""
     if isinstance(schema, list | tuple):
         return [rewritten(part, change) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made = {}
+    copy = {}
     for key, value in schema.items():
         if key in NAMED and isinstance(value, Mapping):
-            made[key] = {name: rewritten(part, change) for name, part in value.items()}
+            copy[key] = {name: rewritten(part, change) for name, part in value.items()}
         else:
-            made[key] = value if key in DATA else rewritten(value, change)
-    return change(made)
+            copy[key] = value if key in DATA else rewritten(value, change)
+    return change(copy)
 
 
 def pythons_pattern(pattern: str) -> str:
-    """Regular expression of ECMA 262 in Python's notation.
+    """Translation of an ECMA 262 regular expression into Python's notation.
 
     Raises:
-        ValueError: it is none, or has what Python does not (properties of characters).
+        ValueError: the pattern is invalid, or uses a feature that Python does not have (Unicode property escapes).
     """
-    made, inside, position = [], False, 0
+    parts, inside, position = [], False, 0
     while position < len(pattern):
-        found = _PARTS[inside].match(pattern, position)
-        assert found is not None
-        part, position = found[0], found.end()
-        if found["point"] or found["high"]:
-            high, low = (int(found[name] or "0", 16) for name in ("high", "low"))
-            point = int(found["point"], 16) if found["point"] else 0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF)
+        match = _PARTS[inside].match(pattern, position)
+        assert match is not None
+        part, position = match[0], match.end()
+        if match["point"] or match["high"]:
+            high, low = (int(match[name] or "0", 16) for name in ("high", "low"))
+            point = int(match["point"], 16) if match["point"] else 0x10000 + ((high & 0x3FF) << 10) + (low & 0x3FF)
             part = f"\\U{point:08x}"
-        elif found["control"]:
-            part = f"\\x{ord(found['control']) % 32:02x}"
-        elif found["again"]:
-            part = f"(?P={found['again']})"
-        elif found["other"] or (part[0] == "\\" and part[1:].isalpha() and part[1] not in "bBdDfnrsStuvwWx"):
-            raise ValueError(f"{pattern!r}: {part} is not in ECMA 262, or not supported")
+        elif match["control"]:
+            part = f"\\x{ord(match['control']) % 32:02x}"
+        elif match["again"]:
+            part = f"(?P={match['again']})"
+        elif match["other"] or (part[0] == "\\" and part[1:].isalpha() and part[1] not in "bBdDfnrsStuvwWx"):
+            raise ValueError(f"{pattern!r}: {part} is not valid in ECMA 262 or not supported")
         elif inside:
             inside, part = part != "]", _INSIDE.get(part, part)
         else:
             inside, part = part in ("[", "[^"), _OUTSIDE.get(part, part)
-        made.append(part)
-    text = f"(?a:{''.join(made)})"
+        parts.append(part)
+    text = f"(?a:{''.join(parts)})"
     try:
         re.compile(text)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{pattern!r}: no regular expression of ECMA 262: {getattr(error, 'msg', error)}") from None
+        raise ValueError(f"{pattern!r}: not a regular expression of ECMA 262: {getattr(error, 'msg', error)}") from None
     return text
 
 
@@ -132,7 +133,7 @@ def _exact(kind: Any) -> Any:
 
 
 def _multiple_of(validator: Any, unit: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    """Check of the numbers as they are written, of which a float is only the nearest in binary."""
+    """Check `multipleOf` with the decimal values as written, instead of their binary approximations."""
     if validator.is_type(instance, "number"):
         number, of = (Fraction(part) if isinstance(part, int) else Fraction(repr(part)) for part in (instance, unit))
         if (number / of).denominator != 1:

@@ -1,7 +1,7 @@
-"""Control of reasoning: which samples show a trace and how long it is, decided by the seed and the sample alone.
+"""Control of reasoning: which samples have a trace, and how long it is; a function of only the seed and the sample.
 
-`Control` works on one sample at a time: it pairs, strips and truncates, and settles the sample's mode. Once all modes
-are known, `moves_to_share` says how a task reaches its share of samples with thinking on.
+`Control` works on one sample at a time: it pairs, strips and truncates, and sets the sample's mode. Once all modes are
+known, `moves_to_share` computes the changes with which a task reaches its share of samples with thinking on.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ from nemo_ext.job.settings import STRICT, Share, checked
 ANY_TASK = "*"
 OFF = "#off"
 
-# `ChatEncoder.truncated`: a text cut to each of the token budgets that it exceeds.
+# Type of `ChatEncoder.truncated`: truncations of a text to all token budgets that it exceeds.
 Truncate = Callable[[str, Sequence[int]], Mapping[int, str]]
 Mode = Literal["on", "fixed", "off"]
 
@@ -30,10 +30,10 @@ class ReasoningSettings:
     """Settings of `Control`. The shares are Nemotron 3 Nano's (section 3.1.5); it does not state the budgets (choice).
 
     Attributes:
-        strip: share of the samples with reasoning that lose it and teach the mode without.
-        truncate: share of the traces that are cut to a budget; the answer stays as it was.
-        budgets: budgets in tokens; a trace is cut to one of those it exceeds.
-        pair: share of the samples with reasoning that come twice, with it and without (Llama-Nemotron, section 3.2).
+        strip: share of the samples with reasoning whose traces are removed, to train the mode without reasoning.
+        truncate: share of the traces that are truncated to a budget; the answer is unchanged.
+        budgets: budgets in tokens; a trace is truncated to a budget that it exceeds.
+        pair: share of the samples with reasoning used twice, with and without it (Llama-Nemotron, section 3.2).
         seed: seed of all decisions.
     """
 
@@ -45,25 +45,25 @@ class ReasoningSettings:
 
     def __post_init__(self) -> None:
         if not self.budgets and self.truncate:
-            raise ValueError("reasoning.budgets is empty: name budgets in tokens, or set reasoning.truncate=0")
+            raise ValueError("reasoning.budgets is empty: list budgets in tokens, or set reasoning.truncate=0")
 
     @classmethod
     def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
         """Read the settings from a config's section.
 
         Raises:
-            ValueError: a setting is wrong; the message names the key, what it holds and what it may hold.
+            ValueError: a setting is invalid; the message has the key, the value and the expected values.
         """
         return checked(cls, section, where="reasoning", strict=True)
 
 
 @dataclass
 class ReasoningReport:
-    """Counts of what `Control` did.
+    """Counts of the changes by `Control`.
 
     Attributes:
-        counts: number of samples in and out, and of traces, by what happened to them.
-        truncated: number of traces cut, by budget.
+        counts: numbers of samples read and written, and of traces, by change.
+        truncated: number of truncated traces, by budget.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -81,54 +81,52 @@ class Control:
 
     Args:
         settings: shares, budgets, seed.
-        truncate: `ChatEncoder.truncated` of the model's tokenizer; needed only if traces are to be cut.
+        truncate: `ChatEncoder.truncated` of the model's tokenizer; required only if traces are truncated.
     """
 
     def __init__(self, settings: ReasoningSettings, *, truncate: Truncate | None = None) -> None:
         if settings.truncate and truncate is None:
-            raise ValueError(
-                "reasoning.truncate cuts traces to tokens: give the tokenizer, or set reasoning.truncate=0"
-            )
+            raise ValueError("reasoning.truncate requires a tokenizer: pass truncate=, or set reasoning.truncate=0")
         self.settings = settings
         self.report = ReasoningReport()
         self._truncate = truncate
 
     def apply(self, sample: Sample) -> list[Sample]:
-        """Return the sample as it is trained on, with `thinking` set; two samples for a pair.
+        """Return the samples to train on, with `thinking` set: one, or two for a pair.
 
-        In a pair, the id of the sample without reasoning is that of the other plus `#off`.
+        In a pair, the id of the sample without reasoning has the suffix `#off`.
         """
         counts = self.report.counts
         counts["samples read"] += 1
-        made = self._made(sample)
-        counts["samples written"] += len(made)
-        for one in made:
-            counts[f"samples written with thinking {'on' if one.thinking else 'off'}"] += 1
-        return made
+        samples = self._controlled(sample)
+        counts["samples written"] += len(samples)
+        for written in samples:
+            counts[f"samples written with thinking {'on' if written.thinking else 'off'}"] += 1
+        return samples
 
-    def _made(self, sample: Sample) -> list[Sample]:
+    def _controlled(self, sample: Sample) -> list[Sample]:
         counts = self.report.counts
         if not has_reasoning(sample.messages):
             if sample.thinking:
-                counts["samples said to be on that had no trace, now off"] += 1
+                counts["samples marked on without a trace, now off"] += 1
             return [replace(sample, thinking=False)]
         counts["samples with reasoning"] += 1
         if sample.thinking is False:
-            counts["samples said to be off that had a trace, now without it"] += 1
+            counts["samples marked off with a trace, which is removed"] += 1
             if can_strip(sample):
                 return [stripped(sample)]
-            counts["samples that cannot lose their trace, now on"] += 1
+            counts["samples whose trace cannot be removed, now on"] += 1
             return [self._cut(sample)]
         if self._drawn(sample, "pair") < self.settings.pair:
             if can_strip(sample):
                 counts["samples paired"] += 1
                 return [self._cut(sample), replace(stripped(sample), id=sample.id + OFF)]
-            counts["samples not paired: nothing would be left of an answer"] += 1
+            counts["samples not paired: an answer would be empty"] += 1
         elif self._drawn(sample, "strip") < self.settings.strip:
             if can_strip(sample):
                 counts["samples stripped"] += 1
                 return [stripped(sample)]
-            counts["samples not stripped: nothing would be left of an answer"] += 1
+            counts["samples not stripped: an answer would be empty"] += 1
         return [self._cut(sample)]
 
     def _cut(self, sample: Sample) -> Sample:
@@ -155,7 +153,7 @@ class Control:
 
 
 def can_strip(sample: Sample) -> bool:
-    """True if every message with a trace still says or does something without it."""
+    """True if every message with a trace also has text or tool calls."""
     return all(
         message.reasoning is None or bool(message.content.strip()) or bool(message.tool_calls)
         for message in sample.messages
@@ -169,19 +167,18 @@ def stripped(sample: Sample) -> Sample:
 
 
 def mode_of(sample: Sample) -> Mode:
-    """Mode of a sample, judged by its traces where `thinking` is None; `fixed` is on and cannot be stripped."""
+    """Mode of a sample, by its traces if `thinking` is None; `fixed` means on, but its traces cannot be stripped."""
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"
 
 
 def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, int, int]:
-    """Number of samples to strip, of `fixed` ones to drop, and of ones without reasoning to drop, to reach a share.
+    """Numbers of samples to strip, of `fixed` samples to drop, and of `off` samples to drop, to reach a share.
 
-    The share of samples with thinking on is reached to the nearest sample, with as few samples lost as possible. Too
-    many on: samples are stripped; some are dropped only where that is not enough, because nothing would be left without
-    the trace. Too few on: samples without reasoning are dropped, since a trace cannot be made up; none if no sample has
-    reasoning.
+    The share of samples with thinking on is reached to the nearest sample, dropping as few samples as possible. If too
+    many are on, samples are stripped, and `fixed` samples are dropped only if that is not enough. If too few are on,
+    samples without reasoning are dropped, unless no sample has reasoning.
 
     Args:
         on, fixed, off: number of samples of each `Mode`.
@@ -189,10 +186,10 @@ def moves_to_share(on: int, fixed: int, off: int, share: float) -> tuple[int, in
     """
     thinking, total = on + fixed, on + fixed + off
     if thinking > share * total:
-        wanted = round(thinking - share * total)
-        if wanted <= on:
-            return wanted, 0, 0
-        # The samples left on cannot be stripped, so some are dropped.
+        surplus = round(thinking - share * total)
+        if surplus <= on:
+            return surplus, 0, 0
+        # The remaining samples with thinking on cannot be stripped, so some are dropped.
         return on, fixed - round(share * (off + on) / (1 - share)), 0
     drop_off = total - round(thinking / share) if share and thinking else 0
     return 0, 0, max(min(drop_off, off), 0)

@@ -14,12 +14,12 @@ class Response:
 
     Attributes:
         text: whole generated text, with the reasoning and its tags.
-        thinking: text between the tags; None where there is no trace, "" where it is empty.
-        answer: text after the trace; "" where the trace does not end.
-        tool_calls: calls of the answer, where an engine or `nemo_ext.chat.tool_calls` has parsed them.
+        thinking: text between the tags; None without a trace, "" for an empty trace.
+        answer: text after the trace; "" if the trace does not end.
+        tool_calls: calls of the answer, if an engine or `nemo_ext.chat.tool_calls` has parsed them.
         tokens: number of generated tokens; None if not counted.
         thinking_tokens: number of tokens of the trace; None if not counted.
-        finished: True if the model ended the response, False if the limit cut it off.
+        finished: True if the model ended the response, False if it was truncated at the length limit.
     """
 
     text: str
@@ -33,11 +33,11 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """An engine's answer in the form that verifiers take.
+    """An engine's answer in the form that verifiers expect.
 
     Attributes:
         response: the response.
-        unreadable: id of each call that cannot be read -> reason.
+        unreadable: reasons why calls cannot be parsed, by the id of the call.
     """
 
     response: Response

@@ -1,4 +1,4 @@
-"""Conversations, independent of the format they came in."""
+"""Conversations in a form independent of their source format."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,7 @@ class ToolCall:
     Attributes:
         name: name of the tool.
         arguments: decoded arguments, by name.
-        id: identifier by which the tool's answer refers to the call; None where the data have none.
+        id: identifier by which the tool's answer refers to the call; None if the data do not have one.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Message:
     Attributes:
         role: role of the speaker.
         content: text, without the reasoning.
-        reasoning: the assistant's trace before its answer, without tags; None for an answer without one.
+        reasoning: the assistant's trace before its answer, without tags; None without a trace.
         tool_calls: calls at the end of an assistant's message.
         tool_call_id: id of the call that a tool's message answers.
     """
@@ -51,9 +51,9 @@ class Sample:
         messages: messages in order; at most one system message, at the start.
         tools: JSON schemas of the declared tools, as OpenAI's `tools`.
         source: name of the sample's source.
-        task: task that it teaches (code, math, chat ...), for shares and reports; "" if unknown.
+        task: task that the sample trains (code, math, chat ...), for shares and reports; "" if unknown.
         language: ISO 639-1 code; "" if unknown.
-        thinking: mode of the sample; None where the template has no modes or it is not decided yet.
+        thinking: mode of the sample; None if the template has no modes or the mode is not set yet.
     """
 
     id: str
@@ -73,20 +73,20 @@ def has_reasoning(messages: Iterable[Message]) -> bool:
 def openai_messages(
     messages: Iterable[Message], *, arguments_as_text: bool = False, names: bool = False
 ) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format; arguments of calls are objects, as chat templates take them, or JSON text.
+    """Messages in the OpenAI format; arguments of calls are objects, as in chat templates, or JSON text.
 
     Args:
-        names: True to give tools' answers the `name` of the tool, which some templates write.
+        names: True to add the tool's `name` to tools' answers, which some templates write.
     """
-    made = []
-    asked: list[ToolCall] = []
+    records = []
+    pending: list[ToolCall] = []
     for message in messages:
         record: dict[str, Any] = {"role": message.role, "content": message.content}
         if message.role != "tool":
-            asked = [*asked, *message.tool_calls] if message.tool_calls else []
-        elif asked and names:
-            call = next((call for call in asked if call.id and call.id == message.tool_call_id), asked[0])
-            asked.remove(call)
+            pending = [*pending, *message.tool_calls] if message.tool_calls else []
+        elif pending and names:
+            call = next((call for call in pending if call.id and call.id == message.tool_call_id), pending[0])
+            pending.remove(call)
             record["name"] = call.name
         if message.reasoning is not None:
             record["reasoning_content"] = message.reasoning
@@ -94,8 +94,8 @@ def openai_messages(
             record["tool_calls"] = [_call(call, as_text=arguments_as_text) for call in message.tool_calls]
         if message.tool_call_id is not None:
             record["tool_call_id"] = message.tool_call_id
-        made.append(record)
-    return made
+        records.append(record)
+    return records
 
 
 def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def _call(call: ToolCall, *, as_text: bool) -> dict[str, Any]:
 
 
 def spoken(messages: Iterable[Message]) -> list[str]:
-    """All texts of messages, without empty ones: traces, contents, and calls as name and JSON."""
+    """All non-empty texts of messages: traces, contents, and names and JSON arguments of calls."""
     texts = []
     for message in messages:
         texts += [message.reasoning or "", message.content]

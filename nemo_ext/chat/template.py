@@ -1,9 +1,8 @@
-"""Chat templates: a conversation as the text that a model reads, with the spans that it is trained to write.
+"""Chat templates, which render a conversation as the model's input text and mark the spans to train on.
 
-A template is a Jinja file in Hugging Face's dialect, so the file that trains a model also serves it, as
-`tokenizer.chat_template`. What the model writes stands between `{% generation %}` and `{% endgeneration %}`, and begins
-where the template's own generation prompt ends. Data never become markup: control tokens that they spell are quoted
-before the template sees them.
+A template is a Jinja file in Hugging Face's dialect, so the same file is used in training and in serving, as
+`tokenizer.chat_template`. Generated text is between `{% generation %}` and `{% endgeneration %}`, and starts where the
+template's generation prompt ends. Data never become markup: control tokens in the data are quoted before rendering.
 """
 
 import json
@@ -31,10 +30,10 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 
 Span = tuple[int, int]
 
-# Unicode noncharacters, reserved for a program's own use. One found in the data becomes ESCAPE and a digit.
+# Unicode noncharacters, reserved for internal use. A mark in the data is replaced by ESCAPE and a digit.
 _OPEN, _CLOSE, _QUOTE, _UNQUOTE, _LAST_TURN, _ESCAPE = _MARKS = "\ufdd0\ufdd1\ufdd2\ufdd3\ufdd4\ufdd5"
 _ANY_MARK = re.compile(f"([{_MARKS}])")
-_ANSWER = "\ue000"  # of the private use area, so no template writes it
+_ANSWER = "\ue000"  # from the private use area, which no template writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class Rendered:
     Attributes:
         text: whole text.
         trained: spans that the model writes, as (start, end) in characters, in order.
-        quoted: spans where data spell a control token that must stay ordinary text.
+        quoted: spans of the data that spell a control token, but must be tokenized as ordinary text.
         thinking: True if the text is in the mode with reasoning.
     """
 
@@ -55,7 +54,7 @@ class Rendered:
 
     @property
     def segments(self) -> list[tuple[str, bool]]:
-        """Pieces of the text, each with True if it is trained on."""
+        """Pieces of the text, with True for those to train on."""
         pieces = []
         position = 0
         for start, end in self.trained:
@@ -66,24 +65,24 @@ class Rendered:
 
 
 class ControlTokens:
-    """Control tokens that data must not become; quotes data that spell one.
+    """Control tokens, to quote data that spell one.
 
     Args:
-        tokens: names of the tokens; where one begins with another, the longest counts.
+        tokens: names of the tokens; of overlapping names, the longest is matched.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
         longest_first = sorted({token for token in tokens if token}, key=lambda token: (-len(token), token))
-        # Two patterns, because names that all begin with "<" are found many times faster alone.
+        # Two patterns, because a search for only the names, which all begin with "<", is many times faster.
         self._names = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._all = re.compile("|".join([*map(re.escape, longest_first), f"[{_MARKS}]"]))
 
     def quoted(self, value: Any) -> Any:
-        """Put marks around every token name in the value's strings; returns the value itself if there is none."""
+        """Put marks around every token name in the value's strings; returns the same object if there are none."""
         if isinstance(value, str):
-            # Few texts hold a name and none should hold a mark: two quick checks spare the slow one.
-            found = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
-            return self._all.sub(_quote, value) if found else value
+            # Few texts contain a name and none should contain a mark: two quick checks avoid the slow substitution.
+            matches = self._names.search(value) or (not value.isascii() and _ANY_MARK.search(value))
+            return self._all.sub(_quote, value) if matches else value
         if isinstance(value, list | tuple):
             items = [self.quoted(item) for item in value]
             return value if all(map(is_, items, value)) else items
@@ -103,8 +102,8 @@ class Template:
     Args:
         name: name of the template in error messages.
         source: Jinja source.
-        variables: further variables of the template, such as `bos_token`; None where the tokenizer is not known, so
-            that a template that writes `bos_token` or `eos_token` fails.
+        variables: further variables of the template, such as `bos_token`; None if the tokenizer is unknown, in which
+            case a template that writes `bos_token` or `eos_token` fails.
     """
 
     def __init__(self, name: str, source: str, variables: Mapping[str, Any] | None = None) -> None:
@@ -115,7 +114,9 @@ class Template:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self._template.globals = dict(self._template.globals)  # each rendering copies them, and a ChainMap slowly
+            self._template.globals = dict(
+                self._template.globals
+            )  # copied in each rendering, which is slow for a ChainMap
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from error
@@ -129,34 +130,34 @@ class Template:
 
     @classmethod
     def load(cls, name_or_path: str | Path) -> "Template":
-        """Load a template of nemo_ext by its name, or from a file or the folder of a Hugging Face tokenizer.
+        """Load a template of nemo_ext by name, or from a file or the directory of a Hugging Face tokenizer.
 
-        A published checkpoint's own template is in its folder; it needs `{% generation %}` marks to train with.
+        A published checkpoint's template is in its directory.
 
         Raises:
-            ValueError: there is no such template or file, or it is not Jinja.
+            ValueError: the template or file does not exist, or is not valid Jinja.
         """
-        given = str(name_or_path)
-        if given in names():
-            return cls(given, (FOLDER / f"{given}.jinja").read_text())
-        path = Path(given).expanduser()
+        name = str(name_or_path)
+        if name in names():
+            return cls(name, (FOLDER / f"{name}.jinja").read_text())
+        path = Path(name).expanduser()
         if path.is_dir():
             return _of_folder(path)
         if path.is_file():
-            beside = path.parent / TOKENIZER_CONFIG
-            return cls(given, path.read_text(), _tokens(_config(beside)) if beside.is_file() else None)
-        raise ValueError(f"no chat template {given!r}, and no file or folder of this name: {nearest(given, names())}")
+            config = path.parent / TOKENIZER_CONFIG
+            return cls(name, path.read_text(), _tokens(_config(config)) if config.is_file() else None)
+        raise ValueError(f"{name!r} is neither a chat template nor a file or directory: {nearest(name, names())}")
 
     @classmethod
     def of_tokenizer(cls, tokenizer: Any) -> "Template":
-        """The chat template of a Hugging Face tokenizer.
+        """Chat template of a Hugging Face tokenizer.
 
         Raises:
-            ValueError: the tokenizer has none.
+            ValueError: the tokenizer does not have a chat template.
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
-            raise ValueError("the tokenizer has no chat template: name one in template=")
+            raise ValueError("the tokenizer has no chat template: set template=")
         special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         return cls("of the tokenizer", source, special)
 
@@ -172,11 +173,11 @@ class Template:
         """Render the conversation as text.
 
         Args:
-            sample: conversation; its `thinking` sets the mode of the text, None that of its last turn (`thinks`).
+            sample: conversation; its `thinking` sets the mode, by default that of its last turn (`thinks`).
             thinking: mode that overrides the sample's.
-            train: spans to train on: all that the template marks, or only those after the last user message.
-            control: tokens that data must not become; spans where data spell one are listed in `quoted`.
-            add_generation_prompt: True to end with the prompt of the next answer, in the mode asked for.
+            train: spans to train on: all that the template marks, or only spans after the last user message.
+            control: control tokens; spans of the data that spell one are listed in `quoted`.
+            add_generation_prompt: True to end with the prompt of the next answer, in the requested mode.
 
         Raises:
             ValueError: the template refuses the sample, or the mode is off and its last turn has reasoning.
@@ -185,8 +186,8 @@ class Template:
         if not mode and not add_generation_prompt and has_reasoning(last_turn(sample.messages)):
             raise ValueError(f"sample {sample.id}: thinking is off, but its last turn has reasoning: strip it first")
         as_text = any(message.tool_calls for message in sample.messages) and self.takes_argument_text
-        given = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
-        messages, tools = ((control or _NO_TOKENS).quoted(value) for value in given)
+        values = [openai_messages(sample.messages, arguments_as_text=as_text, names=True), list(sample.tools) or None]
+        messages, tools = ((control or _NO_TOKENS).quoted(value) for value in values)
         if train == "last_turn":
             user = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=None)
             if user is not None:
@@ -194,8 +195,8 @@ class Template:
         try:
             text = self._written(messages, tools, enable_thinking=mode, add_generation_prompt=add_generation_prompt)
         except (ArithmeticError, RecursionError, ValueError) as error:
-            # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE before it makes them.
-            raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: mend the template") from error
+            # The sandbox refuses ranges above jinja2.sandbox.MAX_RANGE.
+            raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}: fix the template") from error
         except (jinja2.TemplateError, TypeError, AttributeError, KeyError, IndexError) as error:
             raise ValueError(f"sample {sample.id}: chat template {self.name}: {error}") from error
         return _read(text, thinking=mode)
@@ -210,22 +211,23 @@ class Template:
         turns: Literal["split", "last", "whole"] = "split",
         control: ControlTokens | None = None,
     ) -> list[Rendered]:
-        """Texts to train on: every answer after the prompt that the model will see when it writes it.
+        """Texts to train on: every answer after the prompt from which the model will generate it.
 
         Args:
             turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
-                split: one text per turn, up to that turn and trained on it alone; every answer is trained on once, and
-                the prompts repeat. last: the last turn alone. whole: one text, trained on where the template marks it.
+                split: one text per turn, which ends with that turn and trains only on it; every answer is trained on
+                once, and prompts repeat. last: only the last turn. whole: one text, trained on where the template marks
+                it.
             control: see `render`.
 
-        A template without marks renders the prompt of each answer instead, and the text after it is trained on: in one
-        text if every answer in it follows its prompt, else (but for `whole`) in one text per answer. If it drops
-        reasoning, one text of a sample with reasoning is trained on in the last turn alone.
+        For a template without marks, the prompt of each answer is rendered, and the text after it is trained on: in one
+        text if every answer in it follows its prompt, else (except with `whole`) in one text per answer. If the
+        template drops reasoning, a sample with reasoning is trained on only in its last turn.
 
         Raises:
-            ValueError: see `render` and `check_complete`; a template without marks begins an answer otherwise than its
-                prompt ends.
+            ValueError: see `render` and `check_complete`; or an answer in a template without marks does not start with
+                the end of its prompt.
         """
         pieces = split_turns(sample) if turns == "split" and self.drops_reasoning else [sample]
         last = turns == "last" or len(pieces) > 1
@@ -253,18 +255,18 @@ class Template:
                 texts.append(replace(rendered, trained=(span,)))
         if len(texts) < len(places):
             raise ValueError(
-                f"sample {sample.id}: chat template {self.name} begins message {places[spans.index(None)]} otherwise "
-                "than its prompt ends: mark what is generated in it, with {% generation %} and {% endgeneration %}"
-                + ("" if divide else ", or train on one text per answer, with turns=split")
+                f"sample {sample.id}: chat template {self.name} does not render message "
+                f"{places[spans.index(None)]} after its prompt: mark generated text with {{% generation %}} and "
+                "{% endgeneration %}" + ("" if divide else ", or train on one text per answer, with turns=split")
             )
         return texts
 
     def _after_its_prompt(self, sample: Sample, place: int, text: str) -> Span | None:
-        """Span of a message in the text, from the end of its prompt; None if the text begins otherwise."""
+        """Span of a message in the text after its prompt; None if the text does not start with the prompt."""
         message = sample.messages[place]
         before, with_it = (replace(sample, messages=sample.messages[:end]) for end in (place, place + 1))
         reasons = has_reasoning(last_turn(with_it.messages))
-        # The line break after an answer belongs to what follows it.
+        # The line break after an answer belongs to the following text.
         answered = self.render(with_it, thinking=reasons or thinks(sample)).text.rstrip()
         for mode in dict.fromkeys((thinks(sample), message.reasoning is not None)):
             prompt = self.render(before, thinking=mode, add_generation_prompt=True).text
@@ -273,29 +275,29 @@ class Template:
         return None
 
     def check_complete(self, sample: Sample, *, thinking: bool) -> None:
-        """Check that the text has all that a sample says, but the user's: no template leaves that out.
+        """Check that the rendered text contains all parts of a sample, except user messages, which no template omits.
 
-        Instead of the sample's texts, it looks for words that occur once: a short text may stand anywhere.
+        Texts are replaced by unique words before rendering, because a short text could occur anywhere.
 
         Raises:
-            ValueError: the template leaves something out; the reasoning of earlier turns may be.
+            ValueError: the template omits a part other than the reasoning of earlier turns.
         """
         probe, words = _probe(sample, all_reasoning=not self.drops_reasoning)
         try:
             text = self.render(probe, thinking=thinking).text
-        except ValueError:  # it takes texts apart, and these say nothing to it
+        except ValueError:  # the template parses texts, and cannot parse the replaced ones
             return
         if missing := [name for word, name in words.items() if word not in text]:
-            raise ValueError(f"sample {sample.id}: chat template {self.name} leaves out {missing[0]}: use another")
+            raise ValueError(f"sample {sample.id}: chat template {self.name} omits {missing[0]}: use another template")
 
     @cached_property
     def takes_argument_text(self) -> bool:
-        """True if calls need their arguments as JSON text: of an object it makes an error, or Python's notation."""
+        """True if calls need their arguments as JSON text: objects fail or are rendered in Python's notation."""
         call = ToolCall(name="f", arguments={"key": "value"}, id="abcdefghi")
-        said = (Message(role="user", content="a"), Message(role="assistant", tool_calls=(call,)))
+        conversation = (Message(role="user", content="a"), Message(role="assistant", tool_calls=(call,)))
         texts = {}
         for as_text in (False, True):
-            messages = openai_messages(said, arguments_as_text=as_text)
+            messages = openai_messages(conversation, arguments_as_text=as_text)
             with suppress(jinja2.TemplateError, ArithmeticError, LookupError, ValueError, TypeError, AttributeError):
                 texts[as_text] = self._written(messages, None, enable_thinking=False, add_generation_prompt=False)
         object_fails = False not in texts or "{'key': 'value'}" in texts[False]
@@ -304,71 +306,71 @@ class Template:
     @cached_property
     def has_modes(self) -> bool:
         """True if a prompt in the mode with reasoning differs from one without."""
-        asked = Sample(id="has_modes", messages=(Message(role="user", content="a"),))
-        on, off = (self.render(asked, thinking=mode, add_generation_prompt=True).text for mode in (True, False))
+        question = Sample(id="has_modes", messages=(Message(role="user", content="a"),))
+        on, off = (self.render(question, thinking=mode, add_generation_prompt=True).text for mode in (True, False))
         return on != off
 
     @cached_property
     def closing(self) -> str:
-        """Text with which an answer's turn ends; "" where the template refuses a plain question with its answer."""
-        asked = (Message(role="user", content="a"), Message(role="assistant", content=_ANSWER))
+        """Text with which an answer's turn ends; "" if the template refuses a plain question and answer."""
+        conversation = (Message(role="user", content="a"), Message(role="assistant", content=_ANSWER))
         try:
-            _, answer, closing = self.render(Sample(id="closing", messages=asked)).text.rpartition(_ANSWER)
+            _, answer, closing = self.render(Sample(id="closing", messages=conversation)).text.rpartition(_ANSWER)
         except ValueError:
             return ""
-        return closing if answer else ""  # a template of parts of content writes no text
+        return closing if answer else ""  # a template for multi-part content does not write plain text
 
     @cached_property
     def drops_reasoning(self) -> bool:
-        """True if the reasoning of earlier turns is left out of the prompt, and that of the last turn is not."""
-        said = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
-        said += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="last trace")]
+        """True if the template omits the reasoning of earlier turns but not that of the last turn."""
+        turns = [Message(role="user", content="a"), Message(role="assistant", content="b", reasoning="earlier trace")]
+        turns += [Message(role="user", content="c"), Message(role="assistant", content="d", reasoning="last trace")]
         try:
-            text = self.render(Sample(id="drops_reasoning", messages=tuple(said))).text
-        except ValueError:  # it takes no second turn, say: it refuses a sample with one by the sample's name
+            text = self.render(Sample(id="drops_reasoning", messages=tuple(turns))).text
+        except ValueError:  # such as a template without second turns, which reports samples that have them by id
             return False
         return "last trace" in text and "earlier trace" not in text
 
 
 def names() -> list[str]:
-    """Names of the templates that come with nemo_ext."""
+    """Names of the templates in nemo_ext."""
     return sorted(path.stem for path in FOLDER.glob("*.jinja"))
 
 
 def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any = None) -> frozenset[int]:
-    """Ids that end an answer: those of the generation config, the tokenizer's, and that of the template's end of turn.
+    """Token ids that end an answer: from the generation config, the tokenizer, and the template's end of turn.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        template: chat template; None takes the tokenizer's, if it has one.
-        generation: transformers' GenerationConfig; None for none.
+        template: chat template; None means the tokenizer's, if it has one.
+        generation: optional GenerationConfig of transformers.
     """
     listed = getattr(generation, "eos_token_id", None)
     ends = {tokenizer.eos_token_id, *(listed if isinstance(listed, list | tuple) else [listed])} - {None}
     if template is None and isinstance(getattr(tokenizer, "chat_template", None), str):
         template = Template.of_tokenizer(tokenizer)
     closing = template.closing.lstrip() if template is not None else ""
-    # A turn that ends with plain text has no such token: its first one may be anywhere in an answer.
+    # A turn that ends with plain text has no end token: the text's first token may occur anywhere in an answer.
     ends |= {*tokenizer.encode(closing, add_special_tokens=False)[:1]} & tokenizer.added_tokens_decoder.keys()
     return frozenset(ends)
 
 
 def thinks(sample: Sample) -> bool:
-    """Mode of a sample: its `thinking`, or where that is None, True if its last turn has reasoning."""
+    """Mode of a sample: its `thinking`, or if that is None, True if its last turn has reasoning."""
     return has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
 def last_turn(messages: Sequence[Message]) -> Sequence[Message]:
-    """Messages after the last user message; all of them if there is none."""
+    """Messages after the last user message; all messages if there is none."""
     users = [number for number, message in enumerate(messages) if message.role == "user"]
     return messages[users[-1] + 1 :] if users else messages
 
 
 def split_turns(sample: Sample) -> list[Sample]:
-    """Split a sample into one per turn with an answer, ending there and in that turn's mode; ids get `#1`, `#2` ...
+    """Split a sample into one per answered turn, ending with that turn and in its mode; ids get suffixes `#1`, `#2` ...
 
-    A sample without any reasoning is left whole unless it is in the mode for it, since no turn's prompt differs from
-    what the whole shows.
+    A sample without reasoning is not split unless its mode is on, since the prompts of its turns are prefixes of the
+    whole sample.
     """
     reasons = has_reasoning(sample.messages)
     if not reasons and not sample.thinking:
@@ -387,15 +389,15 @@ def split_turns(sample: Sample) -> list[Sample]:
 
 
 def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, str]]:
-    """The sample with a word in place of each text, and what each word stands for if the template has to write it."""
+    """Copy of the sample with a unique word for each text, and descriptions of the words that must be written."""
     words: dict[str, str] = {}
 
     def word(text: str, stands_for: str | None) -> str:
         if not text.strip():
             return text
-        made = f"probe{len(words)}x"
-        words[made] = stands_for or ""
-        return made
+        probe = f"probe{len(words)}x"
+        words[probe] = stands_for or ""
+        return probe
 
     messages = []
     last = len(sample.messages) - len(last_turn(sample.messages))
@@ -403,8 +405,8 @@ def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, st
     for place, message in enumerate(sample.messages):
         calls = []
         for call in message.tool_calls:
-            made = [word("x", f"the tool calls of message {place}") for _ in range(3 if call.arguments else 1)]
-            calls.append(replace(call, name=made[0], arguments=dict([made[1:]]) if call.arguments else {}))
+            probes = [word("x", f"the tool calls of message {place}") for _ in range(3 if call.arguments else 1)]
+            calls.append(replace(call, name=probes[0], arguments=dict([probes[1:]]) if call.arguments else {}))
         written = all_reasoning or place >= last
         trace = word(message.reasoning or "", "reasoning_content" if written else None)
         content = word(message.content, names.get(message.role, "").format(place))
@@ -414,8 +416,8 @@ def _probe(sample: Sample, *, all_reasoning: bool) -> tuple[Sample, dict[str, st
     tools = [
         {**tool, "function": {**tool["function"], "name": word("x", "the declared tools")}} for tool in sample.tools
     ]
-    kept = {made: name for made, name in words.items() if name}
-    return replace(sample, messages=tuple(messages), tools=tuple(tools)), kept
+    required = {probe: name for probe, name in words.items() if name}
+    return replace(sample, messages=tuple(messages), tools=tuple(tools)), required
 
 
 def _quote(match: re.Match[str]) -> str:
@@ -452,7 +454,7 @@ def _read(text: str, *, thinking: bool) -> Rendered:
 
 
 class _Generation(Extension):
-    """Jinja tag `{% generation %}`: puts marks around what the model writes."""
+    """Jinja tag `{% generation %}`, which puts marks around generated text."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja declares it so)
 
@@ -481,7 +483,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' filter, whose options templates also give by their order."""
+    """The `tojson` filter of transformers, whose options templates also pass by position."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -490,12 +492,14 @@ def _raise(message: str) -> NoReturn:
 
 
 def _of_folder(folder: Path) -> Template:
-    """Load the template from a Hugging Face tokenizer's folder."""
+    """Load the template from a Hugging Face tokenizer's directory."""
     config_file, template_file = folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"
     config = _config(config_file) if config_file.is_file() else {}
     source = template_file.read_text() if template_file.is_file() else config.get("chat_template")
     if not isinstance(source, str):
-        raise ValueError(f"{folder}: no chat_template.jinja and no chat_template in a tokenizer_config.json")
+        raise ValueError(
+            f"{folder}: there is neither a chat_template.jinja nor a chat_template in tokenizer_config.json"
+        )
     return Template(str(folder), source, _tokens(config))
 
 
@@ -503,7 +507,7 @@ def _config(file: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{file}: cannot be read ({error}): mend or remove it") from error
+        raise ValueError(f"{file}: invalid JSON ({error}): fix or remove the file") from error
     return config
 
 
@@ -516,7 +520,7 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _not_known(name: str) -> jinja2.StrictUndefined:
     return jinja2.StrictUndefined(
-        f"{name} is not known: name the tokenizer's folder, or put {TOKENIZER_CONFIG} beside the file"
+        f"{name} is unknown: pass the tokenizer's directory, or put {TOKENIZER_CONFIG} next to the file"
     )
 
 

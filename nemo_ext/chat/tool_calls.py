@@ -4,10 +4,11 @@ style            format of a call
 nemotron3_nano   <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>
 domyn, hermes    <tool_call>{"name": NAME, "arguments": {...}}</tool_call>
 llama_nemotron   <TOOLCALL>[{"name": NAME, "arguments": {...}}, ...]</TOOLCALL>
-olmo3            <function_calls>NAME(KEY=JSON, ...), one a line</function_calls>
-any              all of these; the tags tell which
+olmo3            <function_calls>NAME(KEY=JSON, ...), one per line</function_calls>
+any              all of these, detected by their tags
 
-What `nemo_ext.chat.template` writes is read back. No model output raises an error or takes more than linear time.
+The parser reads everything that `nemo_ext.chat.template` writes. No model output raises an error or takes more than
+linear time.
 """
 
 import json
@@ -27,15 +28,15 @@ Style = Literal["any", "nemotron3_nano", "domyn", "hermes", "llama_nemotron", "o
 STYLES: tuple[str, ...] = get_args(Style)
 
 MAX_CALLS = 64
-"""Largest number of calls in one answer; a right answer of any environment here has far fewer."""
+"""Maximum number of calls in one answer; correct answers in all environments here have far fewer."""
 
 _SPACE = re.compile(r"\s*")
 _MAX_NAME = 1000
 _KINDS: tuple[Any, ...] = ("", 0, None, [], {})
-# Python's words outside of JSON's texts, and not as names; each is as long as JSON's word for it.
+# Python's constants outside of JSON strings, and not as names; their JSON equivalents have the same length.
 _PYTHON = re.compile(r'"(?:[^"\\]|\\.)*+"|(?<![\w.\-])(?:True|False|None)(?![\w.\-])(?!\s*[=(])', re.DOTALL)
 _JSON_WORDS = {"True": "true", "False": "false", "None": "null"}
-# Formats are told by their first tag; after <tool_call> the next characters tell the two formats apart.
+# Formats are detected by their first tag; after <tool_call> the next characters distinguish the two formats.
 _TAGS = {"<tool_call>": "</tool_call>", "<TOOLCALL>": "</TOOLCALL>", "<function_calls>": "</function_calls>"}
 _STYLE_TAGS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("nemotron3_nano", "domyn", "hermes"), ("<tool_call>",)),
@@ -49,8 +50,8 @@ class ParsedCalls:
 
     Attributes:
         answer: text without the calls.
-        calls: calls that could be read, in order.
-        problems: descriptions of what could not be read, and why.
+        calls: parsed calls, in order.
+        problems: descriptions of calls that could not be parsed.
     """
 
     answer: str
@@ -64,34 +65,34 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
     Args:
         text: answer without its reasoning.
         style: format in which the model's template writes calls.
-        tools: declared tools, as OpenAI's `tools`; XML-style values are read as their schemas say, and as text where
-            they say nothing.
+        tools: declared tools, as OpenAI's `tools`; XML-style values are decoded by their schemas, and as text without
+            one.
 
     Raises:
-        ValueError: there is no such style.
+        ValueError: the style is unknown.
     """
     if style not in STYLES:
-        raise ValueError(f"tool call style: unknown {style!r}: known: {', '.join(STYLES)}")
+        raise ValueError(f"unknown tool call style {style!r}: expected one of {', '.join(STYLES)}")
     tags = _STYLE_TAGS[style]
     opening = re.compile("|".join(map(re.escape, tags)))
     plain: list[str] = []
     calls: list[ToolCall] = []
     problems: list[str] = []
     position = 0
-    while (found := opening.search(text, position)) is not None:
-        plain.append(text[position : found.start()])
-        scanner = _Scanner(text, found.end())
+    while (tag := opening.search(text, position)) is not None:
+        plain.append(text[position : tag.start()])
+        scanner = _Scanner(text, tag.end())
         try:
-            read = _reader(found[0], style, scanner)(scanner, tools)
+            read = _reader(tag[0], style, scanner)(scanner, tools)
             scanner.skip_space()
-            scanner.expect(_TAGS[found[0]])
+            scanner.expect(_TAGS[tag[0]])
             calls += read
             position = scanner.position
         except _Malformed as problem:
-            problems.append(f"{found[0]} at character {found.start()}: {problem}")
-            # Continue where reading ended, so that no character is read twice.
-            closing = text.find(_TAGS[found[0]], max(scanner.position, found.end()))
-            position = len(text) if closing < 0 else closing + len(_TAGS[found[0]])
+            problems.append(f"{tag[0]} at character {tag.start()}: {problem}")
+            # Continue where parsing stopped, so that no character is parsed twice.
+            closing = text.find(_TAGS[tag[0]], max(scanner.position, tag.end()))
+            position = len(text) if closing < 0 else closing + len(_TAGS[tag[0]])
         if len(calls) + len(problems) > MAX_CALLS:
             problems.append(f"more than {MAX_CALLS} calls: the rest is not read")
             return ParsedCalls("".join(plain).strip(), tuple(calls[:MAX_CALLS]), tuple(problems))
@@ -121,7 +122,7 @@ def read_openai_calls(given: Any) -> ParsedCalls:
 
 
 def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style: Style = "any") -> ParsedCalls:
-    """Calls of a response: those that the engine has parsed, else those in its answer, never in its reasoning."""
+    """Calls of a response: parsed by the engine, or else from its answer, but never from its reasoning."""
     if response.tool_calls:
         parsed = read_openai_calls(
             [
@@ -134,14 +135,14 @@ def calls_of(response: Response, tools: Sequence[Mapping[str, Any]] = (), style:
 
 
 def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the declared tools in the form of OpenAI's chat completions, from that form or its responses' flat one.
+    """Return the declared tools in the form of OpenAI's chat completions, converting the Responses API's flat form.
 
     Raises:
-        ValueError: a tool is wrong; the message names `where`.
+        ValueError: a tool is invalid; the message starts with `where`.
     """
     if not isinstance(tools, list | tuple):
         raise ValueError(f"{where} must be a list of tools, not {tools!r}")
-    made: list[Mapping[str, Any]] = []
+    checked: list[Mapping[str, Any]] = []
     for index, tool in enumerate(tools):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -150,16 +151,16 @@ def check_tools(tools: Any, where: str) -> tuple[Mapping[str, Any], ...]:
             validator(_as_text(function.get("parameters") or {}), quick=True)
         except (SchemaError, TypeError, ValueError, RecursionError) as error:
             reason = str(error).splitlines()[0]
-            raise ValueError(f"{where}[{index}].function.parameters: no JSON schema: {reason}") from None
-        made.append({"type": "function", "function": function})
-    return tuple(made)
+            raise ValueError(f"{where}[{index}].function.parameters: not a JSON schema: {reason}") from None
+        checked.append({"type": "function", "function": function})
+    return tuple(checked)
 
 
 def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Reason why a call does not fit the declared tools; "" if it does.
+    """Reason why a call does not match the declared tools; "" if it does.
 
-    A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked: model output decides how long they
-    take.
+    A schema's `pattern`, `patternProperties` and `uniqueItems` are not checked, because their time can grow with model
+    output.
     """
     declared = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
     if call.name not in declared:
@@ -172,11 +173,11 @@ def call_problem(call: ToolCall, tools: Sequence[Mapping[str, Any]]) -> str:
 
 
 class _Malformed(Exception):
-    """Raised for a call that cannot be read."""
+    """Error in a call that cannot be parsed."""
 
 
 class _Scanner:
-    """Reader with a position in a text that only moves forward."""
+    """Scanner of a text, whose position only moves forward."""
 
     def __init__(self, text: str, position: int) -> None:
         self.text = text
@@ -197,7 +198,7 @@ class _Scanner:
         self.position += len(word)
 
     def until(self, word: str) -> str:
-        """Text before a word; the position moves behind the word."""
+        """Return the text before a word, and move past the word."""
         end = self.text.find(word, self.position)
         if end < 0:
             self.position = len(self.text)
@@ -207,7 +208,7 @@ class _Scanner:
         return before
 
     def name(self, mark: str, known: Iterable[str]) -> str:
-        """Read a name and the mark behind it: a known name whatever is in it, else the text before the mark."""
+        """Read a name and the mark after it: a known name with any characters, or else the text before the mark."""
         name = max((name for name in known if self.at(name + mark)), key=len, default=None)
         if name is None:
             name, end, _ = self.text[self.position : self.position + _MAX_NAME].partition(mark)
@@ -219,7 +220,7 @@ class _Scanner:
         return name
 
     def json(self) -> Any:
-        """Read a JSON value; the position moves forward even if the value is refused."""
+        """Read a JSON value; the position moves forward even if the value is invalid."""
         value, self.position, problem = _decode(self.text, self.position)
         if problem:
             raise _Malformed(problem)
@@ -255,7 +256,7 @@ def _json_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[T
 def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
     calls: list[ToolCall] = []
     declared = _parameters(tools)
-    # Models that write such calls know True, False and None from code.
+    # Models that write such calls also write Python's True, False and None.
     scanner.text = scanner.text[: scanner.position] + _as_json(scanner.text[scanner.position :])
     while True:
         scanner.skip_space()
@@ -279,7 +280,7 @@ def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> li
 
 
 def _as_json(text: str) -> str:
-    """Text of the same length with JSON's words for True, False and None outside of quotation marks."""
+    """Copy of the text with True, False and None outside of quotation marks as JSON's true, false and null."""
     return _PYTHON.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), text)
 
 
@@ -314,28 +315,28 @@ def _properties(schema: Any) -> Mapping[str, Any]:
 
 
 def _typed(written: str, schema: Any, key: str, where: str) -> Any:
-    """Decode an XML-style value as the schema of all parameters says: text is written as it is, other values as JSON.
+    """Decode an XML-style value by the schema of all parameters: strings are written verbatim, other values as JSON.
 
-    It is validated in the whole schema, to whose parts it may refer.
+    The value is validated within the whole schema, because its schema may refer to other parts.
     """
     if key not in _properties(schema) and not any(_broken(schema, key, value) for value in _KINDS):
-        return written  # nothing is said of it
+        return written  # the schema does not constrain it
     broken = _broken(schema, key, written)
     is_text = not broken & {"type", "anyOf", "oneOf", "not"}
     value, end, problem = _decode(written, 0)
     if problem and broken:
         value, end, problem = _decode(_as_json(written), 0)
     if not problem and not written[end:].strip() and not isinstance(value, str) and not _broken(schema, key, value):
-        return value  # the schema allows both: text that parses as JSON is taken as JSON
+        return value  # the schema allows both: JSON has priority over text
     if is_text:
         return written
     if problem or written[end:].strip():
         raise _Malformed(f"{where}: {_shown(written)} is not JSON" + (f" ({problem})" if problem else ""))
-    return value  # may have the wrong type, which the check against the schema reports
+    return value  # may have a wrong type, which schema validation reports
 
 
 def _broken(schema: Any, key: str, value: Any) -> set[str]:
-    """Keywords of a schema that refuse the value of one of its parameters."""
+    """Keywords of a schema that a parameter's value violates."""
     try:
         errors = list(validator(_as_text(schema or {}), quick=True).iter_errors({key: value}))
     except Exception:  # an invalid schema, or an unresolvable reference
@@ -374,22 +375,22 @@ def _call(name: Any, arguments: Any) -> ToolCall:
     try:
         json.dumps([name, arguments], ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, TypeError, RecursionError):
-        raise _Malformed("arguments that are not JSON in UTF-8") from None
+        raise _Malformed("arguments: cannot be written as JSON in UTF-8") from None
     return ToolCall(name=name, arguments=arguments)
 
 
 def _decode(text: str, position: int) -> tuple[Any, int, str]:
-    """Decode the JSON value at a position; returns value, end of reading and problem ("" if none).
+    """Decode the JSON value at a position; returns the value, its end and a problem ("" if none).
 
-    What JSON does not have (NaN, Infinity, a key twice) and numbers that no float holds are refused.
+    Invalid JSON that Python accepts (NaN, Infinity, duplicate keys) and numbers beyond the range of floats are refused.
     """
     refused: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(items)
-        if len(made) != len(items):
-            refused.append("a key stands twice in an object")
-        return made
+        mapping = dict(items)
+        if len(mapping) != len(items):
+            refused.append("an object has a duplicate key")
+        return mapping
 
     def constant(word: str) -> None:
         refused.append(f"{word} is not JSON")

@@ -1,1 +1,1 @@
-"""Clients of OpenAI-compatible endpoints: what a job needs that sends rows to a model and keeps what comes back."""
+"""Clients of OpenAI-compatible endpoints, for jobs that send rows to a model and store its answers."""

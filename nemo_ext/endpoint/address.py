@@ -1,4 +1,4 @@
-"""Where an endpoint is, and the key that opens it: `endpoint.json` of a serving run, or a URL."""
+"""Address and API key of an endpoint: `endpoint.json` of a serving run, or a URL."""
 
 import json
 import os
@@ -9,18 +9,18 @@ from urllib.parse import urlsplit
 
 FILE = "endpoint.json"
 AWAY = "X-No-Replica"
-"""Header of a balancer's answer when no replica is up: the endpoint is away, as if nobody listened."""
+"""Header of a balancer's answer when no replica is up; clients treat it like a refused connection."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """An endpoint as its clients need it.
+    """Address of an endpoint, for its clients.
 
     Attributes:
         url: URL up to and including `/v1`.
-        model: name of the model at the endpoint; "" for the only one it serves.
+        model: name of the model at the endpoint; "" if the endpoint serves only one model.
         key: API key; None if the endpoint needs none.
-        digest: digest of the checkpoint behind it; None if unknown.
+        digest: digest of the served checkpoint; None if unknown.
     """
 
     url: str
@@ -31,22 +31,24 @@ class Address:
     def __post_init__(self) -> None:
         url = urlsplit(self.url)
         if url.username or url.password or url.query:
-            raise ValueError("the URL must hold no name, password or query: name the key's variable in key_variable")
+            raise ValueError(
+                "the URL must not contain a name, password or query: set key_variable to the key's environment variable"
+            )
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(f"the URL must be like http://localhost:8000/v1, not {self.url!r}")
         object.__setattr__(self, "url", self.url.rstrip("/"))
 
 
 def read_address(place: str | Path, model: str | None = None, key_variable: str | None = None) -> Address:
-    """The endpoint at a place.
+    """Read the address of an endpoint.
 
     Args:
         place: run directory of `nemo-ext serve`, its `endpoint.json`, or a URL.
-        model: name of the model, in place of the file's.
-        key_variable: environment variable with the key, in place of the file's.
+        model: name of the model, instead of the file's.
+        key_variable: environment variable with the key, instead of the file's key.
 
     Raises:
-        ValueError: there is none at this place, the file is no description of one, or the variable is not set.
+        ValueError: the file does not exist or is invalid, or the environment variable is not set.
     """
     key = None
     if key_variable is not None:
@@ -58,19 +60,17 @@ def read_address(place: str | Path, model: str | None = None, key_variable: str 
     file = Path(place).expanduser()
     file = file / FILE if file.is_dir() else file
     try:
-        held = json.loads(file.read_bytes())
-        found = Address(**{name: held.get(name) for name in ("url", "model", "key", "digest")})
+        content = json.loads(file.read_bytes())
+        stored = Address(**{name: content.get(name) for name in ("url", "model", "key", "digest")})
     except FileNotFoundError:
-        raise ValueError(
-            f"{file}: there is no endpoint (yet): `nemo-ext serve` writes this file when it is up"
-        ) from None
+        raise ValueError(f"{file}: there is no endpoint yet: `nemo-ext serve` writes this file once it is up") from None
     except (OSError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file}: cannot be read as an endpoint's description ({error})") from None
-    return Address(url=found.url, model=model or found.model, key=key or found.key, digest=found.digest)
+        raise ValueError(f"{file}: cannot be read as the address of an endpoint ({error})") from None
+    return Address(url=stored.url, model=model or stored.model, key=key or stored.key, digest=stored.digest)
 
 
 def write_address(path: Path, address: Address) -> None:
-    """Writes an endpoint's file for its owner alone (mode 0600), complete from the moment it has its name."""
+    """Write an endpoint's file, readable only by its owner (mode 0600), with an atomic rename."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)

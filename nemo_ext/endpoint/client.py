@@ -1,8 +1,8 @@
-"""Requests to an OpenAI-compatible endpoint: many at a time, tried again where that can help, never an exception.
+"""Client of an OpenAI-compatible endpoint, with concurrent requests and retries.
 
-An answer that does not come, cannot be read or comes too late is an `Answer` with a `problem`. Two things end many
-requests (`Client.answers`) instead, as no later one could go better: a refused key (ValueError), and an endpoint at
-which nobody has answered for `patience` seconds (`EndpointGone`).
+A failed, invalid or late answer does not raise an exception, but is an `Answer` with a `problem`. Two errors end
+`Client.answers`, because later requests would fail too: a refused key (ValueError), and an endpoint that has not
+answered for `patience` seconds (`EndpointGone`).
 """
 
 import asyncio
@@ -36,36 +36,36 @@ SecondsOrNone = Annotated[FiniteFloat, Field(ge=0)]
 _MAX_BYTES = 64 << 20
 _FIRST_WAIT, _LONGEST_WAIT = 0.5, 30.0
 _LONGEST_AFTER = 600.0
-"""Most seconds that an endpoint's `Retry-After` is heeded for."""
+"""Maximum seconds of an endpoint's `Retry-After`; longer ones are shortened."""
 _TO_COME_UP = 60.0
-"""Seconds for which the first look at an endpoint waits for it."""
+"""Seconds for which the first check waits for an endpoint."""
 _RESTING = 4
-"""Most requests that wait for another attempt, for each one that has a turn."""
+"""Maximum number of requests waiting for a retry, per request in flight."""
 _CHARACTERS = 4
-"""Characters of a token, roughly, for limits per minute."""
+"""Approximate characters per token, for limits per minute."""
 _TOO_LONG = re.compile(
     "context[ _]length|maximum model length|maximum allowed length|input tokens exceed", re.IGNORECASE
 )
-"""What vLLM, SGLang, OpenAI and `nemo-ext serve` say of a request that their model is too short for."""
+"""Error messages of vLLM, SGLang, OpenAI and `nemo-ext serve` for a request longer than the model's context."""
 
 
 class EndpointGone(OSError):
-    """Nobody has answered at the endpoint for longer than the client's patience."""
+    """Error for an endpoint that has not answered for longer than `ClientSettings.patience`."""
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=STRICT)
 class ClientSettings:
-    """How an endpoint is asked.
+    """Settings of requests to an endpoint.
 
     Attributes:
-        attempts: most attempts per request.
+        attempts: maximum attempts per request.
         attempt_seconds: time limit of one attempt.
-        patience: seconds for which an endpoint may be away altogether, while requests wait; 0: not to be reached is a
-            failed attempt like others.
-        concurrency: number of requests at a time; None finds it (`Pace`).
-        requests_a_minute: most requests a minute; None for any.
-        tokens_a_minute: most tokens a minute, of prompts and answers; None for any.
-        omit: fields left out of every request, which the endpoint refuses: seed, for one.
+        patience: seconds for which an endpoint may be unreachable while requests wait; with 0, a refused connection is
+            a failed attempt like any other.
+        concurrency: number of concurrent requests; None adapts it to the endpoint (`Pace`).
+        requests_a_minute: maximum requests per minute; None for no limit.
+        tokens_a_minute: maximum tokens per minute, of prompts and answers; None for no limit.
+        omit: fields omitted from every request because the endpoint refuses them, such as seed.
     """
 
     attempts: PositiveInt = 10
@@ -79,7 +79,7 @@ class ClientSettings:
     def __post_init__(self) -> None:
         if needed := {"model", "messages", "prompt"} & set(self.omit):
             raise ValueError(
-                f"omit={', '.join(sorted(needed))}: no request is without: name other fields, such as seed"
+                f"omit={', '.join(sorted(needed))}: required in every request: omit only optional fields, such as seed"
             )
 
 
@@ -89,7 +89,7 @@ class Request:
 
     Attributes:
         body: JSON object without `model` and `stream`, which the client adds.
-        key, sample: name of the row it belongs to and number of the sample, for the caller alone.
+        key, sample: name of the row and number of the sample, only for the caller.
         path: path below `/v1`.
     """
 
@@ -104,13 +104,13 @@ class Answer:
     """Outcome of one request.
 
     Attributes:
-        key, sample: those of the request.
-        answer: text of the answer, "" where the model ended without one; None beside calls alone, or after a problem.
-        reasoning: text before it that the endpoint has told apart; None if there is none.
+        key, sample: fields of the request.
+        answer: text of the answer, "" if the model ended without text; None with only tool calls, or after a problem.
+        reasoning: reasoning that the endpoint has separated from the answer; None if there is none.
         tool_calls: calls as OpenAI's `tool_calls`.
-        finish_reason: why the answer ended (stop, length, tool_calls ...).
-        prompt_tokens, completion_tokens: numbers of tokens; None where the endpoint does not count.
-        seed: seed of the request; None if it had none.
+        finish_reason: reason for the answer's end (stop, length, tool_calls ...).
+        prompt_tokens, completion_tokens: numbers of tokens; None if the endpoint does not report them.
+        seed: seed of the request; None without a seed.
         seconds: seconds of the attempt that succeeded, or of all attempts.
         body: the endpoint's whole response.
         status: HTTP status of the last attempt, or the code of an error in its response; None without either.
@@ -133,29 +133,29 @@ class Answer:
 
     @property
     def too_long(self) -> bool:
-        """True if prompt and answer together are longer than the model takes, by the endpoint's words."""
+        """True if the endpoint reports that prompt and answer together exceed the model's context length."""
         return self.status == 400 and _TOO_LONG.search(self.problem) is not None
 
 
 class Store(Protocol):
-    """Where answers are kept."""
+    """Storage of answers."""
 
     def has(self, request: Request) -> bool:
-        """True if the request's answer is there already."""
+        """True if the request's answer is stored."""
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Keep an answer."""
+        """Store an answer."""
 
 
 class Client:
     """Client of one endpoint, for one event loop.
 
-    Within `async with` connections are kept for the next requests; outside each request has one of its own.
-    `max_length` is the number of tokens that the model takes, as `check` was told (vLLM's max_model_len), else None.
+    Within `async with`, connections are reused; outside, each request opens a new connection. `max_length` is the
+    context length of the model reported to `check` (vLLM's max_model_len), or None.
 
     Args:
-        endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again when nobody
-            answers, as an endpoint on a cluster may have moved.
+        endpoint: an address; or a run directory, file or URL (`read_address`). A file is read again when the endpoint
+            does not answer, as an endpoint on a cluster may have moved.
         model: see `read_address`.
         key_variable: see `read_address`.
     """
@@ -170,8 +170,10 @@ class Client:
     ) -> None:
         self.address = endpoint if isinstance(endpoint, Address) else read_address(endpoint, model, key_variable)
         self._again = None if isinstance(endpoint, Address) else (endpoint, model, key_variable)
-        self.settings = given = settings or ClientSettings()
-        self.pace = Pace(fixed=given.concurrency, requests=given.requests_a_minute, tokens=given.tokens_a_minute)
+        self.settings = settings = settings or ClientSettings()
+        self.pace = Pace(
+            fixed=settings.concurrency, requests=settings.requests_a_minute, tokens=settings.tokens_a_minute
+        )
         self.max_length: int | None = None
         self._session: aiohttp.ClientSession | None = None
         self._waiting: asyncio.Task[None] | None = None
@@ -190,12 +192,12 @@ class Client:
             self._session = None
 
     async def check(self) -> list[str]:
-        """Names of the models that the endpoint serves; checks that ours is one. It has a minute to come up.
+        """Check that the endpoint serves the model, and return all its models' names. Waits up to a minute for it.
 
         Raises:
-            ValueError: saying what is wrong.
+            ValueError: the endpoint is not reachable, refuses the key or does not serve the model.
         """
-        end, said = time.monotonic() + min(_TO_COME_UP, self.settings.patience), False
+        end, warned = time.monotonic() + min(_TO_COME_UP, self.settings.patience), False
         while True:
             where = self.address.url
             try:
@@ -205,9 +207,9 @@ class Client:
                 why = self._why(failed)
                 if not failed.again or time.monotonic() >= end:
                     raise ValueError(f"{where}: {why}") from None
-                if not said:
-                    logging.getLogger(__name__).warning("%s: %s; trying for %.0f s", where, why, _TO_COME_UP)
-                said = True
+                if not warned:
+                    logging.getLogger(__name__).warning("%s: %s; retrying for %.0f s", where, why, _TO_COME_UP)
+                warned = True
             await asyncio.sleep(_FIRST_WAIT)
             self._find()
         names = list(lengths)
@@ -219,23 +221,23 @@ class Client:
         return names
 
     async def _models(self) -> dict[str, int | None]:
-        """Lengths of the endpoint's models by name; None where it does not say it."""
+        """Context lengths of the endpoint's models by name; None if the endpoint does not report it."""
         listed = await self._send("GET", "models", None, min(60.0, self.settings.attempt_seconds))
         try:
             models = body_of(listed, "list of models", self.address.key)["data"]
             return {str(model["id"]): count(model.get("max_model_len")) for model in models}
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            said = words_of(listed, self.address.key)
-            raise Failed(f"/models answers with something else than a list of models: {said}", again=False) from None
+            words = words_of(listed, self.address.key)
+            raise Failed(f"the response to /models is not a list of models: {words}", again=False) from None
 
     async def answers(
         self, requests: Iterable[Request] | AsyncIterable[Request], *, store: Store | None = None
     ) -> AsyncGenerator[Answer]:
-        """Answers in the order in which they come; requests are taken as there are turns for them.
+        """Yield answers in the order of their arrival; requests are consumed as capacity becomes available.
 
         Args:
-            requests: requests, made when they are wanted.
-            store: where answers are kept before they are given out; what it has is not asked again.
+            requests: requests, consumed lazily.
+            store: storage to which answers are added before they are yielded; stored requests are skipped.
 
         Raises:
             ValueError: the endpoint refuses the key.
@@ -258,7 +260,7 @@ class Client:
                 while len(running) + done.qsize() >= self.pace.limit + min(self._resting, _RESTING * self.pace.limit):
                     room.clear()
                     await room.wait()
-                task = asyncio.create_task(self._kept(request, store))
+                task = asyncio.create_task(self._stored(request, store))
                 running.add(task)
                 task.add_done_callback(finished)
 
@@ -273,12 +275,12 @@ class Client:
                 elif feeding.exception() is not None:
                     feeding.result()
         finally:
-            for left in (feeding, *running):
-                left.cancel()
+            for pending in (feeding, *running):
+                pending.cancel()
             ended = [done.get_nowait() for _ in range(done.qsize())]
             await asyncio.gather(feeding, *running, *filter(None, ended), return_exceptions=True)
 
-    async def _kept(self, request: Request, store: Store | None) -> Answer:
+    async def _stored(self, request: Request, store: Store | None) -> Answer:
         answer = await self.ask(request)
         if answer.status in REFUSED:
             raise ValueError(f"{self.address.url}: {answer.problem}")
@@ -289,12 +291,12 @@ class Client:
     async def ask(
         self, request: Request, *, unreadable: Callable[[Answer], str] | None = None, within: float | None = None
     ) -> Answer:
-        """Ask one question.
+        """Send one request, with retries.
 
         Args:
             request: the request.
-            unreadable: says why an answer is of no use, "" if it is; without use it counts as a failed attempt.
-            within: seconds for all attempts and the wait for a turn; None for any.
+            unreadable: returns the reason why an answer is unusable, which is a failed attempt, or "".
+            within: seconds for all attempts and the wait for a slot; None for no limit.
 
         Raises:
             EndpointGone: see `ClientSettings.patience`.
@@ -302,8 +304,8 @@ class Client:
         from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt
 
         if self.settings.omit:
-            kept = {name: value for name, value in request.body.items() if name not in self.settings.omit}
-            request = replace(request, body=kept)
+            body = {name: value for name, value in request.body.items() if name not in self.settings.omit}
+            request = replace(request, body=body)
         attempts = AsyncRetrying(
             sleep=self._rest,
             stop=stop_after_attempt(self.settings.attempts),
@@ -311,7 +313,7 @@ class Client:
             retry=retry_if_exception(_again),
             reraise=True,
         )
-        problem, status, began = "its turn never came", None, time.monotonic()
+        problem, status, began = "the request was never sent", None, time.monotonic()
 
         async def attempt() -> Answer:
             nonlocal problem, status
@@ -319,12 +321,12 @@ class Client:
                 address = self.address
                 try:
                     async with self.pace.turn(self._estimate(request)):
-                        problem = "the endpoint is silent"
+                        problem = "the endpoint does not respond"
                         answer = await self._answer(request)
                     break
                 except Failed as failed:
                     problem, status = self._why(failed), failed.status
-                    if failed.unreached and self.settings.patience:  # no fault of the request's
+                    if failed.unreached and self.settings.patience:  # not the request's fault
                         await self._rest(_FIRST_WAIT)
                         await self._until_reached()
                         continue
@@ -364,19 +366,19 @@ class Client:
     def _estimate(self, request: Request) -> int:
         if self.settings.tokens_a_minute is None:
             return 0
-        asked = request.body.get("messages") or request.body.get("prompt") or ""
-        return int(len(str(asked)) / _CHARACTERS + self._mean_tokens)
+        prompt = request.body.get("messages") or request.body.get("prompt") or ""
+        return int(len(str(prompt)) / _CHARACTERS + self._mean_tokens)
 
     async def _answer(self, request: Request) -> Answer:
         payload = {**request.body, "model": self.address.model, "stream": False}
         try:
             body = json.dumps(payload).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise Failed(f"the request is no JSON: {error}", again=False) from None
-        asked = time.monotonic()
+            raise Failed(f"the request cannot be written as JSON: {error}", again=False) from None
+        began = time.monotonic()
         try:
             content = await self._send("POST", request.path, body, self.settings.attempt_seconds)
-            seconds = time.monotonic() - asked
+            seconds = time.monotonic() - began
             answer = _read_answer(content, request, seconds, self.address.key)
         except Failed as failed:
             if failed.overload:
@@ -390,12 +392,12 @@ class Client:
         return answer
 
     def _why(self, failed: "Failed") -> str:
-        """Reason of a failure; for a refused key with the place it comes from."""
+        """Reason of a failure; for a refused key, with the key's origin."""
         if failed.status not in REFUSED:
             return str(failed)
         place, _, variable = self._again or (None, None, None)
         if self.address.key is None:
-            origin = ": none was sent: key_variable=NAME names the environment variable that holds it"
+            origin = ": none was sent: set key_variable=NAME to the environment variable that holds it"
         elif variable is not None:
             origin = f": it comes from the environment variable {variable} (key_variable)"
         else:
@@ -403,7 +405,7 @@ class Client:
         return f"{failed}: the key is refused{origin}"
 
     async def _until_reached(self) -> None:
-        """Waits until the endpoint answers again; all requests wait for the same look at it."""
+        """Wait until the endpoint answers again; all requests share one probe."""
         if self._waiting is None or self._waiting.done():
             self._waiting = asyncio.create_task(self._look())
         await asyncio.shield(self._waiting)
@@ -417,7 +419,7 @@ class Client:
                 return
             except Failed as failed:
                 if not failed.unreached:
-                    return  # somebody answers, if not to this
+                    return  # a server answers, even if with an error
                 if time.monotonic() - began > self.settings.patience:
                     raise EndpointGone(
                         f"{self.address.url}: no answer for {self.settings.patience:g} s: {failed}"
@@ -426,9 +428,9 @@ class Client:
             pause = min(_LONGEST_WAIT / 3, pause * 2)
 
     def _find(self) -> None:
-        """Reads the address again, if it is a file's."""
+        """Read the address again, if it comes from a file."""
         if self._again is not None:
-            with contextlib.suppress(ValueError):  # while it moves
+            with contextlib.suppress(ValueError):  # the file may be missing while the endpoint moves
                 moved = read_address(*self._again)
                 self.address = replace(moved, model=moved.model or self.address.model)
 
@@ -453,8 +455,8 @@ class Client:
             raise Failed(f"no answer within {seconds:g} s", overload=True) from None
         # Not `repr`: some of these hold the request's headers.
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            said = f"{type(error).__name__}: {error}".replace(key or "\0", "***")
-            raise Failed(said, unreached=isinstance(error, aiohttp.ClientConnectorError)) from None
+            problem = f"{type(error).__name__}: {error}".replace(key or "\0", "***")
+            raise Failed(problem, unreached=isinstance(error, aiohttp.ClientConnectorError)) from None
         finally:
             if session is not self._session:
                 await session.close()
@@ -463,7 +465,7 @@ class Client:
             return content
         where = f": {self.address.url}/{path}" if status in MISPLACED or 300 <= status < 400 else ""
         if where and (to := response.headers.get("Location", "").partition("?")[0]):
-            where += f" leads to {to}: no redirect is followed: name that address as the endpoint"
+            where += f" redirects to {to}; redirects are not followed: set the endpoint to that address"
         raise Failed.of(
             status,
             f"HTTP {status}{where}",
@@ -476,7 +478,7 @@ class Client:
 def _session() -> "aiohttp.ClientSession":
     import aiohttp
 
-    # Limits of time and number are ours; aiohttp's own would end an attempt that has longer.
+    # The client limits time and connections itself; aiohttp's defaults would end attempts too early.
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=aiohttp.TCPConnector(limit=0))
 
 
@@ -490,7 +492,7 @@ def _again(error: BaseException) -> bool:
 
 
 def _wait(state: "RetryCallState") -> float:
-    """Exponential backoff with full jitter, so that a recovered server is not asked by all at once."""
+    """Exponential backoff with full jitter, so that a recovered server does not get all requests at once."""
     from tenacity import wait_random_exponential
 
     failed = state.outcome.exception() if state.outcome else None
@@ -503,12 +505,12 @@ async def _read(response: "aiohttp.ClientResponse") -> bytes:
     async for chunk in response.content.iter_chunked(1 << 16):
         content += chunk
         if len(content) > _MAX_BYTES:
-            raise Failed(f"an answer of more than {_MAX_BYTES >> 20} MiB", again=False)
+            raise Failed(f"the answer has more than {_MAX_BYTES >> 20} MiB", again=False)
     return bytes(content)
 
 
 def _read_answer(content: bytes, request: Request, seconds: float, key: str | None = None) -> Answer:
-    """The answer in a response of `/chat/completions` or `/completions`: its first choice."""
+    """Read the first choice of a response of `/chat/completions` or `/completions`."""
     try:
         body = body_of(content, "chat completion", key)
         if not _is_whole(again := json.dumps(body, ensure_ascii=False)):
@@ -521,19 +523,19 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
         prompt_tokens, completion_tokens = (count(usage.get(f"{kind}_tokens")) for kind in ("prompt", "completion"))
         ended = choice.get("finish_reason")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Failed(f"an answer that is no chat completion: {words_of(content, key)}") from None
+        raise Failed(f"the response is not a chat completion: {words_of(content, key)}") from None
     reason = str(ended).lower()
     if reason in BROKEN_OFF:
-        raise Failed(f"the endpoint broke the answer off (finish_reason: {ended})", overload="resource" in reason)
+        raise Failed(f"the endpoint aborted the answer (finish_reason: {ended})", overload="resource" in reason)
     if reason in CUT_OFF:
         ended = "length"
     if isinstance(text, list):
         text = "".join(str(part.get("text") or "") for part in text if isinstance(part, dict))
     if text is None and not calls and (reasoning or message.get("refusal") or isinstance(ended, str)):
-        # Cut off while thinking, filtered, refused or ended at once: another attempt would choose among answers.
+        # Truncated while thinking, filtered, refused or empty: a retry would bias the sample of answers.
         text = ""
     if not isinstance(text, str) and not (text is None and calls):
-        raise Failed("a chat completion without text")
+        raise Failed("the chat completion has no text")
     return Answer(
         key=request.key,
         sample=request.sample,
@@ -551,12 +553,12 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
 
 
 def count(value: object) -> int | None:
-    """A number of tokens that an endpoint says; None for what is none."""
+    """Number of tokens reported by an endpoint; None if the value is not one."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
 
 
 def _is_whole(text: str) -> bool:
-    """True if there is no half of a character in it, which no file could keep."""
+    """True if the text has no lone surrogates, which cannot be written to a file."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -565,7 +567,7 @@ def _is_whole(text: str) -> bool:
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a `Retry-After` header asks for: a number, or a date (RFC 9110, section 10.2.3); 0 for others."""
+    """Seconds of a `Retry-After` header: a number or a date (RFC 9110, section 10.2.3); 0 if invalid."""
     try:
         seconds = float(value)
     except ValueError:

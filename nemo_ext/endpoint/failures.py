@@ -1,4 +1,4 @@
-"""Failed attempts at an endpoint: by status, or by an error in place of an answer."""
+"""Failed attempts at an endpoint, by HTTP status or by an error in the response."""
 
 import json
 import re
@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 _AGAIN = frozenset({408, 409, 425, 429})
-"""Status codes worth another attempt beside server failures: time-outs, conflicts, too many requests."""
+"""Status codes worth a retry, in addition to server failures: time-outs, conflicts, too many requests."""
 REFUSED = frozenset({401, 403})
-"""Status codes of a key that is missing or wrong."""
+"""Status codes for a missing or invalid key."""
 _OVERLOAD = frozenset({429, 503, 529})
 MISPLACED = frozenset({404, 405, 410, 501})
-"""Status codes of a path that the endpoint does not have."""
+"""Status codes for a path that the endpoint does not have."""
 BROKEN_OFF = frozenset({"error", "abort", "aborted", "cancelled", "insufficient_system_resource"})
-"""Finish reasons of answers that the server broke off."""
+"""Finish reasons of answers that the server aborted."""
 CUT_OFF = frozenset({"length", "max_tokens", "model_length"})
-"""Finish reasons of answers that a limit cut off: OpenAI's, Anthropic's and Gemini's, Mistral's."""
+"""Finish reasons of answers truncated at a length limit: OpenAI's, Anthropic's and Gemini's, Mistral's."""
 _CODES = {
     "rate.?limit|overloaded|too.?many.?requests|quota|resource.?exhausted": 429,
     "invalid.?request|bad.?request|context.?length|invalid.?argument|validation": 400,
@@ -23,27 +23,27 @@ _CODES = {
     "authentication|unauthorized|api.?key": 401,
     "not.?found": 404,
 }
-"""Status codes of errors that are named in words."""
+"""Status codes of errors by patterns of their names."""
 
 
 class Failed(Exception):
     """A failed attempt.
 
     Attributes:
-        again: whether another attempt may succeed.
-        after: seconds that the endpoint asks to wait.
-        overload: whether the endpoint has too much to do.
-        unreached: whether nobody listens at its address.
+        again: whether a retry may succeed.
+        after: seconds to wait, as requested by the endpoint.
+        overload: whether the endpoint is overloaded.
+        unreached: whether the connection was refused.
         status: HTTP status, or the code of an error in a response; None without either.
     """
 
     @classmethod
     def of(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
-        """A response with an error, by its status and the endpoint's words; without a status it may pass."""
-        # A server's message about a bad key may contain part of it.
-        said = f": {words}" if words and status not in REFUSED else ""
+        """Failure from an error response, by its status and message; without a status it may be retried."""
+        # A server's message about an invalid key may contain part of the key.
+        message = f": {words}" if words and status not in REFUSED else ""
         again = status is None or status in _AGAIN or status >= 500
-        return cls(f"{problem}{said}", status=status, again=again, overload=status in _OVERLOAD, **more)
+        return cls(f"{problem}{message}", status=status, again=again, overload=status in _OVERLOAD, **more)
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Failed(Exception):
 
 
 def body_of(content: bytes, expected: str, key: str | None) -> Any:
-    """The JSON of a response with status 200.
+    """Parse the JSON of a response with status 200.
 
     Raises:
-        Failed: it is an error, which is judged by its code if that is a status.
-        ValueError, RecursionError: it is no JSON.
+        Failed: the response is an error; its code is used as the status if it is one.
+        ValueError, RecursionError: the response is not JSON.
     """
     body = json.loads(content)
     parts = body if isinstance(body, list) else [body]
@@ -84,14 +84,14 @@ def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed"
     if status is None:
         named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))
         status = next(named, None)
-    said = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
+    words = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
     return Failed.of(
-        status, f"an answer that is no {expected} but an error", words_of(said.encode(errors="replace"), key)
+        status, f"the response is not a {expected} but an error", words_of(words.encode(errors="replace"), key)
     )
 
 
 def words_of(content: bytes, key: str | None) -> str:
-    """The beginning of a text that an endpoint sends, on a line and without the key; of a page its title."""
+    """Beginning of an endpoint's text as one line without the key; for an HTML page, its title."""
     text = content.decode(errors="replace").replace(key or "\0", "***")
     if title := re.search(r"<title[^>]*>(.+?)</title>", text, re.IGNORECASE | re.DOTALL):
         text = f"a page: {title[1]}"

@@ -1,4 +1,4 @@
-"""Number of requests that an endpoint is asked at a time, found while asking; limits per minute."""
+"""Adaptive number of concurrent requests to an endpoint, and limits per minute."""
 
 import time
 from collections.abc import AsyncIterator
@@ -6,30 +6,30 @@ from contextlib import asynccontextmanager
 from statistics import median
 
 FIRST, MOST = 32, 1024
-"""Requests at a time in the beginning, and at most."""
+"""Initial and maximum number of concurrent requests."""
 _ROUND_SECONDS, _WAVES = 0.2, 3
-"""Least length of a round: seconds, and answers to each request at a time, as answers come in waves."""
+"""Minimum length of a round: seconds, and answers per concurrent request, as answers arrive in waves."""
 _OUTCOMES = 64
-"""Least number of outcomes of a round."""
+"""Minimum number of outcomes in a round."""
 _LESS, _NOISE = 0.7, 0.1
 _PAYS = 4
-"""More requests at a time pay if the rate grows by a quarter of what they do."""
+"""More concurrent requests pay off if the rate grows by at least a quarter of their relative increase."""
 _ROUNDS = 8
-"""Rounds between two trials of more."""
+"""Rounds between two trials with more concurrent requests."""
 
 
 class Pace:
-    """Turns of requests: as many at a time as the endpoint answers well.
+    """Limiter of concurrent requests, which adapts to the endpoint's throughput.
 
-    A round is three times as many outcomes as requests at a time. Every few rounds more at a time are tried, twice as
-    many until that no longer pays and a quarter more from then on, and kept if more answers a second came of it. The
-    number goes down by half the share of signs of overload (429, 503, time-outs) where they were more than a tenth, and
-    by 30 % where the median answer took twice as long and 30 % fewer came.
+    A round has three outcomes per concurrent request. Every few rounds a higher limit is tried, doubled until that no
+    longer pays off and by a quarter afterwards, and kept if the rate of answers increased. If more than a tenth of the
+    outcomes are signs of overload (429, 503, time-outs), the limit is reduced by half their share; if the median answer
+    took twice as long and the rate fell by 30 %, it is reduced by 30 %.
 
     Args:
-        fixed: number at a time; None finds it.
-        requests: most requests a minute; None for any.
-        tokens: most tokens a minute, those of prompts and of answers; None for any.
+        fixed: fixed limit; None adapts it.
+        requests: maximum requests per minute; None for no limit.
+        tokens: maximum tokens per minute, of prompts and answers; None for no limit.
     """
 
     def __init__(self, *, fixed: int | None = None, requests: int | None = None, tokens: int | None = None) -> None:
@@ -38,7 +38,7 @@ class Pace:
 
         self._fixed = fixed is not None
         self._turns = anyio.CapacityLimiter(FIRST if fixed is None else fixed)
-        # One at a time rather than a minute's all at once, which an endpoint would refuse.
+        # Spread over the minute, as an endpoint would refuse a whole minute's requests at once.
         self._requests = None if requests is None else AsyncLimiter(1, 60 / requests)
         self._tokens = None if tokens is None else AsyncLimiter(tokens, 60)
         self._growth, self._hold = 2.0, 0
@@ -47,12 +47,12 @@ class Pace:
 
     @property
     def limit(self) -> int:
-        """Number of requests at a time."""
+        """Maximum number of concurrent requests."""
         return int(self._turns.total_tokens)
 
     @asynccontextmanager
     async def turn(self, tokens: int) -> AsyncIterator[None]:
-        """One request's turn; `tokens` is an estimate of what it will use."""
+        """Slot of one request; `tokens` is an estimate of the tokens that it will use."""
         if self._requests is not None:
             await self._requests.acquire()
         await self.used(tokens)
@@ -60,22 +60,22 @@ class Pace:
             yield
 
     async def used(self, tokens: int) -> None:
-        """Waits until so many tokens are within the limit of a minute."""
+        """Wait until the limit per minute allows this number of tokens."""
         if self._tokens is not None and tokens > 0:
             await self._tokens.acquire(min(tokens, self._tokens.max_rate))
 
     def answered(self, seconds: float) -> None:
-        """Takes account of an answer, by the seconds it took."""
+        """Record an answer and its time in seconds."""
         self._seconds.append(seconds)
         self._end()
 
     def overloaded(self) -> None:
-        """Takes account of a sign of overload."""
+        """Record a sign of overload."""
         self._refusals += 1
         self._end()
 
     def _end(self) -> None:
-        """Ends a round that is long enough, and sets the number of requests of the next."""
+        """End the round if it is long enough, and set the limit of the next round."""
         self._full |= self._turns.borrowed_tokens >= self.limit
         answers, elapsed, now = len(self._seconds), time.monotonic() - self._began, self.limit
         refused = self._refusals / (answers + self._refusals)
@@ -87,7 +87,7 @@ class Pace:
         self._hold -= 1
         if refused > _NOISE:
             self._keep(int(now * (1 - refused / 2)), rate, usual)
-        elif now > limit:  # it was tried
+        elif now > limit:  # a trial of a higher limit
             if rate > best * (1 + (now / limit - 1) / _PAYS):
                 self._kept = now, rate, usual
             else:
@@ -103,7 +103,7 @@ class Pace:
         self._begin()
 
     def _keep(self, limit: int, rate: float, mean: float) -> None:
-        """Stays at a number for some rounds, and is careful from now on."""
+        """Keep a limit for some rounds, and grow it more slowly from now on."""
         self._kept = max(1, limit), rate, mean
         self._growth, self._hold = 1.25, _ROUNDS
 

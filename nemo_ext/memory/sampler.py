@@ -1,11 +1,11 @@
-"""Samples a run's memory over time on every node: its processes, the host, /dev/shm and the GPUs. No torch.
+"""Sampler of a run's memory over time on every node: its processes, the host, /dev/shm and the GPUs. Without torch.
 
-    python -m nemo_ext.memory.sampler DIR -- COMMAND ...    becomes COMMAND, sampled by a process below it
+    python -m nemo_ext.memory.sampler DIR -- COMMAND ...    runs COMMAND, sampled by a child process
 
-The Llama-Nemotron authors (section 5.2.2) built the same to find what ran out of memory: psutil, the usage of /dev/shm
-as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on each node,
-because a thread would hang with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` the time at
-which each phase of the run began; `nemo_ext.memory.report` reads both.
+The Llama-Nemotron authors (section 5.2.2) used the same to find causes of out-of-memory errors: psutil, the usage of
+/dev/shm as `df` reports it, and NVML instead of PyTorch's own count. The sampler is a separate process, one on each
+node, because a thread would hang with its rank. `DIR/NODE.jsonl` has the samples in bytes, `DIR/phases.jsonl` the start
+times of the phases of the run; `nemo_ext.memory.report` reads both.
 """
 
 import argparse
@@ -37,12 +37,12 @@ FOLDER = "memory"
 PHASES = "phases.jsonl"
 
 SECONDS = 10.0
-"""Default interval between samples. A sample takes some ten milliseconds of one core."""
+"""Default interval between samples. A sample takes about ten milliseconds of one core."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """The section `memory_profile` of a config."""
+    """Settings of the section `memory_profile` of a config."""
 
     seconds: Annotated[float, Field(ge=0.1, le=3600)]
 
@@ -51,14 +51,14 @@ def interval(config: Mapping[str, Any]) -> float | None:
     """Seconds between samples from a run's `memory_profile`, or None without one.
 
     Raises:
-        ValueError: for an unknown key, or anything but a number from 0.1 to 3600.
+        ValueError: unknown key, or a value other than a number from 0.1 to 3600.
     """
-    given = config.get(KEY)
-    return None if given is None else checked(Profile, given, KEY, strict=True).seconds
+    section = config.get(KEY)
+    return None if section is None else checked(Profile, section, KEY, strict=True).seconds
 
 
 def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess.Popen[bytes]:
-    """Starts a sampler that ends with this process or with `root`.
+    """Start a sampler that ends with this process or with `root`.
 
     Call it from the main thread: Linux ties a child to the thread that started it.
     """
@@ -68,7 +68,7 @@ def start(directory: Path, *, root: int, seconds: float = SECONDS) -> subprocess
 
 @contextmanager
 def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
-    """Samples this process and its descendants until the block ends; without `seconds` does nothing."""
+    """Sample this process and its descendants in the context; does nothing if `seconds` is None."""
     with ExitStack() as stack:
         if seconds is not None:
             process = stack.enter_context(start(directory, root=os.getpid(), seconds=seconds))
@@ -79,39 +79,39 @@ def sampled(directory: Path, seconds: float | None) -> Iterator[None]:
 def root_of_ranks() -> int:
     """Process id of the common parent of this node's ranks, called in one of them: torchrun, or srun's step daemon.
 
-    A container runtime may stand between a rank and the daemon.
+    There may be a container runtime between a rank and the daemon.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ and "SLURM_PROCID" in os.environ:
         with suppress(psutil.Error, StopIteration):
-            return next(each.pid for each in psutil.Process().parents() if each.name().startswith("slurmstepd"))
+            return next(parent.pid for parent in psutil.Process().parents() if parent.name().startswith("slurmstepd"))
     return os.getppid()
 
 
 class Phases:
-    """Records when each phase of the run begins, if there is a folder. File system errors lose entries, not the run."""
+    """Log of the start times of phases of the run, if there is a directory. File system errors do not end the run."""
 
     def __init__(self, directory: Path | None) -> None:
         self._directory = directory
         self._current: list[str | None] = [None]
 
     def begin(self, phase: str | None) -> None:
-        """Begins a phase and ends the one before it; None ends the run."""
+        """Start a phase and end the previous phase; None ends the run."""
         if self._directory is not None and phase != self._current[-1]:
             _append(self._directory / PHASES, {"time": round(time.time(), 3), "phase": phase})
         self._current[-1] = phase
 
     def enter(self, phase: str) -> None:
-        """Begins a phase that interrupts the current one until `leave`."""
+        """Start a phase that interrupts the current phase until `leave`."""
         self._current.append(self._current[-1])
         self.begin(phase)
 
     def leave(self) -> None:
-        """Resumes the phase that was interrupted."""
+        """Resume the interrupted phase."""
         if len(self._current) > 1:
             self.begin(self._current.pop(-2))
 
     def during(self, phase: str) -> ExitStack:
-        """Enters a phase; a context manager that leaves it."""
+        """Enter a phase, and return a context manager that leaves it."""
         self.enter(phase)
         stack = ExitStack()
         stack.callback(self.leave)
@@ -119,7 +119,7 @@ class Phases:
 
 
 def gpu_memory(what: str) -> list[int]:
-    """Bytes `used` or `total` on each GPU that this process sees through NVML, without a driver an empty list."""
+    """Bytes `used` or `total` on each GPU that NVML reports to this process; empty without a driver."""
     try:
         pynvml.nvmlInit()
         devices = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
@@ -136,7 +136,7 @@ def node_memory(what: str) -> dict[str, Any]:
 
 
 def sample(root: psutil.Process) -> dict[str, Any]:
-    """Bytes in use now: `rss` of a process and all its descendants, except this process, and those of the node."""
+    """Bytes in use: `rss` of a process and all its descendants, except this process, and the node's memory."""
     rss = 0
     with suppress(psutil.NoSuchProcess):
         for process in (root, *root.children(recursive=True)):
@@ -146,12 +146,18 @@ def sample(root: psutil.Process) -> dict[str, Any]:
 
 
 def follow(root: int, directory: str, seconds: float) -> None:
-    """Writes this node's samples until a process has ended."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a scheduler sends them to all of a job
+    """Write this node's samples until a process ends."""
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, signal.valid_signals()
+    )  # a scheduler sends signals to all processes of a job
     end_with_parent(signal.SIGKILL)
     path = Path(directory, f"{os.environ.get('SLURMD_NODENAME') or os.uname().nodename or 'node'}.jsonl")
     if not _append(path, {"start": round(time.time(), 3), "seconds": seconds, "total": node_memory("total")}):
-        print(f"memory over time is incomplete: {path} cannot be written", file=sys.stderr, flush=True)
+        print(
+            f"the memory profile is incomplete: {path} cannot be written: check its permissions and space",
+            file=sys.stderr,
+            flush=True,
+        )
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(root)
         while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
@@ -170,18 +176,18 @@ def _append(path: Path, line: Mapping[str, Any]) -> bool:
 
 
 def main() -> None:
-    """The command."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(usage="python -m nemo_ext.memory.sampler DIR [--seconds S] -- COMMAND ...")
     parser.add_argument("directory", metavar="DIR", type=Path)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="seconds between two samples (default: 10)")
     parser.add_argument("command", metavar="COMMAND", nargs="+")
-    asked = parser.parse_args()
-    interval({KEY: {"seconds": asked.seconds}})
-    start(asked.directory, root=os.getpid(), seconds=asked.seconds)
+    arguments = parser.parse_args()
+    interval({KEY: {"seconds": arguments.seconds}})
+    start(arguments.directory, root=os.getpid(), seconds=arguments.seconds)
     try:
-        os.execvp(asked.command[0], asked.command)
+        os.execvp(arguments.command[0], arguments.command)
     except OSError as error:
-        parser.error(f"{asked.command[0]}: {error.strerror}")
+        parser.error(f"{arguments.command[0]}: {error.strerror}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Calibration data: samples of an SFT set drawn by a seed, as batches of token ids without padding.
+"""Calibration data: random samples of an SFT set, as batches of token ids without padding.
 
-The data are packs of `nemo-ext sft_data` (a prefix, or the folder that holds `train`), or conversations in JSONL or
-Parquet, rendered by the model's chat template. Padding would affect the scales of inputs, so a batch holds samples of
-one length.
+The data are packs of `nemo-ext sft_data` (a prefix, or the directory that contains `train`), or conversations in JSONL
+or Parquet, rendered with the model's chat template. Padding would affect the scales of inputs, so all samples of a
+batch have the same length.
 """
 
 import heapq
@@ -40,12 +40,12 @@ class CalibrationSettings:
     """Source and amount of calibration data.
 
     Attributes:
-        data: prefix of packs, the folder of `nemo-ext sft_data`, or files of conversations.
-        samples: number of samples to take scales from; 1024 as for Nemotron 3 Nano (paper section 4).
-        held_out: number of other samples, on which the model is compared before and after.
-        max_length: most tokens of a sample; longer ones are truncated.
-        batch_tokens: most tokens of a batch.
-        template: chat template for conversations; None for the one in the model's folder.
+        data: prefix of packs, the directory of `nemo-ext sft_data`, or files of conversations.
+        samples: number of calibration samples; 1024 as for Nemotron 3 Nano (paper section 4).
+        held_out: number of further samples, on which the model is compared before and after.
+        max_length: maximum tokens of a sample; longer samples are truncated.
+        batch_tokens: maximum tokens of a batch.
+        template: chat template for conversations; None for the template in the model's directory.
         seed: seed of the selection.
     """
 
@@ -60,11 +60,11 @@ class CalibrationSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationData:
-    """Samples, drawn and truncated.
+    """Selected and truncated samples.
 
     Attributes:
-        samples: token ids of the samples to take scales from.
-        held_out: token ids of the samples to compare models on.
+        samples: token ids of the calibration samples.
+        held_out: token ids of the held-out samples.
         available: number of samples available.
     """
 
@@ -74,44 +74,46 @@ class CalibrationData:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens in the samples to take scales from."""
+        """Number of tokens in the calibration samples."""
         return sum(map(len, self.samples))
 
 
 def load(settings: CalibrationSettings, *, model: Path, vocab_size: int) -> CalibrationData:
-    """Draw the samples.
+    """Select the samples.
 
     Args:
         settings: source and amount of the data.
-        model: Hugging Face folder with the tokenizer, and the chat template for conversations.
+        model: Hugging Face directory with the tokenizer, and the chat template for conversations.
         vocab_size: vocabulary size of the model.
 
     Raises:
-        ValueError: the data are missing, too few, or made with another tokenizer than the model's.
+        ValueError: the data are missing, too few, or made with a tokenizer other than the model's.
     """
     prefix = _packed(settings.data)
     drawn = _of_packs(settings, prefix, model) if prefix else _of_conversations(settings, model)
-    found, available = drawn
-    wanted = settings.samples + settings.held_out
-    if len(found) < wanted:
+    selected, available = drawn
+    required = settings.samples + settings.held_out
+    if len(selected) < required:
         raise ValueError(
-            f"calibration.data={settings.data}: {len(found):,} different samples of {_SHORTEST} tokens or more, but "
-            f"calibration.samples + calibration.held_out are {wanted:,}: lower them, or give more data"
+            f"calibration.data={settings.data}: has {len(selected):,} distinct samples of {_SHORTEST} tokens or more, "
+            f"but calibration.samples + calibration.held_out is {required:,}: lower them, or provide more data"
         )
-    if (highest := max(int(ids.max()) for ids in found)) >= vocab_size:
+    if (highest := max(int(ids.max()) for ids in selected)) >= vocab_size:
         raise ValueError(
-            f"calibration.data={settings.data}: has the token {highest}, the model {vocab_size:,} of them: make the "
-            "data with the model's tokenizer"
+            f"calibration.data={settings.data}: has token {highest}, the model has {vocab_size:,} tokens: make "
+            "the data with the model's tokenizer"
         )
-    return CalibrationData(samples=found[: settings.samples], held_out=found[settings.samples :], available=available)
+    return CalibrationData(
+        samples=selected[: settings.samples], held_out=selected[settings.samples :], available=available
+    )
 
 
 def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
-    """Batches `[batch, seq]` of samples of equal length, the longest first.
+    """Yield batches `[batch, seq]` of samples of equal length, the longest first.
 
     Args:
         samples: token ids of each sample.
-        batch_tokens: most tokens of a batch; a longer sample is a batch of its own.
+        batch_tokens: maximum tokens of a batch; a longer sample is a separate batch.
     """
     for length, group in groupby(sorted(samples, key=len, reverse=True), key=len):
         rows = list(group)
@@ -121,10 +123,10 @@ def batches(samples: Sequence[Ids], *, batch_tokens: int) -> Iterator[Ids]:
 
 
 def data_files(settings: CalibrationSettings) -> list[Path]:
-    """Files that are read.
+    """Files of the calibration data.
 
     Raises:
-        ValueError: there are no such files.
+        ValueError: the files do not exist.
     """
     if prefix := _packed(settings.data):
         return [prefix.with_name(f"{prefix.name}{ending}") for ending in (".bin", ".idx", ".json")]
@@ -132,7 +134,7 @@ def data_files(settings: CalibrationSettings) -> list[Path]:
         return [path for _, path in _conversations(settings).check()]
     except ValueError as error:
         raise ValueError(
-            f"calibration.data={settings.data}: no packs of `nemo-ext sft_data`, nor conversations: {error}"
+            f"calibration.data={settings.data}: neither packs of `nemo-ext sft_data` nor conversations: {error}"
         ) from None
 
 
@@ -141,7 +143,7 @@ def _conversations(settings: CalibrationSettings) -> ConversationSource:
 
 
 def _packed(data: str) -> Path | None:
-    """Prefix of the packs that the user means, None for conversations."""
+    """Prefix of the packs at a path; None for conversations."""
     path = Path(data).expanduser()
     prefix = path / "train" if path.is_dir() else path
     return prefix if is_packed(prefix) else None
@@ -153,34 +155,34 @@ def _of_packs(settings: CalibrationSettings, prefix: Path, model: Path) -> tuple
     identity = manifest.tokenizer_identity
     if identity.startswith("huggingface-") and (model / "tokenizer.json").is_file():
         # The identity includes the name of the end-of-document token and how special tokens are parsed.
-        own = {HuggingFaceTokenizer(model, parse_special_tokens=parse).identity for parse in (False, True)}
-        if identity not in own:
-            notice(f"note: {prefix} was made with another tokenizer.json than {model / 'tokenizer.json'}")
+        expected = {HuggingFaceTokenizer(model, parse_special_tokens=parse).identity for parse in (False, True)}
+        if identity not in expected:
+            notice(f"note: {prefix} was made with a tokenizer.json that differs from {model / 'tokenizer.json'}")
     lengths, starts, dtype = read_index(prefix.with_name(f"{prefix.name}.idx"))
     ids = np.memmap(prefix.with_name(f"{prefix.name}.bin"), dtype=dtype, mode="r")
     width = np.dtype(dtype).itemsize
-    found: list[Ids] = []
+    samples: list[Ids] = []
     seen = set[bytes]()
     for number in generator(settings.seed, "calibration").permutation(len(lengths)):
-        if len(found) == settings.samples + settings.held_out:
+        if len(samples) == settings.samples + settings.held_out:
             break
         begin, length = int(starts[number]) // width, int(lengths[number])
         content = blake2b(ids[begin : begin + length].tobytes(), digest_size=16).digest()
         if length >= _SHORTEST and content not in seen:
             seen.add(content)
-            found.append(ids[begin : begin + min(length, settings.max_length)].astype(np.int64))
-    return found, len(lengths)
+            samples.append(ids[begin : begin + min(length, settings.max_length)].astype(np.int64))
+    return samples, len(lengths)
 
 
 def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[Ids], int]:
-    """Conversations in random order, each as one text (the first of equal ids), and the number of distinct ids."""
+    """Token ids of conversations with distinct ids in random order, and the number of distinct ids."""
     source, size = _conversations(settings), sum(path.stat().st_size for path in data_files(settings))
     template = Template.load(settings.template if settings.template is not None else model)
     encoder = ChatEncoder(template, HuggingFaceTokenizer(model), allow_missing=True)
-    report, wanted = ConversationReport(), settings.samples + settings.held_out
-    # Some texts may be refused or too short: spare ones take their places.
-    spare = wanted + max(16, wanted // 4)
-    kept: list[tuple[int, Sample]] = []
+    report, required = ConversationReport(), settings.samples + settings.held_out
+    # More samples than required, since some texts may be refused or too short.
+    spare = required + max(16, required // 4)
+    candidates: list[tuple[int, Sample]] = []
     seen = set[int]()
     with progress_of("conversations", size) as advance:
         for part in source.parts(max_documents=_PART_RECORDS, max_size=_PART_BYTES):
@@ -189,14 +191,14 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
                 if rank in seen:
                     continue
                 seen.add(rank)
-                heapq.heappush(kept, (-rank, sample))
-                if len(kept) > spare:
-                    heapq.heappop(kept)
+                heapq.heappush(candidates, (-rank, sample))
+                if len(candidates) > spare:
+                    heapq.heappop(candidates)
             advance(part.size)
-    found: list[Ids] = []
+    samples: list[Ids] = []
     refused: list[str] = []
-    for _, sample in sorted(kept, key=lambda pair: -pair[0]):
-        if len(found) == wanted:
+    for _, sample in sorted(candidates, key=lambda pair: -pair[0]):
+        if len(samples) == required:
             break
         try:
             ids = encoder.tokens(template.render(sample, control=encoder.control)).ids
@@ -204,7 +206,7 @@ def _of_conversations(settings: CalibrationSettings, model: Path) -> tuple[list[
             refused.append(str(error))
             continue
         if len(ids) >= _SHORTEST:
-            found.append(ids[: settings.max_length].astype(np.int64))
+            samples.append(ids[: settings.max_length].astype(np.int64))
     if refused:
-        notice(f"note: the chat template refuses {len(refused):,} conversations, the first: {refused[0]}")
-    return found, len(seen)
+        notice(f"note: the chat template refuses {len(refused):,} conversations; the first: {refused[0]}")
+    return samples, len(seen)

@@ -8,7 +8,7 @@ from nemo_ext.job.settings import Open, Place
 
 def _inputs(config: Config) -> list[Input]:
     data = str(config["calibration"]["data"] or "")
-    # Packs are named by a prefix, which is no file, and globs are expanded when they are read.
+    # Packs are named by a prefix, which is not a file, and globs are expanded when they are read.
     file = data if data.endswith((".jsonl", ".parquet")) and not set(data) & set("*?[") else None
     return inputs(
         ("from", config["from"], "train or convert it first"),

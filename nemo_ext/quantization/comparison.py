@@ -1,4 +1,4 @@
-"""Effect of quantisation: the same samples through the model with its quantizers off and on."""
+"""Effect of quantisation, measured on the same samples with the model's quantizers off and on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ROWS = 512
-"""Number of positions whose log-probabilities are held at once."""
+"""Number of positions whose log-probabilities are in memory at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def compare(model: "PreTrainedModel", batches: Iterable[Ids], *, samples: int) -
 
 
 def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
-    """Sums over tokens of both losses, KL and agreements. Logits are `[tokens, vocabulary]`."""
+    """Sums over tokens of both losses, KL divergence and agreement. Logits are `[tokens, vocabulary]`."""
     import torch
     from torch.nn import functional
 
@@ -80,7 +80,7 @@ def _sums(before: "Tensor", after: "Tensor", labels: "Tensor") -> "Tensor":
     for old, new, label in zip(before.split(_ROWS), after.split(_ROWS), labels.split(_ROWS), strict=True):
         old, new = old.float().log_softmax(-1), new.float().log_softmax(-1)
         same = (old.argmax(-1) == new.argmax(-1)).sum()
-        losses = [functional.nll_loss(each, label, reduction="sum") for each in (old, new)]
+        losses = [functional.nll_loss(scores, label, reduction="sum") for scores in (old, new)]
         divergence = functional.kl_div(new, old, log_target=True, reduction="sum")
         sums += torch.stack([*losses, divergence, same]).double().cpu()
     return sums

@@ -1,9 +1,9 @@
-"""A quantised model as a Hugging Face folder that vLLM loads, written by ModelOpt and checked against its source.
+"""Export of a quantised model as a Hugging Face directory for vLLM, written by ModelOpt and checked against its source.
 
-ModelOpt makes the FP8 tensors and their scales. All other tensors stay bit for bit, in their own types, and config.json
-is the checkpoint's with `quantization_config` added: transformers would write numbers such as Infinity in a form that
-others cannot read. `exclude_modules` is written from the plan, because ModelOpt 0.47 writes broken names where
-transformers renames modules (NemotronH).
+ModelOpt writes the FP8 tensors and their scales. All other tensors are bitwise unchanged, in the checkpoint's types.
+config.json is the checkpoint's plus `quantization_config`, because transformers writes values such as Infinity in a
+form that other programs cannot read. `exclude_modules` is written from the plan, because ModelOpt 0.47 writes invalid
+names if transformers renames modules (NemotronH).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ SCALES = ("weight_scale", "input_scale", "k_scale", "v_scale")
 
 @contextlib.contextmanager
 def prints_to_stderr() -> Iterator[None]:
-    """Redirects what ModelOpt prints to stderr."""
+    """Redirect ModelOpt's output to stderr."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -51,12 +51,12 @@ def export(
 
     Args:
         model: the model after `mtq.quantize`; ModelOpt packs its weights in place.
-        folder: folder to write into.
-        source: the checkpoint that the model was read from.
+        folder: directory to write into.
+        source: the checkpoint from which the model was loaded.
         listed: the checkpoint's matrices with their precisions.
         exclude: names of the modules outside FP8.
         names: checkpoint tensor -> its name in the transformers model.
-        extras: folder with the tokenizer and other files that belong beside the weights.
+        extras: directory with the tokenizer and other files to copy.
         shard_gigabytes: size of a file in gigabytes.
     """
     from modelopt.torch.export import export_hf_checkpoint
@@ -76,15 +76,15 @@ def export(
 def _own_types(
     model: "PreTrainedModel", source: SafetensorsReader, listed: Sequence[Matrix], names: Mapping[str, str]
 ) -> dict[str, "Tensor"]:
-    """Tensors that transformers reads into another type than the checkpoint's, by their names in the model."""
-    # Experts that are stacked, here or by transformers alone, share one type; `check` reports a mismatch.
-    left = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
-    left |= {stacked for stacked, _ in _single_experts(listed).values()}
+    """Tensors that transformers loads in a type other than the checkpoint's, by their names in the model."""
+    # Stacked experts, in the checkpoint or only in transformers, share one type; `check` reports a mismatch.
+    skipped = {matrix.tensor for matrix in listed if matrix.precision == "fp8"}
+    skipped |= {stacked for stacked, _ in _single_experts(listed).values()}
     read = model.state_dict()
     return {
         name: source.read(tensor)
         for tensor, name in names.items()
-        if tensor not in left
+        if tensor not in skipped
         and read[name].shape == source.tensors[tensor].shape
         and str(read[name].dtype).removeprefix("torch.") != source.tensors[tensor].dtype
     }
@@ -93,7 +93,7 @@ def _own_types(
 def _write_configs(
     folder: Path, source: Path, quantization: tuple[dict[str, Any], dict[str, Any]], exclude: Sequence[str]
 ) -> None:
-    """Writes config.json and hf_quant_config.json: the checkpoint's and ModelOpt's, with the plan's exclusions."""
+    """Write the checkpoint's config.json and ModelOpt's hf_quant_config.json, with the plan's exclusions."""
     alone, inside = quantization
     alone["quantization"]["exclude_modules"] = list(exclude)
     (folder / QUANT_CONFIG).write_text(json.dumps(alone, indent=2) + "\n")
@@ -104,10 +104,10 @@ def _write_configs(
 def check(
     folder: Path, *, source: SafetensorsReader, listed: Sequence[Matrix], tensors: Collection[str]
 ) -> dict[str, dict[str, int]]:
-    """Check an exported folder against its checkpoint and the plan.
+    """Check an exported directory against its checkpoint and the plan.
 
     Args:
-        folder: folder that was written.
+        folder: the exported directory.
         source: the checkpoint.
         listed: the checkpoint's matrices with their precisions.
         tensors: names of all of the checkpoint's tensors.
@@ -120,37 +120,41 @@ def check(
     """
     import torch
 
-    made = SafetensorsReader(folder)
+    exported = SafetensorsReader(folder)
     planned = {matrix.tensor: matrix.precision for matrix in listed}
     single = _single_experts(listed)
-    wanted = set(tensors) - {stacked for stacked, _ in single.values()} | single.keys()
-    scales = {name for name in made.tensors if name.rpartition(".")[2] in SCALES}
-    if wrong := sorted((made.tensors.keys() - scales) ^ wanted):
-        where = "is missing" if wrong[0] in wanted else "is not in the checkpoint that it was made from"
+    expected = set(tensors) - {stacked for stacked, _ in single.values()} | single.keys()
+    scales = {name for name in exported.tensors if name.rpartition(".")[2] in SCALES}
+    if wrong := sorted((exported.tensors.keys() - scales) ^ expected):
+        where = "is missing" if wrong[0] in expected else "is not in the source checkpoint"
         raise CheckpointError(f"{folder}: {wrong[0]} {where} ({len(wrong)} such tensors)")
     sizes: dict[str, dict[str, int]] = {"before": {}, "after": {}}
-    with progress_of("checking", len(wanted), unit="tensors") as advance:
-        for name, stored in made.tensors.items():
-            tensor = made.read(name)
+    with progress_of("checking", len(expected), unit="tensors") as advance:
+        for name, stored in exported.tensors.items():
+            tensor = exported.read(name)
             origin, expert = single.get(name, (name, None))
             kind = "scales" if name in scales else planned.get(origin, "others")
             sizes["after"][kind] = sizes["after"].get(kind, 0) + tensor.nbytes
             if name in scales:
                 continue
-            own = source.read(origin) if expert is None else source.read(origin)[expert]
-            sizes["before"][kind] = sizes["before"].get(kind, 0) + own.nbytes
+            original = source.read(origin) if expert is None else source.read(origin)[expert]
+            sizes["before"][kind] = sizes["before"].get(kind, 0) + original.nbytes
             if kind == "fp8":
                 scale = f"{name.removesuffix('.weight')}.weight_scale"
                 if stored.dtype != FP8 or scale not in scales:
-                    raise CheckpointError(f"{folder}: {name} is {stored.dtype}, the plan has it in FP8 with {scale}")
-            elif tensor.dtype != own.dtype or tensor.shape != own.shape or not torch.equal(_bits(tensor), _bits(own)):
-                raise CheckpointError(f"{folder}: {name} changed, and the plan leaves it as it was")
+                    raise CheckpointError(f"{folder}: {name} is {stored.dtype}, but the plan sets FP8 with {scale}")
+            elif (
+                tensor.dtype != original.dtype
+                or tensor.shape != original.shape
+                or not torch.equal(_bits(tensor), _bits(original))
+            ):
+                raise CheckpointError(f"{folder}: {name} changed, although the plan does not quantise it")
             advance(1)
     return sizes
 
 
 def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
-    """The tensor and the number of each expert that a checkpoint stacks, by the names that ModelOpt writes."""
+    """Stacked tensor and expert number by the name that ModelOpt writes for each expert of a stacked checkpoint."""
     return {
         f"{above}.{expert}.{matrix_name}.weight": (matrix.tensor, expert)
         for matrix in listed
@@ -161,7 +165,7 @@ def _single_experts(listed: Sequence[Matrix]) -> dict[str, tuple[str, int]]:
 
 
 def _bits(tensor: "Tensor") -> "Tensor":
-    """Bytes of a tensor, so that NaN equals itself."""
+    """Bytes of a tensor, for comparisons in which NaN equals itself."""
     import torch
 
     return tensor.contiguous().flatten().view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Generation in a plan's precision: arguments of vLLM for an exported checkpoint and for one in BF16."""
+"""Arguments of vLLM for generation in a plan's precision, from an exported or a BF16 checkpoint."""
 
 import json
 import re
@@ -17,12 +17,12 @@ ONLINE = {
     "blockwise": "fp8_per_block",
     "mxfp8": "mxfp8",
 }
-"""Scaling of a plan -> vLLM's scheme for weights that it quantises while loading them
+"""FP8 recipe of a plan -> vLLM's scheme for quantising weights while loading them
 (docs/features/quantization/online.md). Scales of inputs are dynamic."""
 
 
 def vllm_arguments(plan: Plan) -> dict[str, Any]:
-    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json covers all but the KV cache."""
+    """Keywords of `vllm.LLM` for a checkpoint of `nemo-ext quantize`, whose config.json sets all but the KV cache."""
     return {"kv_cache_dtype": "fp8"} if plan.kv_cache == "fp8" else {}
 
 
@@ -34,35 +34,35 @@ def online_arguments(plan: Plan, listed: Sequence[Matrix]) -> dict[str, Any]:
         listed: the checkpoint's matrices with their precisions.
 
     Raises:
-        ValueError: vLLM cannot do what the plan asks for.
+        ValueError: vLLM does not support the plan.
     """
     if any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed):
         raise ValueError(
-            "precision_plan.rules: vLLM keeps the output layer in BF16 where it quantises itself: head bf16"
+            "precision_plan.rules: vLLM's online quantisation keeps the output layer in BF16: add the rule head bf16"
         )
-    given = vllm_arguments(plan)
+    arguments = vllm_arguments(plan)
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
-        return given
-    # vLLM has its own names before `layers.`, and looks up q, k and v one by one where it has them in one module.
+        return arguments
+    # vLLM has other prefixes before `layers.`, and looks up q, k and v separately even if they are one module.
     ignored = [f"re:.*{re.escape(name)}$" for name in high_modules(listed)]
     return {
         "quantization": ONLINE[plan.recipe],
-        **given,
+        **arguments,
         **({"quantization_config": {"ignore": ignored}} if ignored else {}),
     }
 
 
 def high_modules(listed: Sequence[Matrix]) -> list[str]:
-    """Linear modules outside FP8 by their names from `layers.` on, the experts of a block as one module.
+    """Names, starting with `layers.`, of linear modules outside FP8; the experts of a block count as one module.
 
-    Modules that engines never run in FP8 are left out: routers, convolutions, embedding and output layer.
+    Modules that engines never run in FP8 are omitted: routers, convolutions, embedding and output layer.
     """
     return _names(matrix for matrix in listed if matrix.precision != "fp8" and matrix.weight.part not in _NEVER)
 
 
 def never_quantised(listed: Sequence[Matrix]) -> list[str]:
-    """Routers, convolutions and output layer that `high_modules` leaves out, for engines that must be told."""
+    """Routers, convolutions and output layer, which `high_modules` omits, for engines that need them listed."""
     return _names(m for m in listed if m.precision != "fp8" and m.weight.part in _NEVER - {EMBEDDING})
 
 
@@ -81,5 +81,5 @@ def cli_words(arguments: dict[str, Any]) -> list[str]:
 
 
 def serve_words(folder: Path, plan: Plan) -> list[str]:
-    """Words of the command that serves a checkpoint of `nemo-ext quantize`, quoted for a shell."""
+    """Shell-quoted words of the command that serves a checkpoint of `nemo-ext quantize`."""
     return [shlex.quote(word) for word in ("vllm", "serve", str(folder), *cli_words(vllm_arguments(plan)))]

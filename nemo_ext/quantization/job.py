@@ -1,4 +1,4 @@
-"""The quantize job: from a checkpoint and a precision plan to an FP8 checkpoint that vLLM serves, with a report."""
+"""Job `quantize`: makes an FP8 checkpoint for vLLM from a checkpoint and a precision plan, with a report."""
 
 import contextlib
 import importlib.resources
@@ -49,20 +49,20 @@ from nemo_ext.quantization.settings import read_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_WITHOUT_MODELOPT = "nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]'"
+_WITHOUT_MODELOPT = "nemo-ext quantize requires ModelOpt: pip install 'nemo_ext[ptq]'"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """A quantisation job before it starts: everything checked, nothing written.
+    """Checked quantisation job, before anything is written.
 
     Attributes:
         conversion: plan for reading the source; a Megatron checkpoint is converted to Hugging Face format.
         conversion_settings: settings of the conversion.
-        to: folder to write.
+        to: directory to write.
         plan: precision plan of the weights.
         calibration: settings of the calibration data.
-        device: device that the model runs on.
+        device: device of the model.
         listed: the checkpoint's matrices with their precisions.
         remarks: remarks for the user.
     """
@@ -83,11 +83,11 @@ class Work:
 
     @property
     def converted(self) -> Path:
-        """Temporary folder of a Megatron checkpoint in Hugging Face format, until the job is done."""
+        """Temporary directory of a Megatron checkpoint in Hugging Face format, removed when the job is done."""
         return self.to.with_name(f".{self.to.name}.huggingface")
 
     def identity(self) -> dict[str, Any]:
-        """Everything that determines the content of the folder."""
+        """Inputs that determine the content of the directory, used to resume the job."""
         reader = self.conversion.reader
         return {
             "from": [str(reader.path.resolve()), fingerprint(reader)],
@@ -100,10 +100,10 @@ class Work:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Quantise a checkpoint as the config says.
+    """Quantise a checkpoint by a config.
 
     Raises:
-        ValueError: an invalid key, a model or plan that no engine could serve, or ModelOpt is not installed.
+        ValueError: a key is invalid, no engine can serve the model or plan, or ModelOpt is not installed.
     """
     work = prepare(config)
     if (
@@ -112,8 +112,8 @@ def run(config: Mapping[str, Any]) -> None:
         and (work.calibration.held_out or work.plan.kv_cache == "fp8")
     ):
         raise ValueError(
-            "precision_plan.recipe=mxfp8: ModelOpt runs such a model on GPUs alone: without one the checkpoint can be "
-            "made with calibration.held_out=0 and precision_plan.kv_cache=bf16"
+            "precision_plan.recipe=mxfp8: ModelOpt runs such a model only on GPUs: without a GPU, set "
+            "calibration.held_out=0 and precision_plan.kv_cache=bf16"
         )
     check_target(work.to)
     if find_spec("modelopt") is None and not was_published(work.to, work.identity()):
@@ -121,7 +121,7 @@ def run(config: Mapping[str, Any]) -> None:
     with only_writer(work.to):
         if was_published(work.to, work.identity()):
             shutil.rmtree(work.converted, ignore_errors=True)
-            notice(f"{work.to}: is finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
+            notice(f"{work.to}: already finished; {report.SERVE}: {' '.join(serve_words(work.to, work.plan))}")
             return
         check_room(work.to, work.conversion.bytes)
         _quantise(work)
@@ -130,27 +130,27 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def prepare(config: Mapping[str, Any]) -> Work:
-    """Check all that can be checked before the model is read.
+    """Check everything that can be checked before the model is loaded.
 
     Raises:
         ValueError: see `run`.
     """
-    given = read_settings(config)
-    to, plan = folder_to_make(given.to), given.plan
+    options = read_settings(config)
+    to, plan = folder_to_make(options.to), options.plan
     settings = hf.Settings(
-        shard_gigabytes=given.shard_gigabytes, files_from=given.files_from, iteration=given.iteration
+        shard_gigabytes=options.shard_gigabytes, files_from=options.files_from, iteration=options.iteration
     )
-    conversion = hf.plan(given.source, to.with_name(f".{to.name}.huggingface"), settings)
-    described, found = conversion.description, conversion.format
-    listed = matrices(plan, described, found)
-    remarks = check_servable(plan, described, found, listed)
+    conversion = hf.plan(options.source, to.with_name(f".{to.name}.huggingface"), settings)
+    description, checkpoint_format = conversion.description, conversion.format
+    listed = matrices(plan, description, checkpoint_format)
+    remarks = check_servable(plan, description, checkpoint_format, listed)
     return Work(
         conversion=conversion,
         conversion_settings=settings,
         to=to,
         plan=plan,
-        calibration=given.calibration,
-        device=resolved_device(given.device),
+        calibration=options.calibration,
+        device=resolved_device(options.device),
         listed=listed,
         remarks=remarks,
     )
@@ -171,11 +171,11 @@ def resolved_device(name: str) -> str:
     except (RuntimeError, TypeError):
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={name}: expected auto, cpu, cuda or cuda:1, say")
+        raise ValueError(f"device={name}: expected auto, cpu, cuda or a GPU such as cuda:1")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={name}: no CUDA here: device=cpu, which is slow but for small models")
+        raise ValueError(f"device={name}: CUDA is not available: use device=cpu, which is slow except for small models")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device={name}: there are {torch.cuda.device_count()} GPUs, from cuda:0")
+        raise ValueError(f"device={name}: there are only {torch.cuda.device_count()} GPUs, numbered from cuda:0")
     return name
 
 
@@ -185,9 +185,9 @@ def _quantise(work: Work) -> None:
     data = load(work.calibration, model=beside, vocab_size=vocabulary)
     notice(f"calibration: {len(data.samples):,} of {data.available:,} samples, {data.tokens:,} tokens")
     output = Output(work.to, work.identity())
-    for left in output.folder.iterdir():
-        if left.name not in (LOCK, RECORD):
-            left.unlink()
+    for file in output.folder.iterdir():
+        if file.name not in (LOCK, RECORD):
+            file.unlink()
     source = _hugging_face(work)
     for remark in work.remarks:
         notice(f"note: {remark}")
@@ -229,12 +229,12 @@ def _quantise(work: Work) -> None:
 
 
 def _hugging_face(work: Work) -> SafetensorsReader:
-    """The source itself, or the Hugging Face checkpoint that a Megatron one is converted into."""
+    """Reader of the source, or of its conversion to Hugging Face format if it is a Megatron checkpoint."""
     reader = work.conversion.reader
     if isinstance(reader, SafetensorsReader):
         return reader
     assert work.conversion.to_format == HUGGING_FACE
-    notice(f"{reader.path}: of Megatron, converted to {work.converted} first")
+    notice(f"{reader.path}: Megatron checkpoint, is first converted to {work.converted}")
     try:
         hf.is_made(work.conversion, work.conversion_settings)
     except CheckpointError:  # left by an interrupted run from another checkpoint
@@ -244,12 +244,12 @@ def _hugging_face(work: Work) -> SafetensorsReader:
 
 
 def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
-    """Load the model with transformers, in its own types.
+    """Load the model with transformers, in the checkpoint's types.
 
-    For a class that transformers does not have, our modelling files are run, never those in the folder.
+    For a class that transformers does not have, our modelling files are run, never the files in the directory.
 
     Args:
-        folder: Hugging Face folder.
+        folder: Hugging Face directory.
         found: format of the checkpoint.
         device: device name; with `cuda`, several GPUs share the model if accelerate is installed.
     """
@@ -267,7 +267,7 @@ def load_model(folder: Path, found: Format, device: str) -> "PreTrainedModel":
 
 @contextlib.contextmanager
 def _with_own_code(folder: Path, found: Format) -> Iterator[Path]:
-    """The folder, or for a format with modelling files a folder of links with our files."""
+    """The directory, or for a format with modelling files a temporary directory of links with our files."""
     if not found.code:
         yield folder
         return
@@ -296,7 +296,7 @@ def calibrate(model: "PreTrainedModel", work: Work, names: Mapping[str, str], da
     """Insert ModelOpt's quantizers into the model and calibrate their scales on the samples.
 
     Raises:
-        ValueError: ModelOpt is not installed, or no sample reaches some quantizer.
+        ValueError: ModelOpt is not installed, or a quantizer was reached by no sample.
     """
     import torch
 

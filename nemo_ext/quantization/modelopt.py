@@ -1,10 +1,10 @@
-"""A precision plan for ModelOpt: the quantizers of a Hugging Face model that are on, and how they scale.
+"""ModelOpt config of a precision plan: enabled quantizers of a Hugging Face model, and their scaling.
 
-        plan, description -> matrices (formats/)        every matrix of the checkpoint, with its part of the plan
-        matrices, model   -> parameters                 name of each in the transformers model
-        parameters        -> config of `mtq.quantize`   all quantizers off, then those of the plan on, by full name
+        plan, description -> matrices (formats/)        all matrices of the checkpoint, with their parts of the plan
+        matrices, model   -> parameters                 their names in the transformers model
+        parameters        -> config of `mtq.quantize`   all quantizers off, then the plan's on, by full name
 
-ModelOpt ignores a name that no quantizer has, so `check_quantizers` verifies afterwards which ones are on.
+ModelOpt ignores names that match no quantizer, so `check_quantizers` verifies the enabled quantizers afterwards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,13 +33,13 @@ _TENSOR = {**_E4M3, "axis": None}
 _MX = {**_E4M3, "block_sizes": {-1: 32, "type": "dynamic", "scale_bits": (8, 0)}}
 SCALINGS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any] | None]] = {
     "tensorwise": (_TENSOR, _TENSOR),
-    # After training there are no earlier steps: calibration replaces them, with one scale per tensor.
+    # Without earlier training steps, calibration sets one scale per tensor.
     "delayed": (_TENSOR, _TENSOR),
-    # ModelOpt has blocks of 128x128 for weights and none of 1x128 for inputs.
+    # ModelOpt has blocks of 128x128 for weights, but no blocks of 1x128 for inputs.
     "blockwise": ({**_E4M3, "block_sizes": {-1: 128, -2: 128}}, None),
     "mxfp8": (_MX, _MX),
 }
-"""Scaling of a plan -> ModelOpt's attributes of the weight and input quantizers; None leaves inputs unquantised."""
+"""FP8 recipe of a plan -> ModelOpt's attributes of weight and input quantizers; None means unquantised inputs."""
 _KEY = "k"
 
 
@@ -49,10 +49,10 @@ class Matrix:
 
     Attributes:
         tensor: name of the tensor in the checkpoint.
-        weight: weight of the plan that it belongs to; several matrices may share one (q, k and v; experts).
-        precision: precision that the plan gives it.
+        weight: the plan's weight that contains the matrix; several matrices may share one (q, k and v; experts).
+        precision: precision in the plan.
         shape: `[out, in]`; for stacked experts `[experts, out, in]`.
-        keys: True if it projects to attention's keys.
+        keys: True for attention's key projection.
     """
 
     tensor: str
@@ -63,34 +63,34 @@ class Matrix:
 
     @property
     def module(self) -> str:
-        """Name of the module whose weight it is."""
+        """Name of the matrix's module."""
         return self.tensor.removesuffix(".weight")
 
 
-def matrices(plan: Plan, description: Description, found: Format) -> list[Matrix]:
-    """Every matrix of a checkpoint with its precision, in model order.
+def matrices(plan: Plan, description: Description, checkpoint_format: Format) -> list[Matrix]:
+    """All matrices of a checkpoint with their precisions, in model order.
 
     Args:
         plan: precision plan of the weights.
         description: the model's description.
-        found: format of the checkpoint.
+        checkpoint_format: format of the checkpoint.
 
     Raises:
-        ValueError: a rule of the plan does not fit the model, or the format has no mapping for a block.
+        ValueError: a rule of the plan does not match the model, or the format has no mapping for a block.
     """
-    given = {(each.weight.block, each.weight.part): each for each in assigned(plan, description.architecture)}
+    entries = {(entry.weight.block, entry.weight.part): entry for entry in assigned(plan, description.architecture)}
     listed = []
-    for row in found.entries(description):
+    for row in checkpoint_format.entries(description):
         for role, name, shape in zip(row.roles, row.names, row.shapes, strict=True):
             part = _part(role)
             if part is not None:
-                each = given[row.block, part]
-                listed.append(Matrix(name, each.weight, each.precision, shape, role == (_KEY, "weight")))
+                entry = entries[row.block, part]
+                listed.append(Matrix(name, entry.weight, entry.precision, shape, role == (_KEY, "weight")))
     return listed
 
 
 def _part(role: Role) -> str | None:
-    """Part of a plan that a parameter belongs to, None for norms, biases and Mamba's per-head parameters."""
+    """Part of a plan that contains a parameter; None for norms, biases and Mamba's per-head parameters."""
     module, parameter = role
     if module == "experts":  # stacked: the parameter is the matrix
         return PARTS[parameter.removesuffix("_proj")]
@@ -101,24 +101,26 @@ def parameters(model: "PreTrainedModel", tensors: Iterable[str]) -> dict[str, st
     """Checkpoint tensor -> parameter name in the transformers model; stacked experts share one name.
 
     Raises:
-        ValueError: the model has no such parameter.
+        ValueError: the model does not have a parameter.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     conversions = get_model_conversion_mapping(model)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
-    there = model.state_dict().keys()
-    found = {tensor: rename_source_key(tensor, renamings, converters)[0] for tensor in tensors}
-    for tensor, name in found.items():
-        if name not in there:
-            raise ValueError(f"{tensor}: {type(model).__name__} of this transformers has no {name}")
-    return found
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
+    available = model.state_dict().keys()
+    names = {tensor: rename_source_key(tensor, renamings, converters)[0] for tensor in tensors}
+    for tensor, name in names.items():
+        if name not in available:
+            raise ValueError(
+                f"{tensor}: {type(model).__name__} of the installed transformers has no {name}: use another version"
+            )
+    return names
 
 
 def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, str]) -> dict[str, Any]:
-    """Config of `mtq.quantize`: everything off, then what the plan has in FP8.
+    """Config of `mtq.quantize`: all quantizers off, then those of the plan's FP8 weights on.
 
     Args:
         plan: precision plan of the weights.
@@ -128,8 +130,8 @@ def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, st
     weights, inputs = SCALINGS[plan.recipe]
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     for parameter in dict.fromkeys(names[matrix.tensor] for matrix in listed if matrix.precision == "fp8"):
-        # A module's own weight, or a parameter that stacks experts: `up_proj_weight_quantizers.3` is matched by its
-        # singular without a number.
+        # A module's weight, or a parameter with stacked experts, whose quantizers such as
+        # `up_proj_weight_quantizers.3` are matched by their singular without a number.
         above = parameter[: -len("weight")] if parameter.endswith(".weight") else f"{parameter}_"
         entries.append({"quantizer_name": f"{above}weight_quantizer", "cfg": dict(weights)})
         if inputs is not None:
@@ -146,38 +148,38 @@ def quantize_config(plan: Plan, listed: Sequence[Matrix], names: Mapping[str, st
 
 
 def check_quantizers(model: "PreTrainedModel", config: Mapping[str, Any]) -> None:
-    """Check a converted model's quantizers against the config that it was made with.
+    """Check a converted model's quantizers against its config.
 
     Raises:
-        RuntimeError: a quantizer that the config names is missing, or another one is on.
+        RuntimeError: a quantizer of the config is missing, or another quantizer is enabled.
     """
-    wanted = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
+    expected = {entry["quantizer_name"] for entry in config["quant_cfg"] if "cfg" in entry}
     on = enabled_quantizers(model)
-    if on != wanted:
-        missing, more = sorted(wanted - on), sorted(on - wanted)
-        told = f"ModelOpt has no quantizer {missing[0]}" if missing else f"ModelOpt quantises {more[0]} too"
-        raise RuntimeError(f"{told} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many)")
+    if on != expected:
+        missing, more = sorted(expected - on), sorted(on - expected)
+        problem = f"ModelOpt has no quantizer {missing[0]}" if missing else f"ModelOpt quantises {more[0]} too"
+        raise RuntimeError(f"{problem} in {type(model).__name__} ({len(missing)} missing, {len(more)} too many)")
 
 
 def enabled_quantizers(model: "PreTrainedModel") -> set[str]:
-    """Names of the enabled quantizers; those of stacked experts under one name if all of them are enabled."""
+    """Names of the enabled quantizers; stacked experts have one name if all of them are enabled."""
     from modelopt.torch.quantization.nn import TensorQuantizer
 
-    found: dict[str, list[bool]] = {}
+    states_by_name: dict[str, list[bool]] = {}
     for name, module in model.named_modules():
         if isinstance(module, TensorQuantizer):
             above, _, last = name.rpartition(".")
             # If only some of a block's experts are on, the plural name marks a mismatch.
-            one = above.removesuffix("s") if last.isdecimal() else name
-            found.setdefault(one, []).append(module.is_enabled)
-    return {name if all(states) else f"{name}s" for name, states in found.items() if any(states)}
+            singular = above.removesuffix("s") if last.isdecimal() else name
+            states_by_name.setdefault(singular, []).append(module.is_enabled)
+    return {name if all(states) else f"{name}s" for name, states in states_by_name.items() if any(states)}
 
 
 def check_calibrated(model: "PreTrainedModel") -> None:
-    """Refuse quantizers that calibration gave no scale: a checkpoint without it would give nonsense.
+    """Refuse quantizers without a calibrated scale, which would make the checkpoint useless.
 
     Raises:
-        ValueError: a quantizer has no finite scale; names the first.
+        ValueError: a quantizer has no finite scale; the message names the first.
     """
     from modelopt.torch.quantization.nn import TensorQuantizer
 
@@ -191,8 +193,8 @@ def check_calibrated(model: "PreTrainedModel") -> None:
     ]
     if without:
         raise ValueError(
-            f"calibration: no sample reached {without[0]} ({len(without)} such), or what it saw is not finite: raise "
-            "calibration.samples, or look at the model's loss"
+            f"calibration: no sample reached {without[0]} ({len(without)} such), or its inputs are not finite: raise "
+            "calibration.samples, or check the model's loss"
         )
 
 
@@ -201,7 +203,7 @@ def excluded(listed: Sequence[Matrix], head: str) -> list[str]:
 
     Args:
         listed: the checkpoint's matrices.
-        head: module name of the output layer; with tied embeddings engines have it but the checkpoint has no matrix.
+        head: module name of the output layer, which with tied embeddings exists in engines but not in the checkpoint.
     """
     names = []
     for matrix in listed:

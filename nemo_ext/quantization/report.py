@@ -1,4 +1,4 @@
-"""Report of a quantisation: bytes by precision against the plan, losses before and after, and how to serve it."""
+"""Report of a quantisation: bytes by precision against the plan, losses before and after, and the serve command."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,18 @@ _ROWS = {"fp8": "FP8", "bf16": "BF16", "fp32": "FP32", "scales": "scales", "othe
 
 @dataclass(frozen=True, kw_only=True)
 class Quantized:
-    """All figures of a quantisation.
+    """Figures of a quantisation.
 
     Attributes:
-        source: the checkpoint that was quantised.
-        to: folder that was written.
+        source: the quantised checkpoint.
+        to: output directory.
         architecture: Hugging Face class.
         plan: precision plan of the weights.
-        predicted: bytes of the matrices by precision, as the plan predicts.
+        predicted: bytes of the matrices by precision, as predicted by the plan.
         sizes: bytes on disk `before` and `after`, by planned precision.
         data: calibration data.
         calibration: settings of the calibration data.
-        comparison: comparison on held-out samples; None without any.
+        comparison: comparison on held-out samples; None without held-out samples.
         remarks: remarks for the user.
     """
 
@@ -85,14 +85,14 @@ def _page(report: Quantized) -> Report:
     whole, left = sum(before.values()), sum(after.values())
     rows.append(("all", None, whole, f"{left:,} ({left / whole:.1%})"))
     page.table("", ("bytes", "by the plan:", "before:", "after:"), rows)
-    if (found := report.comparison) is not None:
-        first, last = found.perplexities
-        page.add(f"On {len(data.held_out):,} held-out samples ({found.tokens:,} predicted tokens):")
+    if (comparison := report.comparison) is not None:
+        first, last = comparison.perplexities
+        page.add(f"On {len(data.held_out):,} held-out samples ({comparison.tokens:,} predicted tokens):")
         figures = [
-            ("loss", f"{found.loss_before:.4f}", f"{found.loss_after:.4f}"),
+            ("loss", f"{comparison.loss_before:.4f}", f"{comparison.loss_after:.4f}"),
             ("perplexity", f"{first:.4g}", f"{last:.4g}"),
-            ("KL from before", "", f"{found.divergence:.3g}"),
-            ("same likeliest token", "", f"{found.agreement:.2%}"),
+            ("KL from before", "", f"{comparison.divergence:.3g}"),
+            ("same likeliest token", "", f"{comparison.agreement:.2%}"),
         ]
         page.table("", ("", "before:", "after:"), figures)
     page.code(" ".join(serve_words(report.to, plan)), "shell")

@@ -1,4 +1,4 @@
-"""Checks of what vLLM can serve of a precision plan, before any work.
+"""Checks whether vLLM can serve a precision plan, before any work starts.
 
 Source: vllm/model_executor/layers/quantization/modelopt.py.
 """
@@ -11,69 +11,74 @@ from nemo_ext.checkpoint.formats import Format
 from nemo_ext.quantization.modelopt import Matrix
 
 
-def check_servable(plan: Plan, description: Description, found: Format, listed: Sequence[Matrix]) -> list[str]:
-    """Refuse a plan whose checkpoint no engine could load, and collect remarks on one that can be served.
+def check_servable(
+    plan: Plan, description: Description, checkpoint_format: Format, listed: Sequence[Matrix]
+) -> list[str]:
+    """Refuse a plan whose checkpoint no engine can load, and collect remarks on a plan that can be served.
 
     Args:
         plan: precision plan of the weights.
         description: the model's description.
-        found: format of the checkpoint.
+        checkpoint_format: format of the checkpoint.
         listed: the checkpoint's matrices with their precisions.
 
     Returns:
         Remarks for the user.
 
     Raises:
-        ValueError: the plan cannot be served; names the key and what to do.
+        ValueError: the plan cannot be served; the message has the key and a remedy.
     """
     low = [matrix for matrix in listed if matrix.precision == "fp8"]
     if not low:
         raise ValueError(
-            "precision_plan: has nothing in FP8, so there is nothing to quantise: precision=nemotron3_selective, or "
-            "precision_plan.default=fp8"
+            "precision_plan: nothing is in FP8, so there is nothing to quantise: set precision=nemotron3_selective "
+            "or precision_plan.default=fp8"
         )
     experts = [matrix for matrix in listed if ".experts." in matrix.tensor]
     for block in {matrix.weight.block for matrix in experts}:
         if len({matrix.precision == "fp8" for matrix in experts if matrix.weight.block == block}) > 1:
             raise ValueError(
-                f"precision_plan.rules: block {block} has experts' fc1 and fc2 in different precisions: vLLM runs both "
-                "in one kernel: give them one rule"
+                f"precision_plan.rules: the experts' fc1 and fc2 of block {block} have different precisions, but vLLM "
+                "runs both in one kernel: give them the same precision"
             )
     if any(matrix.weight.part == HEAD for matrix in low):
-        raise ValueError("precision_plan.rules: vLLM loads no output layer in FP8: add the rule head bf16")
+        raise ValueError("precision_plan.rules: vLLM does not load an output layer in FP8: add the rule head bf16")
     if plan.recipe == "blockwise" and any(matrix in experts for matrix in low):
         raise ValueError(
-            "precision_plan.recipe=blockwise: vLLM has no experts with ModelOpt's blocks of 128x128: use tensorwise or "
-            "mxfp8, or the rules E.fc1 bf16 and E.fc2 bf16"
+            "precision_plan.recipe=blockwise: vLLM does not support experts with ModelOpt's blocks of 128x128: use "
+            "tensorwise or mxfp8, or add the rules E.fc1 bf16 and E.fc2 bf16"
         )
     wrong = _misfits(low, RECIPES[plan.recipe], description)
     if wrong and plan.recipe in ("blockwise", "mxfp8"):
         raise ValueError(f"precision_plan.recipe={plan.recipe}: {wrong[0]} ({len(wrong)} such): use tensorwise")
-    remarks = [*found.remarks(description), "transformers reads no checkpoints of ModelOpt: this one is for vLLM"]
+    remarks = [
+        *checkpoint_format.remarks(description),
+        "transformers does not read ModelOpt checkpoints: this one is for vLLM",
+    ]
     if wrong:
-        remarks.append(f"vLLM's FP8 kernels may pad such sizes or refuse them: {wrong[0]} ({len(wrong)} such)")
+        remarks.append(f"vLLM's FP8 kernels may pad or refuse such sizes: {wrong[0]} ({len(wrong)} such)")
     if plan.recipe == "delayed":
-        remarks.append("recipe delayed: after training there are no earlier steps; calibration gives the scales")
+        remarks.append("recipe delayed: there are no earlier training steps, so the scales come from calibration")
     if plan.recipe == "blockwise":
         remarks.append(
-            "recipe blockwise: ModelOpt has blocks for weights alone; vLLM rounds inputs in blocks of 1x128 as they "
-            "come, which the comparison before and after leaves out"
+            "recipe blockwise: ModelOpt quantises only weights in blocks; vLLM quantises inputs dynamically in blocks "
+            "of 1x128, which the comparison does not include"
         )
     return remarks
 
 
 def _misfits(low: Sequence[Matrix], step: int, description: Description) -> list[str]:
-    """Descriptions of matrices whose sizes are not multiples of `step`; those that vLLM fuses are separate here."""
+    """Descriptions of matrices whose sizes are not multiples of `step`; matrices that vLLM fuses are separate."""
     wrong = []
     for matrix in low:
         *_, rows, columns = matrix.shape
         parts = [rows]
-        # Blocks of scales begin anew in each part of Mamba-2's input projection.
+        # Blocks of scales start at each part of Mamba-2's input projection.
         if step == RECIPES["blockwise"] and matrix.weight.part == "in_proj" and matrix.weight.block is not None:
             block = description.blocks[matrix.weight.block]
             heads, head, state, groups = (block.size(name) for name in ("heads", "head_dim", "state", "groups"))
             parts = [heads * head] * 2 + [groups * state] * 2 + [heads]
         if any(size % step for size in (*parts, columns)):
-            told = f"{rows} ({' + '.join(map(str, parts))})" if len(parts) > 1 else f"{rows}"
-            wrong.append(f"{matrix.tensor} is {told}x{columns}, no multiple of {step}")
+            shape = f"{rows} ({' + '.join(map(str, parts))})" if len(parts) > 1 else f"{rows}"
+            wrong.append(f"{matrix.tensor} is {shape}x{columns}, not a multiple of {step}")
     return wrong

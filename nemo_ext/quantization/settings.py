@@ -1,4 +1,4 @@
-"""Keys of `nemo-ext quantize`, checked without reading any file."""
+"""Settings of `nemo-ext quantize`, checked without reading files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ class Settings:
     """Settings of a quantisation.
 
     Attributes:
-        source: path of a Hugging Face folder, or of a Megatron run directory or checkpoint.
-        to: folder to write.
+        source: path of a Hugging Face directory, or of a Megatron run directory or checkpoint.
+        to: directory to write.
         plan: precision plan of the weights.
         calibration: settings of the calibration data.
         device: `auto`, `cpu`, `cuda` or the name of one GPU.
         shard_gigabytes: size of a file in gigabytes.
-        files_from: folder with the tokenizer; None for the source's own.
-        iteration: iteration of a run; None for the newest.
+        files_from: directory with the tokenizer; None for the source's.
+        iteration: iteration of a run; None for the latest.
     """
 
     source: Path
@@ -36,20 +36,20 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """The checked settings of a composed config.
+    """Check and read the settings of a composed config.
 
     Raises:
-        ValueError: an invalid value; names the key, its value and the valid ones.
+        ValueError: a value is invalid; the message has the key, the value and the valid values.
     """
     if config.get("precision_plan") is None:
-        raise ValueError("precision_plan=null: say what goes into FP8: precision=nemotron3_selective, say")
+        raise ValueError("precision_plan=null: choose the weights in FP8, such as with precision=nemotron3_selective")
     plan = Plan.from_config(config["precision_plan"])
     if not plan.uses_fp8:
         raise ValueError(
-            "precision_plan: has nothing in FP8, so there is nothing to quantise: precision_plan.default=fp8"
+            "precision_plan: nothing is in FP8, so there is nothing to quantise: set precision_plan.default=fp8"
         )
     if config["calibration"].get("data") is None:
-        raise ValueError("calibration.data=null: packs of `nemo-ext sft_data`, or files of conversations")
+        raise ValueError("calibration.data=null: set it to packs of `nemo-ext sft_data`, or files of conversations")
     gigabytes, iteration = config["shard_gigabytes"], config["iteration"]
     if isinstance(gigabytes, bool) or not isinstance(gigabytes, int | float) or gigabytes <= 0:
         raise ValueError(f"shard_gigabytes={gigabytes}: expected a positive number")

@@ -1,4 +1,4 @@
-"""The HTTP server of the engine: OpenAI's API over Starlette."""
+"""HTTP server of the engine: OpenAI's API with Starlette."""
 
 import asyncio
 import json
@@ -32,20 +32,20 @@ _COMPLETION_TOKENS = 16
 
 
 class BadRequest(Exception):
-    """A request that cannot be answered; its text is for the client."""
+    """Error in a request; its message is returned to the client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A model with what its requests need.
+    """A served model, with its tokenizer and limits.
 
     Attributes:
         name: name of the model.
         engine: the engine.
         tokenizer: Hugging Face tokenizer.
-        ends: ids that end an answer.
-        length: most tokens of prompt and answer together.
-        defaults: sampling where a request says nothing, from generation_config.json.
+        ends: token ids that end an answer.
+        length: maximum tokens of prompt and answer together.
+        defaults: default sampling parameters, from generation_config.json.
     """
 
     name: str
@@ -57,24 +57,26 @@ class Served:
 
 
 class _Metrics:
-    """Prometheus metrics, by vLLM's names where it has the same."""
+    """Prometheus metrics, with vLLM's names for metrics that it has too."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = registry = CollectorRegistry()
-        self.prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.generation = Counter("vllm:generation_tokens", "Tokens of answers.", registry=registry)
-        self.ended = Counter("vllm:request_success", "Answers by their ends.", ["finished_reason"], registry=registry)
-        self.seconds = Histogram("vllm:e2e_request_latency_seconds", "Seconds of a request.", registry=registry)
+        self.prompt = Counter("vllm:prompt_tokens", "Prompt tokens.", registry=registry)
+        self.generation = Counter("vllm:generation_tokens", "Generated tokens.", registry=registry)
+        self.ended = Counter(
+            "vllm:request_success", "Answers by finish reason.", ["finished_reason"], registry=registry
+        )
+        self.seconds = Histogram("vllm:e2e_request_latency_seconds", "Seconds per request.", registry=registry)
         for name, what, value in (
             ("running", "Sequences in the batch.", lambda: engine.running),
-            ("waiting", "Sequences before their prompt is read.", lambda: engine.waiting),
+            ("waiting", "Sequences waiting for prefill.", lambda: engine.waiting),
         ):
             Gauge(f"vllm:num_requests_{name}", what, registry=registry).set_function(value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked:
-    """One answer that a request wants."""
+    """Prompt and sampling of one requested answer."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -87,9 +89,9 @@ class _Piece:
 
     Attributes:
         index: number of the answer.
-        text: text that is certain now.
-        tokens: tokens since the last piece, with the echoed ones of the prompt.
-        end: why the answer ends here; None if it goes on.
+        text: text that is final, as it cannot be part of a stop string.
+        tokens: tokens since the last piece, including echoed prompt tokens.
+        end: reason for the end of the answer; None if it continues.
     """
 
     index: int
@@ -99,7 +101,7 @@ class _Piece:
 
 
 class Api:
-    """The routes of a served model."""
+    """Routes of a served model."""
 
     def __init__(self, served: Served) -> None:
         self.served = served
@@ -110,7 +112,7 @@ class Api:
         }
 
     def app(self, key: str | None) -> Starlette:
-        """The application; every route but /health wants the key, if there is one."""
+        """The application; every route except /health requires the key, if there is one."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -140,7 +142,7 @@ class Api:
     async def _chat(self, request: Request) -> Response:
         given = await _read(request, Chat)
         if given.top_logprobs and not given.logprobs:
-            raise BadRequest("top_logprobs: needs logprobs=true")
+            raise BadRequest("top_logprobs: requires logprobs=true")
         prompt = self._rendered(given)
         ids = self._ids(prompt, special=False)
         sampling = self._sampling(
@@ -155,11 +157,11 @@ class Api:
 
     async def _complete(self, request: Request) -> Response:
         given = await _read(request, Completion)
-        prompts = [self._ids(each, special=True) for each in given.prompts()]
+        prompts = [self._ids(prompt, special=True) for prompt in given.prompts()]
         most = _COMPLETION_TOKENS if given.max_tokens is None else given.max_tokens
         pairs = [(ids, self._sampling(given, ids, most, given.logprobs, echo=bool(given.echo))) for ids in prompts]
         if not pairs:
-            raise BadRequest("prompt: is empty")
+            raise BadRequest("prompt: is empty: send at least one prompt")
         return await self._respond(request, given, _CompletionAnswers(self), pairs)
 
     @cached_property
@@ -168,7 +170,7 @@ class Api:
         return isinstance(tokenizer.chat_template, str) and Template.of_tokenizer(tokenizer).takes_argument_text
 
     def _rendered(self, given: Chat) -> str:
-        """Text of the prompt by the tokenizer's chat template."""
+        """Prompt text, rendered with the tokenizer's chat template."""
         last = bool(given.continue_final_message)
         try:
             messages = template_messages(
@@ -179,7 +181,7 @@ class Api:
         more = dict(given.chat_template_kwargs or {})
         mode = given.enable_thinking
         if mode is not None and more.setdefault("enable_thinking", mode) is not mode:
-            raise BadRequest("enable_thinking: chat_template_kwargs says something else")
+            raise BadRequest("enable_thinking: contradicts chat_template_kwargs: set one of the two")
         if taken := {"tokenize", "return_tensors", "chat_template", "conversation"} & set(more):
             raise BadRequest(f"chat_template_kwargs: {', '.join(sorted(taken))} cannot be set")
         add = not last if given.add_generation_prompt is None else given.add_generation_prompt
@@ -192,8 +194,8 @@ class Api:
                 continue_final_message=last,
                 **more,
             )
-        except Exception as error:  # templates raise whatever they like
-            raise BadRequest(f"messages: the chat template refuses them: {type(error).__name__}: {error}") from None
+        except Exception as error:  # templates may raise any exception
+            raise BadRequest(f"messages: refused by the chat template: {type(error).__name__}: {error}") from None
         return rendered
 
     def _ids(self, prompt: str | Sequence[int], *, special: bool) -> list[int]:
@@ -201,7 +203,7 @@ class Api:
             return list(self.served.tokenizer(prompt, add_special_tokens=special)["input_ids"])
         size = self.served.engine.model.config.vocab_size
         if not all(0 <= token < size for token in prompt):
-            raise BadRequest(f"prompt: its tokens must be from 0 to {size - 1}")
+            raise BadRequest(f"prompt: token ids must be from 0 to {size - 1}")
         return list(prompt)
 
     def _sampling(
@@ -211,7 +213,7 @@ class Api:
             raise BadRequest(f"model: unknown model {given.model!r}: this is {self.served.name!r}")
         length, defaults = self.served.length, self.served.defaults
         if not ids:
-            raise BadRequest("prompt: is empty")
+            raise BadRequest("prompt: is empty: send at least one token")
         if len(ids) + most > length:
             raise BadRequest(
                 f"the model's maximum context length is {length} tokens: prompt {len(ids)}, max_tokens {most}"
@@ -257,7 +259,7 @@ class Api:
         leaving = asyncio.create_task(gone(request))
         await asyncio.wait((collecting, leaving), return_when=asyncio.FIRST_COMPLETED)
         leaving.cancel()
-        if not collecting.done():  # nobody waits for it any longer
+        if not collecting.done():  # the client has disconnected
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
             return Response(status_code=499)
@@ -267,24 +269,24 @@ class Api:
         self.metrics.prompt.inc(usage.prompt)
         async with aclosing(pieces):
             async for piece in pieces:
-                made = sum(not token.prompt and token.id >= 0 for token in piece.tokens)
-                usage.completion += made
-                self.metrics.generation.inc(made)
+                generated = sum(not token.prompt and token.id >= 0 for token in piece.tokens)
+                usage.completion += generated
+                self.metrics.generation.inc(generated)
                 if piece.end is not None:
                     self.metrics.ended.labels(piece.end).inc()
                 yield piece
         self.metrics.seconds.observe(time.monotonic() - began)
 
     async def _pieces(self, asked: Sequence[_Asked]) -> AsyncGenerator[_Piece]:
-        """The answers' parts as they come, from all of them at once."""
+        """Yield pieces of all answers as they arrive, interleaved."""
         out: asyncio.Queue[_Piece | BaseException] = asyncio.Queue()
 
-        async def answer(index: int, one: _Asked) -> None:
-            decoder = Decoder(self.served.tokenizer, one.stop)
+        async def answer(index: int, request: _Asked) -> None:
+            decoder = Decoder(self.served.tokenizer, request.stop)
             tokens: list[Token] = []
             try:
-                async with aclosing(self.served.engine.generate(one.prompt, one.sampling)) as made:
-                    async for token in made:
+                async with aclosing(self.served.engine.generate(request.prompt, request.sampling)) as generated:
+                    async for token in generated:
                         tokens.append(token)
                         if token.prompt:
                             continue
@@ -299,14 +301,14 @@ class Api:
                 out.put_nowait(error)
                 raise
 
-        running = [asyncio.create_task(answer(index, one)) for index, one in enumerate(asked)]
-        left = len(running)
+        running = [asyncio.create_task(answer(index, request)) for index, request in enumerate(asked)]
+        unfinished = len(running)
         try:
-            while left:
+            while unfinished:
                 piece = await out.get()
                 if isinstance(piece, BaseException):
                     raise piece
-                left -= piece.end is not None
+                unfinished -= piece.end is not None
                 yield piece
         finally:
             for task in running:
@@ -333,7 +335,7 @@ class _Usage:
 
 
 class _Answers:
-    """How answers become a response: of the chat kind or of the other."""
+    """Conversion of answers to responses of the chat or completion API."""
 
     kind, chunk, prefix = "", "", ""
 
@@ -346,11 +348,11 @@ class _Answers:
         }
 
     def frame(self) -> dict[str, Any]:
-        """What every response has."""
+        """Fields that all responses have."""
         return {**self._frame, "object": self.kind}
 
     def part(self, piece: _Piece) -> list[dict[str, Any]]:
-        """Choices of a stream's chunks for a piece."""
+        """Choices of the stream chunks for a piece."""
         raise NotImplementedError
 
     async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
@@ -405,7 +407,7 @@ class _ChatAnswers(_Answers):
         return choices
 
     async def whole(self, pieces: AsyncGenerator[_Piece], count: int) -> list[dict[str, Any]]:
-        made: list[dict[str, Any]] = [{} for _ in range(count)]
+        choices: list[dict[str, Any]] = [{} for _ in range(count)]
         texts: list[dict[str, list[str]]] = [{"content": [], "reasoning_content": []} for _ in range(count)]
         measured: list[list[dict[str, Any]]] = [[] for _ in range(count)]
         async with aclosing(pieces):
@@ -414,18 +416,18 @@ class _ChatAnswers(_Answers):
                     texts[piece.index][name].append(text)
                 measured[piece.index] += self._measured(piece.tokens) if self._logprobs else []
                 if piece.end is not None:
-                    made[piece.index] = {"index": piece.index, "finish_reason": self._reason(piece)}
-        for number, choice in enumerate(made):
+                    choices[piece.index] = {"index": piece.index, "finish_reason": self._reason(piece)}
+        for number, choice in enumerate(choices):
             calls, text = self._splitters[number].calls, "".join(texts[number]["content"])
             message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text}
             if texts[number]["reasoning_content"]:
                 message["reasoning_content"] = "".join(texts[number]["reasoning_content"]).strip()
                 message["content"] = message["content"] and message["content"].lstrip()
             if calls:
-                message["tool_calls"] = [{name: each[name] for name in ("id", "type", "function")} for each in calls]
+                message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]
             choice["message"] = message
             choice["logprobs"] = {"content": measured[number]} if self._logprobs else None
-        return made
+        return choices
 
     def _reason(self, piece: _Piece) -> str:
         return "tool_calls" if self._splitters[piece.index].calls else str(piece.end)
@@ -475,7 +477,7 @@ class _CompletionAnswers(_Answers):
         return text
 
     def _measured(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """OpenAI's `logprobs`: lists over the tokens, the first token of a prompt without a number."""
+        """OpenAI's `logprobs`: lists over the tokens, with null for the first token of a prompt."""
         shown = [token for token in tokens if token.id >= 0 and (token.prompt or token.logprob is not None)]
         if not any(token.logprob is not None for token in shown):
             return None
@@ -496,22 +498,22 @@ def _event(content: Mapping[str, Any]) -> str:
 
 
 async def _read[Kind: (Chat, Completion)](request: Request, kind: type[Kind]) -> Kind:
-    """The request's body, checked.
+    """Read and check the request's body.
 
     Raises:
-        BadRequest: it does not fit; says what.
+        BadRequest: the body is too large or invalid.
     """
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > _MOST_BYTES:
-            raise BadRequest(f"the request has more than {_MOST_BYTES >> 20} MiB")
+            raise BadRequest(f"the request is larger than {_MOST_BYTES >> 20} MiB")
     try:
         return kind.model_validate_json(bytes(content))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(step) for step in first["loc"][:1])
-        known = "" if first["type"] != "extra_forbidden" else ": this server has no such field"
+        known = "" if first["type"] != "extra_forbidden" else ": this server does not support the field"
         raise BadRequest(f"{where}: {first['msg']}{known}" if where else first["msg"]) from None
 
 

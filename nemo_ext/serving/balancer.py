@@ -1,8 +1,8 @@
-"""One endpoint before several replicas: each request goes to the one with the fewest, and to another if that fails.
+"""Load balancer of replicas: a request goes to the replica with the fewest requests, and to another one on failure.
 
-A replica takes part while its file says that it lives and it answers: it is asked for one token every few seconds
-unless its answers show it. Requests that a lost replica has not begun to answer go to others; streams are passed on
-as they come; no request has a time limit here.
+A replica is used while its file is touched and it answers; idle replicas are probed every few seconds with a request
+for one token. If a replica is lost before it starts to answer, the request goes to another replica. Streams are
+forwarded as they arrive. The balancer sets no time limits on requests.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
 
 _LOOK = 1.0
 _PROBE_EVERY, _PROBE_WAIT, _SILENT = 5.0, 30.0, 60.0
-"""Seconds between two looks at the files, between probes, for a probe's answer, and of silence that make one lost."""
+"""Seconds between checks of the files; between probes; until a probe times out; of silence until a replica is down."""
 _ELSEWHERE = frozenset({500, 502, 503})
-"""Status codes with which a request goes to another replica."""
+"""Status codes after which a request goes to another replica."""
 _OF_ONE_HOP = frozenset({"connection", "content-length", "host", "keep-alive", "transfer-encoding", "upgrade", "te"})
 
 
 @dataclass(eq=False)
 class Member:
-    """A replica that takes part.
+    """State of a replica.
 
     Attributes:
-        name: its name.
-        address: its address.
+        name: name of the replica.
+        address: address of the replica.
         up: whether it answers.
-        asked: requests that it has now.
-        answered: when it answered last, by the clock of `time.monotonic`.
-        lost: set when it goes, which ends waiting for it.
+        asked: number of requests in progress.
+        answered: `time.monotonic` of its last answer.
+        lost: event that is set when the replica is gone, which ends waiting for it.
     """
 
     name: str
@@ -54,18 +54,18 @@ class Member:
 
 
 class _Elsewhere(Exception):
-    """A replica has not begun to answer, and will not."""
+    """A replica failed before it started to answer."""
 
 
 class _Left(Exception):
-    """Nobody waits for the answer any longer."""
+    """The client has disconnected."""
 
 
 class Balancer:
-    """The balancer of a run's replicas.
+    """Balancer of a run's replicas.
 
     Args:
-        watch: the replicas.
+        watch: watch of the replicas' files.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -76,7 +76,7 @@ class Balancer:
         self._probed: dict[Member, float] = {}
         self.registry = registry = CollectorRegistry()
         self._outcomes = Counter("balancer_requests", "Requests by outcome.", ["replica", "outcome"], registry=registry)
-        self._asked = Gauge("balancer_requests_running", "Requests now.", ["replica"], registry=registry)
+        self._asked = Gauge("balancer_requests_running", "Requests in progress.", ["replica"], registry=registry)
         Gauge("balancer_replicas_up", "Replicas that answer.", registry=registry).set_function(lambda: self.up)
 
     @property
@@ -85,7 +85,7 @@ class Balancer:
         return sum(member.up for member in self.members.values())
 
     def app(self, key: str | None) -> Starlette:
-        """The application; every route but /health wants the key, if there is one."""
+        """The application; every route except /health requires the key, if there is one."""
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -96,10 +96,10 @@ class Balancer:
         return app
 
     async def keep(self) -> None:
-        """Look after the replicas, until cancelled."""
+        """Monitor the replicas until cancelled."""
         import aiohttp
 
-        # Limits of time are the client's own.
+        # The client sets the time limits.
         async with aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10), connector=aiohttp.TCPConnector(limit=0)
         ) as self._session:
@@ -131,7 +131,7 @@ class Balancer:
             self._probed.pop(member, None)
 
     async def _probe(self, member: Member) -> None:
-        """Asks for one token: /health is 200 with a dead engine behind it too."""
+        """Request one token, because /health may return 200 although the engine is dead."""
         assert self._session is not None
         body = {"model": member.address.model, "prompt": "a", "max_tokens": 1}
         try:
@@ -147,9 +147,9 @@ class Balancer:
             elif response.status != 429:
                 member.up = False
         except TimeoutError:
-            # A replica with a long queue is slow, and answers others meanwhile.
+            # A replica with a long queue is slow, but answers other requests meanwhile.
             member.up = member.up and time.monotonic() - member.answered < _SILENT
-        except Exception:  # whatever it sends is no answer
+        except Exception:  # any error means that the replica does not answer
             member.up = False
 
     async def _health(self, request: Request) -> Response:
@@ -159,17 +159,17 @@ class Balancer:
         return metrics_page(self.registry)
 
     async def _pass(self, request: Request) -> Response:
-        """Passes a request on to replicas, one after the other until one begins to answer."""
+        """Forward a request to one replica after another until one starts to answer."""
         body = await request.body()
         tried: set[Member] = set()
         last = refusal(503, "no replica is up: try again")
         last.headers[AWAY] = "1"
         while True:
-            left = [member for member in self.members.values() if member.up and member not in tried]
-            if not left:
+            candidates = [member for member in self.members.values() if member.up and member not in tried]
+            if not candidates:
                 last.headers.setdefault("Retry-After", "5")
                 return last
-            member = min(left, key=lambda each: each.asked)
+            member = min(candidates, key=lambda candidate: candidate.asked)
             tried.add(member)
             try:
                 response = await self._ask(member, request, body)
@@ -179,28 +179,30 @@ class Balancer:
                 self._outcomes.labels(member.name, "elsewhere").inc()
                 last = refusal(502, f"no replica answered: {error}")
                 continue
-            # What ends two engines would end all of them.
+            # A request that fails on two engines would fail on all.
             if response.status_code not in _ELSEWHERE or (response.status_code == 500 and len(tried) > 1):
                 return response
             last = response
 
     async def _ask(self, member: Member, request: Request, body: bytes) -> Response:
-        """A replica's answer, of which a stream goes on after this.
+        """Return a replica's response; a stream continues after the return.
 
         Raises:
-            _Elsewhere: the replica has failed before its answer.
+            _Elsewhere: the replica failed before it answered.
         """
         import aiohttp
 
         assert self._session is not None
-        kept = {name: value for name, value in request.headers.items() if name not in (*_OF_ONE_HOP, "authorization")}
+        headers = {
+            name: value for name, value in request.headers.items() if name not in (*_OF_ONE_HOP, "authorization")
+        }
         where = f"{member.address.url}/{request.path_params['path']}"
         asking = asyncio.create_task(
             self._session.request(
                 request.method,
                 f"{where}?{request.url.query}" if request.url.query else where,
                 data=body,
-                headers=kept | _key(member.address),
+                headers=headers | _key(member.address),
                 allow_redirects=False,
             )
         )
@@ -213,7 +215,7 @@ class Balancer:
             if answer.content_type == "text/event-stream":
                 streaming = True
                 return StreamingResponse(self._stream(answer, member), answer.status, headers)
-            # Whole before any of it is passed on: half an answer is asked for again.
+            # Read completely before forwarding, so that a partial answer is requested again.
             content = await self._unless(asyncio.create_task(answer.read()), member, request)
             headers.pop("Content-Encoding", None)
             self._answered(member, answer.status)
@@ -226,11 +228,11 @@ class Balancer:
                 self._done(member)
 
     async def _unless[T](self, task: asyncio.Task[T], member: Member, request: Request) -> T:
-        """Result of a task, unless the replica is lost before.
+        """Result of a task, unless the replica is lost or the client disconnects first.
 
         Raises:
             _Elsewhere: the replica is lost.
-            _Left: the client has left.
+            _Left: the client has disconnected.
         """
         others = [asyncio.create_task(member.lost.wait()), asyncio.create_task(gone(request))]
         try:
@@ -241,8 +243,8 @@ class Balancer:
                 raise _Elsewhere(f"{member.name} is gone")
             raise _Left
         finally:
-            for each in (task, *others):
-                each.cancel()
+            for pending in (task, *others):
+                pending.cancel()
 
     async def _stream(self, answer: "aiohttp.ClientResponse", member: Member) -> AsyncIterator[bytes]:
         try:

@@ -1,4 +1,4 @@
-"""A layer of transformers' cache that has room for tokens to come."""
+"""Layer of transformers' cache with preallocated room for new tokens."""
 
 from typing import Any
 
@@ -6,21 +6,21 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 _ROOM = 64
-"""Tokens of room that a layer grows by."""
+"""Number of tokens by which a layer grows."""
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values `[rows, heads, tokens, size]` with room behind them: a new token copies no earlier one."""
+    """Keys and values `[rows, heads, tokens, size]` with free room at the end, so that new tokens copy no old ones."""
 
     keys: Tensor
     values: Tensor
 
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self._rooms: dict[str, tuple[Tensor, Tensor]] = {}
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens; returns those of all."""
+        """Append the keys and values of new tokens, and return all keys and values."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.keys = self._added("keys", self.keys, key_states)
@@ -32,7 +32,7 @@ class RoomyLayer(DynamicLayer):
             return new
         start, end = before.shape[-2], before.shape[-2] + new.shape[-2]
         room, seen = self._rooms.get(name, (before, None))
-        if seen is not before or end > room.shape[-2]:  # rows came or went since, or it is full
+        if seen is not before or end > room.shape[-2]:  # rows were added or removed since, or the room is full
             room = before.new_empty(*before.shape[:-2], end + _ROOM, before.shape[-1])
             room[..., :start, :] = before
         room[..., start:end, :] = new

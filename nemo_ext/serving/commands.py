@@ -1,4 +1,4 @@
-"""`nemo-ext serve`, and the parts that commands with a served model share."""
+"""Definition of `nemo-ext serve`, and shared definitions of commands with a served model."""
 
 import glob
 import os
@@ -13,55 +13,55 @@ SERVED = {
     **dict.fromkeys(("run_dir", "served", "files_from", "endpoint"), Place),
     "serving": "nemo_ext.serving.settings:ServingSettings",
 }
-"""Types of the keys about a served model."""
+"""Types of the keys of a served model."""
 REPLICAS = Array(
     key="serving.replica",
     words=("serving.replica={number}",),
     tasks=lambda config, shards: int(config["serving"]["replicas"]),
     shards=False,
 )
-"""Replicas of one served model, each a task of an array."""
+"""Replicas of one served model, as tasks of an array job."""
 STARTS_FROM = Model(key="model")
 
 
 def engines(config: Config) -> tuple[str, ...]:
-    """Engines that serve the config's model in this process; none for an endpoint that exists."""
+    """Engines that serve the config's model in this process; none with an existing endpoint."""
     here = config.get("endpoint") is None and config["served"] and config["serving"]["engine"] == "transformers"
     return ("torch",) if here else ()
 
 
 def extras(config: Config) -> tuple[str, ...]:
-    """Extras of the server where this process serves the config's model."""
+    """Extras of the server, if this process serves the config's model."""
     return ("serve",) if engines(config) else ()
 
 
 def size(config: Config, settings: Any) -> tuple[int, int]:
-    """Nodes of each replica, and GPUs on each."""
+    """Number of nodes per replica, and of GPUs per node."""
     serving = config["serving"]
     cpu = serving["device"] == "cpu" or not config["served"] or bool(config.get("endpoint"))
     return int(serving["nodes"]), 0 if cpu else int(serving["gpus"])
 
 
 def size_of_one(config: Config, settings: Any) -> tuple[int, int]:
-    """The node of a job that serves one model after another, and its GPUs."""
+    """Number of nodes (one) and GPUs of a job that serves one model after another."""
     return 1, 0 if config["serving"]["device"] == "cpu" else int(config["serving"]["gpus"])
 
 
 def served_inputs(config: Config) -> list[Input]:
-    """The served model, and the files of `input` whose globs match nothing."""
+    """Inputs that must exist: the served model, and entries of `input` that match no file."""
     absent = [word for word in strings(config.get("input")) if not glob.glob(os.path.expanduser(word))]
     return inputs(
         ("model", None if config.get("endpoint") else config["served"], "`nemo-ext convert` writes one"),
-        *(("input", word, "name a file") for word in absent),
+        *(("input", word, "set it to an existing file") for word in absent),
         model=("model",),
     )
 
 
 def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
-    """A job that asks a served model or an endpoint, in as many array tasks as there are replicas.
+    """Define a job that sends requests to a served model or an endpoint, with one array task per replica.
 
     Args:
-        extra: extra of nemo_ext that it needs.
+        extra: extra of nemo_ext that the job requires.
         attributes: other attributes of the job.
     """
     return Job(
@@ -80,13 +80,13 @@ def asking(*, extra: str = "endpoint", **attributes: Any) -> Job:
 
 
 def on_one_node(config: Config, settings: Any, **others: object) -> Iterator[Finding]:
-    """Errors for replicas and further nodes of a job that serves one model after another."""
+    """Errors for replicas or several nodes in a job that serves one model after another."""
     for key in ("replicas", "nodes"):
         if (number := config["serving"][key]) != 1:
             yield Finding(
                 "error",
-                f"serving.{key}={number}: job={settings.job} serves its models on its own node, one at a time: leave "
-                "it at 1; serving.gpus gives a model more GPUs (serving.engine=vllm)",
+                f"serving.{key}={number}: job={settings.job} serves its models one at a time on its own node: set "
+                "it to 1; serving.gpus gives a model more GPUs (serving.engine=vllm)",
             )
 
 
@@ -95,7 +95,7 @@ def _check(config: Config, coming: object) -> None:
     from nemo_ext.serving.settings import LOOPBACK
 
     if config["serving"]["host"] in LOOPBACK:
-        config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as the task on Slurm will have it
+        config = {**config, "serving": {**config["serving"], "host": "NODE"}}  # as in the Slurm task
     checked_settings(config)
 
 

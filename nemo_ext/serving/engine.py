@@ -1,10 +1,10 @@
-"""Generation with transformers' models, batched while it runs: a sequence joins the others after its prompt.
+"""Generation with transformers' models and continuous batching: a sequence joins the batch after its prefill.
 
-Works with every class whose cache is made of transformers' layers of keys and values or of recurrent states. Sequences
-of different lengths share one cache that is aligned at its end: shorter ones have padding before them, which the
-attention mask hides. What prompts begin with in common (a system message, solved examples, the same prompt for several
-answers) is read once and kept for the next ones, where every layer keeps all keys and values. One thread owns the
-model; all else talks to it through `Engine.generate`.
+The engine supports all classes whose cache has transformers' layers of keys and values or of recurrent states.
+Sequences of different lengths share one cache aligned at its end: shorter sequences are padded on the left, and the
+attention mask hides the padding. If all layers keep all keys and values, common prefixes of prompts (a system message,
+few-shot examples, the same prompt for several answers) are computed once and reused. One thread owns the model; all
+other code uses `Engine.generate`.
 """
 
 import asyncio
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
 _GREEDY = 1e-5
-"""Temperature below which the most likely token is taken: logits divided by less may not be finite."""
+"""Temperature below which decoding is greedy, since logits divided by a smaller number may not be finite."""
 _PREFILL_TOKENS = 8192
-"""Most tokens of prompts, with padding, in one forward pass."""
+"""Maximum prompt tokens, including padding, in one forward pass."""
 _COMMON = 16
-"""Fewest common tokens that are worth a forward pass of their own."""
+"""Minimum number of common tokens for a separate forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters of one answer.
 
     Attributes:
-        max_tokens: most tokens of the answer; 0 only scores the prompt.
-        temperature: below 1e-5 the most likely token is taken.
-        top_p: share of the probability that tokens are drawn from.
-        top_k: number of tokens that are drawn from; 0 for all.
-        seed: seed of the draws; None for any.
-        stop: ids that end an answer, which they are not part of.
-        logprobs: number of most likely tokens whose log-probabilities are given; None for no log-probabilities.
-        echo: whether those of the prompt's tokens are wanted too.
+        max_tokens: maximum tokens of the answer; 0 only scores the prompt.
+        temperature: sampling temperature; greedy below 1e-5.
+        top_p: probability mass from which tokens are sampled.
+        top_k: number of most likely tokens from which tokens are sampled; 0 for all.
+        seed: seed of sampling; None for a random seed.
+        stop: token ids that end an answer, and are not part of it.
+        logprobs: number of most likely tokens whose log-probabilities are returned; None for no log-probabilities.
+        echo: whether the prompt's tokens are returned as well.
     """
 
     max_tokens: int
@@ -59,11 +59,11 @@ class Token:
     """One token of an answer or of an echoed prompt.
 
     Attributes:
-        id: the token.
-        logprob: its log-probability in nats, before temperature; None if not asked for, and for a prompt's first token.
-        top: ids and log-probabilities of the most likely tokens in its place.
-        prompt: True if it is the prompt's.
-        end: why the answer ends with it (stop, length); None if it goes on. At `stop` the token is not part of it.
+        id: token id.
+        logprob: log-probability in nats, before temperature; None if not requested, and for a prompt's first token.
+        top: ids and log-probabilities of the most likely tokens at this position.
+        prompt: True for a prompt token.
+        end: reason why the answer ends (stop, length), or None; with `stop` the token is not part of the answer.
     """
 
     id: int
@@ -75,7 +75,7 @@ class Token:
 
 @dataclass
 class _Sequence:
-    """One answer in work."""
+    """State of one answer in progress."""
 
     prompt: Sequence[int]
     sampling: Sampling
@@ -95,16 +95,16 @@ class _Sequence:
 
         try:
             self.loop.call_soon_threadsafe(put)
-        except RuntimeError:  # who asked has closed the loop
+        except RuntimeError:  # the caller has closed its event loop
             self.dropped = True
 
 
 class Engine:
-    """A model that answers many requests at a time.
+    """Engine that answers many requests concurrently with one model.
 
     Args:
         model: causal language model, on its device.
-        max_batch: most sequences at a time.
+        max_batch: maximum sequences in the batch.
     """
 
     def __init__(self, model: "PreTrainedModel", *, max_batch: int = 64) -> None:
@@ -120,7 +120,7 @@ class Engine:
         self._begin()
 
     async def generate(self, prompt: Sequence[int], sampling: Sampling) -> AsyncGenerator[Token]:
-        """Tokens of an answer as they come; leaving the iteration stops it.
+        """Yield the tokens of an answer as they are generated; leaving the iteration stops it.
 
         Raises:
             RuntimeError: the model has failed.
@@ -147,11 +147,11 @@ class Engine:
 
     @property
     def waiting(self) -> int:
-        """Number of sequences whose prompts are not read yet."""
+        """Number of sequences waiting for prefill."""
         return len(self._waiting)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the engine's thread."""
         self._arriving.put(None)
         if self._thread is not None:
             self._thread.join()
@@ -167,12 +167,12 @@ class Engine:
             with torch.inference_mode():
                 while self._arrive():
                     self._step()
-        except BaseException as error:  # a thread's last words
+        except BaseException as error:  # reported to all callers, since the thread ends
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Tells all who wait, and who come later."""
-        self.failed = error  # before the queue is emptied: who comes later sees it
+        """Report the error to all waiting and later callers."""
+        self.failed = error  # before the queue is emptied, so that later callers see it
         while not self._arriving.empty():
             if (sequence := self._arriving.get()) is not None:
                 self._waiting.append(sequence)
@@ -181,7 +181,7 @@ class Engine:
         self._rows, self._waiting = [], []
 
     def _arrive(self) -> bool:
-        """Takes in what has arrived, waiting if there is nothing else to do; False at the end."""
+        """Move new sequences to the waiting list, and block if idle; returns False when the engine closes."""
         idle = not self._rows and not self._waiting
         while True:
             try:
@@ -194,7 +194,7 @@ class Engine:
             self._waiting.append(sequence)
 
     def _step(self) -> None:
-        """One forward pass: of prompts that wait, if there is room, or of the next token of all sequences."""
+        """Run one forward pass: a prefill if prompts wait and there is room, or else one decoding step."""
         self._waiting = [sequence for sequence in self._waiting if not sequence.dropped]
         self._keep([not row.dropped for row in self._rows])
         joining = self._joining()
@@ -204,14 +204,14 @@ class Engine:
             self._decode()
 
     def _joining(self) -> list[_Sequence]:
-        """Sequences whose prompts are read next, of similar lengths so that little is padding."""
+        """Select the sequences to prefill next, of similar lengths to limit padding."""
         room = self.max_batch - len(self._rows)
         if not self._waiting or room <= 0:
             return []
         first = self._waiting[0]
         longest = 0
         joining: list[_Sequence] = []
-        near = sorted(self._waiting, key=lambda each: (abs(len(each.prompt) - len(first.prompt)), each is not first))
+        near = sorted(self._waiting, key=lambda other: (abs(len(other.prompt) - len(first.prompt)), other is not first))
         for sequence in near[:room]:
             longest = max(longest, len(sequence.prompt))
             if joining and (
@@ -224,24 +224,24 @@ class Engine:
         return joining
 
     def _alike(self, joining: list[_Sequence]) -> list[_Sequence]:
-        """Sequences to prefill now: the group that shares at least half of the first prompt, as answers to a prompt do.
+        """Select the group of sequences that share at least half of the first prompt, such as answers to one prompt.
 
-        If the first prompt has no group, all sequences without a group are returned. The rest wait for the next step.
+        If the first prompt has no group, all sequences without a group are selected. The rest wait for the next step.
         """
         if joining[0].sampling.echo or not self._splits:
             return joining
         groups: list[list[_Sequence]] = []
-        for sequence in sorted(joining, key=lambda each: list(each.prompt)):
+        for sequence in sorted(joining, key=lambda other: list(other.prompt)):
             least = max(_COMMON, len(sequence.prompt) // 2)
             if groups and _agreement(groups[-1][0].prompt, sequence.prompt) >= least:
                 groups[-1].append(sequence)
             else:
                 groups.append([sequence])
-        several = [set(map(id, group)) for group in groups if len(group) > 1]  # a sequence has no hash
+        several = [set(map(id, group)) for group in groups if len(group) > 1]  # by id, as sequences are not hashable
         single = {id(group[0]) for group in groups if len(group) == 1}
         chosen = next((group for group in several if id(joining[0]) in group), single)
-        self._waiting = [*(each for each in joining if id(each) not in chosen), *self._waiting]
-        return [each for each in joining if id(each) in chosen]
+        self._waiting = [*(other for other in joining if id(other) not in chosen), *self._waiting]
+        return [other for other in joining if id(other) in chosen]
 
     def _prefill(self, joining: list[_Sequence]) -> None:
         import torch
@@ -252,16 +252,16 @@ class Engine:
         ids = torch.zeros(len(joining), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
         for row, sequence in enumerate(joining):
-            own = sequence.prompt[common:]
-            ids[row, longest - len(own) :] = torch.tensor(own)
-            mask[row, longest - len(own) :] = 1
+            rest = sequence.prompt[common:]
+            ids[row, longest - len(rest) :] = torch.tensor(rest)
+            mask[row, longest - len(rest) :] = 1
         before, self._rows = self._rows, [*self._rows, *joining]
         whole = torch.cat([torch.ones(len(joining), common, dtype=torch.long), mask], -1)
         positions = (common + mask.cumsum(-1) - 1).clamp(min=0)
         logits = self._forward(ids, whole, positions, cache, every=echo)
         if common:
             pad_left(cache, common, longest - mask.sum(-1))
-        if self._splits and longest > common and not echo:  # what was read is worth more than what is kept
+        if self._splits and longest > common and not echo:  # the new prefix is longer than the cached one
             row = int(mask.sum(-1).argmax())
             self._prefix = (list(joining[row].prompt), one_row(cache, row))
         if echo:
@@ -275,36 +275,36 @@ class Engine:
         self._next(joining, logits[:, -1])
 
     def _common(self, joining: Sequence[_Sequence]) -> "tuple[int, DynamicCache]":
-        """Number of tokens that all prompts begin with and that are read already, and a cache with them in each row.
+        """Length of the prompts' common prefix that is already computed, and a cache with it in each row.
 
-        What several prompts share beyond what is kept is read here. The last token of a prompt is never part of it, as
-        its logits are wanted.
+        If several prompts share more than the cached prefix, the rest of it is computed here. The last token of a
+        prompt is never part of the prefix, because its logits are needed.
         """
         import torch
 
         if not self._splits:
             return 0, new_cache(self.model)
-        first, last = min(list(each.prompt) for each in joining), max(list(each.prompt) for each in joining)
-        shared = first[: min(_agreement(first, last), *(len(each.prompt) - 1 for each in joining))]
-        tokens, kept = self._prefix
+        first, last = min(list(new.prompt) for new in joining), max(list(new.prompt) for new in joining)
+        shared = first[: min(_agreement(first, last), *(len(new.prompt) - 1 for new in joining))]
+        tokens, prefix = self._prefix
         known = _agreement(shared, tokens)
         if known < _COMMON:
-            known, kept = 0, None
+            known, prefix = 0, None
         if len(joining) > 1 and len(shared) - known >= _COMMON:
-            cache = new_cache(self.model) if kept is None else repeated(kept, known, 1, self.model)
+            cache = new_cache(self.model) if prefix is None else repeated(prefix, known, 1, self.model)
             ids = torch.tensor([shared[known:]])
             self._forward(
                 ids, torch.ones(1, len(shared)).long(), known + torch.arange(ids.shape[1])[None], cache, every=False
             )
-            known, kept = len(shared), cache
+            known, prefix = len(shared), cache
             self._prefix = (shared, one_row(cache, 0))
-        if kept is None:
+        if prefix is None:
             return 0, new_cache(self.model)
-        return known, repeated(kept, known, len(joining), self.model)
+        return known, repeated(prefix, known, len(joining), self.model)
 
     @cached_property
     def _splits(self) -> bool:
-        """True if a prompt may be read in two parts with padding between them: no window, no recurrent state."""
+        """True if a prompt can be computed in two parts with padding in between: no windows, no recurrent states."""
         from transformers import DynamicCache
         from transformers.cache_utils import DynamicLayer
 
@@ -324,11 +324,11 @@ class Engine:
 
     @cached_property
     def _cache_name(self) -> str:
-        """The model's argument for the cache: transformers renamed it in 5.24, code beside a checkpoint has either."""
+        """Name of the model's cache argument: transformers renamed it in 5.24, and code in checkpoints uses either."""
         return "cache" if "cache" in inspect.signature(self.model.forward).parameters else "past_key_values"
 
     def _forward(self, ids: "Tensor", mask: "Tensor", positions: "Tensor", cache: Any, *, every: bool) -> "Tensor":
-        """Logits `[rows, positions, vocabulary]` in float32 on the CPU, of the last position or of every one."""
+        """Logits `[rows, positions, vocabulary]` in float32 on the CPU, of the last or of all positions."""
         device = self.model.device
         made = self.model(
             input_ids=ids.to(device),
@@ -342,31 +342,31 @@ class Engine:
         return logits
 
     def _next(self, rows: Sequence[_Sequence], logits: "Tensor") -> None:
-        """Chooses the next token of rows by their logits `[rows, vocabulary]`; those that end leave the batch."""
+        """Choose the next token of rows by their logits `[rows, vocabulary]`; finished rows leave the batch."""
         import torch
 
         greedy = logits.argmax(-1).tolist()
         ended: set[int] = set()
-        for row, own, best in zip(rows, logits, greedy, strict=True):
-            given = row.sampling
-            if not given.max_tokens:
+        for row, scores, best in zip(rows, logits, greedy, strict=True):
+            sampling = row.sampling
+            if not sampling.max_tokens:
                 row.give(Token(-1, end="stop"))
                 ended.add(id(row))
                 continue
-            token = best if given.temperature < _GREEDY else draw(own, given, row.generator)
+            token = best if sampling.temperature < _GREEDY else draw(scores, sampling, row.generator)
             row.last = token
             row.made += 1
-            end = "stop" if token in given.stop else "length" if row.made >= given.max_tokens else None
-            if given.logprobs is None:
+            end = "stop" if token in sampling.stop else "length" if row.made >= sampling.max_tokens else None
+            if sampling.logprobs is None:
                 row.give(Token(token, end=end))
             else:
-                row.give(_measured(torch.log_softmax(own, -1), token, given.logprobs, end=end))
+                row.give(_measured(torch.log_softmax(scores, -1), token, sampling.logprobs, end=end))
             if end is not None:
                 ended.add(id(row))
         self._keep([id(row) not in ended for row in self._rows])
 
     def _keep(self, kept: Sequence[bool]) -> None:
-        """Takes the other rows out of the batch, and padding that no row needs any longer out of the cache."""
+        """Remove all other rows from the batch, and padding that no row needs from the cache."""
         import torch
 
         if all(kept):
@@ -382,9 +382,9 @@ class Engine:
 
 
 def new_cache(model: "PreTrainedModel") -> "DynamicCache":
-    """An empty cache that keeps all keys and values, of sliding windows too: their mask does what the window does.
+    """Empty cache that keeps all keys and values, even of sliding windows, which the attention mask implements.
 
-    Rows that join later would not fit into layers that have already forgotten.
+    Rows that join later would not match layers that have dropped old tokens.
     """
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -399,30 +399,30 @@ def new_cache(model: "PreTrainedModel") -> "DynamicCache":
 
 
 def repeated(cache: "DynamicCache", columns: int, rows: int, model: "PreTrainedModel") -> "DynamicCache":
-    """A new cache whose rows all have the first columns of a cache of one row."""
-    made = new_cache(model)
-    for mine, theirs in zip(made.layers, cache.layers, strict=True):
+    """New cache with `rows` copies of the first columns of a one-row cache."""
+    copy = new_cache(model)
+    for mine, theirs in zip(copy.layers, cache.layers, strict=True):
         if getattr(theirs, "keys", None) is not None:
             keys, values = (getattr(theirs, name)[..., :columns, :] for name in ("keys", "values"))
             mine.lazy_initialization(keys, values)
             mine.keys, mine.values = keys.expand(rows, -1, -1, -1), values.expand(rows, -1, -1, -1)
-    return made
+    return copy
 
 
 def one_row(cache: "DynamicCache", row: int) -> "DynamicCache":
-    """A copy of a row that has no padding."""
+    """Copy of one row of a cache; the row must not have padding."""
     from transformers import DynamicCache
 
-    made = DynamicCache()
-    made.layers = [type(layer)() for layer in cache.layers]
-    for mine, theirs in zip(made.layers, cache.layers, strict=True):
+    copy = DynamicCache()
+    copy.layers = [type(layer)() for layer in cache.layers]
+    for mine, theirs in zip(copy.layers, cache.layers, strict=True):
         if getattr(theirs, "keys", None) is not None:
-            mine.keys, mine.values = (each[row : row + 1].clone() for each in (theirs.keys, theirs.values))
-    return made
+            mine.keys, mine.values = (states[row : row + 1].clone() for states in (theirs.keys, theirs.values))
+    return copy
 
 
 def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
-    """Moves each row's padding `[rows]`, which lies behind the common columns, before them."""
+    """Move each row's padding `[rows]` from after the common columns to the start."""
     import torch
 
     for layer in cache.layers:
@@ -433,18 +433,20 @@ def pad_left(cache: "DynamicCache", common: int, padding: "Tensor") -> None:
                 column < pad, column + common, torch.where(column < pad + common, column - pad, column)
             )
             source = source.to(layer.keys.device)[:, None, :, None]
-            layer.keys, layer.values = (torch.take_along_dim(each, source, -2) for each in (layer.keys, layer.values))
+            layer.keys, layer.values = (
+                torch.take_along_dim(states, source, -2) for states in (layer.keys, layer.values)
+            )
 
 
 def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
+    """Length of the common prefix."""
     return next(
         (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
 
 
 def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
-    """`one` with the rows of `other` after its own; the shorter of the two gets padding before its keys and values."""
+    """Append the rows of `other` to `one`; the shorter cache is padded on the left."""
     import torch
     from torch.nn import functional
 
@@ -453,7 +455,7 @@ def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
             width = max(mine.keys.shape[-2], theirs.keys.shape[-2])
             for name in ("keys", "values"):
                 pair = [getattr(layer, name) for layer in (mine, theirs)]
-                padded = [functional.pad(each, (0, 0, width - each.shape[-2], 0)) for each in pair]
+                padded = [functional.pad(states, (0, 0, width - states.shape[-2], 0)) for states in pair]
                 setattr(mine, name, torch.cat(padded))
         for name in ("conv_states", "recurrent_states"):
             for key, state in (getattr(mine, name, None) or {}).items():
@@ -463,42 +465,40 @@ def merged(one: "DynamicCache", other: "DynamicCache") -> "DynamicCache":
 
 
 def cut_left(cache: "DynamicCache", columns: int) -> None:
-    """Takes the first columns of keys and values away."""
+    """Remove the first columns of keys and values."""
     if columns:
         for layer in cache.layers:
             if getattr(layer, "keys", None) is not None:
                 layer.keys, layer.values = layer.keys[..., columns:, :], layer.values[..., columns:, :]
 
 
-def draw(logits: "Tensor", given: Sampling, generator: "torch.Generator | None") -> int:
-    """A token by its logits `[vocabulary]`."""
+def draw(logits: "Tensor", sampling: Sampling, generator: "torch.Generator | None") -> int:
+    """Sample a token from its logits `[vocabulary]`."""
     import torch
 
-    scaled = logits / given.temperature
-    if given.top_k:
-        scaled = scaled.masked_fill(scaled < scaled.topk(min(given.top_k, len(scaled))).values[-1], -torch.inf)
+    scaled = logits / sampling.temperature
+    if sampling.top_k:
+        scaled = scaled.masked_fill(scaled < scaled.topk(min(sampling.top_k, len(scaled))).values[-1], -torch.inf)
     probabilities = torch.softmax(scaled, -1)
-    if given.top_p < 1:
+    if sampling.top_p < 1:
         ordered, places = probabilities.sort(descending=True)
-        # The token that crosses the share is the last one that stays.
-        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= given.top_p, 0)
+        # The token that crosses top_p is the last one kept.
+        ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= sampling.top_p, 0)
         return int(places[torch.multinomial(ordered, 1, generator=generator)])
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
 def _give_prompt(sequence: _Sequence, logits: "Tensor") -> None:
-    """Gives the prompt's tokens with their log-probabilities, by logits `[prompt, vocabulary]`."""
+    """Return the prompt's tokens to the caller, with log-probabilities from logits `[prompt, vocabulary]`."""
     import torch
 
-    given, prompt = sequence.sampling, sequence.prompt
-    if given.logprobs is None:
+    count, prompt = sequence.sampling.logprobs, sequence.prompt
+    if count is None:
         sequence.give(*(Token(token, prompt=True) for token in prompt))
         return
     measured = torch.log_softmax(logits[:-1], -1)
     tokens = [Token(prompt[0], prompt=True)]
-    tokens += [
-        _measured(each, token, given.logprobs, prompt=True) for each, token in zip(measured, prompt[1:], strict=True)
-    ]
+    tokens += [_measured(row, token, count, prompt=True) for row, token in zip(measured, prompt[1:], strict=True)]
     sequence.give(*tokens)
 
 

@@ -1,4 +1,4 @@
-"""Further nodes of a replica that has several: `srun ... python -m nemo_ext.serving.follow JOB key=value`."""
+"""Further nodes of a multi-node replica: `srun ... python -m nemo_ext.serving.follow JOB key=value`."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from nemo_ext.serving.settings import ServingSettings
 
 
 def follow(job: str, words: Sequence[str]) -> int:
-    """Run this node's part of `vllm serve` until it ends; returns its exit code."""
+    """Run this node's part of `vllm serve` until it ends, and return its exit code."""
     config = compose(job, words)
     place = Path(str(config["run_dir"] if "run_dir" in config else config["output"]))
     if not find(job).server:

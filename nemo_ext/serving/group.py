@@ -1,7 +1,7 @@
-"""Several replicas behind one endpoint: their processes on this machine, and the balancer on one of the machines.
+"""Several replicas behind one endpoint: processes on this machine, and the balancer on one of the machines.
 
-Each machine (or each task of an array on Slurm) keeps its own replicas running. Whoever holds a lease in the run
-directory runs the balancer as well; if it dies another one takes over, and `endpoint.json` says where.
+Each machine (or each task of a Slurm array) keeps its replicas running. The holder of a lease in the run directory also
+runs the balancer; if it dies, another machine takes over and writes its address to `endpoint.json`.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ LOG = "serve.log"
 _LEASE, _LEASE_SECONDS = "balancer", 20.0
 _LOOK, _SECONDS_TO_STOP = 1.0, 60.0
 _QUICK, _MOST_QUICK = 600.0, 3
-"""A replica that ends so often within so many seconds is not started again."""
+"""A replica that was started more often than this maximum within these seconds is not restarted."""
 
 
 def shared_key(run_dir: Path, settings: ServingSettings) -> str | None:
-    """The key of a run's endpoint, made by whoever comes first; None for an open one."""
+    """API key of a run's endpoint, created by the first process; None for an open endpoint."""
     file = run_dir / "key"
     if settings.open or settings.key_variable is not None:
         return settings.key()
@@ -57,12 +57,12 @@ def shared_key(run_dir: Path, settings: ServingSettings) -> str | None:
 
 @dataclass
 class Replica:
-    """A server in a process of its own.
+    """A server in a separate process.
 
     Attributes:
-        folder: its run directory, with its config and log.
-        process: its process, once started.
-        starts: times of its starts, by `time.monotonic`.
+        folder: run directory of the server, with config and log.
+        process: the process, once started.
+        starts: `time.monotonic` of each start.
     """
 
     folder: Path
@@ -71,11 +71,11 @@ class Replica:
 
     @property
     def log(self) -> Path:
-        """File with its output."""
+        """File with the server's output."""
         return self.folder / LOG
 
     def start(self, config: Mapping[str, Any], key: str | None = None) -> None:
-        """Start the process with the config of a serve job; `key` is given to it in its environment."""
+        """Start the process with the config of a serve job, and `key` in its environment."""
         write_config(self.folder, config)
         environment = {**os.environ, **({KEY: key} if key is not None else {})}
         self.starts.append(time.monotonic())
@@ -86,7 +86,7 @@ class Replica:
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is passed on by `stop`
+                start_new_session=True,  # `stop` forwards Ctrl-C
                 preexec_fn=lambda: end_with_parent(signal.SIGTERM),
             )
 
@@ -95,15 +95,15 @@ class Replica:
         return None if self.process is None else self.process.poll()
 
     def said(self) -> str:
-        """Last line of its output, with the log's path."""
+        """Last line of the server's output, with the log's path."""
         lines = self.log.read_text(errors="replace").strip().splitlines() or [""]
         return f"{lines[-1][:300].removeprefix('error: ')} ({self.log})"
 
     def is_up(self) -> bool:
-        """True if it can be asked, False if not yet.
+        """True if the server accepts requests, False if not yet.
 
         Raises:
-            ValueError: it has ended.
+            ValueError: the process has ended.
         """
         if (self.folder / FILE).exists():
             return True
@@ -112,50 +112,50 @@ class Replica:
         return False
 
     def wait(self) -> None:
-        """Wait until it is up.
+        """Wait until the server is up.
 
         Raises:
-            ValueError: it has ended.
+            ValueError: the process has ended.
         """
         while not self.is_up():
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Stop it, after it has ended what it has begun."""
+        """Stop the server after its requests in progress."""
         if self.process is not None:
             end(self.process, _SECONDS_TO_STOP, signal.SIGINT)
 
     @property
     def hopeless(self) -> bool:
-        """True if it has ended too often of late."""
+        """True if the process has ended too often recently."""
         return len([start for start in self.starts if time.monotonic() - start < _QUICK]) > _MOST_QUICK
 
 
 class ReplicaFailed(Exception):
-    """A replica has ended too often."""
+    """Error for a replica that has ended too often."""
 
 
 async def run_group(
     config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, numbers: Sequence[int], port: int
 ) -> None:
-    """Keep replicas running, and the balancer if it falls to this process, until cancelled.
+    """Keep replicas running, and the balancer if this process holds its lease, until cancelled.
 
     Args:
         config: composed config of the serve job.
-        settings: its section `serving`.
+        settings: settings of its section `serving`.
         run_dir: run directory of the endpoint.
         numbers: numbers of this machine's replicas.
         port: port of the endpoint; 0 for a free one.
 
     Raises:
-        ReplicaFailed: a replica has ended too often; its log says why.
-        ValueError: a replica has ended with a mistake in its settings.
+        ReplicaFailed: a replica has ended too often; see its log.
+        ValueError: a replica has ended because of an invalid setting.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     key = shared_key(run_dir, settings)
-    own = {"replicas": 1, "replica": None, "least": None, "key_variable": key and KEY, "open": key is None}
-    own |= {"name": settings.name}
-    config = {**config, "port": 0, "serving": {**config["serving"], **own}}
+    overrides = {"replicas": 1, "replica": None, "least": None, "key_variable": key and KEY, "open": key is None}
+    overrides |= {"name": settings.name}
+    config = {**config, "port": 0, "serving": {**config["serving"], **overrides}}
     replicas = [Replica(run_dir / FOLDER / f"{number:04}") for number in numbers]
     for replica in replicas:
         replica.start({**config, "run_dir": str(replica.folder)}, key)
@@ -189,12 +189,12 @@ def _restart(replicas: Sequence[Replica], config: Mapping[str, Any], key: str | 
             raise ValueError(replica.said())
         if replica.hopeless:
             raise ReplicaFailed(f"replica {replica.folder.name} ended with {code}: {replica.said()}")
-        notice(f"replica {replica.folder.name} ended with {code} ({replica.log}): it is started again")
+        notice(f"replica {replica.folder.name} ended with {code} ({replica.log}): restarting it")
         replica.start({**config, "run_dir": str(replica.folder)}, key)
 
 
 async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, port: int) -> None:
-    """The endpoint: a balancer that is announced once enough replicas answer."""
+    """Run the balancer, whose address is published once enough replicas answer."""
     bound = bind(settings.host, port)
     balancer = Balancer(Watch(run_dir))
     keeping = asyncio.create_task(balancer.keep())
@@ -211,7 +211,7 @@ async def _balance(settings: ServingSettings, run_dir: Path, key: str | None, po
             address = Address(url=url, model=first.model, key=key, digest=first.digest)
             with present(run_dir, address, lambda: True) as file:
                 notice(
-                    f"{first.model} is served at {url} by {balancer.up} replicas; {file} has the key; Ctrl-C ends it"
+                    f"{first.model} is served at {url} by {balancer.up} replicas; the key is in {file}; Ctrl-C stops it"
                 )
                 await serving
     finally:

@@ -1,4 +1,4 @@
-"""What stands before every route: the key; and errors as OpenAI's clients read them."""
+"""API key check of all routes, and errors in OpenAI's format."""
 
 import hmac
 
@@ -9,25 +9,25 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 OPEN = "/health"
-"""The one path that needs no key, as those who ask it have none."""
+"""The only path without a key, because health checks do not have one."""
 
 
 class Guard:
-    """ASGI middleware that lets requests with the key pass.
+    """ASGI middleware that requires an API key.
 
     Args:
-        app: the application behind it.
-        key: the key; None lets everybody pass.
+        app: the wrapped application.
+        key: the key; None accepts all requests.
     """
 
     def __init__(self, app: ASGIApp, key: str | None) -> None:
         self.app, self.expected = app, None if key is None else f"Bearer {key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 401, or pass the request on."""
+        """Respond with 401, or forward the request to the application."""
         if scope["type"] == "http" and self.expected is not None and scope["path"] != OPEN:
-            given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-            if not hmac.compare_digest(given, self.expected):
+            header = Headers(scope=scope).get("authorization", "").encode("latin-1")
+            if not hmac.compare_digest(header, self.expected):
                 refused = refusal(401, "the key is missing or wrong: send the header Authorization: Bearer KEY")
                 await refused(scope, receive, send)
                 return
@@ -35,13 +35,13 @@ class Guard:
 
 
 async def gone(request: Request) -> None:
-    """Ends when the client has left; for requests whose body is read."""
+    """Wait until the client disconnects; the request's body must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def refusal(status: int, message: str) -> Response:
-    """An error in OpenAI's form."""
+    """Error response in OpenAI's format."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"message": message, "type": kind, "code": status}}, status_code=status)
 

@@ -1,4 +1,4 @@
-"""The serve job: a model behind an OpenAI-compatible endpoint (docs/serving.md)."""
+"""Job `serve`: serves a model behind an OpenAI-compatible endpoint (docs/serving.md)."""
 
 import asyncio
 import contextlib
@@ -24,10 +24,10 @@ def run(config: Mapping[str, Any]) -> None:
     """Serve a model until Ctrl-C.
 
     Raises:
-        ValueError: a wrong setting, or a model that cannot be served.
+        ValueError: a setting is invalid, or the model cannot be served.
     """
     settings, port = checked_settings(config)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled like Ctrl-C
     run_dir = Path(str(config["run_dir"])).expanduser()
     try:
         # Replicas of an array on Slurm share the directory.
@@ -35,7 +35,7 @@ def run(config: Mapping[str, Any]) -> None:
             if settings.replicas == 1:
                 _serve(config, settings, run_dir, port)
                 return
-            bind(settings.host, port).close()  # before anything is started
+            bind(settings.host, port).close()  # checks the address before anything starts
             folder = folder_of(str(config["served"]), run_dir, config["files_from"])
             numbers = range(settings.replicas) if settings.replica is None else [settings.replica]
             asyncio.run(run_group({**config, "served": str(folder)}, settings, run_dir, numbers, port))
@@ -55,9 +55,9 @@ def _serve(config: Mapping[str, Any], settings: ServingSettings, run_dir: Path, 
         key=key,
         digest=checkpoint_digest(folder),
     )
-    up = f"{address.model} is served at {address.url}; {run_dir / FILE} has the key; Ctrl-C ends it"
+    up = f"{address.model} is served at {address.url}; the key is in {run_dir / FILE}; Ctrl-C stops it"
     if settings.engine == "vllm":
-        bound.close()  # vLLM binds it itself
+        bound.close()  # vLLM binds the port itself
         words = vllm.command(folder, settings, config, port=port)
         with vllm.running(words, key) as process:
             vllm.wait_until_up(process, address.url, key)

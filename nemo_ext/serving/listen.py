@@ -1,4 +1,4 @@
-"""Listening at an address."""
+"""Sockets and servers of endpoints."""
 
 import socket
 
@@ -7,16 +7,16 @@ from starlette.types import ASGIApp
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket at the address; port 0 is a free one.
+    """Listening socket at an address; with port 0 at a free port.
 
     Raises:
-        ValueError: it is taken.
+        ValueError: the address is not available.
     """
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        how = "port=0 takes a free one" if port else "serving.host is an address of this machine"
-        raise ValueError(f"serving.host={host} port={port}: cannot be listened at ({error.strerror}): {how}") from None
+        how = "set port=0 for a free port" if port else "set serving.host to an address of this machine"
+        raise ValueError(f"serving.host={host} port={port}: cannot listen there ({error.strerror}): {how}") from None
 
 
 def url_of(host: str, port: int) -> str:
@@ -25,5 +25,5 @@ def url_of(host: str, port: int) -> str:
 
 
 def server(app: ASGIApp) -> uvicorn.Server:
-    """A server of an application; at Ctrl-C it takes no more requests and ends those it has."""
+    """Server of an application, which on Ctrl-C refuses new requests and completes those in progress."""
     return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off"))

@@ -1,4 +1,4 @@
-"""Loading a model for the engine of this package."""
+"""Loading of a model for this package's engine."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +15,14 @@ from nemo_ext.serving.engine import Engine
 from nemo_ext.serving.settings import ServingSettings
 
 CHUNK = 32
-"""Tokens of a chunk of Mamba-2 on a CPU."""
+"""Chunk size of Mamba-2 on a CPU, in tokens."""
 
 
 def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> Served:
     """Load a model and its tokenizer, and start the engine.
 
     Raises:
-        ValueError: the folder's code needs consent, or its tokenizer cannot be read.
+        ValueError: the directory's code requires consent, or its tokenizer cannot be loaded.
     """
     trusted = may_run_code(str(folder), config)
     device = resolved_device(settings.device)
@@ -31,11 +31,11 @@ def load(folder: Path, settings: ServingSettings, config: Mapping[str, Any]) -> 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"model={folder}: its tokenizer cannot be read: `nemo-ext convert files_from=FOLDER` adds one ({error})"
+            f"model={folder}: cannot load the tokenizer: add one with `nemo-ext convert files_from=FOLDER` ({error})"
         ) from None
     its = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
     if device == "cpu" and hasattr(its, "chunk_size"):
-        # Chunks of 128 tokens suit kernels on a GPU; in torch alone their squares take most of the time.
+        # Chunks of 128 tokens suit GPU kernels; in plain torch their quadratic part takes most of the time.
         its.chunk_size = min(its.chunk_size, CHUNK)
     model = AutoModelForCausalLM.from_pretrained(
         folder, config=its, dtype=dtype if dtype == "auto" else getattr(torch, dtype), trust_remote_code=trusted

@@ -1,4 +1,4 @@
-"""A model that is served on this machine while a job asks it."""
+"""Temporary server of a model on this machine while a job sends requests to it."""
 
 import shutil
 import uuid
@@ -15,11 +15,11 @@ from nemo_ext.serving.settings import ServingSettings
 
 @contextmanager
 def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, str | None, Path | None]]:
-    """The endpoint of a config, the model's name there, and its folder; without one the model is served here meanwhile.
+    """Yield an endpoint, the model's name there, and its directory; without `endpoint`, serve the model here.
 
     Args:
-        config: config with `endpoint`, and with `served`, `serving` and what else a model is served by.
-        folder: folder of the server's files.
+        config: config with `endpoint`, `served`, `serving`, `files_from` and `trust_remote_code`.
+        folder: directory of the server's files.
 
     Raises:
         ValueError: the model cannot be served.
@@ -30,10 +30,10 @@ def endpoint_of(config: Mapping[str, Any], folder: Path) -> Iterator[tuple[str, 
         return
     run_dir = folder / "servers" / uuid.uuid4().hex[:12]
     own: dict[str, Any] = {"name": ServingSettings.of(config).name, "replica": None}
-    if config["serving"]["replica"] is not None:  # on Slurm each worker has one
+    if config["serving"]["replica"] is not None:  # on Slurm each worker has one replica
         own |= {"replicas": 1, "least": None}
     server, model = Replica(run_dir), folder_of(str(served), folder, config["files_from"])
-    notice(f"{served}: is served here meanwhile ({server.log})")
+    notice(f"{served}: serving it on this machine meanwhile ({server.log})")
     server.start(
         {
             "served": str(model),

@@ -1,7 +1,7 @@
-"""Replicas of an endpoint: folders in which each one's `endpoint.json` is touched while it answers.
+"""Discovery of an endpoint's replicas by their `endpoint.json`, which each replica touches while it answers.
 
-Nothing else tells who is there, on one machine as on a cluster. A file is believed once it has been touched while one
-looked on, by one's own clock: what earlier starts left is never touched again.
+These files are the only registry, on one machine and on a cluster. A replica counts as alive only after the watcher has
+seen a touch, by the watcher's clock, because files of earlier runs are never touched again.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ from nemo_ext.endpoint.address import FILE, Address, read_address, write_address
 
 FOLDER = "replicas"
 _BEAT, _LOST = 2.0, 15.0
-"""Seconds between two touches, and without one after which a replica is gone."""
+"""Seconds between touches, and seconds without a touch after which a replica is gone."""
 
 
 @contextmanager
 def present(run_dir: Path, address: Address, lives: Callable[[], bool]) -> Iterator[Path]:
-    """Writes the address, touches it while the endpoint lives, and takes it away at the end.
+    """Write the address, touch the file while the endpoint is alive, and remove it at the end.
 
-    A file that another one has put in its place is left alone; one that has gone is written again.
+    A file that another process has replaced is not touched or removed; a missing file is written again.
     """
     file = run_dir / FILE
     write_address(file, address)
@@ -59,15 +59,15 @@ def present(run_dir: Path, address: Address, lives: Callable[[], bool]) -> Itera
 
 
 class Watch:
-    """The replicas of a run, as one balancer sees them."""
+    """Watcher of a run's replicas, for one balancer."""
 
     def __init__(self, run_dir: Path) -> None:
         self.folder = run_dir / FOLDER
         self._seen: dict[str, tuple[int, float, bool]] = {}
 
     def living(self) -> Mapping[str, Address]:
-        """Addresses of the replicas that have shown that they live, by name."""
-        now, found = time.monotonic(), dict[str, Address]()
+        """Addresses of the replicas that are alive, by name."""
+        now, addresses = time.monotonic(), dict[str, Address]()
         for file in sorted(self.folder.glob(f"*/{FILE}")):
             name = file.parent.name
             try:
@@ -77,7 +77,7 @@ class Watch:
                     since, lives = now, True
                 self._seen[name] = touched, since, lives
                 if lives and now - since < _LOST:
-                    found[name] = read_address(file)
+                    addresses[name] = read_address(file)
             except (FileNotFoundError, ValueError):
-                continue  # it goes
-        return found
+                continue  # the replica is being removed
+        return addresses

@@ -1,4 +1,4 @@
-"""The model that is served: a Hugging Face folder, or a run of Megatron that is exported first."""
+"""Served model: a Hugging Face directory, or a Megatron run that is exported first."""
 
 import json
 from collections.abc import Mapping
@@ -18,78 +18,82 @@ from nemo_ext.serving.settings import ServingSettings
 _EXPORT = "export"
 _A_DAY = 86400.0
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
-"""Files of which a folder with a tokenizer has one."""
+"""Files of tokenizers; a directory with a tokenizer has at least one of them."""
 
 
 def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:
-    """The config's section `serving` and its port.
+    """Check and read the config's section `serving` and its port.
 
     Raises:
-        ValueError: a setting is wrong, or the model cannot be served so.
+        ValueError: a setting is invalid, or the model cannot be served with it.
     """
     if config["served"] is None:
-        raise ValueError("model: name a folder: an export of `nemo-ext convert`, or a run directory")
+        raise ValueError("model: set it to an export of `nemo-ext convert` or a run directory")
     settings, port = ServingSettings.of(config), config["port"]
     settings.key()
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
-        raise ValueError(f"port={port}: expected a number from 0 (a free one) to 65535")
+        raise ValueError(f"port={port}: expected a number from 0 (for a free port) to 65535")
     check(str(config["served"]), settings, config)
     return settings, port
 
 
 def check(model: str, settings: ServingSettings, config: Mapping[str, Any]) -> None:
-    """Refuse what can be told from a model's small files, before a server is started.
+    """Check a model's config and tokenizer files before a server starts.
 
     Raises:
-        ValueError: the folder's code needs consent, its format another engine, or it has no tokenizer.
+        ValueError: the directory's code requires consent, its format requires another engine, or it has no tokenizer.
     """
-    given = Path(model).expanduser()
-    if not given.is_dir():
-        return  # it may be made before the job starts; else see `folder_of`
-    if not is_hugging_face(given):
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return  # it may be created before the job starts; otherwise `folder_of` reports it
+    if not is_hugging_face(folder):
         files = config["files_from"]
-        if files is None and _tokenizer_of_run(given) is not None:
+        if files is None and _tokenizer_of_run(folder) is not None:
             return
         if files is None or not any((Path(files).expanduser() / name).exists() for name in _TOKENIZER):
-            raise ValueError(f"model={model}: is a checkpoint of Megatron: files_from=FOLDER names its tokenizer")
+            raise ValueError(
+                f"model={model}: is a Megatron checkpoint without a tokenizer: set files_from=FOLDER to one"
+            )
         return
-    quantised = read_json(given / CONFIG).get("quantization_config") or {}
-    by_modelopt = quantised.get("quant_method") == "modelopt" or (given / "hf_quant_config.json").exists()
+    quantised = read_json(folder / CONFIG).get("quantization_config") or {}
+    by_modelopt = quantised.get("quant_method") == "modelopt" or (folder / "hf_quant_config.json").exists()
     if by_modelopt and settings.engine == "transformers":
         raise ValueError(
-            f"model={model}: is quantised by ModelOpt, which transformers does not read: serving.engine=vllm"
+            f"model={model}: is quantised by ModelOpt, which transformers does not read: set serving.engine=vllm"
         )
-    may_run_code(str(given), config)
-    if not any((given / name).exists() for name in _TOKENIZER):
-        raise ValueError(f"model={model}: no tokenizer: `nemo-ext convert files_from=FOLDER` adds one")
+    may_run_code(str(folder), config)
+    if not any((folder / name).exists() for name in _TOKENIZER):
+        raise ValueError(f"model={model}: has no tokenizer: add one with `nemo-ext convert files_from=FOLDER`")
 
 
 def folder_of(model: str, run_dir: Path, files_from: str | None) -> Path:
-    """The Hugging Face folder of a model; a checkpoint of Megatron is exported into the run directory, once.
+    """Hugging Face directory of a model; a Megatron checkpoint is exported once, into the run directory.
 
     Raises:
-        ValueError: there is none, or it cannot be exported.
+        ValueError: the model does not exist, or cannot be exported.
     """
-    given = Path(model).expanduser()
-    if not given.is_dir():
-        raise ValueError(f"model={model}: no such folder: name an export of `nemo-ext convert`, or a run directory")
-    if is_hugging_face(given):
-        return given
+    source = Path(model).expanduser()
+    if not source.is_dir():
+        raise ValueError(
+            f"model={model}: no such directory: set it to an export of `nemo-ext convert`, or a run directory"
+        )
+    if is_hugging_face(source):
+        return source
     from nemo_ext.checkpoint import hf
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
-    files = _files_of_run(given, run_dir) if files_from is None else Path(files_from).expanduser()
+    files = _files_of_run(source, run_dir) if files_from is None else Path(files_from).expanduser()
     settings = hf.Settings(files_from=files)
-    with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes want it too
-        plan = hf.plan(given, run_dir / _EXPORT / checkpoint_folder(given, None).name, settings)
+    with only_run_in(run_dir / _EXPORT, wait=_A_DAY):  # replicas on other nodes export it too
+        plan = hf.plan(source, run_dir / _EXPORT / checkpoint_folder(source, None).name, settings)
         if not hf.is_made(plan, settings):
-            notice(f"{given}: is exported to {plan.to}")
+            notice(f"{source}: exporting it to {plan.to}")
             hf.convert(plan, settings)
     return plan.to
 
 
 def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
-    """The tokenizer of a run: what lies beside its checkpoint, or what its data were made with; None if unknown."""
+    """Tokenizer of a run: files next to its checkpoint, or the tokenizer of its data; None if unknown."""
     from nemo_ext.checkpoint.torch_dist import checkpoint_folder
 
     checkpoint = checkpoint_folder(run, None)
@@ -101,18 +105,18 @@ def _tokenizer_of_run(run: Path) -> Mapping[str, Any] | None:
 
 
 def _files_of_run(run: Path, run_dir: Path) -> Path | None:
-    """Folder with the tokenizer of a run."""
-    found = _tokenizer_of_run(run)
-    if found is None:
+    """Directory with the tokenizer of a run."""
+    tokenizer = _tokenizer_of_run(run)
+    if tokenizer is None:
         return None
-    if found["kind"] == "byte":
+    if tokenizer["kind"] == "byte":
         return byte_tokenizer.write(run_dir / "tokenizer")
-    path = Path(str(found["path"])).expanduser()
+    path = Path(str(tokenizer["path"])).expanduser()
     return path if path.is_dir() else path.parent
 
 
 def checkpoint_digest(folder: Path) -> str:
-    """Digest of config.json and of the names, sizes and times of all other files but Python's caches."""
+    """Digest of config.json, and of the names, sizes and modification times of all other files."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     stats = [[path.name, path.stat().st_size, path.stat().st_mtime_ns] for path in files if path.name != CONFIG]
     return digest([json.loads((folder / CONFIG).read_bytes()), stats])[:32]

@@ -1,6 +1,6 @@
-"""Requests of OpenAI's API as this server takes them; what it cannot do is refused, not ignored.
+"""Requests of OpenAI's API that this server supports; unsupported fields are refused rather than ignored.
 
-Source: https://platform.openai.com/docs/api-reference/chat; top_k, ignore_eos and chat_template_kwargs are vLLM's.
+Source: https://platform.openai.com/docs/api-reference/chat; top_k, ignore_eos and chat_template_kwargs are from vLLM.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _SAYS_NOTHING: Mapping[str, bool | float] = {
     **dict.fromkeys(("min_p", "min_tokens"), 0),
     **dict.fromkeys(("repetition_penalty", "length_penalty"), 1),
 }
-"""Unknown fields with the values that change no answer; false or 0 for another field may say something."""
+"""Unsupported fields with their neutral values, at which they are ignored."""
 
 
 def _listed(value: object) -> object:
@@ -25,14 +25,14 @@ def _listed(value: object) -> object:
 
 
 class _Common(BaseModel):
-    """Fields of both kinds of requests. None is the same as leaving a field out."""
+    """Fields of both kinds of requests. None is equivalent to omitting a field."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_says_nothing(cls, given: Any) -> Any:
-        """Without unknown fields that are null, empty or at their default: clients and routers send many."""
+        """Remove unsupported fields that are null, empty or neutral, as many clients and routers send them."""
         if not isinstance(given, dict):
             return given
         return {
@@ -51,13 +51,13 @@ class _Common(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     ignore_eos: bool | None = None
-    # What vllm-router adds to every request (0.1.17); other values are not known here.
+    # Fields that vllm-router (0.1.17) adds to every request; other values are not supported.
     skip_special_tokens: Literal[True] | None = None
     separate_reasoning: Literal[True] | None = None
     stream_reasoning: Literal[True] | None = None
     include_reasoning: Literal[True] | None = None
     user: str | None = None
-    # Fields that say nothing at these values, which clients send by default.
+    # Fields that have no effect at these values, which clients send by default.
     presence_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] | None = None
     logit_bias: dict[str, JsonValue] | None = Field(default=None, max_length=0)
@@ -74,7 +74,7 @@ class Completion(_Common):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, each a text or tokens."""
+        """Prompts, as texts or token ids."""
         given = self.prompt
         if isinstance(given, str):
             return [given]

@@ -1,4 +1,4 @@
-"""The process of one replica: `python -m nemo_ext.serving.replica FOLDER`, whose config.yaml says all."""
+"""Process of one replica: `python -m nemo_ext.serving.replica FOLDER`, configured by FOLDER/config.yaml."""
 
 import sys
 from pathlib import Path

@@ -20,19 +20,19 @@ class ServingSettings:
 
     Attributes:
         engine: transformers (any machine, any class of `nemo-ext convert`) or vllm.
-        name: name of the model at the endpoint; null takes its folder's.
-        host: address that the endpoint listens at.
-        key_variable: environment variable with the key; None makes one.
-        open: whether no key is wanted; at loopback addresses alone.
+        name: name of the model at the endpoint; null takes its directory's name.
+        host: address at which the endpoint listens.
+        key_variable: environment variable with the key; None generates a key.
+        open: whether no key is required; only for loopback addresses.
         device: auto, cpu, cuda or cuda:N.
-        dtype: type of the weights; None takes float32 on the CPU and the checkpoint's elsewhere.
-        max_length: most tokens of prompt and answer; None takes the model's.
-        max_batch: most answers in work at a time, for transformers.
+        dtype: type of the weights; None takes float32 on the CPU and the checkpoint's type elsewhere.
+        max_length: maximum tokens of prompt and answer; None takes the model's.
+        max_batch: maximum concurrent answers, for transformers.
         replicas: number of servers behind the endpoint.
-        least: number of them that must answer before the endpoint is announced; None for all.
-        replica: number of the one that this process keeps, in an array on Slurm; None for all of them.
-        gpus: GPUs of a replica, on each of its nodes.
-        nodes: nodes of a replica, for vllm.
+        least: number of replicas that must answer before the endpoint is announced; None for all.
+        replica: number of the replica that this process runs, in a Slurm array; None for all of them.
+        gpus: GPUs per node of a replica.
+        nodes: nodes per replica, for vllm.
         vllm: further arguments of `vllm serve`, such as {gpu_memory_utilization: 0.85}.
     """
 
@@ -55,34 +55,34 @@ class ServingSettings:
     def __post_init__(self) -> None:
         if self.open and self.host not in LOOPBACK:
             raise ValueError(
-                f"open=true: host={self.host} can be reached from elsewhere: an endpoint there needs a key"
+                f"open=true: host={self.host} is reachable from other machines, so a key is required: set open=false"
             )
         if self.open and self.key_variable is not None:
-            raise ValueError("open=true and key_variable exclude each other")
+            raise ValueError("open=true and key_variable exclude each other: set one of them")
         if self.least is not None and self.least > self.replicas:
-            raise ValueError(f"least={self.least}: there are {self.replicas} replicas")
+            raise ValueError(f"least={self.least}: there are only {self.replicas} replicas: lower it")
         if own := {"host", "port", "api_key", "served_model_name", "max_model_len", "tensor_parallel_size"} & set(
             self.vllm
         ):
             raise ValueError(
-                f"vllm: {', '.join(sorted(own))}: said by serving.host, port, serving.name, serving.max_length and "
-                "serving.gpus; a key comes from serving.key_variable"
+                f"vllm: {', '.join(sorted(own))}: set by serving.host, port, serving.name, serving.max_length and "
+                "serving.gpus; the key comes from serving.key_variable"
             )
         if self.engine != "vllm" and (self.vllm or self.nodes > 1):
-            raise ValueError(f"{'vllm' if self.vllm else 'nodes'}: is of engine=vllm, and engine is {self.engine}")
+            raise ValueError(f"{'vllm' if self.vllm else 'nodes'}: requires engine=vllm, but engine is {self.engine}")
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "ServingSettings":
-        """Settings from the section `serving` of a config with a model, whose folder names it if nothing else does.
+        """Settings from the section `serving` of a config; the model's default name is its directory's.
 
         Raises:
-            ValueError: a setting is wrong; names the key, what it holds and what it may hold.
+            ValueError: a setting is invalid; the message has the key, the value and the expected values.
         """
         name = config["serving"].get("name") or Path(str(config["served"])).expanduser().resolve().name
         return checked(cls, {**config["serving"], "name": name}, where="serving")
 
     def key(self) -> str | None:
-        """The endpoint's key: a new one, or the variable's; None for an open one.
+        """API key of the endpoint: a new key, or the variable's value; None for an open endpoint.
 
         Raises:
             ValueError: the variable is not set.
@@ -98,15 +98,15 @@ class ServingSettings:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class AskingSettings:
-    """Keys of a job that asks a served model or an endpoint.
+    """Settings of a job that sends requests to a served model or an endpoint.
 
     Attributes:
         endpoint: run directory of `nemo-ext serve`, or URL that ends in /v1; null serves `model` while the job runs.
-        served: Hugging Face folder or run directory, or with an endpoint the model's name there.
+        served: Hugging Face directory or run directory; with an endpoint, the model's name there.
         key_variable: environment variable with the endpoint's key; null takes the key of the run directory.
-        serving: how `model` is served, see `nemo-ext serve --help`.
-        files_from: for a run directory of Megatron, folder with tokenizer, chat template and generation config.
-        trust_remote_code: whether Python files in the model's folder may run.
+        serving: settings for serving `model`, see `nemo-ext serve --help`.
+        files_from: for a run directory of Megatron, directory with tokenizer, chat template and generation config.
+        trust_remote_code: whether Python files in the model's directory may be run.
     """
 
     endpoint: Place | None = None

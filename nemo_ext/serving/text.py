@@ -1,4 +1,4 @@
-"""Text out of tokens as they come: whole characters, stop strings, reasoning and tool calls told apart."""
+"""Streaming text from tokens: whole characters, stop strings, and separation of reasoning and tool calls."""
 
 import codecs
 import json
@@ -22,18 +22,18 @@ TAGS = (
     "<function_calls>",
     "</function_calls>",
 )
-"""Tokens that are shown though a tokenizer calls them special."""
+"""Tokens that are part of the text even if they are special in the tokenizer."""
 _CALLS = ("<tool_call>", "<TOOLCALL>", "<function_calls>")
 _HALF = "\ufffd"
-"""What a tokenizer gives for a part of a character."""
+"""Character to which tokenizers decode an incomplete character."""
 
 
 class Decoder:
-    """Text of one answer's tokens.
+    """Incremental decoder of one answer's tokens.
 
     Args:
         tokenizer: Hugging Face tokenizer.
-        stop: texts that end the answer, which they are not part of.
+        stop: strings that end the answer, and are not part of it.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
@@ -46,10 +46,10 @@ class Decoder:
         self.stopped = False
 
     def add(self, token: int, *, last: bool = False) -> str:
-        """The text that is certain after another token; what may be the beginning of a stop text is held back."""
+        """Return the new final text after a token; a possible beginning of a stop string is held back."""
         if token >= 0 and token not in self._hidden:
             self._ids.append(token)
-        # With the tokens before, because some begin with a space that depends on them.
+        # Decoded with the previous tokens, because a leading space may depend on them.
         before = self._decoded(self._ids[self._start : self._read])
         now = self._decoded(self._ids[self._start :])
         if now.endswith(_HALF) and not last:
@@ -69,7 +69,7 @@ class Decoder:
 
 
 class TokenBytes:
-    """Bytes of a tokenizer's tokens, those of a part of a character too.
+    """Bytes of a tokenizer's tokens, including tokens with incomplete characters.
 
     Args:
         tokenizer: Hugging Face tokenizer.
@@ -83,7 +83,7 @@ class TokenBytes:
         self._pieces = self._byte_level or '"ByteFallback"' in how or "\u2581" in how
 
     def __call__(self, token: int) -> bytes:
-        """Bytes of a token; those of its text alone where the tokenizer's decoder is of another kind."""
+        """Bytes of a token; for decoders other than byte-level or byte-fallback, the bytes of its text."""
         name = self._tokenizer.convert_ids_to_tokens(token)
         if name is None or token in self._tokenizer.added_tokens_decoder:
             return (name or "").encode()
@@ -93,7 +93,7 @@ class TokenBytes:
         return text.encode()
 
     def text(self, token: int) -> str:
-        """Text of a token; `bytes:\\xe2\\x82`, as OpenAI has it, for a part of a character; `token_id:7` for none."""
+        """Text of a token; `bytes:\\xe2\\x82`, as in OpenAI's API, for an incomplete character; or `token_id:7`."""
         data = self(token)
         try:
             return data.decode() or f"token_id:{token}"
@@ -101,28 +101,28 @@ class TokenBytes:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def offsets(self, tokens: Iterable[int]) -> list[int]:
-        """Place of each token in the text of all, in characters; parts of a character have its place."""
+        """Offset of each token in the joined text, in characters; tokens of one character share its offset."""
         decoder, place, places = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
         for token in tokens:
             held, data = decoder.getstate()[0], self(token)
-            broken = bool(held) and data[:1] != b"" and not 0x80 <= data[0] < 0xC0  # a character that does not go on
+            broken = bool(held) and data[:1] != b"" and not 0x80 <= data[0] < 0xC0  # an incomplete character
             places.append(place + broken)
             place += len(decoder.decode(data))
         return places
 
 
 def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of a text that a tag begins with, shorter than the tag."""
+    """Length of the longest suffix of a text that is a proper prefix of a tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
 @dataclass
 class Splitter:
-    """A chat answer divided into reasoning, content and tool calls, as it comes.
+    """Streaming splitter of a chat answer into reasoning, content and tool calls.
 
     Attributes:
-        thinking: whether the answer is inside a trace, as after a prompt that opens one.
-        tools: declared tools; without them calls stay text.
+        thinking: whether the answer is inside a trace, as after a prompt that opens a trace.
+        tools: declared tools; without them calls remain text.
     """
 
     thinking: bool
@@ -133,11 +133,11 @@ class Splitter:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, text: str, *, last: bool = False) -> Iterator[tuple[Field, str]]:
-        """Pieces of the answer, each with the field it belongs to.
+        """Yield pieces of the answer with their fields.
 
         Args:
-            text: further text.
-            last: whether it is the end.
+            text: new text.
+            last: whether the answer ends with this text.
         """
         self._held += text
         if not self._begun and not self.thinking:

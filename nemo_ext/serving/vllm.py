@@ -1,7 +1,7 @@
-"""vLLM as the engine: the command line of a model, and its process.
+"""vLLM as the engine: its command line for a model, and its process.
 
-Names of parsers are those of vllm/tool_parsers and vllm/reasoning (0.33); flags of several nodes those of
-vllm/engine/arg_utils.py.
+Sources: vllm/tool_parsers and vllm/reasoning (0.33) for names of parsers, and vllm/engine/arg_utils.py for the flags of
+several nodes.
 """
 
 import os
@@ -25,18 +25,18 @@ from nemo_ext.quantization.generation import cli_words
 from nemo_ext.serving.settings import ServingSettings
 
 KEY = "VLLM_API_KEY"
-"""Environment variable from which vLLM takes its key."""
+"""Environment variable from which vLLM reads its key."""
 _STYLES = {"<function=": "qwen3_coder", "<function_calls>": "olmo3", "<tool_call>": "hermes"}
-"""vLLM's parser of tool calls by what a template writes; no parser of vLLM's reads Llama-Nemotron's <TOOLCALL>."""
+"""vLLM's tool call parser by the template's markup; vLLM has no parser for Llama-Nemotron's <TOOLCALL>."""
 _REASONING = {"qwen3_coder": "nemotron_v3", "olmo3": "olmo3"}
 _OTHER_REASONING = "qwen3"
 _FIRST_NODE = "SLURM_LAUNCH_NODE_IPADDR"
-"""Environment variable of srun's tasks with the address of the node that srun was called on."""
+"""Environment variable of srun's tasks with the address of the node on which srun was called."""
 _SECONDS_TO_STOP = 60.0
 
 
 class Ended(Exception):
-    """A server has ended by itself; another start may go better."""
+    """Error for a server that ended unexpectedly; a restart may succeed."""
 
 
 def command(
@@ -47,19 +47,19 @@ def command(
     port: int = 0,
     rank: int = 0,
 ) -> list[str]:
-    """Words of `vllm serve` for a model. The key is not among them.
+    """Command line of `vllm serve` for a model, without the key.
 
     Args:
-        folder: Hugging Face folder.
+        folder: Hugging Face directory.
         settings: section `serving`.
-        config: composed config, for the consent to run the folder's code.
+        config: composed config, for the consent to run the directory's code.
         port: port of the server.
-        rank: number of this node, where a replica has several; the first has the server.
+        rank: number of this node in a multi-node replica; the first node runs the server.
 
     Raises:
-        ValueError: the folder's code needs consent, or there are several nodes without Slurm.
+        ValueError: the directory's code requires consent, or several nodes are used without Slurm.
     """
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "host": settings.host,
         "port": port,
         "served_model_name": settings.name,
@@ -73,17 +73,19 @@ def command(
     }
     if settings.nodes > 1:
         if (first := os.environ.get(_FIRST_NODE)) is None:
-            raise ValueError(f"serving.nodes={settings.nodes}: several nodes are Slurm's: nemo-ext submit job=serve")
-        given |= {"nnodes": settings.nodes, "node_rank": rank, "master_addr": first, "headless": rank > 0 or None}
-    given |= settings.vllm
-    switches = [f"--{key.replace('_', '-')}" for key, value in given.items() if value is True]
-    values = {key: value for key, value in given.items() if value is not None and not isinstance(value, bool)}
-    off = [f"--no-{key.replace('_', '-')}" for key, value in given.items() if value is False]
+            raise ValueError(
+                f"serving.nodes={settings.nodes}: several nodes require Slurm: use nemo-ext submit job=serve"
+            )
+        arguments |= {"nnodes": settings.nodes, "node_rank": rank, "master_addr": first, "headless": rank > 0 or None}
+    arguments |= settings.vllm
+    switches = [f"--{key.replace('_', '-')}" for key, value in arguments.items() if value is True]
+    values = {key: value for key, value in arguments.items() if value is not None and not isinstance(value, bool)}
+    off = [f"--no-{key.replace('_', '-')}" for key, value in arguments.items() if value is False]
     return ["vllm", "serve", str(folder), *cli_words(values), *switches, *off]
 
 
 def _precision(folder: Path) -> dict[str, Any]:
-    """Arguments of a checkpoint of `nemo-ext quantize`: its config.json covers all but the KV cache."""
+    """Arguments for a checkpoint of `nemo-ext quantize`, whose config.json sets all but the KV cache."""
     file = folder / "hf_quant_config.json"
     held = read_json(file) if file.is_file() else {}
     low = str((held.get("quantization") or {}).get("kv_cache_quant_algo") or "").upper() == "FP8"
@@ -91,23 +93,23 @@ def _precision(folder: Path) -> dict[str, Any]:
 
 
 def _parsers(folder: Path) -> dict[str, Any]:
-    """Parsers of reasoning and of tool calls by the folder's chat template."""
+    """Parsers of reasoning and of tool calls for the directory's chat template."""
     try:
         text = Template.load(folder).source
     except ValueError:
         return {}
-    found: dict[str, Any] = {}
+    parsers: dict[str, Any] = {}
     style = next((parser for mark, parser in _STYLES.items() if mark in text), None)
     if style is not None:
-        found |= {"enable_auto_tool_choice": True, "tool_call_parser": style}
+        parsers |= {"enable_auto_tool_choice": True, "tool_call_parser": style}
     if "<think>" in text:
-        found["reasoning_parser"] = _REASONING.get(style or "", _OTHER_REASONING)
-    return found
+        parsers["reasoning_parser"] = _REASONING.get(style or "", _OTHER_REASONING)
+    return parsers
 
 
 @contextmanager
 def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[bytes]]:
-    """vLLM's process, which is stopped at the end.
+    """Run vLLM in a process, which is stopped at the end of the context.
 
     Raises:
         ValueError: vLLM is not installed.
@@ -115,11 +117,13 @@ def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[byte
     program = Path(sys.executable).parent / "vllm"
     found = str(program) if program.exists() else shutil.which("vllm")
     if found is None:
-        raise ValueError("serving.engine=vllm: there is no vllm here: pip install vllm, or serving.engine=transformers")
+        raise ValueError(
+            "serving.engine=vllm: vllm is not installed: pip install vllm, or set serving.engine=transformers"
+        )
     process = subprocess.Popen(
         [found, *words[1:]],
         env={**os.environ, **({KEY: key} if key is not None else {})},
-        start_new_session=True,  # Ctrl-C is passed on below
+        start_new_session=True,  # Ctrl-C is forwarded below
         preexec_fn=lambda: end_with_parent(signal.SIGTERM),
     )
     try:
@@ -129,10 +133,10 @@ def running(words: list[str], key: str | None) -> Iterator[subprocess.Popen[byte
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, key: str | None) -> None:
-    """Waits until vLLM answers.
+    """Wait until vLLM answers.
 
     Raises:
-        Ended: it has ended; its output says why.
+        Ended: vLLM has ended; see its output.
     """
     while not answers(f"{url}/models", key):
         if process.poll() is not None:

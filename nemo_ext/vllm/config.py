@@ -1,6 +1,6 @@
-"""Configs of our formats as vLLM wants them: sizes and kinds of blocks by the names that it reads.
+"""Configs of our formats for vLLM: sizes and kinds of blocks under the names that vLLM reads.
 
-They stand in for the Python files of an exported folder, so that vLLM runs none of them.
+They replace the Python files of an exported directory, so that vLLM does not run these files.
 """
 
 from typing import Any
@@ -16,23 +16,23 @@ from nemo_ext.checkpoint.remote_code.configuration_decilm import Namespace
 
 HYBRID = "NemoExtHybridBlocksForCausalLM"
 CLASSES = ("NemoExtBlocksForCausalLM", HYBRID)
-"""Names that vLLM knows the model classes of `nemo_ext.vllm.model` by; the second has Mamba-2 blocks."""
+"""Registered names of the model classes of `nemo_ext.vllm.model`; the second is for models with Mamba-2 blocks."""
 _NOT_THE_MODELS = ("quantization_config", "compression_config", "head_dtype", "num_key_value_heads")
-"""Keys that are the linears' own matter or vLLM's, and the one that `DeciLMConfig` below adds."""
+"""Keys that do not describe the architecture: of quantised linears, of vLLM, and the key that `DeciLMConfig` adds."""
 
 
 def model_of(config: PreTrainedConfig) -> tuple[Format, Description]:
-    """The format and the model of a config as vLLM has it, `hf_overrides` included.
+    """Format and description of a model from vLLM's config, including `hf_overrides`.
 
     Raises:
-        ValueError: a setting that the model class cannot compute.
+        ValueError: the model class does not support a setting.
     """
     values = config.to_diff_dict() | {"architectures": [config.format]}
     return formats.read({key: value for key, value in values.items() if key not in _NOT_THE_MODELS})
 
 
 class _Most:
-    """The largest of a size that every block of a kind has, 0 without such blocks; a config may be given another."""
+    """Descriptor of the maximum of a size over all blocks of a kind, 0 without such blocks; configs may override it."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind, self.name = kind, name
@@ -44,14 +44,14 @@ class _Most:
         return max((block[self.name] for block, kind in pairs if kind == self.kind), default=0)
 
 
-# Both have the names of the classes that exported folders carry: transformers compares names where it loads such a
-# folder in a process of vLLM.
+# Both have the names of the classes in exported directories, because transformers compares the names when it loads such
+# a directory in a vLLM process.
 class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
-    """Config of our own format: where vLLM asks for one size of all blocks, it gets the largest."""
+    """Config of our own format; where vLLM expects one size for all blocks, it gets the maximum."""
 
     format = "NemoExtBlocksForCausalLM"
     chunk_size = 128
-    """Tokens of a chunk of Mamba-2's scan: Nemotron's, where vLLM's default of 2048 is for models without chunks."""
+    """Tokens per chunk of Mamba-2's scan, as in Nemotron; vLLM's default of 2048 is for models without chunks."""
     num_attention_heads = _Most("attention", "num_attention_heads")
     num_key_value_heads = _Most("attention", "num_key_value_heads")
     head_dim = _Most("attention", "head_dim")
@@ -64,12 +64,12 @@ class NemoExtBlocksConfig(configuration_nemo_ext_blocks.NemoExtBlocksConfig):
 
     @property
     def layers_block_type(self) -> list[str]:
-        """The kind of each block; vLLM counts "attention" and "mamba"."""
+        """Kind of each block; vLLM counts "attention" and "mamba"."""
         return self.kinds
 
 
 class DeciLMConfig(configuration_decilm.DeciLMConfig):
-    """Config of `DeciLMForCausalLM`: for vLLM's own class, or for ours where that has no such layers."""
+    """Config of `DeciLMForCausalLM`, for vLLM's class, or for our class if vLLM's does not support the layers."""
 
     format = "DeciLMForCausalLM"
 
@@ -78,10 +78,10 @@ class DeciLMConfig(configuration_decilm.DeciLMConfig):
         try:
             _, description = model_of(self)
         except ValueError:
-            return  # vLLM's own class says what it makes of it
+            return  # vLLM's class reports the error
         if beyond_vllm(description):
             self.architectures = [CLASSES[0]]
-            # Another name than the registered one, by which vLLM would read the first layer's heads.
+            # With the registered name, vLLM would read the first layer's number of heads.
             self.model_type = NemoExtBlocksConfig.model_type
             attention = [block for block in description.blocks if block.kind == "*" and not block.is_linear]
             self.num_key_value_heads = max((block.size("kv") for block in attention), default=self.num_attention_heads)

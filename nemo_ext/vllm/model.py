@@ -1,4 +1,4 @@
-"""Models of any sequence of blocks in vLLM, built from vLLM's own layers.
+"""Models of any sequence of blocks for vLLM, built from vLLM's layers.
 
 Every format that `nemo_ext.checkpoint.formats` reads becomes one chain of residual blocks, each with its own sizes.
 Modules carry the names that the checkpoint has, by which quantisation, KV-cache scales and errors find them.
@@ -64,11 +64,11 @@ from nemo_ext.vllm.config import model_of
 
 Shapes = tuple[tuple[int, ...], ...]
 _PARAMETERS = {"A_log": "A"}
-"""vLLM's names of parameters that it calls otherwise."""
+"""vLLM's names of parameters that have other names in checkpoints."""
 
 
 def _norm(description: Description) -> nn.Module:
-    """The norm of every block and of the end."""
+    """Norm of the blocks, and final norm."""
     architecture = description.architecture
     hidden, epsilon, affine = architecture.hidden_size, description.norm_epsilon, architecture.norm_affine
     if architecture.normalization == "RMSNorm":
@@ -79,7 +79,7 @@ def _norm(description: Description) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Causal attention of one block's heads, window and positions."""
+    """Causal attention with one block's heads, window and RoPE."""
 
     def __init__(self, description: Description, block: Block, names: dict[str, str], vllm: VllmConfig) -> None:
         super().__init__()
@@ -107,7 +107,9 @@ class Attention(nn.Module):
         self.q_norm = self.k_norm = None
         if own.qk_layernorm and self.wide:
             if groups < ranks:
-                raise ValueError(f"{names['q']}: a norm over {groups} KV heads is not parted over {ranks} ranks")
+                raise ValueError(
+                    f"{names['q']}: a norm over {groups} KV heads cannot be split over {ranks} ranks: use fewer GPUs"
+                )
             self.q_norm = MiniMaxText01RMSNormTP(heads * head, description.norm_epsilon)
             self.k_norm = MiniMaxText01RMSNormTP(groups * head, description.norm_epsilon)
         elif own.qk_layernorm:
@@ -211,7 +213,7 @@ def _moe(description: Description, block: Block, names: dict[str, str], vllm: Vl
     )
     at = names["router"].rpartition(".")[0]
     if vllm.model_config.dtype == torch.float16 and block.size("shared") and router.scaling != 1.0:
-        raise ValueError(f"{at}: vLLM scales shared experts otherwise in float16: serve the model in bfloat16")
+        raise ValueError(f"{at}: vLLM scales shared experts differently in float16: serve the model in bfloat16")
     moe = NemotronHMoE(sizes, quant_config=vllm.quant_config, parallel_config=vllm.parallel_config, prefix=at)
     if moe.shared_experts is not None:
         moe.shared_experts.act_fn = get_act_fn(description.activation)  # vLLM's are always squared ReLU
@@ -255,7 +257,7 @@ class ResidualBlock(nn.Module):
 
 @support_torch_compile
 class BlocksModel(nn.Module):
-    """Embedding, blocks and final norm; a pipeline rank has its share of the blocks."""
+    """Embedding, blocks and final norm; each pipeline rank has a range of the blocks."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -284,7 +286,7 @@ class BlocksModel(nn.Module):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """Hidden states `[tokens, hidden]` after the final norm, or those for the next pipeline rank."""
+        """Hidden states `[tokens, hidden]` after the final norm, or intermediate tensors for the next pipeline rank."""
         if not get_pp_group().is_first_rank:
             assert intermediate_tensors is not None
             hidden = intermediate_tensors["hidden_states"]
@@ -298,7 +300,7 @@ class BlocksModel(nn.Module):
 
 
 def module_names(found: Format, description: Description) -> dict[int | None, dict[str, str]]:
-    """The checkpoint's name of each module by its role, for each block and, under None, outside the blocks."""
+    """Checkpoint names of modules by role, for each block number, and for None outside the blocks."""
     names: dict[int | None, dict[str, str]] = {number: {} for number in (None, *range(len(description.blocks)))}
     for entry in found.entries(description):
         for (module, _), name in zip(entry.roles, entry.names, strict=True):
@@ -307,7 +309,7 @@ def module_names(found: Format, description: Description) -> dict[int | None, di
 
 
 def places(found: Format, description: Description) -> dict[str, tuple[str, str | int | None]]:
-    """Our module, and the part of it, for each module's name in a checkpoint."""
+    """Our module, and the shard of a fused module, by the module's name in a checkpoint."""
     outside = {"embedding": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"}
     moved: dict[str, tuple[str, str | int | None]] = {name: ("qkv_proj", name) for name in "qkv"}
     if description.architecture.gated:
@@ -337,7 +339,7 @@ def places(found: Format, description: Description) -> dict[str, tuple[str, str 
 
 
 class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
-    """A language model of any sequence of blocks without Mamba-2."""
+    """Language model of any sequence of blocks without Mamba-2."""
 
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
@@ -374,7 +376,7 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         intermediate_tensors: IntermediateTensors | None = None,
         inputs_embeds: Tensor | None = None,
     ) -> Tensor | IntermediateTensors:
-        """As `BlocksModel`."""
+        """Hidden states or intermediate tensors, as in `BlocksModel`."""
         return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor | None:
@@ -382,10 +384,10 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
         return self.logits_processor(self.lm_head, hidden_states)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Loads tensors by the names of the checkpoint, and returns the names of the parameters that are now there.
+        """Load tensors by their names in the checkpoint, and return the names of the loaded parameters.
 
         Raises:
-            ValueError: a tensor that the model has no place for.
+            ValueError: the model has no parameter for a tensor.
         """
         parameters: dict[str, Any] = dict(self.named_parameters())
         loaded = set()
@@ -415,14 +417,14 @@ class NemoExtBlocksForCausalLM(nn.Module, SupportsPP, SupportsQuant):
             above, _, number = experts.rpartition(".")
             if above not in self.places or not number.isdecimal():
                 raise ValueError(f"{name}: the model has no such module")
-            # `nemo-ext quantize` writes one by one the experts that our own format stacks.
+            # `nemo-ext quantize` writes experts separately that our own format stacks.
             return f"{self.places[above][0]}.{number}.{matrix}", None, parameter
         place, shard = self.places[module]
         return place, shard, _PARAMETERS.get(parameter, parameter)
 
 
 class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, IsHybrid):
-    """A language model with Mamba-2 blocks."""
+    """Language model with Mamba-2 blocks."""
 
     @classmethod
     def get_mamba_state_dtype_from_config(cls, vllm_config: VllmConfig) -> tuple[torch.dtype, ...]:
@@ -434,7 +436,7 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
     @classmethod
     def get_mamba_specs_from_config(cls, vllm_config: VllmConfig) -> list[MambaSpec]:
-        """States of every size of block, of which the largest decides how much a page of the cache holds."""
+        """State specifications of all block sizes; the largest sets the page size of the cache."""
         dtypes = cls.get_mamba_state_dtype_from_config(vllm_config)
         return [MambaSpec(shapes=shapes, dtypes=dtypes, block_size=-1) for shapes in _state_shapes(vllm_config)]
 
@@ -450,7 +452,7 @@ class NemoExtHybridBlocksForCausalLM(NemoExtBlocksForCausalLM, HasInnerState, Is
 
 
 def _state_shapes(vllm_config: VllmConfig) -> list[Shapes]:
-    """Shapes of the two states of each size of Mamba-2 block."""
+    """Shapes of the two states for each size of Mamba-2 block."""
     _, description = model_of(vllm_config.model_config.hf_config)
     blocks = dict.fromkeys(block for block in description.blocks if block.kind == "M" and not block.is_linear)
     return [

@@ -234,7 +234,7 @@ def test_recurrent_state_of_mamba_blocks_only() -> None:
 
 
 def test_kinds_without_cost_model_say_so() -> None:
-    with pytest.raises(ValueError, match=r"block 2: there is no cost model for gated delta net \('G'\) yet"):
+    with pytest.raises(ValueError, match=r"block 2: the cost model does not support gated delta net \('G'\) yet"):
         cost.total_params(small("-G"))
 
 

@@ -104,9 +104,9 @@ def test_a_pattern_without_cuts_is_split_evenly_as_megatron_does() -> None:
     ("text", "layout", "message"),
     [
         ("MEM", Layout(pipeline_parallel=2), "3 blocks without cuts cannot be split evenly"),
-        ("ME|M|*", Layout(pipeline_parallel=2), "the pattern has 3 stages, the layout needs 2"),
+        ("ME|M|*", Layout(pipeline_parallel=2), "the pattern has 3 stages, but the layout needs 2"),
         ("MEM*", Layout(pipeline_parallel=2, virtual_stages=2), "cut the pattern with pipeline.balance"),
-        ("M|E", Layout(), "the pattern has 2 stages, the layout needs 1"),
+        ("M|E", Layout(), "the pattern has 2 stages, but the layout needs 1"),
     ],
 )
 def test_stages_that_do_not_fit(text: str, layout: Layout, message: str) -> None:

@@ -96,7 +96,7 @@ def test_learned_positions_are_megatrons_default() -> None:
     ("pattern", "flags", "message"),
     [
         ("M*", {"hidden_size": 256}, r"block 2 \(\*\): megatron\.num_attention_heads is missing"),
-        ("E", {}, r"block 1 \(E\): megatron\.num_experts is missing: MoE needs it, or E\{experts=\.\.\.\}"),
+        ("E", {}, r"block 1 \(E\): megatron\.num_experts is missing: set it, or write E\{experts=\.\.\.\} for MoE"),
         ("*", {"num_attention_heads": 7}, r"megatron\.kv_channels is missing"),
         ("*{kv=3}", {"num_attention_heads": 4}, "4 heads cannot share 3 KV heads: set kv to a divisor"),
         ("M{heads=4}", {"hidden_size": 256}, "4 Mamba heads cannot share 8 groups"),

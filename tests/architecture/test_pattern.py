@@ -123,11 +123,11 @@ def test_cuts_stand_before_blocks_and_stages_may_be_empty() -> None:
         ),
         ("M/M", 1, "multi-token prediction ('/') is not supported yet"),
         ("(*-", 0, "expected ')' to close this group"),
-        ("*-)", 2, "no group is open"),
+        ("*-)", 2, "there is no open group"),
         ("M()", 2, "expected a block inside the group"),
         ("x3", 0, "a repeat must follow a block or a group"),
         ("Mx", 2, "expected a repeat count after 'x'"),
-        ("Mx 0", 3, "a repeat count must be at least 1; leave the block out for a no-op"),
+        ("Mx 0", 3, "a repeat count must be at least 1; omit the block for a no-op"),
         ("*{kv=99999999999999999999999}", 5, "'kv' is more than 2147483647: write a smaller number"),
         ("(M*)x9999", 5, "this repeat makes more than 2048 blocks"),
         ("M|x2", 2, "a pipeline cut cannot be repeated"),
@@ -200,7 +200,7 @@ def test_compile_refuses_what_megatron_refuses(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "position", "message"),
     [
-        ("(" * 2000 + "M" + ")" * 2000, 32, "more than 32 groups inside each other: take brackets away"),
+        ("(" * 2000 + "M" + ")" * 2000, 32, "more than 32 nested groups: remove brackets"),
         ("-{ffn=" + "9" * 5000 + "}", 6, "'ffn' is more than 2147483647"),
         ("Mx" + "9" * 5000, 2, "this repeat makes more than 2048 blocks"),
     ],

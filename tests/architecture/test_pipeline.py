@@ -168,7 +168,7 @@ def test_an_unknown_schedule_has_no_idle_share() -> None:
         ({"pipeline_parallel": 4}, r"3 blocks cannot fill 4 stages \(PP 4 x 1 virtual\)"),
         ({"pipeline_parallel": 2, "virtual_stages": 2}, r"cannot fill 4 stages \(PP 2 x 2 virtual\)"),
         ({"pipeline_parallel": 0}, "expected at least one stage"),
-        ({"pipeline_parallel": 1, "cost": BlockCosts((1.0,))}, "cost has 1 blocks, the pattern 3"),
+        ({"pipeline_parallel": 1, "cost": BlockCosts((1.0,))}, "cost has 1 blocks, but the pattern has 3"),
     ],
 )
 def test_what_cannot_be_balanced(arguments: dict[str, object], message: str) -> None:

@@ -96,11 +96,11 @@ def test_the_first_rule_counts() -> None:
 def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
     model = architecture("nemotron3_nano_tiny")
 
-    assert "block 0 in_proj: out 656 is no multiple of 128 (blockwise); nearest 640, 768" in misfits(
+    assert "block 0 in_proj: out 656 is not a multiple of 128 (blockwise); use 640 or 768" in misfits(
         plan(recipe="blockwise"), model
     )
     narrow = architecture("nemotron3_nano_tiny", "model.pattern=M-{ffn=64}")
-    assert "block 1 fc1: out 64 is no multiple of 128 (blockwise); nearest 128, 256" in misfits(
+    assert "block 1 fc1: out 64 is not a multiple of 128 (blockwise); use 128 or 256" in misfits(
         plan(recipe="blockwise"), narrow
     )
     assert not misfits(plan("M bf16"), model)
@@ -112,10 +112,10 @@ def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
     [
         ("M>*", "expected a selector and one of fp8, bf16, fp32"),
         ("X bf16", "expected a block kind"),
-        ("M.qkv bf16", "a Mamba-2 block has in_proj, conv1d, out_proj, no qkv"),
-        (".in_pro bf16", "no block has a part 'in_pro': did you mean 'in_proj'?"),
-        ("M.conv1d fp8", "conv1d has no FP8: use bf16 or fp32"),
-        ("embedding fp8", "embedding has no FP8"),
+        ("M.qkv bf16", "a Mamba-2 block has the parts in_proj, conv1d, out_proj, not qkv"),
+        (".in_pro bf16", "unknown part 'in_pro': did you mean 'in_proj'?"),
+        ("M.conv1d fp8", "conv1d does not support FP8: use bf16 or fp32"),
+        ("embedding fp8", "embedding does not support FP8"),
         ("first 0 bf16", "expected a block kind"),
     ],
 )
@@ -131,7 +131,7 @@ def test_wrong_rules(text: str, said: str) -> None:
         ({"recipe": "delyed"}, "precision_plan.recipe='delyed': expected one of delayed"),
         ({"rule": []}, "precision_plan: unknown key 'rule': did you mean 'rules'"),
         ({"rules": "M bf16"}, "expected a list of rules"),
-        (5, "precision_plan=5: it is a section"),
+        (5, "precision_plan=5: expected a section"),
     ],
 )
 def test_wrong_plans(section: Any, said: str) -> None:
@@ -141,7 +141,7 @@ def test_wrong_plans(section: Any, said: str) -> None:
 
 
 def test_a_block_that_is_not_there_is_named() -> None:
-    with pytest.raises(ValueError, match=r"rule '9 bf16': there is no block 9; they are 0 to 7"):
+    with pytest.raises(ValueError, match=r"rule '9 bf16': there is no block 9; block numbers are 0 to 7"):
         assigned(plan("9 bf16"), architecture("nemotron3_nano_tiny"))
 
 

@@ -70,7 +70,7 @@ def test_what_cannot_be_shared_is_refused(
     with pytest.raises(ValueError, match="10 sequences in batches of 4 are too few for 4 ranks"):
         data.batches(4)
     as_rank(monkeypatch, 0, 3)
-    with pytest.raises(ValueError, match="batches of 4 sequences cannot be shared equally by 3 ranks"):
+    with pytest.raises(ValueError, match="batches of 4 sequences cannot be split evenly over 3 ranks"):
         next(data.stream(0, 4))
 
 

@@ -111,7 +111,7 @@ def test_nemo_s_chat_format_and_what_tells_the_formats_apart() -> None:
     assert detect(record) == "nemo" == detect({"conversations": turns})
     assert detect({"conversations": [{"from": "human", "value": "q"}]}) == "sharegpt"
     assert detect({"conversations": [{"role": "user", "content": "q"}]}) == "openai" == detect({"messages": []})
-    with pytest.raises(FormatError, match=r"mask='Assistant': only the user's"):
+    with pytest.raises(FormatError, match=r"mask='Assistant': only 'User'"):
         to_sample(record | {"mask": "Assistant"}, id="1")
 
 
@@ -149,13 +149,13 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
             {"role": "user", "content": [{"type": "image_url"}]},
             r"messages\[1\].content\[0\]: a part of type 'image_url'",
         ),
-        ({"role": "system", "content": "x"}, r"messages\[1\]: a system message that is not the first"),
+        ({"role": "system", "content": "x"}, r"messages\[1\]: a system message must be the first"),
         ({"role": "assistant", "content": "x", "weight": 0}, r"messages\[1\].weight=0"),
         ({"role": "assistant", "reasoning": "a", "reasoning_content": "b"}, r"reasoning_content and reasoning differ"),
-        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, r"only an assistant calls tools"),
+        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, r"only an assistant may call tools"),
         (
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            r"messages\[1\].tool_calls\[0\].arguments: text that is not JSON",
+            r"messages\[1\].tool_calls\[0\].arguments: expected JSON",
         ),
         (
             {"role": "assistant", "tool_calls": [{"name": "f", "arguments": [1]}]},
@@ -171,7 +171,9 @@ def test_an_error_names_the_place_in_the_record(turn: object, said: str) -> None
 
 
 def test_records_that_are_no_conversation() -> None:
-    with pytest.raises(FormatError, match=r"neither messages nor conversations is a list; the keys are \['text'\]"):
+    with pytest.raises(
+        FormatError, match=r"expected a list in messages or conversations; the record's keys are \['text'\]"
+    ):
         to_sample({"text": "x"}, id="1")
     with pytest.raises(FormatError, match="messages is empty"):
         to_sample({"messages": []}, id="1")
@@ -196,7 +198,7 @@ def test_empty_traces_are_none_and_counted() -> None:
 
     assert [message.reasoning for message in found] == [None, None, "real", "real", None, "real"]
     assert {message.content for message in found} == {"a"}
-    assert changed == {"empty traces taken for none": 2, "traces read that have no opening tag": 1}
+    assert changed == {"empty traces removed": 2, "traces without an opening tag": 1}
 
 
 def test_keys_that_mean_nothing_are_counted() -> None:
@@ -363,9 +365,9 @@ def test_messages_of_a_request_are_the_same_and_keep_other_keys() -> None:
 
 @pytest.mark.parametrize("content", ["<think>and then", "\n<think>\nand then </thin"])
 def test_a_trace_that_does_not_end_is_no_answer(content: str) -> None:
-    with pytest.raises(FormatError, match=r"messages\[0\].content: its trace does not end"):
+    with pytest.raises(FormatError, match=r"messages\[0\].content: the trace does not end"):
         messages({"messages": [{"role": "assistant", "content": content}]})
-    with pytest.raises(FormatError, match=r"conversations\[0\].value: its trace does not end"):
+    with pytest.raises(FormatError, match=r"conversations\[0\].value: the trace does not end"):
         messages({"conversations": [{"from": "gpt", "value": content}]})
 
 

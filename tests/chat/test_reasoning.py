@@ -131,7 +131,7 @@ def test_another_seed_source_or_id_decides_otherwise() -> None:
 def test_an_answer_that_is_all_trace_keeps_it() -> None:
     made, report = controlled([chat("a", answer=" ")], ReasoningSettings(strip=1, truncate=0))
     assert [sample.thinking for sample in made] == [True]
-    assert report.counts["samples not stripped: nothing would be left of an answer"] == 1
+    assert report.counts["samples not stripped: an answer would be empty"] == 1
 
     call = Message(role="assistant", reasoning="trace", tool_calls=(ToolCall(name="f"),))
     made, _ = controlled([replace(chat("a"), messages=(call,))], ReasoningSettings(strip=1, truncate=0))
@@ -145,8 +145,8 @@ def test_a_mode_that_the_data_contradict_is_put_right_and_counted() -> None:
 
     assert [sample.thinking for sample in made] == [False, False]
     assert made[1].messages[1].reasoning is None
-    assert report.counts["samples said to be on that had no trace, now off"] == 1
-    assert report.counts["samples said to be off that had a trace, now without it"] == 1
+    assert report.counts["samples marked on without a trace, now off"] == 1
+    assert report.counts["samples marked off with a trace, which is removed"] == 1
 
 
 def test_a_budget_is_in_tokens_of_the_model() -> None:
@@ -200,5 +200,5 @@ def test_mistakes_are_named() -> None:
         ReasoningSettings.of({"strip": 10})
     with pytest.raises(ValueError, match=r"reasoning: budgets\.0=0: "):
         ReasoningSettings.of({"budgets": [0]})
-    with pytest.raises(ValueError, match="give the tokenizer"):
+    with pytest.raises(ValueError, match="requires a tokenizer"):
         Control(ReasoningSettings())

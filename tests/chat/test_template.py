@@ -268,9 +268,9 @@ def test_a_template_that_does_not_know_reasoning_is_refused() -> None:
 
     (text,) = Template("simple", source).renderings(ask())
     assert text.segments == [("user: 2+2?\nassistant: ", False), ("4", True), ("\n", False)]
-    with pytest.raises(ValueError, match="chat template simple leaves out reasoning_content"):
+    with pytest.raises(ValueError, match="chat template simple omits reasoning_content"):
         Template("simple", source).renderings(ask(reasoning="Add."))
-    with pytest.raises(ValueError, match="begins message 1 otherwise than its prompt ends"):
+    with pytest.raises(ValueError, match="does not render message 1 after its prompt"):
         Template("other", source.replace("}assistant: ", "}model: ")).renderings(ask())
 
 
@@ -371,7 +371,7 @@ def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> N
     for text in texts:
         assert text.segments[-3][0].endswith("assistant\n<think>\n\n</think>\n\n")
     assert trained(template.renderings(sample, turns="last")) == ["assistant 2<|im_end|>"]
-    with pytest.raises(ValueError, match=r"begins message 1 otherwise than its prompt ends.* turns=split"):
+    with pytest.raises(ValueError, match=r"does not render message 1 after its prompt.* turns=split"):
         template.renderings(sample, turns="whole")
 
 
@@ -460,7 +460,9 @@ def test_a_template_that_leaves_something_out_is_refused(
     source = source if marks else re.sub("{% (end)?generation %}", "", source)
     turn = tuple(replace(m, reasoning=None) for m in (tool_chat.messages[0], *tool_chat.messages[3:]))
 
-    with pytest.raises(ValueError, match=f"sample tools: chat template mine leaves out .*{left_out}.*: use another"):
+    with pytest.raises(
+        ValueError, match=f"sample tools: chat template mine omits .*{left_out}.*: use another template"
+    ):
         Template("mine", source).renderings(replace(tool_chat, messages=turn))
 
 
@@ -468,7 +470,7 @@ def test_a_template_that_leaves_something_out_is_refused(
 def test_a_short_trace_that_stands_elsewhere_is_no_written_trace(marks: bool) -> None:
     source = CHATML if marks else re.sub("{% (end)?generation %}", "", CHATML)
 
-    with pytest.raises(ValueError, match="chat template mine leaves out reasoning_content"):
+    with pytest.raises(ValueError, match="chat template mine omits reasoning_content"):
         Template("mine", source).renderings(ask(answer="So 4.", reasoning="4"))
 
 
@@ -525,9 +527,9 @@ def test_a_file_takes_the_tokens_of_the_tokenizer_config_beside_it(tmp_path: Pat
     file, config = tmp_path / "own.jinja", tmp_path / "tokenizer_config.json"
     file.write_text("{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}")
 
-    with pytest.raises(ValueError, match=r"eos_token is not known: .* tokenizer_config\.json"):
+    with pytest.raises(ValueError, match=r"eos_token is unknown: .* tokenizer_config\.json"):
         Template.load(file).render(ask())
-    with pytest.raises(ValueError, match="eos_token is not known"):
+    with pytest.raises(ValueError, match="eos_token is unknown"):
         pickle.loads(pickle.dumps(Template.load(file))).render(ask())
     config.write_text(json.dumps({"eos_token": {"content": "</s>"}, "bos_token": None}))
     assert Template.load(file).render(ask()).text == "2+2?</s>4</s>"
@@ -536,7 +538,7 @@ def test_a_file_takes_the_tokens_of_the_tokenizer_config_beside_it(tmp_path: Pat
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'olmo3'"):
         Template.load("olmo_3")
-    with pytest.raises(ValueError, match="no chat_template"):
+    with pytest.raises(ValueError, match="neither a chat_template"):
         Template.load(tmp_path)
     with pytest.raises(ValueError, match="chat template bad, line 2"):
         Template("bad", "a\n{% if %}")
@@ -550,9 +552,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big.*: mend the template"),
-        ("{{ range(10**9) | list }}", "Range too big.*: mend the template"),
-        ("{{ 1 % (messages | length - messages | length) }}", "zero: mend the template"),
+        ("{% for i in range(10**9) %}a{% endfor %}", "Range too big.*: fix the template"),
+        ("{{ range(10**9) | list }}", "Range too big.*: fix the template"),
+        ("{{ 1 % (messages | length - messages | length) }}", "zero: fix the template"),
     ],
 )
 def test_a_template_that_counts_too_far_is_refused_at_once(source: str, said: str) -> None:

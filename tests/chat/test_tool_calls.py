@@ -218,7 +218,7 @@ def test_calls_around_a_broken_one_are_read() -> None:
         ('<tool_call>{"name": "a", "arguments": {"b": NaN}}</tool_call>', "NaN"),
         ('<tool_call>{"name": "a", "arguments": {"b": 1e999}}</tool_call>', "too large"),
         ('<tool_call>{"name": "a", "arguments": {"b": ' + "9" * 5000 + "}}</tool_call>", "too large"),
-        ('<tool_call>{"name": "a", "arguments": {"b": 1, "b": 2}}</tool_call>', "twice"),
+        ('<tool_call>{"name": "a", "arguments": {"b": 1, "b": 2}}</tool_call>', "duplicate key"),
         ('<tool_call>{"name": "a", "arguments": "b"}</tool_call>', "arguments"),
         ('<tool_call>{"name": "a"}</tool_call>', "name and arguments"),
         ('<tool_call>{"name": "a", "arguments": {"b": "\\ud800"}}</tool_call>', "UTF-8"),

@@ -142,7 +142,7 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
     sample, template = chats()[number], Template.load(folder if name is None else name)
     tokenizer = HuggingFaceTokenizer(folder, parse_special_tokens=True)
     if name is None and sample.tools:  # these two templates know no tools
-        with pytest.raises(ValueError, match="leaves out the tool calls of message 1"):
+        with pytest.raises(ValueError, match="omits the tool calls of message 1"):
             ChatEncoder(template, tokenizer).encode(sample)
         return
     loaded = AutoTokenizer.from_pretrained(folder)

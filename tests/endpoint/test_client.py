@@ -99,7 +99,7 @@ def test_a_redirect_does_not_take_the_key_elsewhere(endpoints: Callable[[], Any]
     (answer,) = asyncio.run(collected(Client(Address(url=first.url, key=KEY)), [request(0)]))
 
     assert answer.problem.startswith(f"HTTP 307: {first.url}/chat/completions")
-    assert f"leads to {other.url}/chat/completions" in answer.problem
+    assert f"redirects to {other.url}/chat/completions" in answer.problem
     assert not other.requests
 
 
@@ -220,12 +220,12 @@ def test_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("place", "said"),
     [
-        ("http://me:word@host/v1", "no name, password or query"),
-        ("http://host/v1?key=x", "no name, password or query"),
+        ("http://me:word@host/v1", "must not contain a name, password or query"),
+        ("http://host/v1?key=x", "must not contain a name, password or query"),
         ("ftp://host/v1", "must be like http://localhost:8000/v1"),
         ("nowhere", "there is no endpoint"),
-        ("bad.json", "cannot be read as an endpoint's description"),
-        ("list.json", "cannot be read as an endpoint's description"),
+        ("bad.json", "cannot be read as the address of an endpoint"),
+        ("list.json", "cannot be read as the address of an endpoint"),
     ],
 )
 def test_an_address_that_is_none(tmp_path: Path, place: str, said: str) -> None:
@@ -271,7 +271,7 @@ def test_an_endpoint_without_replicas_is_waited_for_and_costs_no_attempt(endpoin
 def test_what_is_no_json_is_a_problem_of_its_own(endpoint: Any) -> None:
     (found,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [Request(body={"prompt": b"bytes"})]))
 
-    assert "the request is no JSON" in found.problem
+    assert "the request cannot be written as JSON" in found.problem
     assert not endpoint.requests
 
 
@@ -365,7 +365,7 @@ def test_an_error_in_place_of_an_answer(
     (answer,) = asyncio.run(collected(client, [request(0)]))
 
     assert (len(endpoint.requests), answer.status, answer.answer) == (attempts, status, None)
-    assert answer.problem.startswith("an answer that is no chat completion") and answer.problem.endswith(said)
+    assert answer.problem.startswith("the response is not a chat completion") and answer.problem.endswith(said)
     assert len(overloaded) == (3 if status == 429 else 0)
 
 
@@ -411,7 +411,7 @@ def test_a_refused_key_is_named_by_its_place(
 
     assert "variable MY_KEY" in said(endpoint.url, model="m", key_variable="MY_KEY")
     assert str(tmp_path) in said(tmp_path)
-    assert "none was sent: key_variable=NAME" in said(endpoint.url, model="m")
+    assert "none was sent: set key_variable=NAME" in said(endpoint.url, model="m")
 
 
 def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any) -> None:
@@ -426,5 +426,5 @@ def test_fields_that_an_endpoint_refuses_are_left_out(endpoint: Any, reply: Any)
     assert "HTTP 422" in asyncio.run(answer(ClientSettings())).problem
     found = asyncio.run(answer(ClientSettings(omit=("seed",))))
     assert (found.answer, found.seed, endpoint.requests[-1]["temperature"]) == ("yes", None, 0.5)
-    with pytest.raises(ValueError, match="omit=messages: no request is without"):
+    with pytest.raises(ValueError, match="omit=messages: required in every request"):
         ClientSettings(omit=("messages", "seed"))

@@ -425,7 +425,7 @@ def test_a_dry_run_shows_prompts_and_asks_nothing(
         ([TEMPLATE, "+generate.client=3"], "unknown key 'generate.client'"),
         ([TEMPLATE, "samples=0"], "samples"),
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
-        ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint (yet)"),
+        ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint yet"),
         ([TEMPLATE, "endpoint=null"], "endpoint: name one"),
         ([TEMPLATE, "input=/no/rows.jsonl"], "no such file"),
         ([TEMPLATE, "key_variable=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),

@@ -129,7 +129,7 @@ def test_names_are_those_within_the_stage() -> None:
     [
         (
             ["precision=fp8_current", "megatron.mamba_num_heads=8"],
-            "in_proj: out 392 is no multiple of 16 (tensorwise); nearest 384, 400",
+            "in_proj: out 392 is not a multiple of 16 (tensorwise); use 384 or 400",
         ),
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
         (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed is Transformer Engine's"),

@@ -387,7 +387,7 @@ def test_all_stages_on_the_device(tmp_path: Path) -> None:
         (("puzzle.stages=[search]",), "search takes what score and cost makes, which is not finished"),
         (("puzzle.child=blocks",), "that folder holds something else"),
         (("puzzle.distill.steps=many",), "puzzle: distill.steps='many'"),
-        (("launcher.nodes=2",), "launcher.nodes=2: this command runs on this machine only"),
+        (("launcher.nodes=2",), "launcher.nodes=2: this command runs on one machine only"),
         (("data=packed", "data.packed.valid=null"), "data.packed.valid=null: puzzle compares models"),
         (("+puzzle.serch=1",), "puzzle: unknown key 'serch': did you mean 'search'"),
     ],

@@ -130,8 +130,8 @@ def test_what_sft_data_writes_is_read(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 31}, r"30 different samples.*calibration.samples \+ calibration.held_out are 31"),
-        ({"samples": 20, "held_out": 11}, r"30 different samples.*are 31"),
+        ({"samples": 31}, r"30 distinct samples.*calibration.samples \+ calibration.held_out is 31"),
+        ({"samples": 20, "held_out": 11}, r"30 distinct samples.*is 31"),
     ],
 )
 def test_too_few_samples_are_an_error_that_counts(
@@ -146,7 +146,7 @@ def test_too_few_samples_are_an_error_that_counts(
 def test_another_tokenizer_is_an_error(packs: Callable[..., Path], tmp_path: Path) -> None:
     folder = packs([[number + 1, 300] for number in range(5)])
 
-    with pytest.raises(ValueError, match="has the token 300, the model 257 of them"):
+    with pytest.raises(ValueError, match="has token 300, the model has 257 tokens"):
         load(CalibrationSettings(data=str(folder), samples=5, held_out=0), model=tmp_path, vocab_size=257)
 
 
@@ -173,4 +173,4 @@ def test_without_modelopt_no_model_is_loaded(
     words = [f"from={random_llama}", f"to={tmp_path / 'to'}", f"calibration.data={tmp_path / 'chat.jsonl'}"]
     code, _, err = command("quantize", *words, "precision=fp8_current")
 
-    assert (code, err) == (2, "error: nemo-ext quantize needs ModelOpt: pip install 'nemo_ext[ptq]'\n")
+    assert (code, err) == (2, "error: nemo-ext quantize requires ModelOpt: pip install 'nemo_ext[ptq]'\n")

@@ -144,8 +144,8 @@ def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model.pattern=*E{ffn=120} precision=fp8_current",
-            "precision_plan.recipe=tensorwise: block 1 fc1: out 120 is no multiple of 16 (tensorwise); "
-            "nearest 112, 128",
+            "precision_plan.recipe=tensorwise: block 1 fc1: out 120 is not a multiple of 16 (tensorwise); "
+            "use 112 or 128",
         ),
         (
             "model=domyn_small_tiny megatron.context_parallel_size=4 megatron.seq_length=252",

@@ -153,7 +153,7 @@ def test_fused_permutation_saves_its_map_alone() -> None:
 
 
 def test_a_width_that_fp8_does_not_take_is_one_line() -> None:
-    with pytest.raises(ValueError, match="block 1 fc1: out 500 is no multiple of 16"):
+    with pytest.raises(ValueError, match="block 1 fc1: out 500 is not a multiple of 16"):
         rehearsed(compose("rehearse", [*DENSE, "precision=fp8_current", "model.pattern='*-{ffn=500}'"]))
 
 

@@ -157,7 +157,7 @@ def test_a_prompt_without_the_task_s_tools_is_refused() -> None:
     source = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 
     assert Prompts.load("olmo3").prompt(task)[0].count('"name": "f"') == 1
-    with pytest.raises(ValueError, match="sample t: chat template plain leaves out the declared tools"):
+    with pytest.raises(ValueError, match="sample t: chat template plain omits the declared tools"):
         Prompts(Template("plain", source)).prompt(task)
 
 
@@ -169,5 +169,5 @@ def test_a_template_that_writes_tools_answers_beside_structured_calls_alone_is_r
     answers = [Message(role="tool", content="12")]
 
     assert "12" in Prompts.load("olmo3").continuation(answers, tools=(), thinking=None)[0]
-    with pytest.raises(ValueError, match="chat template plain leaves out the tool's answer"):
+    with pytest.raises(ValueError, match="chat template plain omits the tool's answer"):
         Prompts(Template("plain", source)).continuation(answers, tools=(), thinking=None)

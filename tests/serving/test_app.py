@@ -263,12 +263,12 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         (
             "chat/completions",
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[" * 100_000}]}]},
-            "text that is not JSON",
+            "expected JSON",
         ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "messages[0].content[0]: a part of type 'image_url'; only text is read",
+            "messages[0].content[0]: a part of type 'image_url' is not supported",
         ),
         (
             "chat/completions",
@@ -283,12 +283,12 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         (
             "chat/completions",
             {"messages": HELLO, "enable_thinking": False, "chat_template_kwargs": {"enable_thinking": True}},
-            "enable_thinking: chat_template_kwargs says something else",
+            "enable_thinking: contradicts chat_template_kwargs",
         ),
         ("completions", {"prompt": "a", "add_special_tokens": False}, "add_special_tokens: "),
         ("chat/completions", {"messages": HELLO, "top_p": 0}, "top_p: "),
         ("chat/completions", {"messages": HELLO, "n": 0}, "n: "),
-        ("chat/completions", {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: needs logprobs"),
+        ("chat/completions", {"messages": HELLO, "top_logprobs": 3}, "top_logprobs: requires logprobs"),
         ("chat/completions", {"messages": HELLO, "frequency_penalty": 0.5}, "frequency_penalty: "),
         ("chat/completions", {"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format: "),
         ("chat/completions", {"messages": HELLO, "no_such": 1}, "no_such: "),
@@ -296,7 +296,7 @@ def test_calls_come_back_as_calls(client: TestClient, say: Callable[[str], None]
         ("chat/completions", {"messages": HELLO, "chat_template_kwargs": {"tokenize": True}}, "cannot be set"),
         ("completions", {"prompt": ""}, "prompt: is empty"),
         ("completions", {"prompt": []}, "prompt: is empty"),
-        ("completions", {"prompt": [5, 99999]}, "its tokens must be from 0 to 511"),
+        ("completions", {"prompt": [5, 99999]}, "token ids must be from 0 to 511"),
         ("completions", {"prompt": "a", "max_tokens": -1}, "max_tokens: "),
     ],
 )

@@ -122,7 +122,7 @@ def test_parquet_rows_are_read_without_the_keys_that_only_other_rows_have(tmp_pa
     assert calls == [(ToolCall(name="f", arguments={"x": 1}),), (ToolCall(name="f", arguments={"y": 2}),)]
     assert found[0].sample.messages[0].tool_calls == ()
     assert report.examples["schema"] == [
-        f"{path}: row 3: neither messages nor conversations is a list; the keys are ['messages']"
+        f"{path}: row 3: expected a list in messages or conversations; the record's keys are ['messages']"
     ]
 
 
@@ -190,7 +190,7 @@ def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) ->
     texts = ["q", "Be brief.", "Be brief.\nBe kind.", "I was thinking on it.", "q"]
     assert [item.sample.messages[0].content for item in found] == texts
     assert [item.sample.thinking for item in found] == [True, False, True, None, False]
-    assert report.changed == {"mode lines taken out of system messages": 4}
+    assert report.changed == {"mode lines removed from system messages": 4}
     assert report.skipped == {"schema": 2} and "says the other mode" in report.examples["schema"][0]
     assert [sample.messages[0].content for sample in kept] == [r["messages"][0]["content"] for r in records[:5]]  # type: ignore[index]
     assert [sample.thinking for sample in kept] == [True, False, True, None, False]
