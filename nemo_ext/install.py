@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
@@ -137,15 +138,20 @@ def check_packages(job: Job, config: Config) -> None:
 
 def _check_extras(extras: Sequence[str]) -> None:
     from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion, Version
 
     lacking = []
     for line in _wanted([*extras], requirements()):
         wanted = Requirement(line)
-        versions = [item.version for item in distributions(name=wanted.name)]
-        if not versions and not folder_of(wanted.name.replace("-", "_")):
+        if wanted.marker is not None and not wanted.marker.evaluate():
+            continue
+        version = next((each.version for each in distributions(name=wanted.name) if each.version), None)
+        module = MODULES.get(canonical(wanted.name), wanted.name.replace("-", "_"))
+        if version is None and not folder_of(module):
             lacking.append(wanted.name)
-        elif versions and not wanted.specifier.contains(versions[0], prereleases=True):
-            lacking.append(f"{wanted.name}{wanted.specifier} (installed: {versions[0]})")
+        with suppress(InvalidVersion):  # a build of the user's
+            if version is not None and not wanted.specifier.contains(Version(version), prereleases=True):
+                lacking.append(f"{wanted.name}{wanted.specifier} (installed: {version})")
     if lacking:
         raise ValueError(f"this job requires {'; '.join(lacking)}: pip install 'nemo_ext[{','.join(extras)}]'")
 

@@ -272,7 +272,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
         elif key == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{key}="{value}"')
         elif equals and marked(REPLACED):
-            spelled += [f"~{key}", f"+{word}"]
+            spelled += [f"++{key}=null", f"++{word}"]
         elif equals and value[:1] not in ("[", "$") and value not in ("", "null") and marked(WORDS):
             spelled.append(f"{key}=[{','.join(map(hydra_value, _split(key, value)))}]")
         else:
@@ -475,7 +475,10 @@ def run_job(config_name: str, job: Callable[[dict[str, Any]], None], *, resumabl
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with mistakes_are_one_line():
         if {"-h", "--help"} & set(sys.argv[1:]):
-            print(_help(config_name, sys.argv[1:]))
+            try:
+                print(_help(config_name, sys.argv[1:]), flush=True)
+            except BrokenPipeError:
+                _drop_output()
             return
         check_choice("recipe", sys.argv[1:], config_name)
         package = _package_of(config_name)

@@ -32,7 +32,7 @@ def may_be_new(settings: Any, key: str) -> bool:
 
 
 def choices(settings: Any, key: str) -> tuple[str, ...]:
-    """Words allowed as the value of a dotted key; empty if other values are allowed as well."""
+    """Words that are listed as values of a dotted key; its type may allow other values as well."""
     kinds = [kind for kind, _ in _types(settings, key.split("."))]
     words = [
         word

@@ -213,9 +213,15 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
     for key in section:
         if key not in keys:
             raise ValueError(f"{prefix}unknown key '{above}{key}': {nearest(str(key), keys)}")
-        flat, names, inner = parts.get(key, (True, [], {}))
+        flat, names, inner = _shown(parts).get(key, (True, [], {}))
         if not flat and isinstance(section[key], Mapping):
             _check_names(section[key], names, inner, prefix, f"{above}{key}.")
+
+
+def _shown(parts: _Parts) -> _Parts:
+    """Fields that are dataclasses by their keys in the section: those of flat fields stand among the others."""
+    flat = [_shown(inner) for is_flat, _, inner in parts.values() if is_flat]
+    return {name: part for level in (parts, *flat) for name, part in level.items() if not part[0]}
 
 
 def _keys_at(kind: type[Any], place: Sequence[str | int]) -> list[str]:

@@ -638,7 +638,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("shard_gigabytes=some",), "shard_gigabytes='some': input should be a valid number"),
         (("files_from=3",), "files_from=3: no such folder"),
         (("iteration=1.5",), "iteration=1.5: input should be a valid integer"),
-        (("template=domino",), "no chat template 'domino'"),
+        (("template=domino",), "'domino' is neither a chat template"),
         (("iteration=7",), "iteration=7 applies to Megatron runs only"),
     ],
 )

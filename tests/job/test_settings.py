@@ -5,13 +5,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from omegaconf import OmegaConf
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.job.settings import STRICT, Count, Share, Strings, StringsOrNone, checked, strings
+from nemo_ext.job.settings import FLAT, STRICT, Count, Share, Strings, StringsOrNone, checked, strings
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -74,3 +74,29 @@ def test_what_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
 
 def test_texts_may_be_one_or_several_or_none() -> None:
     assert [strings(value) for value in ("a", ["a", 5], 5, None)] == [("a",), ("a", "5"), ("5",), ()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inner:
+    size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flat:
+    inner: Inner = field(default_factory=Inner)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Among:
+    name: str = ""
+    part: Annotated[Flat, FLAT] = field(default_factory=Flat)
+
+
+def test_keys_of_flat_fields_stand_among_the_others() -> None:
+    assert checked(Among, {"name": "a", "inner": {"size": 3}}).part.inner.size == 3
+    for section, message in (
+        ({"inner": {"sise": 3}}, "unknown key 'inner.sise': did you mean 'size'"),
+        ({"part": {}}, "unknown key 'part'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            checked(Among, section)

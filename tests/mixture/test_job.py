@@ -218,7 +218,7 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
             ["evaluate=suite=quick evaluate.benchmarks=[python_bits] evaluate.limit=2 serving.replicas=2"],
             r"evaluate: serving\.replicas=2",
         ),
-        (["output=it's"], "output=it's: choose one without '"),
+        (["output=it's"], "output=it's: choose a path without '"),
         (["evaluate=suite=nothing"], "nothing"),
         (["evaluate=suite=quick model=x"], "evaluate: model=x: each run has its own model"),
         (["evaluate=suite=quick evaluate.benchmarks=[letters]"], "no benchmark is in bits per byte"),

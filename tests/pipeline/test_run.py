@@ -127,7 +127,7 @@ def test_time_is_that_of_all_starts(plan: Plan) -> None:
         (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is for `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
         (["scale=laptop"], "pipeline=NAME is missing"),
-        (["pipeline=quickstart", "run_dir=it's"], "run_dir=it's: choose one without '"),
+        (["pipeline=quickstart", "run_dir=it's"], "run_dir=it's: choose a path without '"),
         (["pipeline=quickstart", "skp=[export]"], "pipeline has no such key; `nemo-ext pipeline --help`"),
     ],
 )

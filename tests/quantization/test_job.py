@@ -327,12 +327,12 @@ def test_a_run_of_megatron_is_converted_first(
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.sample=3"], "sample"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.samples=90"], "20 distinct samples.*94"),
         ("domyn_small_tiny", "*-", ["precision=fp8_current", "calibration.data=no.jsonl"], "calibration.data=no.jsonl"),
-        ("nemotron3_nano_tiny", "ME*-", ["precision=fp8_blockwise"], "recipe=blockwise: vLLM has no experts"),
+        ("nemotron3_nano_tiny", "ME*-", ["precision=fp8_blockwise"], "recipe=blockwise: vLLM does not support experts"),
         (
             "nemotron3_nano_tiny",
             "ME*-",
             ["precision=fp8_current", 'precision_plan.rules=["E.fc2 bf16", "head bf16"]'],
-            "block 1 has experts' fc1 and fc2",
+            "the experts' fc1 and fc2 of block 1",
         ),
         (
             "nemotron3_nano_tiny",
@@ -340,7 +340,7 @@ def test_a_run_of_megatron_is_converted_first(
             ["precision=fp8_blockwise"],
             r"in_proj.weight is 384 \(128 \+ 128 \+ 56 \+ 56 \+ 16\)x",
         ),
-        ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, no multiple of 128"),
+        ("domyn_small_tiny", "*-", ["precision=fp8_blockwise"], "q_proj.weight is 192x128, not a multiple of 128"),
     ],
 )
 def test_what_cannot_be_served_or_done_is_refused_before_any_work(

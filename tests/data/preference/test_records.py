@@ -42,7 +42,7 @@ def test_traces_are_read_as_everywhere_and_an_answer_cut_off_inside_one_is_left_
         (Message(role="assistant", content="a", reasoning="t"),)
     ] * 2
     assert report.skipped == {"answer whose trace does not end": 1}
-    with pytest.raises(FormatError, match=r"generations\[1\].text: messages\[0\].content: its trace does not end"):
+    with pytest.raises(FormatError, match=r"generations\[1\].text: messages\[0\].content: the trace does not end"):
         to_group(record, KEYS)
 
 

@@ -134,7 +134,8 @@ def test_a_source_that_cannot_be_used_is_refused_before_the_work(tmp_path: Path)
         load_conversations({"name": "s", **config}).check()
 
     with pytest.raises(
-        ValueError, match=r"source s: none of the first 3 records .*alpaca.jsonl:1: neither messages nor"
+        ValueError,
+        match=r"source s: none of the first 3 records .*alpaca.jsonl:1: expected a list in messages or conversations",
     ):
         check(path=str(alpaca))
     with pytest.raises(ValueError, match=r"bad\.parquet: not a readable Parquet file"):
@@ -191,7 +192,7 @@ def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) ->
     assert [item.sample.messages[0].content for item in found] == texts
     assert [item.sample.thinking for item in found] == [True, False, True, None, False]
     assert report.changed == {"mode lines removed from system messages": 4}
-    assert report.skipped == {"schema": 2} and "says the other mode" in report.examples["schema"][0]
+    assert report.skipped == {"schema": 2} and "sets the other mode" in report.examples["schema"][0]
     assert [sample.messages[0].content for sample in kept] == [r["messages"][0]["content"] for r in records[:5]]  # type: ignore[index]
     assert [sample.thinking for sample in kept] == [True, False, True, None, False]
 

@@ -135,5 +135,5 @@ def test_outputs_of_calls_stand_in_the_order_of_the_calls() -> None:
     made = messages([asked, *calls, *outputs])
 
     assert [message.content for message in made] == ["q", "", "of a", "of b"]
-    with pytest.raises(ValueError, match="tool_call_id='b': no call before it waits for it"):
+    with pytest.raises(ValueError, match="tool_call_id='b': no preceding unanswered call has this id"):
         messages([asked, calls[0], *outputs])

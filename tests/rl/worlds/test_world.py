@@ -149,8 +149,8 @@ def test_new_rows_in_any_order_and_case() -> None:
         ("move", {"book": "book-1", "shelf": 0}, "shelf: Input should be greater"),
         ("move", {"book": "book-9", "shelf": 5}, "there is no 'book-9'"),
         ("move", {"book": "book-1", "shelf": 5, "colour": 1}, "colour: Extra inputs"),
-        ("move", {"book": "book-1", "shelf": float("nan")}, "arguments that are not JSON"),
-        ("find", {"title": "\ud800"}, "arguments that are not JSON"),
+        ("move", {"book": "book-1", "shelf": float("nan")}, "arguments: cannot be written as JSON"),
+        ("find", {"title": "\ud800"}, "arguments: cannot be written as JSON"),
         ("buy", {"title": "Dune"}, "we have it"),
     ],
 )
