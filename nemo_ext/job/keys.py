@@ -86,7 +86,11 @@ def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[A
         return
     if isinstance(kind, str):
         module, _, name = kind.partition(":")
-        kind = getattr(import_module(module), name)
+        try:
+            kind = getattr(import_module(module), name)
+        except (ImportError, ValueError):  # a package is missing, as on a login node: the job says so when it runs
+            yield Any, True
+            return
         kind = tuple(kind.values()) if isinstance(kind, Mapping) else kind  # kinds by name
     if isinstance(kind, tuple):
         for member in kind:
