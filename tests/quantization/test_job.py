@@ -256,7 +256,7 @@ def test_types_stay_and_what_vllm_reads_is_there(
     assert "perplexity" in (to / "quantization.md").read_text()
 
     again, told = quantize(*words)
-    assert again == 0 and "is finished" in told
+    assert again == 0 and "already finished" in told
     other, told = quantize(*words, "calibration.seed=7")
     assert other == USER_ERROR and "holds something else" in told
 
