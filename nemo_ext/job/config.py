@@ -250,10 +250,11 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
     for word in words:
         key, equals, value = word.partition("=")
         key = grammar.aliases.get(key, key)
-        if equals and not _is_plain(value) and _is_text(grammar, key.lstrip("+~"), value):
+        bare = key.lstrip("+~")
+        if equals and not _is_plain(value) and _is_text(grammar, bare, value):
             value = hydra_value(value)
         word = f"{key}{equals}{value}"
-        marked = functools.partial(is_marked, grammar.settings, key)
+        marked = functools.partial(is_marked, grammar.settings, bare)
         literal = invoke(grammar.literal, key, value) if equals and grammar.literal else None
         if literal is not None:
             spelled.append(f"++{key}={value if literal or _QUOTED.fullmatch(value) else hydra_value(value)}")
@@ -271,7 +272,7 @@ def hydra_words(words: Sequence[str], config_name: str = "") -> list[str]:
             spelled += [word, f"~{grammar.replaces[key]}"]
         elif key == "model.pattern" and value[:1] not in ("'", '"'):
             spelled.append(f'{key}="{value}"')
-        elif equals and marked(REPLACED):
+        elif equals and key == bare and marked(REPLACED):
             spelled += [f"++{key}=null", f"++{word}"]
         elif equals and value[:1] not in ("[", "$") and value not in ("", "null") and marked(WORDS):
             spelled.append(f"{key}=[{','.join(map(hydra_value, _split(key, value)))}]")

@@ -65,13 +65,13 @@ def _attributes(kind: type[Any]) -> dict[str, str]:
     """Entries of the `Attributes` sections of a dataclass, its flat fields and its bases, by name."""
     lines: dict[str, str] = {}
     for part in (*(part for _, part, flat in dataclass_fields(kind) if flat), *reversed(kind.__mro__[:-1])):
-        if part is not kind and part not in kind.__mro__:
+        if part not in kind.__mro__:
             lines |= _attributes(part)
             continue
         section = inspect.cleandoc(part.__doc__ or "").partition("Attributes:\n")[2].split("\n\n")[0]
         for entry in re.split(r"\n(?= {4}\S)", "\n" + section):
-            names, colon, line = " ".join(entry.split()).partition(": ")
-            lines |= dict.fromkeys(names.split(", "), line) if colon else {}
+            keys, colon, line = " ".join(entry.split()).partition(": ")
+            lines |= dict.fromkeys(keys.split(", "), line) if colon else {}
     return lines
 
 
@@ -88,7 +88,7 @@ def _types(kind: Any, parts: list[str], known: bool = False) -> Iterator[tuple[A
         module, _, name = kind.partition(":")
         try:
             kind = getattr(import_module(module), name)
-        except (ImportError, ValueError):  # a package is missing, as on a login node: the job says so when it runs
+        except (ModuleNotFoundError, ValueError):  # a package is missing, as on a login node: the job reports it
             yield Any, True
             return
         kind = tuple(kind.values()) if isinstance(kind, Mapping) else kind  # kinds by name

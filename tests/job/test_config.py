@@ -69,6 +69,21 @@ def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[st
     assert after == before | found
 
 
+@pytest.mark.parametrize("prefix", ["", "++"])
+def test_a_text_is_taken_as_it_is_with_a_prefix_too(prefix: str) -> None:
+    words = ["input=i", "output=o", f"{prefix}generate.template=say {{x}}, now"]
+
+    assert compose("generate", words)["generate"]["template"] == "say {x}, now"
+
+
+def test_a_marked_section_is_replaced_and_others_are_merged() -> None:
+    before = compose("sft_data", ["preset=nemotron3_nano", "output=o"])
+    after = compose("sft_data", ["preset=nemotron3_nano", "output=o", "packing={capacity: 512}", "sampling={alpha: 1}"])
+
+    assert after["packing"] == {"capacity": 512} != before["packing"]
+    assert after["sampling"] == {"alpha": 1} != before["sampling"]
+
+
 @pytest.mark.parametrize(
     ("error", "resumable", "code", "line"),
     [

@@ -103,3 +103,10 @@ def test_a_key_has_its_line_and_its_choices() -> None:
 def test_classes_name_their_keys_with_those_of_flat_fields() -> None:
     assert {"every", "suite", "attempts"} <= set(names(grammar_of("train").settings, "evaluate"))
     assert "client" not in names(grammar_of("train").settings, "evaluate")
+
+
+def test_a_class_that_a_missing_package_keeps_from_being_imported_accepts_any_key() -> None:
+    settings = {"section": "no_such_package.settings:Settings"}
+
+    assert may_be_new(settings, "section.key")
+    assert description(settings, "section.key") == ""

@@ -21,6 +21,13 @@ from nemo_ext.slurm import attempts
 Plan = Callable[..., dict[str, Work]]
 
 
+def write(folder: Path, stages: dict[str, Any]) -> None:
+    """Writes the config of the pipeline `two`."""
+    (folder / "pipeline").mkdir()
+    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "two", "stages": stages}, sort_keys=False)
+    (folder / "pipeline" / "two.yaml").write_text(text)
+
+
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
     """The stages of a chain of two jobs, by name."""
@@ -28,9 +35,7 @@ def plan(tmp_path: Path) -> Plan:
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
         "more": {"job": "rl_tasks", "words": ["generator=tables", f"output={tmp_path}/more.jsonl"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "two", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "two.yaml").write_text(text)
+    write(tmp_path, stages)
 
     def made(*words: str) -> dict[str, Work]:
         works = planned(read([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *words]))
@@ -296,9 +301,7 @@ def test_a_package_that_a_stage_needs_is_missed_before_any_stage_starts(
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
         "fetch": {"job": "fetch", "words": ["model=smollm2_135m", f"to={tmp_path}/model"]},
     }
-    (tmp_path / "pipeline").mkdir()
-    text = "# @package _global_\n" + yaml.safe_dump({"pipeline": "two", "stages": stages}, sort_keys=False)
-    (tmp_path / "pipeline" / "two.yaml").write_text(text)
+    write(tmp_path, stages)
 
     for more in (["--dry-run"], []):
         ended = command("pipeline", f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r", *more)
