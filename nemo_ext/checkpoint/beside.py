@@ -1,6 +1,5 @@
 """Files next to the weights of a checkpoint: model config, tokenizer, chat template, modelling files."""
 
-import importlib.resources
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ import yaml
 from nemo_ext.checkpoint.formats import Format
 from nemo_ext.checkpoint.safetensors_files import CONFIG
 from nemo_ext.checkpoint.storage import CheckpointError
+from nemo_ext.job.registry import config_files
 
 EXTRAS = "hf_files"
 """Folder in a converted Megatron checkpoint for the other files of the Hugging Face folder: tokenizer, template, ..."""
@@ -74,7 +74,7 @@ def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, co
 def model_name(name: str) -> str:
     """Model file name that Hydra accepts and that does not clash with a packaged model, which would take precedence."""
     name = re.sub(r"[^A-Za-z0-9_-]", "_", name)
-    packaged = (importlib.resources.files("hydra_conf") / "model" / f"{name}.yaml").is_file()
+    packaged = name in config_files("model")
     a_word = name[0].isalpha() and name.lower() not in ("null", "true", "false", "inf", "nan")
     return name if a_word and not packaged else f"{name}_checkpoint"
 

@@ -2,8 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,6 +10,7 @@ from pydantic import BeforeValidator, Field, JsonValue
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import Sampling
+from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, Count, StringsOrNone, Whole, checked, nearest
 from nemo_ext.rl.tasks import GENERATORS
 
@@ -178,15 +177,9 @@ class Suite:
     benchmarks: Sequence[str | Mapping[str, JsonValue]]
 
 
-@cache
-def _files(kind: str) -> dict[str, Any]:
-    folder = files("hydra_conf") / kind
-    return {each.name.removesuffix(".yaml"): each for each in folder.iterdir() if each.name.endswith(".yaml")}
-
-
 def names(kind: Literal["benchmark", "suite", "published"]) -> list[str]:
-    """Names of the package's benchmarks, suites or tables of published values."""
-    return sorted(_files(kind))
+    """Names of installed benchmarks, suites or tables of published values."""
+    return list(config_files(kind))
 
 
 def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> dict[str, Any]:
@@ -200,8 +193,8 @@ def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> di
         if not own.is_file():
             raise ValueError(f"{kind}={name}: no such file")
         text = own.read_text()
-    elif name in _files(kind):
-        text = _files(kind)[name].read_text()
+    elif file := config_files(kind).get(name):
+        text = file.read_text(encoding="utf-8")
     else:
         raise ValueError(f"{kind}: unknown name {name!r}: {nearest(name, names(kind))}; or give a path to a .yaml file")
     try:

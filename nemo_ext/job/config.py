@@ -29,11 +29,10 @@ from nemo_ext.job.help import help_text
 from nemo_ext.job.interrupts import kept_interrupts
 from nemo_ext.job.job import Grammar, JobFailed, invoke
 from nemo_ext.job.keys import is_marked, is_place, may_be_new, names
-from nemo_ext.job.registry import grammar_of, with_config
+from nemo_ext.job.registry import CONFIGS, config_packages, grammar_of, with_config
 from nemo_ext.job.settings import REPLACED, TEXT, WORDS, nearest
 from nemo_ext.job.words import did_you_mean
 
-CONFIGS = "hydra_conf"
 """Package of our config files."""
 FAILED = 1
 USER_ERROR = 2
@@ -104,9 +103,9 @@ def _package_of(config_name: str) -> str:
 
 
 def _search(package: str, folders: Sequence[Path] = ()) -> list[str]:
-    """Override that adds folders, and our package for a config of another package, to Hydra's search path."""
+    """Override that adds folders, and the other packages with config groups, to Hydra's search path."""
     places = [hydra_value(f"file://{folder}") for folder in folders]
-    places += [f"pkg://{CONFIGS}"] if package != CONFIGS else []
+    places += [f"pkg://{other}" for other in config_packages() if other != package]
     return [f"hydra.searchpath=[{','.join(places)}]"] if places else []
 
 
@@ -362,7 +361,7 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
         ValueError: neither the package nor a folder of --config-dir has the file.
     """
     folders, words = config_folders(words)
-    places = _places(grammar_of(job).groups.get(group, group), job, folders)
+    places = group_folders(grammar_of(job).groups.get(group, group), folders, job)
     known = _names(places)
     for word in words:
         name = word.removeprefix(f"{group}=").strip("\"'").removesuffix(".yaml")
@@ -370,9 +369,9 @@ def check_choice(group: str, words: Sequence[str], job: str = "") -> None:
             raise ValueError(f"{group}={name}: no such {group}: {nearest(name, known)}")
 
 
-def _places(group: str, job: str, folders: Sequence[Path]) -> list[Path]:
-    """Folders that may contain files of a config group."""
-    packages = dict.fromkeys([CONFIGS, _package_of(job)])
+def group_folders(group: str, folders: Sequence[Path], job: str = "") -> list[Path]:
+    """Folders that may contain files of a config group: in packages, and in `folders` of --config-dir."""
+    packages = dict.fromkeys([*config_packages(), _package_of(job)])
     return [root / group for root in (*(Path(str(files(package))) for package in packages), *folders)]
 
 
@@ -391,7 +390,7 @@ def _help(config_name: str, words: Sequence[str]) -> str:
     keys = {group: key for key, group in command.grammar.groups.items()}
     chosen = [group for group in config.hydra.runtime.choices if not group.startswith("hydra/")]
     groups = {keys.get(group, group): group for group in dict.fromkeys([*command.grammar.groups.values(), *chosen])}
-    options = {key: _names(_places(group, config_name, folders)) for key, group in groups.items()}
+    options = {key: _names(group_folders(group, folders, config_name)) for key, group in groups.items()}
     return help_text(command, config, options)
 
 

@@ -6,6 +6,8 @@ from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from importlib.metadata import EntryPoint
+from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 import nemo_ext
@@ -14,6 +16,12 @@ from nemo_ext.job.words import nearest
 
 GROUP = "nemo_ext.jobs"
 """Group of entry points `NAME = "module:COMMAND"` that refer to a `Command` or `Job`."""
+
+CONFIGS = "hydra_conf"
+"""Package of the config groups: models, recipes, benchmarks, clusters and others."""
+
+CONFIG_GROUP = "nemo_ext.configs"
+"""Group of entry points `NAME = "package"` whose packages contain more files of the same config groups."""
 
 
 @cache
@@ -46,6 +54,27 @@ def entry_points(group: str) -> dict[str, EntryPoint]:
                 file=sys.stderr,
             )
     return points
+
+
+@cache
+def config_packages() -> tuple[str, ...]:
+    """Packages that contain config groups: ours first, which takes precedence; missing ones are reported on stderr."""
+    packages = [CONFIGS]
+    for point in entry_points(CONFIG_GROUP).values():
+        try:
+            files(point.value)
+        except Exception as error:  # third-party packages may raise anything on import
+            print(f"{point.name} = {point.value} of {CONFIG_GROUP} cannot be imported: {error}", file=sys.stderr)
+        else:
+            packages.append(point.value)
+    return tuple(dict.fromkeys(packages))
+
+
+def config_files(group: str) -> dict[str, Traversable]:
+    """YAML files of a config group in all packages, by name without suffix, sorted by name."""
+    folders = [files(package).joinpath(*group.split("/")) for package in reversed(config_packages())]
+    paths = [file for folder in folders if folder.is_dir() for file in folder.iterdir()]
+    return dict(sorted((path.name.removesuffix(".yaml"), path) for path in paths if path.name.endswith(".yaml")))
 
 
 @cache

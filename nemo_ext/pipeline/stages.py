@@ -9,8 +9,7 @@ from typing import Any
 import yaml
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-import hydra_conf
-from nemo_ext.job.config import check_choice, check_place, compose, config_folders, hydra_value
+from nemo_ext.job.config import check_choice, check_place, compose, config_folders, group_folders, hydra_value
 from nemo_ext.job.registry import job as find
 from nemo_ext.job.run_directory import CHECKPOINTS
 from nemo_ext.job.settings import STRICT, checked, nearest, strings
@@ -183,7 +182,7 @@ def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
     words = [word for word in words if not word.startswith("scale=")]  # to Hydra it is a group
     if scale == "null":
         return words
-    places = [folder / "pipeline" for folder in (Path(hydra_conf.__file__).parent, *folders)]
+    places = group_folders("pipeline", folders)
     if name and not any((place / scale / f"{name}.yaml").is_file() for place in places):
         known = sorted({f"{file.stem} with scale={file.parent.name}" for at in places for file in at.glob("*/*.yaml")})
         raise ValueError(f"scale={scale}: pipeline={name} has no such twin; there are: {', '.join(known)}")

@@ -6,7 +6,6 @@ A preset is a file of `hydra_conf/rl`. The renderers report settings that an eng
 
 from collections.abc import Mapping
 from dataclasses import field
-from importlib.resources import files
 from math import ceil
 from typing import Annotated, Any, Literal
 
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from pydantic import Field, FiniteFloat, NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, Share, check_keys, checked, nearest
 from nemo_ext.rl.environments import known_environments
 
@@ -397,7 +397,7 @@ def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algo
 
 def presets() -> tuple[str, ...]:
     """Names of the presets, sorted."""
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in _folder().iterdir() if file.name.endswith(".yaml")))
+    return tuple(config_files("rl"))
 
 
 def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
@@ -410,13 +410,10 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
     Raises:
         ValueError: there is no preset of that name, or as `algorithm_of`.
     """
-    if preset not in presets():
-        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, presets())}")
-    config = OmegaConf.create((_folder() / f"{preset}.yaml").read_text(encoding="utf-8"))
+    files = config_files("rl")
+    if preset not in files:
+        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, files)}")
+    config = OmegaConf.create(files[preset].read_text(encoding="utf-8"))
     made = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
     assert isinstance(made, dict)
     return algorithm_of({str(key): value for key, value in made.items()}, where=f"rl preset {preset}")
-
-
-def _folder() -> Any:
-    return files("hydra_conf") / "rl"

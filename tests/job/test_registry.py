@@ -27,6 +27,9 @@ count_words = "mine.commands:COUNT_WORDS"
 train = "mine.commands:COUNT_WORDS"
 broken = "mine.nowhere:BROKEN"
 newer = "mine.newer:NEWER"
+[project.entry-points."nemo_ext.configs"]
+mine = "mine.conf"
+absent = "mine.absent"
 [project.entry-points."nemo_ext.environments"]
 rhymes = "mine.rhymes"
 [tool.setuptools]
@@ -36,6 +39,12 @@ package-data = {"*" = ["**/*.yaml"]}
     "mine/__init__.py": "",
     "mine/conf/__init__.py": "",
     "mine/conf/recipe/few.yaml": "# @package _global_\nwords: few\n",
+    "mine/conf/recipe/mine/short.yaml": "# @package _global_\nmegatron: {train_iters: 3}\n",
+    "mine/conf/pipeline/rivers.yaml": (
+        "# @package _global_\npipeline: rivers\nstages: {bytes: {job: byte_tokenizer, words: ['output=${run_dir}/b']}}\n"
+    ),
+    "mine/conf/benchmark/rivers.yaml": "{about: rivers, like: letters}\n",
+    "mine/conf/benchmark/letters.yaml": "about: not used, as nemo_ext has a benchmark with this name\n",
     "mine/newer.py": "from nemo_ext.job.job import Job\nNEWER = Job(name='newer', attribute=1)\n",
     "mine/conf/count_words.yaml": """
 defaults:
@@ -142,6 +151,24 @@ def test_its_groups_and_options_are_those_of_any_job(run: Run, tmp_path: Path) -
     assert "error: recipe=fww: no such recipe: did you mean 'few'" in unknown.stderr
 
 
+def test_another_packages_recipes_pipelines_and_benchmarks_are_used(run: Run, tmp_path: Path) -> None:
+    script = (
+        "from nemo_ext.evaluation.benchmark import names, read_benchmark\n"
+        "print('rivers' in names('benchmark'), read_benchmark('rivers').about, read_benchmark('rivers').environment)"
+    )
+
+    recipe = run("train", "recipe=mine/short", "run_dir=r", "--cfg", "job", "-p", "megatron.train_iters", cwd=tmp_path)
+    typo = run("train", "recipe=mine/shrot", "run_dir=r", "--cfg", "job", cwd=tmp_path)
+    pipeline = run("pipeline", "pipeline=rivers", "run_dir=r", cwd=tmp_path)
+    benchmark = run("-c", script, cwd=tmp_path, module=())
+
+    assert recipe.stdout == "3\n", recipe.stderr
+    assert "did you mean 'mine/short'" in typo.stderr
+    assert (tmp_path / "r" / "b").is_dir(), pipeline.stderr
+    assert benchmark.stdout == "True rivers multiple_choice\n", benchmark.stderr
+    assert "absent = mine.absent of nemo_ext.configs cannot be imported" in benchmark.stderr
+
+
 def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     (tmp_path / "mine" / "pipeline" / "words.yaml").write_text(
@@ -176,7 +203,10 @@ def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None
         "newer = mine.newer:NEWER of nemo_ext.jobs cannot be imported: "
         "Job.__init__() got an unexpected keyword argument 'attribute'",
     ]
-    assert (ours.returncode, ours.stderr) == (0, "")
+    assert ours.returncode == 0
+    assert ours.stderr == (
+        "absent = mine.absent of nemo_ext.configs cannot be imported: No module named 'mine.absent'\n"
+    )
     assert (broken.returncode, broken.stderr.count("cannot be imported")) == (2, 1)
 
 

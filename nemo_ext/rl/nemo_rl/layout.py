@@ -7,7 +7,6 @@ fewest GPUs to one copy of the model that fits, by the cost model of `nemo_ext.a
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from nemo_ext.architecture.pipeline import balance, parameter_counts
 from nemo_ext.checkpoint.description import Description
 from nemo_ext.checkpoint.formats import read
 from nemo_ext.job.progress import notice
+from nemo_ext.job.registry import config_files
 from nemo_ext.job.settings import STRICT, checked, nearest
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 from nemo_ext.rl.nemo_rl.draft import Draft
@@ -141,8 +141,7 @@ class Plan:
 
 def names() -> tuple[str, ...]:
     """Names of the layouts that papers state."""
-    folder = files("hydra_conf") / "rl" / "layout"
-    return tuple(sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml")))
+    return tuple(config_files("rl/layout"))
 
 
 def load(name: str) -> Stated:
@@ -151,9 +150,10 @@ def load(name: str) -> Stated:
     Raises:
         ValueError: there is none of that name.
     """
-    if name not in names():
-        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, names())}; null computes one")
-    text = (files("hydra_conf") / "rl" / "layout" / f"{name}.yaml").read_text(encoding="utf-8")
+    layouts = config_files("rl/layout")
+    if name not in layouts:
+        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, layouts)}; null computes one")
+    text = layouts[name].read_text(encoding="utf-8")
     made: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
     return made
 
