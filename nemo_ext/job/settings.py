@@ -117,7 +117,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
     key = ".".join(map(str, place))
     if first["type"] == "value_error":
         message = str(first["ctx"]["error"])
-        if key and str(first["loc"][-1]) not in message:  # most messages of a part name it
+        if key and not re.search(rf"\b{re.escape(str(first['loc'][-1]))}\b", message):  # most messages name it
             message = f"{key}: {message}"
         raise ValueError(message if where and message.startswith(where) else prefix + message)
     if first["type"] == "unexpected_keyword_argument":
