@@ -92,8 +92,8 @@ TRAIN = Job(
         settings=TRAINING,
         streams=True,
         advice={
-            "data.streams": "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
-            "data.blend": "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
+            "data.streams": "this recipe's data are a tree or packs: replace them with streams=[...]",
+            "data.blend": "this recipe's data are a list or packs: replace them with streams={...}",
         },
     ),
 )

@@ -401,7 +401,7 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
             flags = {**config["megatron"], "mock_data": True}
             config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
             config = _without_teacher_to_come(config, coming)
-        Run.of(config).check()
+        Run.from_config(config).check()
     except ValueError as error:
         return [Finding("error", str(error))]
     return []

@@ -1,4 +1,4 @@
-"""What runs of Megatron's trainer share: one run to start from, packs, streams, and log-probabilities of a teacher."""
+"""Fixtures for runs of Megatron's trainer: a run to start from, packs, streams, and log-probabilities of a teacher."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -76,7 +76,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory, packs_at: Callable[..., None
 
 @pytest.fixture(scope="session")
 def packed_config() -> Callable[..., dict[str, Any]]:
-    """A training config on a folder of packs, as a user's would be."""
+    """A training config on a folder of packs, as a user writes it."""
 
     def make(folder: Path, *overrides: str) -> dict[str, Any]:
         config = compose("train", ["data=mock", "megatron.seq_length=64", "megatron.num_workers=0", *overrides])

@@ -122,7 +122,7 @@ class NextStack(HybridStack):
         packed_seq_params: Any = None,
         padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layers one after the other, each in the FP8 context of its own config."""
+        """Runs the layers in order, each in the FP8 context of its config."""
         hidden = hidden_states if self.pre_process else self.input_tensor
         common = {"attention_mask": attention_mask, "inference_context": inference_context}
         common["packed_seq_params"] = packed_seq_params

@@ -73,7 +73,7 @@ BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests begin, not at collection."""
     global bridge
     from nemo_ext.megatron import bridge
 
@@ -97,7 +97,7 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 def live(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves: parameters and persistent buffers, by name."""
+    """Parameters and persistent buffers of a model, by name."""
     saved = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
@@ -197,7 +197,7 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """config.json and the code that goes beside it."""
+    """Writes config.json and the code that goes with it."""
     (folder / "config.json").write_text(json.dumps(config))
     for code in read(config)[0].code:
         shutil.copyfile(str(files("nemo_ext.checkpoint.remote_code") / code), folder / code)
@@ -416,7 +416,9 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     auto = AutoBridge.from_hf_pretrained(tmp_path)
 
-    with pytest.raises(ValueError, match=r"lacks 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ValueError, match=r"1 tensors are missing from the checkpoint, such as model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         auto.load_hf_weights([provided(auto)])
 
 

@@ -21,7 +21,7 @@ SIZES = st.integers(1, 40)
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests begin, not at collection."""
     global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -49,7 +49,7 @@ def test_every_number_is_rounded_within_its_blocks_scale(
         for left in range(0, columns, wide):
             here = (slice(top, top + high), slice(left, left + wide))
             largest = given[here].abs().max()
-            # Half a step of the mantissa, or of what is too small for a normal number of float8.
+            # Half a step of the mantissa, or of the smallest normal float8 number.
             bound = torch.maximum(
                 given[here].abs() * info.eps / 2, largest / info.max * info.smallest_normal * info.eps
             )
@@ -135,7 +135,7 @@ RULES = st.lists(
 
 
 @pytest.mark.parametrize("model", ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo3_tiny"])
-def test_those_layers_are_in_fp8_that_the_plan_names(model: str, build: Callable[..., Any]) -> None:
+def test_the_layers_that_the_plan_names_are_in_fp8(model: str, build: Callable[..., Any]) -> None:
     sizes = Architecture.from_config(compose("describe", [f"model={model}"]))
     made = build(f"model={model}", "precision=fp32")
 

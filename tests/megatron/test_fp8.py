@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests begin, not at collection."""
     global get_quant_config_or_none, stage_blocks
     from megatron.core.quantization.utils import get_quant_config_or_none
 
@@ -41,7 +41,7 @@ def imported(megatron: None) -> None:
 
 
 def part_of(name: str) -> tuple[int | None, str] | None:
-    """Block and part of a module with a matrix, told from its name alone."""
+    """Block and part of a module with a matrix, derived from its name alone."""
     if name in ("output_layer", "embedding.word_embeddings"):
         return None, {"output_layer": "head"}.get(name, "embedding")
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -133,7 +133,7 @@ def test_names_are_those_within_the_stage() -> None:
         ),
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
         (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed is Transformer Engine's"),
-        (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed is for the whole model"),
+        (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed applies to the whole model"),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
             "head in fp32: Megatron trains routers",
@@ -166,10 +166,10 @@ def test_fp8_that_needs_no_padded_experts_may_be_chosen_by_rules(rule: str, more
 
 
 @pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
-def test_fp8_is_not_left_out_silently(word: str) -> None:
+def test_fp8_is_not_ignored_silently(word: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model.backend=local", word])
 
-    with pytest.raises(ValueError, match=r"is Transformer Engine's, and model\.backend is local here"):
+    with pytest.raises(ValueError, match=r"needs Transformer Engine, and model\.backend is local here"):
         check_machine(config)
 
 

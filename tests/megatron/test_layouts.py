@@ -1,7 +1,7 @@
-"""One matrix of what is trained and how ranks share it out: every layout learns what one rank learns.
+"""Matrix of trainings and layouts: in every layout, ranks learn what one rank learns.
 
-What is trained: text, packs, rows of mixed lengths, a student beside its teacher and from the teacher's files. Runs
-begin with weights of another one, because ranks of different layouts draw different weights from one seed.
+Trainings: text, packs, rows of mixed lengths, a student with an online teacher and from the teacher's files. Runs
+start from weights of another run, because ranks of different layouts draw different weights from one seed.
 """
 
 import shutil
@@ -59,7 +59,7 @@ def checkpoint(run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """Three steps of a training: overrides, and what their config has as `data`."""
+    """Three steps of a training: overrides, and the section `data` of their config."""
 
     words: tuple[str, ...]
     data: Mapping[str, Any] | None = None
@@ -107,7 +107,7 @@ def job(request: pytest.FixtureRequest, single: Path, train_ranks: Train) -> Cal
 def alone(
     job: Callable[[str], Job], tmp_path_factory: pytest.TempPathFactory, train_ranks: Train
 ) -> Callable[[str], list[dict[str, Any]]]:
-    """What one rank logs of a training."""
+    """Losses that one rank logs in a training."""
     return cache(lambda name: train_ranks(tmp_path_factory.mktemp("alone"), *job(name).words, data=job(name).data))
 
 
@@ -180,7 +180,7 @@ def test_training_from_random_weights_learns(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(
+def test_a_checkpoint_of_one_rank_resumes_under_tensor_parallelism(
     single: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / run_directory.CHECKPOINTS

@@ -17,7 +17,7 @@ from nemo_ext.megatron import rank
 
 
 class Scalars:
-    """Stands for TensorBoard: keeps what it is given."""
+    """Stand-in for TensorBoard that stores its scalars."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float, int]] = []
@@ -118,7 +118,7 @@ def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None
     assert [line["cpu_seconds_per_step"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 3.5]
 
 
-def test_an_evaluation_is_a_line_of_its_own_after_its_step(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_separate_line_after_its_step(tmp_path: Path) -> None:
     metrics = writer(tmp_path / "m.jsonl")
     log_step(metrics, 1, 4.0)
     metrics.add_scalar("lm loss validation", 3.5, 1)
@@ -157,7 +157,7 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Pat
     assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 2.0, 30.0]
 
 
-def test_energy_stands_in_the_step_after(tmp_path: Path) -> None:
+def test_energy_is_in_the_line_of_the_next_step(tmp_path: Path) -> None:
     metrics = writer(tmp_path / "m.jsonl")
     for step in (1, 2):
         log_step(metrics, step, 4.0)

@@ -1,5 +1,5 @@
-"""Long and short sequences in one run: the ratio in every window, the sequences those of Megatron's own datasets, the
-bounds those of sequences and documents, training in every layout."""
+"""Long and short sequences in one run: the ratio in every window, the sequences of Megatron's own datasets, the bounds
+of sequences and documents, and training in every layout."""
 
 from collections.abc import Callable
 from fractions import Fraction

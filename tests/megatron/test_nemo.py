@@ -1,4 +1,4 @@
-"""The hook for NeMo 2's SSMConfig, without NeMo: what it would call, with what it would call it."""
+"""Hook for NeMo 2's SSMConfig, called as NeMo would call it, without NeMo."""
 
 import pickle
 import sys
@@ -14,7 +14,7 @@ PATTERN = "M*{kv=1}(-{ffn=96}-{linear})x2"
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests begin, not at collection."""
     global mamba_stack_spec, override_pattern
     from nemo_ext.megatron.nemo import mamba_stack_spec, override_pattern
 

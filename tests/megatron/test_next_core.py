@@ -1,4 +1,4 @@
-"""The layer spec under the constructors of the next Megatron-Core, beside those of the one installed."""
+"""The layer spec under the constructors of the next Megatron-Core, compared with the installed one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Build = Callable[..., torch.nn.Module]
 
 @pytest.fixture
 def next_core(megatron: None) -> Iterator[Callable[[], None]]:
-    """Called, it puts the next Megatron-Core in the place of the one installed."""
+    """Function that replaces the installed Megatron-Core with the next one."""
     from tests.megatron import next_core
 
     with ExitStack() as stack:

@@ -72,7 +72,7 @@ def rates(plan: Plan, style: str) -> list[float]:
 @pytest.mark.parametrize("style", ["WSD", "cosine", "linear"])
 def test_the_learning_rate_follows_tokens_whatever_the_phases(megatron: None, style: str) -> None:
     alike = rates(planned({"all": {"tokens": 51200}}), style)
-    # The same tokens a step: the same rate, step by step. Twice as many: that of every second step.
+    # With the same tokens per step, the same rate at each step; with twice as many, the rate of every second step.
     longer = {"seq_length": 128, "global_batch_size": 4}
     assert rates(planned({"a": {"tokens": 20480}, "b": {"tokens": 30720, "megatron": longer}}), style) == pytest.approx(
         alike
@@ -82,7 +82,7 @@ def test_the_learning_rate_follows_tokens_whatever_the_phases(megatron: None, st
     assert max(alike) == pytest.approx(1e-3) and alike[0] == 0
 
 
-def test_a_phase_may_have_a_rate_of_its_own(megatron: None) -> None:
+def test_a_phase_may_have_its_own_rate(megatron: None) -> None:
     lr = {"start": 4e-4, "end": 0.0}
     found = rates(planned({"a": {"tokens": 25600}, "anneal": {"tokens": 25600, "lr": lr}}), "WSD")
     assert found[:50] == pytest.approx(rates(planned({"a": {"tokens": 51200}}), "WSD")[:50])

@@ -1,4 +1,4 @@
-"""What a rank does for the processes that it starts."""
+"""Processes that a rank starts, and signals to them."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""z-loss, an embedding without weight decay, steps left out: beside torch's own functions and Megatron's optimizer."""
+"""z-loss, an embedding without weight decay, and skipped steps, compared with torch and Megatron's optimizer."""
 
 import math
 from collections.abc import Callable
@@ -85,7 +85,7 @@ def step(optimizer: Any, model: Any, scale: float) -> bool:
 
 
 @pytest.mark.parametrize("decay", [True, False])
-def test_weight_decay_leaves_the_embedding_out(decay: bool) -> None:
+def test_weight_decay_excludes_the_embedding(decay: bool) -> None:
     from nemo_ext.megatron.session import data_parallel
 
     with data_parallel():
@@ -158,7 +158,9 @@ def test_z_loss_is_added_to_trainings_loss_and_logged_beside_the_lm_loss() -> No
 
 
 @pytest.mark.slow
-def test_a_run_says_what_its_recipe_lacks_and_logs_its_z_loss(launched: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_names_missing_settings_of_its_recipe_and_logs_its_z_loss(
+    launched: Callable[..., str], tmp_path: Path
+) -> None:
     words = ("recipe=olmo3/7b_pretrain", "model=olmo3_tiny", "data=mock", "scale=laptop", "megatron.eval_iters=0")
 
     told = launched("train", *words, "train.tokens=16384", f"run_dir={tmp_path / 'run'}")

@@ -1,4 +1,4 @@
-"""What the trainer sets before it runs: writers of checkpoints and threads."""
+"""Settings that the trainer makes before it runs: resumed optimizers, checkpoint writers, threads."""
 
 import queue
 import shutil
@@ -66,7 +66,7 @@ def test_a_resumed_run_with_a_decoupled_rate_takes_both_rates_from_the_config(
     assert embedding[0]["loss"] == same[0]["loss"] and embedding[1]["loss"] != same[1]["loss"]
 
 
-def test_what_is_written_needs_no_process_unless_another_one_writes(
+def test_writing_needs_no_helper_process_unless_it_is_asynchronous(
     megatron: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -81,7 +81,7 @@ def test_what_is_written_needs_no_process_unless_another_one_writes(
     assert isinstance(filesystem_async.get_write_results_queue(), queue.Queue)
 
 
-def test_an_asynchronous_checkpoint_holds_what_was_when_it_was_begun(
+def test_an_asynchronous_checkpoint_has_the_weights_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async

@@ -46,7 +46,7 @@ def test_without_a_gpu_it_says_what_a_processor_second_trains(tmp_path: Path) ->
     made_up_run(tmp_path, [5.0, 4.0, 3.0])
     assert "processor second" not in write_report(tmp_path).read_text()
     rows = run_directory.read_metrics(tmp_path / run_directory.METRICS)
-    # A neighbour slows the clock down, not the processor: 4000 tokens a step, of two ranks.
+    # Other work slows the clock, not the processor: 4000 tokens per step on two ranks.
     for row, seconds in zip([row for row in rows if "loss" in row], (0.8, 1.6, 3.2), strict=True):
         row |= {"seconds_per_step": seconds, "tokens_per_second": 4000 / seconds, "cpu_seconds_per_step": 0.5}
     (tmp_path / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
