@@ -211,7 +211,7 @@ def _block_table(figures: Description) -> "Table":
     """Table with one row for each group of equal blocks, in order of first appearance."""
     groups: dict[Block, list[Mapping[str, Any]]] = {}
     for block in figures["blocks"]:
-        groups.setdefault(Block.of(block["kind"], **block["values"]), []).append(block)
+        groups.setdefault(Block.from_values(block["kind"], **block["values"]), []).append(block)
     whole = figures["forward_flops_per_token"]
     table = _table("blocks", "block", "what", "layers", "count", "params each", "params", "FLOPs", left=3)
     for written, members in groups.items():

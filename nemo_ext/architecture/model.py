@@ -319,10 +319,10 @@ def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
     if count is not None:
         experts["experts"] = count
     return (
-        Block.of("*", **attention),
-        Block.of("-", ffn=ffn),
-        Block.of("M", **{name: value for name, value in mamba.items() if value is not None}),
-        Block.of("E", **experts),
+        Block.from_values("*", **attention),
+        Block.from_values("-", ffn=ffn),
+        Block.from_values("M", **{name: value for name, value in mamba.items() if value is not None}),
+        Block.from_values("E", **experts),
     )
 
 

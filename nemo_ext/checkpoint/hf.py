@@ -132,7 +132,7 @@ class Plan:
         extras: folder with the tokenizer and other files, if any.
         tokenizer: folder of another tokenizer, whose files replace the tokenizer files of `extras`; None keeps them.
         remarks: notes for the user.
-        of_bytes: whether the model was trained on bytes, so that a byte tokenizer is written.
+        of_bytes: whether the model was trained on bytes, for which a byte tokenizer is written.
     """
 
     reader: SafetensorsReader | TorchDistReader | Retokenized
@@ -270,17 +270,17 @@ def _with_tokenizer(
         raise ValueError(
             "tokenizer: no tokenizer is next to the checkpoint: name its tokenizer with old_tokenizer=FOLDER"
         )
-    made = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
-    rows = -(-made.size // PADDED) * PADDED if pad else made.size
+    new = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
+    rows = -(-new.size // PADDED) * PADDED if pad else new.size
     architecture = replace(description.architecture, vocab_size=rows)
-    changed = replace(description, vocab_size=made.size, architecture=architecture)
-    return Retokenized(reader, tables, made), changed, [made.summary()]
+    changed = replace(description, vocab_size=new.size, architecture=architecture)
+    return Retokenized(reader, tables, new), changed, [new.summary()]
 
 
-def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
+def _harmless(reader: SafetensorsReader, description: Description, hf_format: Format) -> list[str]:
     """Redundant tensors of older checkpoints: RoPE frequencies, and a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
-    head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
+    head, table = (f"{hf_format.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
         import torch
 
@@ -433,7 +433,7 @@ def _padding(description: Description) -> list[str]:
 
 
 def _named(entry: Entry) -> tuple[Piece, ...]:
-    return tuple(Piece.of(name, *shape) for name, shape in zip(entry.names, entry.shapes, strict=True))
+    return tuple(Piece.from_shape(name, *shape) for name, shape in zip(entry.names, entry.shapes, strict=True))
 
 
 def _work(

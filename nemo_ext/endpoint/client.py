@@ -466,7 +466,7 @@ class Client:
         where = f": {self.address.url}/{path}" if status in MISPLACED or 300 <= status < 400 else ""
         if where and (to := response.headers.get("Location", "").partition("?")[0]):
             where += f" redirects to {to}; redirects are not followed: set the endpoint to that address"
-        raise Failed.of(
+        raise Failed.from_response(
             status,
             f"HTTP {status}{where}",
             words_of(content, key),

@@ -195,5 +195,8 @@ def test_layouts_that_make_no_sense(values: dict[str, Any], message: str) -> Non
 
 
 def test_sizes_of_one_are_left_out() -> None:
-    assert Layout().told() == "DP1"
-    assert Layout(tensor_parallel=2, context_parallel=4, data_parallel=8, expert_parallel=2).told() == "TP2 CP4 EP2 DP8"
+    assert Layout().describe() == "DP1"
+    assert (
+        Layout(tensor_parallel=2, context_parallel=4, data_parallel=8, expert_parallel=2).describe()
+        == "TP2 CP4 EP2 DP8"
+    )

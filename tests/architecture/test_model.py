@@ -23,15 +23,15 @@ def resolved(pattern: str, **flags: Any) -> Block:
 
 
 def test_megatrons_defaults_for_absent_flags() -> None:
-    assert resolved("-") == Block.of("-", ffn=4 * 96)
-    assert resolved("-", swiglu=True) == Block.of("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
-    assert resolved("*", num_attention_heads=4) == Block.of("*", heads=4, kv=4, head_dim=24, window=None)
-    assert resolved("E", num_experts=4) == Block.of("E", experts=4, topk=2, ffn=4 * 96, shared=None)
+    assert resolved("-") == Block.from_values("-", ffn=4 * 96)
+    assert resolved("-", swiglu=True) == Block.from_values("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
+    assert resolved("*", num_attention_heads=4) == Block.from_values("*", heads=4, kv=4, head_dim=24, window=None)
+    assert resolved("E", num_experts=4) == Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None)
 
 
 def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:
     sizes = resolved("M", hidden_size=256)
-    assert sizes == Block.of("M", heads=8, head_dim=64, state=128, groups=8)
+    assert sizes == Block.from_values("M", heads=8, head_dim=64, state=128, groups=8)
     assert resolved("M{head_dim=32}", hidden_size=256).size("heads") == 16
     assert resolved("M{head_dim=32}", hidden_size=256, mamba_num_heads=8).size("heads") == 8
     with pytest.raises(ValueError, match="2 x hidden_size = 192 is not a multiple of mamba_head_dim = 128"):
@@ -45,10 +45,10 @@ def test_query_groups_count_only_with_group_query_attention() -> None:
 
 def test_a_blocks_own_values_win() -> None:
     sizes = resolved("*{kv=1,window=16}", num_attention_heads=4, window_size="[31,0]")
-    assert sizes == Block.of("*", heads=4, kv=1, head_dim=24, window=16)
+    assert sizes == Block.from_values("*", heads=4, kv=1, head_dim=24, window=16)
     assert resolved("*{window=none}", num_attention_heads=4, window_size=[31, 0]).size("window") == 0
     assert resolved("E{shared=none}", num_experts=4, moe_shared_expert_intermediate_size=8).size("shared") == 0
-    assert resolved("*{linear}") == Block.of("*", linear=True)
+    assert resolved("*{linear}") == Block.from_values("*", linear=True)
 
 
 @pytest.mark.parametrize("value", ["[4095,0]", "(4095, 0)", "4095,0", [4095, 0], (4095, 0)])

@@ -13,9 +13,9 @@ def any_blocks(draw: st.DrawFn) -> Block:
     kind = draw(st.sampled_from(sorted(VALUES)))
     sizes = [name for name in VALUES[kind] if name not in FLAGS]
     if VALUES[kind] and draw(st.integers(0, 5)) == 0:
-        return Block.of(kind, linear=True)
+        return Block.from_values(kind, linear=True)
     names = draw(st.lists(st.sampled_from(sizes), unique=True, max_size=2)) if sizes else []
-    return Block.of(kind, **{name: draw(st.integers((kind, name) not in NONE_ALLOWED, 20)) for name in names})
+    return Block.from_values(kind, **{name: draw(st.integers((kind, name) not in NONE_ALLOWED, 20)) for name in names})
 
 
 @st.composite
@@ -213,9 +213,9 @@ def test_what_python_could_not_read_is_a_mistake_too(text: str, position: int, m
 
 
 def test_a_block_has_the_notation_s_largest_size() -> None:
-    assert parse("-{ffn=2147483647}").blocks == (Block.of("-", ffn=2147483647),)
+    assert parse("-{ffn=2147483647}").blocks == (Block.from_values("-", ffn=2147483647),)
     with pytest.raises(ValueError, match="'ffn' of '-' must be at most 2147483647, got 2147483648"):
-        Block.of("-", ffn=2147483648)
+        Block.from_values("-", ffn=2147483648)
 
 
 def test_a_pattern_may_have_as_many_blocks_as_the_limit() -> None:

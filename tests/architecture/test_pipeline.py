@@ -30,7 +30,7 @@ def model(blocks: int) -> Architecture:
         pattern=Pattern((Block("-"),) * blocks),
         hidden_size=8,
         vocab_size=128,
-        defaults=(Block.of("-", ffn=8),),
+        defaults=(Block.from_values("-", ffn=8),),
         seq_length=4,
     )
 

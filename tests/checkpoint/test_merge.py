@@ -241,7 +241,7 @@ def test_a_hugging_face_soup_has_the_files_of_the_first(three: list[Path], tmp_p
 
     (soup,) = merge(planned, progress=False)
 
-    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} differs from that of {three[0]}, which is used"]
+    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} differs from the tokenizer of {three[0]}, which is used"]
     files = ("config.json", "tokenizer.json", "modeling_own.py")
     assert {file.name for file in soup.iterdir()} == {*files, "model.safetensors", "conversion.json"}
     assert all((soup / name).read_bytes() == (three[0] / name).read_bytes() for name in files)

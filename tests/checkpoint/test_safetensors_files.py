@@ -43,7 +43,7 @@ def test_shards_are_read_as_one_checkpoint(sharded: Path) -> None:
     }
     for name in "acbca":  # back and forth between the files
         assert torch.equal(reader.read(name), (FIRST | SECOND)[name])
-    assert torch.equal(reader.read_piece(Piece.of("a", 2, 3)), FIRST["a"])
+    assert torch.equal(reader.read_piece(Piece.from_shape("a", 2, 3)), FIRST["a"])
     assert [file.name for file in reader.files()] == [shard_name(0, 2), shard_name(1, 2)]
 
 

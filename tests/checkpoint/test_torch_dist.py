@@ -60,7 +60,7 @@ def write(folder: Path, parts: Parts) -> Path:
 
 
 def whole() -> Parts:
-    return [[Piece.of(key, *tensor.shape)] for key, tensor in TENSORS.items()]
+    return [[Piece.from_shape(key, *tensor.shape)] for key, tensor in TENSORS.items()]
 
 
 def sharded() -> Parts:
@@ -102,7 +102,7 @@ def test_any_grid_of_shards_is_read_whole(
 
 
 def test_numbers_that_lie_in_another_order_are_read(tmp_path: Path) -> None:
-    piece = Piece.of("embedding.weight", 7, 5)
+    piece = Piece.from_shape("embedding.weight", 7, 5)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     transposed = TENSORS["embedding.weight"].t().contiguous().t()
     writer.finish([writer.write(0, [(piece, transposed)])], {})
@@ -252,7 +252,7 @@ def test_an_archive_of_something_else_is_named(
 ) -> None:
     archive = change(TENSORS["embedding.weight"])
     monkeypatch.setattr(torch, "save", lambda value, stream: stream.write(archive))
-    piece = Piece.of("embedding.weight", 7, 5)
+    piece = Piece.from_shape("embedding.weight", 7, 5)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     results = [writer.write(0, [(piece, TENSORS["embedding.weight"])])]
     monkeypatch.undo()
@@ -281,7 +281,7 @@ def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.Mo
 
 def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     """`torch.save` then fails on its own archive, with an uninformative error."""
-    piece = Piece.of("a", 4096)
+    piece = Piece.from_shape("a", 4096)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
 
     with pytest.raises(OSError, match="File too large") as caught, small_files():
@@ -290,7 +290,7 @@ def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[...
 
 
 def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
-    piece = Piece.of("a", 4)
+    piece = Piece.from_shape("a", 4)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     result = writer.write(0, [(piece, torch.zeros(4))])
 
@@ -305,8 +305,8 @@ def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_fil
 def test_optimizer_state_is_counted_and_left_out(tmp_path: Path, prefix: str) -> None:
     """Expert parallelism gives Megatron two optimizers, whose keys are numbered."""
     keys = ["decoder.weight", f"{prefix}state.exp_avg.decoder.weight", f"{prefix}state.fp32_param.decoder.weight"]
-    writer = TorchDistWriter(tmp_path, [[(Piece.of(key, 2), "float32") for key in keys]])
-    writer.finish([writer.write(0, ((Piece.of(key, 2), torch.ones(2)) for key in keys))], {})
+    writer = TorchDistWriter(tmp_path, [[(Piece.from_shape(key, 2), "float32") for key in keys]])
+    writer.finish([writer.write(0, ((Piece.from_shape(key, 2), torch.ones(2)) for key in keys))], {})
 
     reader = TorchDistReader(tmp_path)
 

@@ -101,7 +101,7 @@ def _plain(block: Block) -> Block:
         return block
     if block.kind == "*":
         window = block.size("window")
-        return Block.of("*", kv=block.size("kv"), **({"window": window} if window else {}))
+        return Block.from_values("*", kv=block.size("kv"), **({"window": window} if window else {}))
     return block
 
 
@@ -131,7 +131,7 @@ def _read(keys: Keys) -> Description:
             ) from None
         for block in pattern.blocks:
             if block.kind == "*" and not block.is_linear:
-                block = Block.of("*", **{"window": None, **dict(block.values), **whole})
+                block = Block.from_values("*", **{"window": None, **dict(block.values), **whole})
             blocks.append(block)
             numbers.append(number)
     gaps = (numbers, len(layers)) != attention_with_mlp(blocks)
