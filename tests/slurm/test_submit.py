@@ -217,7 +217,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
         (
             ["time=30:00:00", "megatron.fp8_format=hybrid"],
             [
-                "normal of leonardo allows 24:00:00; no other one of this site does",
+                "normal of leonardo allows 24:00:00; no other quality of service of this site does",
                 "A100-64GB has no FP8; train in bf16",
             ],
         ),
