@@ -40,7 +40,9 @@ def test_a_block_by_hand(pattern: str, numbers: int, extra_bytes: int, architect
 
 
 @pytest.mark.parametrize("pattern", ["-", "*", "M"])
-def test_tensor_parallel_splits_all_with_sequence_parallel(pattern: str, architecture_of: ArchitectureOf) -> None:
+def test_tensor_parallel_splits_everything_with_sequence_parallel(
+    pattern: str, architecture_of: ArchitectureOf
+) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
     whole = block_activation_bytes(model, 1, PLAIN)
     split = Layout(tensor_parallel=2, sequence_parallel=True)
@@ -49,7 +51,7 @@ def test_tensor_parallel_splits_all_with_sequence_parallel(pattern: str, archite
     assert block_activation_bytes(model, 1, Layout(context_parallel=2)) == whole / 2
 
 
-def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_of: ArchitectureOf) -> None:
+def test_core_attn_drops_the_score_matrix_of_unfused_attention(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "*"})
     unfused = Layout(fused_attention=False)
     scores = 64 * 2 * 2 * 4 * 64  # per token: two copies, bf16, 4 heads, 64 keys
@@ -70,7 +72,7 @@ def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_
         ("*", "core_attn"),
     ],
 )
-def test_selective_recomputation_drops_what_it_names(
+def test_selective_recomputation_drops_the_named_activations(
     pattern: str, module: str, architecture_of: ArchitectureOf
 ) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
@@ -79,7 +81,7 @@ def test_selective_recomputation_drops_what_it_names(
 
 
 @pytest.mark.parametrize(("scope", "numbers"), [("head", 64), ("width", 3 * (32 + 16))])
-def test_what_qk_norms_keep(scope: str, numbers: int, architecture_of: ArchitectureOf) -> None:
+def test_activations_of_qk_norms(scope: str, numbers: int, architecture_of: ArchitectureOf) -> None:
     """The whole projection, which queries and keys are views of; or both in fp32 and before their weights."""
     without = architecture_of("tiny_hybrid", model={"pattern": "*"})
     normed = replace(without, qk_layernorm=True, qk_norm_scope=scope)

@@ -1,4 +1,4 @@
-"""One block: its values, how it is written, and what it refuses."""
+"""One block: its values, its notation, and values that it refuses."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_none_switches_off_a_window_and_shared_experts() -> None:
         Block.from_values("*", kv=None)
 
 
-def test_get_tells_an_own_value_from_a_default() -> None:
+def test_get_distinguishes_a_blocks_value_from_a_default() -> None:
     block = Block.from_values("-", ffn=5376)
     assert block.get("ffn") == 5376
     assert block.get("linear") is None
@@ -35,7 +35,7 @@ def test_get_tells_an_own_value_from_a_default() -> None:
         Block.from_values("-").size("ffn")
 
 
-def test_linear_is_a_flag_and_stands_alone() -> None:
+def test_linear_is_a_flag_without_other_values() -> None:
     assert Block.from_values("*", linear=True).is_linear
     assert Block.from_values("*", linear=False) == Block.from_values("*")
     with pytest.raises(ValueError, match="has no other values: remove kv"):

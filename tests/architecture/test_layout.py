@@ -1,4 +1,4 @@
-"""Spreading a model over GPUs: nothing lost, nothing counted twice."""
+"""Distribution of a model over GPUs: nothing is lost or counted twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -189,12 +189,12 @@ def test_layout_of_a_configuration(config_of: ConfigOf) -> None:
         ({"recompute_modules": ("attention",)}, "unknown .*attention"),
     ],
 )
-def test_layouts_that_make_no_sense(values: dict[str, Any], message: str) -> None:
+def test_invalid_layouts_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**values)
 
 
-def test_sizes_of_one_are_left_out() -> None:
+def test_sizes_of_one_are_omitted() -> None:
     assert Layout().describe() == "DP1"
     assert (
         Layout(tensor_parallel=2, context_parallel=4, data_parallel=8, expert_parallel=2).describe()

@@ -127,7 +127,7 @@ def test_mistakes_are_named(pattern: str, flags: dict[str, Any], message: str) -
         small(pattern, **flags)
 
 
-def test_sections_must_be_there() -> None:
+def test_sections_are_required() -> None:
     with pytest.raises(ValueError, match="model: the configuration needs this section"):
         Architecture.from_config({"megatron": SMALL})
     with pytest.raises(ValueError, match=r"model\.pattern: expected a pattern"):
@@ -142,7 +142,7 @@ def test_numbers_may_come_as_text_from_a_command_line() -> None:
 
 
 @pytest.mark.parametrize("value", ["small", "", True, [1.0], "nan", float("inf")])
-def test_what_is_no_number_is_named(value: object) -> None:
+def test_values_that_are_not_numbers_are_named(value: object) -> None:
     with pytest.raises(ValueError, match=r"megatron\.norm_epsilon: expected a number, got " + re.escape(repr(value))):
         Flags({"norm_epsilon": value}).number("norm_epsilon", 1e-5)
 

@@ -1,4 +1,4 @@
-"""Balancing: optimal against brute force, deterministic, and refused where it makes no sense."""
+"""Balancing: optimal compared with brute force, deterministic, and refused for impossible settings."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -60,7 +60,7 @@ def test_no_cut_has_a_cheaper_longest_stage(problem: tuple[BlockCosts, int]) -> 
 
 
 @given(problems())
-def test_among_the_best_cuts_the_most_even_is_taken(problem: tuple[BlockCosts, int]) -> None:
+def test_the_most_even_of_the_best_cuts_is_chosen(problem: tuple[BlockCosts, int]) -> None:
     known, stages = problem
 
     def judged(cuts: tuple[int, ...]) -> tuple[float, float]:
@@ -171,7 +171,7 @@ def test_an_unknown_schedule_has_no_idle_share() -> None:
         ({"pipeline_parallel": 1, "cost": BlockCosts((1.0,))}, "cost has 1 blocks, but the pattern has 3"),
     ],
 )
-def test_what_cannot_be_balanced(arguments: dict[str, object], message: str) -> None:
+def test_models_that_cannot_be_balanced(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(model(3), **arguments)  # type: ignore[arg-type]
 
