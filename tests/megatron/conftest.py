@@ -1,4 +1,4 @@
-"""Fixtures for runs of Megatron's trainer: a run to start from, packs, streams, and log-probabilities of a teacher."""
+"""Fixtures for runs of Megatron's trainer: a first run, packs, streams, and log-probabilities of a teacher."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def saved_logits(single: Path, tmp_path_factory: pytest.TempPathFactory, train_r
 
 @pytest.fixture(scope="session")
 def packs_at() -> Callable[..., None]:
-    """Writes packs of 64 tokens, of samples that are a short repeated phrase: there is something to learn."""
+    """Writes packs of 64 tokens; samples are a short repeated phrase, so that the model can learn them."""
 
     def write(prefix: Path, count: int = 200, seed: int = 0) -> None:
         generator = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ def packed_config() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two streams to blend: documents of 1 to 50 tokens, each a sequence that counts up, and its end."""
+    """Two streams to blend: documents of 1 to 50 tokens, each a counting sequence and its end token."""
     folder = tmp_path_factory.mktemp("streams")
     for seed, name in enumerate("ab"):
         generator = np.random.default_rng(seed)

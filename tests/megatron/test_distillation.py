@@ -1,4 +1,4 @@
-"""A student learns its teacher's logits, in one process or from files, on one rank or several; nothing else changes."""
+"""A student learns its teacher's logits, in one process or from files, on one or more ranks; nothing else changes."""
 
 import importlib.util
 import io
@@ -30,7 +30,7 @@ from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import build_model, load_weights, take_tensors
 
 pytestmark = pytest.mark.usefixtures("megatron")
-"""In the worker that has imported Megatron: runs that others begin with are made once."""
+"""In the worker that has imported Megatron, so that runs from which others start are made once."""
 
 Train = Callable[..., list[dict[str, Any]]]
 Build = Callable[..., torch.nn.Module]
@@ -68,7 +68,7 @@ def keys(run_dir: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a hybrid MoE model that is sure of its tokens, made without training."""
+    """A run of a hybrid MoE model with confident predictions, made without training."""
     from megatron.core import dist_checkpointing
 
     run_dir = tmp_path_factory.mktemp("teacher")
@@ -115,7 +115,7 @@ def reference(student: Tensor, teacher: Tensor, temperature: float, top_k: int |
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 7])
-def test_divergence_and_gradient_are_those_of_torch(temperature: float, top_k: int | None) -> None:
+def test_divergence_and_gradient_equal_those_of_torch(temperature: float, top_k: int | None) -> None:
     student, teacher = logits(5, 3, 40)
     weights = torch.rand(5, 3)
 
@@ -128,14 +128,14 @@ def test_divergence_and_gradient_are_those_of_torch(temperature: float, top_k: i
 
 
 @pytest.mark.parametrize("top_k", [40, 1000])
-def test_top_k_of_the_whole_vocabulary_is_the_whole_divergence(top_k: int) -> None:
+def test_top_k_of_the_full_vocabulary_is_the_full_divergence(top_k: int) -> None:
     student, teacher = logits(5, 3, 40)
 
     torch.testing.assert_close(kl_divergence(student, teacher, top_k=top_k), kl_divergence(student, teacher))
 
 
-def test_the_rest_keeps_its_mass() -> None:
-    """Renormalised over one token the divergence would be 0 whatever the student believes."""
+def test_the_remaining_tokens_keep_their_mass() -> None:
+    """Renormalised over one token, the divergence would be 0 for any student."""
     student, teacher = torch.tensor([[0.0, 0.0, 0.0, 0.0]]), torch.tensor([[3.0, 0.0, 0.0, 0.0]])
 
     got = kl_divergence(student, teacher, top_k=1)
@@ -193,7 +193,7 @@ def config_of(teacher: Path, *overrides: str) -> dict[str, Any]:
 
 
 def gradients(student: torch.nn.Module, distillation: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of one step and what it logs."""
+    """Gradients and logged values of one step."""
     from nemo_ext.megatron.forward_step import forward_step
 
     student.zero_grad()
@@ -228,8 +228,8 @@ def test_losses_are_weighted_and_the_teacher_is_unchanged(teacher: Path, build: 
     assert not any("teacher" in name for name, _ in student.named_modules())
 
 
-def test_a_teacher_knows_the_bounds_of_packs(teacher: Path, build: Build) -> None:
-    """The divergence over a pack equals the one over its samples separately, not the one over one long text."""
+def test_a_teacher_respects_the_bounds_of_packs(teacher: Path, build: Build) -> None:
+    """The divergence over a pack is that over its samples separately, not that over one long text."""
     from nemo_ext.megatron.distillation import OnlineTeacher
     from nemo_ext.megatron.forward_step import forward_step
 
@@ -254,7 +254,7 @@ def test_a_teacher_knows_the_bounds_of_packs(teacher: Path, build: Build) -> Non
         assert abs(divergence(whole)[0] - alone[0]) > 1e-2
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path, build: Build) -> None:
+def test_a_student_equal_to_its_teacher_has_no_gradient(teacher: Path, build: Build) -> None:
     from nemo_ext.megatron.distillation import OnlineTeacher
 
     student = build("megatron.seq_length=64", "megatron.moe_aux_loss_coeff=0")
@@ -295,7 +295,7 @@ def test_a_run_resumes_from_its_checkpoint(online: tuple[Path, list[Any]], train
 
 
 @pytest.mark.slow
-def test_saved_log_probabilities_teach_what_the_teacher_would(
+def test_saved_log_probabilities_teach_the_same_as_the_teacher(
     online: tuple[Path, list[Any]], saved_logits: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
     cached = train_ranks(tmp_path, *SHORT, DENSE, f"megatron.logits_load_dir={saved_logits}")
@@ -309,7 +309,7 @@ def test_saved_log_probabilities_teach_what_the_teacher_would(
 
 @pytest.mark.slow
 def test_saving_does_not_train_the_teacher(single: Path, saved_logits: Path, build: Build) -> None:
-    """Neither its weights nor the bias by which its routers choose experts, which needs no gradient to change."""
+    """Neither its weights nor its routers' expert bias, which changes without a gradient."""
     before, after = (build("megatron.seq_length=64") for _ in range(2))
     load_weights(before, checkpoints(single) / "iter_0000010")
     load_weights(after, checkpoints(saved_logits.parent) / "iter_0000003")
@@ -330,7 +330,7 @@ def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
 
 
 def refusal(*overrides: str) -> str:
-    """Message of the check; values of the section are set in a config that is composed once."""
+    """Message of the check for values of the section, set in a config that is composed once."""
     own = [word for word in overrides if "distillation." in word.split("=")[0]]
     others = [word for word in overrides if "distillation." not in word.split("=")[0]]
     config = compose("train", ["run_dir=unused", "data=mock", *others])
@@ -372,7 +372,7 @@ def there(tmp_path: Path) -> Path:
         ("megatron.logits_save_dir=saved", "Megatron refuses"),
     ],
 )
-def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> None:
+def test_an_invalid_setting_is_refused(there: Path, override: str, reason: str) -> None:
     assert reason in refusal(f"distillation.teacher={there}", override)
 
 
@@ -383,7 +383,7 @@ def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> 
         ("megatron.tensor_model_parallel_size=2", "sequence_parallel=true"),  # the teacher's experts, not the student's
     ],
 )
-def test_a_layout_that_does_not_hold_the_teacher_is_refused(there: Path, layout: str, reason: str) -> None:
+def test_a_layout_that_does_not_fit_the_teacher_is_refused(there: Path, layout: str, reason: str) -> None:
     found = refusal(DENSE, f"distillation.teacher={there}", *layout.split(), "launcher.nproc_per_node=2")
 
     assert found.startswith("distillation.teacher") and reason in found
@@ -422,7 +422,7 @@ def test_a_checkpoint_without_a_config_is_refused(there: Path) -> None:
     assert "has no model config next to it" in refusal(f"distillation.teacher={there}")
 
 
-def test_settings_that_nothing_reads_are_refused() -> None:
+def test_unused_settings_are_refused() -> None:
     assert "name one in distillation.teacher" in refusal("distillation.top_k=4")
     assert "megatron.logits_save_top_k" in refusal("distillation.top_k=4", "megatron.logits_load_dir=saved")
 
@@ -440,7 +440,7 @@ SAVING = ("megatron.logits_save_dir=saved", "megatron.logits_save_top_k=8", *FRO
         ("megatron.logits_load_dir=saved", "are both set"),
     ],
 )
-def test_saving_what_would_be_wrong_is_refused(override: str, reason: str) -> None:
+def test_saving_wrong_log_probabilities_is_refused(override: str, reason: str) -> None:
     assert reason in refusal(*SAVING, "launcher.nproc_per_node=2", override)
 
 

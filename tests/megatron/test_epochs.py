@@ -50,10 +50,8 @@ def test_the_first_epoch_is_megatrons_and_later_ones_do_not_change_it(megatron: 
 
 
 @pytest.mark.parametrize("drawn", [None, {}])
-def test_data_written_again_to_the_same_path_have_a_new_index(
-    megatron: None, tmp_path: Path, drawn: dict[str, int] | None
-) -> None:
-    """Fewer documents, more, and as many of other lengths; the first cache stays in its folder."""
+def test_rewritten_data_have_a_new_index(megatron: None, tmp_path: Path, drawn: dict[str, int] | None) -> None:
+    """Fewer documents, more, or the same number with other lengths; the first cache stays in its folder."""
     for documents in (400, 200, 800):
         stream = stream_at(tmp_path / "a", documents)
         rows = sequences([stream], 110, drawn=drawn)
@@ -94,7 +92,7 @@ def run_of(words: list[str], steps: int, **data: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("shorter", "longer"), [(150, 237), (200, 300), (300, 350), (350, 450), (400, 470), (470, 500)]
 )
-def test_a_longer_run_gets_a_remark_where_megatron_orders_again(
+def test_a_longer_run_gets_a_remark_where_megatron_reorders(
     megatron: None, tmp_path: Path, shorter: int, longer: int
 ) -> None:
     stream = stream_at(tmp_path / "a", 400)  # 237.4 sequences an epoch

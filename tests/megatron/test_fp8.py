@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """Modules that import Megatron, which takes seconds: imported when tests begin, not at collection."""
+    """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
     global get_quant_config_or_none, stage_blocks
     from megatron.core.quantization.utils import get_quant_config_or_none
 
@@ -41,7 +41,7 @@ def imported(megatron: None) -> None:
 
 
 def part_of(name: str) -> tuple[int | None, str] | None:
-    """Block and part of a module with a matrix, derived from its name alone."""
+    """Block and part of a module with a matrix, derived only from its name."""
     if name in ("output_layer", "embedding.word_embeddings"):
         return None, {"output_layer": "head"}.get(name, "embedding")
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -74,7 +74,7 @@ RULES = st.lists(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_matrix_has_the_precision_that_the_plan_says(family: str, build: Callable[..., Any]) -> None:
+def test_every_matrix_has_the_precision_of_the_plan(family: str, build: Callable[..., Any]) -> None:
     model = build(f"model={family}")
     sizes = Architecture.from_config(compose("describe", [f"model={family}"]))
     names = matrices(model)
@@ -97,7 +97,7 @@ def test_every_matrix_has_the_precision_that_the_plan_says(family: str, build: C
 
 
 @given(st.lists(st.sampled_from("M*-E"), min_size=4, max_size=12), st.integers(1, 4), st.integers(1, 2), st.data())
-def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, data: st.DataObject) -> None:
+def test_a_stage_has_its_own_blocks(kinds: list[str], size: int, virtual: int, data: st.DataObject) -> None:
     stages = size * virtual
     if stages > len(kinds):
         return
@@ -112,7 +112,7 @@ def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, dat
 ENGINE = "model.backend=transformer_engine"
 
 
-def test_names_are_those_within_the_stage() -> None:
+def test_names_are_relative_to_the_stage() -> None:
     sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
     plan = Plan.from_config({"default": "fp8", "rules": ["* bf16"]})
     config = Precision(plan, sizes).recipe_config(range(2, 5))  # M*E
@@ -149,7 +149,7 @@ def test_names_are_those_within_the_stage() -> None:
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
 )
-def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
+def test_invalid_plans_are_refused(words: list[str], said: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", *words])
     with pytest.raises(ValueError, match=r"\w") as raised:
         plan_flags(config)
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "more"), [("E.fc1 fp8", ["model.backend=local"]), ("E.shared_fc1 fp8", [ENGINE]), ("* fp8", [ENGINE])]
 )
-def test_fp8_that_needs_no_padded_experts_may_be_chosen_by_rules(rule: str, more: list[str]) -> None:
+def test_fp8_without_padded_experts_may_be_selected_by_rules(rule: str, more: list[str]) -> None:
     words = ["precision=fp8_current", "precision_plan.default=bf16", f"precision_plan.rules=[{rule}]", *more]
 
     assert "fp8_format" not in plan_flags(compose("train", ["run_dir=unused", "data=mock", *words]))
@@ -176,7 +176,7 @@ def test_fp8_is_not_ignored_silently(word: str) -> None:
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_megatron_reads_the_recipe_for_transformer_engine(scaling: str, form: str) -> None:
-    """By the parser of its Transformer Engine layers, which needs no Transformer Engine."""
+    """The parser of its Transformer Engine layers does not need Transformer Engine."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.extensions.transformer_engine import TEQuantizationParams
 

@@ -38,7 +38,7 @@ def checkpoints(run_dir: Path, *steps: int) -> Path:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints of these tests have no files, and are sound."""
+    """Treats checkpoints of these tests, which have no files, as complete."""
     monkeypatch.setattr(sound, "problem_of", lambda folder: None)
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_goes_wrong_ends_the_process_and_is_recorded(
     assert f"error: guard: {event.what} at step 70" in capsys.readouterr().err
 
 
-def test_nothing_is_guarded_by_default_and_a_spike_needs_64_steps(tmp_path: Path) -> None:
+def test_the_guard_is_off_by_default_and_a_spike_needs_64_steps(tmp_path: Path) -> None:
     for each in (Guard(), Guard(spike=5)):
         watch = Watch(each, tmp_path, 0)
         for step in range(1, 60):
@@ -78,7 +78,7 @@ def test_nothing_is_guarded_by_default_and_a_spike_needs_64_steps(tmp_path: Path
     assert guard.events(tmp_path) == []
 
 
-def test_losses_before_this_start_count_and_later_ones_do_not(tmp_path: Path) -> None:
+def test_only_losses_before_this_start_are_used(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(line(step, 2.0 + 0.01 * (step % 2) if step < 70 else 90.0)) + "\n" for step in range(1, 80))
     )
@@ -175,7 +175,7 @@ def test_stacks_are_of_the_last_start(tmp_path: Path) -> None:
     assert guard.stood(tmp_path, 2.0) is None
 
 
-def test_an_older_broken_checkpoint_and_other_folders_are_no_hindrance(tmp_path: Path, whole: None) -> None:
+def test_older_broken_checkpoints_and_other_folders_are_ignored(tmp_path: Path, whole: None) -> None:
     folder = checkpoints(tmp_path, 5, 10)
     for name in ("iter_0000010.broken", "iter_0000010_kept"):
         (folder / name).mkdir()
@@ -200,7 +200,7 @@ def test_an_invalid_setting_is_named(word: str, said: str) -> None:
         Guard.from_config(compose("train", ["run_dir=unused", word]))
 
 
-def test_cluster_is_what_long_runs_need() -> None:
+def test_preset_cluster_is_for_long_runs() -> None:
     config = compose("train", ["run_dir=unused", "operation=cluster", "megatron.save_interval=50"])
 
     assert Guard.from_config(config) == Guard(nan=True, spike=10, minutes=25)
@@ -209,7 +209,7 @@ def test_cluster_is_what_long_runs_need() -> None:
 
 @pytest.fixture
 def faulty(fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
-    """`nemo-ext train` in this process, whose ranks have a fault at a step; without a fault they are forked."""
+    """`nemo-ext train` in this process, with a fault of the ranks at a step; ranks without a fault are forked."""
     from nemo_ext import launch
     from nemo_ext.job import ranks
 
@@ -272,7 +272,7 @@ def test_training_skips_a_bad_batch_as_iterations_to_skip_does(
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named(faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stalled_rank_is_named(faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         faulty("hangs", "hang:7:1", "guard.minutes=0.1")
 

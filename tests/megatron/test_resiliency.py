@@ -24,7 +24,7 @@ ASYNCHRONOUS = ("megatron.async_save=true", "megatron.use_persistent_ckpt_worker
         ("0.7.0", (*ASYNCHRONOUS, "megatron.enable_ft_package=true"), None),
     ],
 )
-def test_the_package_is_there_if_it_is_asked_for_and_not_too_old(
+def test_the_package_is_required_in_a_recent_version(
     monkeypatch: pytest.MonkeyPatch, megatron: None, found: str | None, words: tuple[str, ...], said: str | None
 ) -> None:
     def version(name: str) -> str:
@@ -44,7 +44,7 @@ def test_the_package_is_there_if_it_is_asked_for_and_not_too_old(
             check(config)
 
 
-def test_what_only_other_launchers_and_loops_can_do_is_refused() -> None:
+def test_features_of_other_launchers_and_loops_are_refused() -> None:
     check_launcher(compose("train", ["run_dir=unused"]))
     with pytest.raises(ValueError, match="ranks need ft_launcher"):
         check_launcher(compose("train", ["run_dir=unused", "megatron.enable_ft_package=true"]))

@@ -1,4 +1,4 @@
-"""Configs that ranks start with, derived from a composed config that does not change."""
+"""Configs of ranks, derived from a composed config that does not change."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_does_not_change_its_config(config: dict[str, Any]) -> None:
+def test_a_run_does_not_modify_its_config(config: dict[str, Any]) -> None:
     before = deepcopy(config)
 
     run = Run.from_config(config)
@@ -68,6 +68,6 @@ def test_without_phases_ranks_start_once() -> None:
         ("megatron.lr=[]", "--lr requires a value; null omits it"),
     ],
 )
-def test_a_value_of_another_kind_is_one_line(word: str, error: str) -> None:
+def test_a_value_of_the_wrong_type_is_one_line(word: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
         Run.from_config(compose("train", [word])).check()

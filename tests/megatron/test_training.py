@@ -66,9 +66,7 @@ def test_a_resumed_run_with_a_decoupled_rate_takes_both_rates_from_the_config(
     assert embedding[0]["loss"] == same[0]["loss"] and embedding[1]["loss"] != same[1]["loss"]
 
 
-def test_writing_needs_no_helper_process_unless_it_is_asynchronous(
-    megatron: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_asynchronous_writing_has_a_helper_process(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from nemo_ext.megatron.trainer import write_checkpoints_without_helper
@@ -107,7 +105,7 @@ def test_an_asynchronous_checkpoint_has_the_weights_of_its_step(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="threads are for machines without CUDA")
-def test_threads_are_those_of_the_user(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
+def test_threads_are_set_by_the_user(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
     from nemo_ext.megatron.trainer import share_cores
 
     chosen: list[int] = []

@@ -30,14 +30,14 @@ def test_features_missing_from_an_older_version_are_named(older: None) -> None:
 
 
 @pytest.mark.parametrize("word", ["position_embedding_type=yarn", "moe_use_upcycling=true", "logits_save_top_p=0.9"])
-def test_so_are_values_that_an_older_version_does_not_support(older: None, word: str) -> None:
+def test_values_missing_from_an_older_version_are_named(older: None, word: str) -> None:
     config = compose("train", ["data=mock", "run_dir=unused", f"megatron.{word}"])
 
     with pytest.raises(versions.TooOld, match=rf"megatron\.{word.split('=')[0]}: .* came with Megatron-Core 0\.19"):
         check.check_version(config)
 
 
-def test_a_setting_of_ours_is_refused_before_anything_starts(older: None) -> None:
+def test_an_unsupported_setting_is_refused_before_anything_starts(older: None) -> None:
     words = ["data=local_text", "run_dir=unused", "+data.mixed_lengths={short: 64, document_boundaries: true}"]
 
     with pytest.raises(ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, here is 0\.18\.2"):
