@@ -54,7 +54,7 @@ def test_values_that_a_config_may_have() -> None:
         ({"paths": "a", "on": 1}, "here: on=1"),
         ({"paths": "a", "part": {"share": 2}}, r"here: part\.share=2"),
         ({"paths": "a", "part": {"shares": 1}}, "did you mean 'share'"),
-        ({"paths": "\udcff"}, "here: .*not Unicode"),
+        ({"paths": "\udcff"}, "here: .*not valid Unicode"),
         ({"paths": json.loads("[" * 300 + "]" * 300)}, "here: .*deep"),
         ({"paths": functools.reduce(lambda inner, _: [inner], range(20_000), [])}, "here: .*deep"),
         ({"paths": {("a", "b"): 1}}, "here: keys must be"),

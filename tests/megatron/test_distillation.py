@@ -411,7 +411,7 @@ def test_a_teacher_with_other_tokens_is_refused(there: Path, tmp_path_factory: p
     write(beside, "a", "b", "c")
     check_same_tokens(run)
     write(beside, "a", "c", "b", "d")
-    with pytest.raises(ValueError, match=r"3 tokens differ, 'b' is 2 there and 1 here; tokenize the data") as caught:
+    with pytest.raises(ValueError, match=r"in 3 tokens: 'b' is 2 there and 1 here; tokenize the data") as caught:
         check_same_tokens(run)
     assert str(own / "tokenizer.json") in str(caught.value) and str(beside / "tokenizer.json") in str(caught.value)
 
@@ -461,14 +461,14 @@ def test_files_of_other_sequences_are_refused(tmp_path: Path) -> None:
 
     check(compose("train", ["run_dir=unused", "data=mock", load]))
     assert "megatron.seed was 1234 in the run that saved it and is 5 here" in refusal(load, "megatron.seed=5")
-    assert "of other sequences: train.tokens" in refusal(load, "train.tokens=5120")
+    assert "from a different data order: train.tokens" in refusal(load, "train.tokens=5120")
     assert "kd_loss_alpha=1.5: give a share" in refusal(load, "megatron.logits_load_kd_loss_alpha=1.5")
     assert "logits_load_ignore_errors would" in refusal(load, "megatron.logits_load_ignore_errors=true")
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     assert "no such directory" in refusal("megatron.logits_load_dir=nowhere")
-    assert "no log-probabilities in it" in refusal(f"megatron.logits_load_dir={tmp_path}")
+    assert "it contains no log-probabilities" in refusal(f"megatron.logits_load_dir={tmp_path}")
     (tmp_path / "cp0_dp0__3.tar").write_bytes(b"half a file")
     assert "cannot be read" in refusal(f"megatron.logits_load_dir={tmp_path}")
 

@@ -132,15 +132,15 @@ def test_names_are_relative_to_the_stage() -> None:
             "in_proj: out 392 is not a multiple of 16 (tensorwise); use 384 or 400",
         ),
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
-        (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed is Transformer Engine's"),
+        (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed needs Transformer Engine"),
         (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed applies to the whole model"),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
-            "head in fp32: Megatron trains routers",
+            "head in fp32: Megatron supports fp32 only for routers",
         ),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, first 2.router fp32]"],
-            "some routers and others not",
+            "only some routers in fp32",
         ),
         (
             ["precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]", ENGINE],

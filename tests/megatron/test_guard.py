@@ -109,7 +109,7 @@ def test_without_an_earlier_checkpoint_training_starts_over(tmp_path: Path, whol
     folder = checkpoints(tmp_path, 5)
     guard._write(tmp_path, [Event(step=5, what="a spike", skipped=(4, 5), at=0.0)])
 
-    assert "back to step 0" in (guard.turn_back(tmp_path, Guard()) or "")
+    assert "resuming from step 0" in (guard.turn_back(tmp_path, Guard()) or "")
     assert not (folder / "latest_checkpointed_iteration.txt").exists()
 
 
