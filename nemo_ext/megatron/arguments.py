@@ -189,7 +189,8 @@ def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **values,
         **({} if torch.cuda.is_available() else CPU),
-        "hybrid_layer_pattern": _pattern_word(pattern),
+        # argparse before Python 3.13 drops `--` (two MLP blocks) even after `=`; Megatron reads `--/` as the same.
+        "hybrid_layer_pattern": "--/" if pattern == "--" else pattern,
         "save": str(run_dir / run_directory.CHECKPOINTS),
         "load": str(run_dir / run_directory.CHECKPOINTS),
         "tensorboard_dir": str(run_dir / run_directory.TENSORBOARD),
@@ -241,15 +242,6 @@ def one_parser() -> Iterator[None]:
         yield
 
 
-def _pattern_word(pattern: str) -> str:
-    """A pattern in a form that the command line can hold.
-
-    Two MLP blocks are `--`, which argparse before Python 3.13 drops even after `=`. Megatron reads `--/` (no blocks of
-    multi-token prediction after the main ones) as the same (`parse_hybrid_pattern`).
-    """
-    return "--/" if pattern == "--" else pattern
-
-
 def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
@@ -268,8 +260,7 @@ def quiet_imports() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -294,7 +294,7 @@ def check_objects(config: Mapping[str, Any]) -> None:
     """
     from megatron.core.safe_globals import register_safe_globals
 
-    from nemo_ext.checkpoint.pickles import check_objects
+    from nemo_ext.checkpoint import pickles
     from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
 
     register_safe_globals()  # again: transformers' Trainer unregisters NumPy's classes when it has resumed
@@ -306,7 +306,7 @@ def check_objects(config: Mapping[str, Any]) -> None:
             folder = checkpoint_folder(Path(str(path)))
         except CheckpointError:
             continue  # no checkpoint: Megatron reports it
-        check_objects(folder, whole_files(folder))
+        pickles.check_objects(folder, whole_files(folder))
 
 
 def check_machine(config: Mapping[str, Any]) -> None:

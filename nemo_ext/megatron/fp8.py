@@ -74,12 +74,14 @@ class Precision:
             return None
         return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
 
-    def recipe(self, stage: Iterable[int]) -> dict[str, Any]:
-        """Input of `RecipeConfig.from_config_dict` for a pipeline stage.
+    def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
+        """Recipe of a pipeline stage.
 
         Args:
             stage: 0-based numbers of the stage's blocks, in order.
         """
+        from megatron.core.quantization.quant_config import RecipeConfig
+
         numbers = list(stage)
         first = numbers[0] if numbers else 0
         matchers = {}
@@ -95,13 +97,16 @@ class Precision:
                     "pattern": pattern,
                     "enabled": True,
                 }
-        return {"configs": _configs(self.plan), "matchers": matchers}
-
-    def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
-        """`recipe` as Megatron's RecipeConfig."""
-        from megatron.core.quantization.quant_config import RecipeConfig
-
-        return RecipeConfig.from_config_dict(self.recipe(stage))
+        high = {"override_quantized_autocast": True}
+        low = {
+            "fp8_quantization_recipe": self.plan.recipe,
+            "fp8_format": self.plan.format,
+            "override_nonquantized_autocast": True,
+        }
+        configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
+        if self.plan.recipe != "delayed":  # delayed scaling is set for the whole model
+            configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
+        return RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
 
 
 def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
@@ -213,16 +218,3 @@ def remark(config: Mapping[str, Any]) -> str | None:
         f"FP8 without Transformer Engine: {precision.plan.recipe} scaling is simulated (the same rounding, products in "
         "higher precision), for trying a plan out, not for speed"
     )
-
-
-def _configs(plan: Plan) -> dict[str, Any]:
-    high = {"override_quantized_autocast": True}
-    low = {
-        "fp8_quantization_recipe": plan.recipe,
-        "fp8_format": plan.format,
-        "override_nonquantized_autocast": True,
-    }
-    configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
-    if plan.recipe != "delayed":  # delayed scaling is set for the whole model
-        configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
-    return configs

@@ -188,8 +188,7 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
     `max_seqlen` is exactly the length of the longest sequence: with the row's length, Megatron's rotary embedding would
     continue counting positions across bounds.
     """
-    longest = int((bounds[1:] - bounds[:-1]).max())
-    total = int(bounds[-1])
+    longest = int(bounds.diff().max())
     on_device = bounds.to(torch.int32).cuda(non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
@@ -197,7 +196,7 @@ def packing_of(bounds: Tensor) -> PackedSeqParams:
         cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        total_tokens=total,  # PackedSeqParams computes seq_idx from it
+        total_tokens=int(bounds[-1]),  # PackedSeqParams computes seq_idx from it
     )
 
 

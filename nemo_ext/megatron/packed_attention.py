@@ -27,12 +27,7 @@ def installed(distribution: str) -> Version | None:
 
 
 def lack(
-    config: Mapping[str, Any],
-    gpu: str,
-    *,
-    capability: tuple[int, int] | None,
-    flash: bool,
-    version: Version | None,
+    config: Mapping[str, Any], gpu: str, *, capability: tuple[int, int] | None, flash: bool, version: Version | None
 ) -> str | None:
     """Reason why ranks have no attention kernel for a config's packs, and what to do; None if they have one.
 
@@ -43,9 +38,35 @@ def lack(
         flash: True if FlashAttention 2 is installed for the ranks.
         version: version of Transformer Engine on the ranks; None if unknown.
     """
-    return next(
-        (why for megatron in _with_packs(config) if (why := _lack(megatron, gpu, capability, flash, version))), None
-    )
+    for megatron in _with_packs(config):
+        parts = int(megatron.get("context_parallel_size") or 1)
+        if parts == 1:
+            continue
+        where = f"packs with megatron.context_parallel_size={parts}"
+        backend = megatron.get("attention_backend") or "auto"
+        if backend == "unfused":
+            return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
+        if capability is not None:
+            able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
+            if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
+                return (
+                    f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
+                    "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
+                    "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
+                )
+        kinds = megatron.get("cp_comm_type") or "p2p"
+        base = None if version is None else Version(version.base_version)  # a source tree has `2.18.0.dev0+commit`
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            if kind == "a2a+p2p":
+                return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
+            if base is not None and base < SINCE.get(kind, base):
+                other = next((name for name, since in SINCE.items() if since <= base), None)
+                advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
+                return (
+                    f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, "
+                    f"{SINCE[kind]} does: {advice} a newer one"
+                )
+    return None
 
 
 def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -56,43 +77,6 @@ def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     for section in sections_of(config).values():
         if (section.data or {}).get("packed") is not None:
             yield {**megatron, **(section.megatron or {})}
-
-
-def _lack(
-    megatron: Mapping[str, Any],
-    gpu: str,
-    capability: tuple[int, int] | None,
-    flash: bool,
-    version: Version | None,
-) -> str | None:
-    parts = int(megatron.get("context_parallel_size") or 1)
-    if parts == 1:
-        return None
-    where = f"packs with megatron.context_parallel_size={parts}"
-    backend = megatron.get("attention_backend") or "auto"
-    if backend == "unfused":
-        return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
-    if capability is not None:
-        able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
-        if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
-            return (
-                f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
-                "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
-                "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
-            )
-    kinds = megatron.get("cp_comm_type") or "p2p"
-    base = None if version is None else Version(version.base_version)  # a source tree has `2.18.0.dev0+commit`
-    for kind in [kinds] if isinstance(kinds, str) else kinds:
-        if kind == "a2a+p2p":
-            return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
-        if base is not None and base < SINCE.get(kind, base):
-            other = next((name for name, since in SINCE.items() if since <= base), None)
-            advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
-            return (
-                f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, {SINCE[kind]} "
-                f"does: {advice} a newer one"
-            )
-    return None
 
 
 def remark(config: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,6 @@ import argparse
 import bisect
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -70,34 +69,25 @@ def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Samples of a phase: its dataset starts with the phase's first sample."""
-
-    phase: Phase
-    dataset: Dataset
-
-
 class PhasedDataset(Dataset):
     """Dataset of a segment's samples, indexed by their number in the whole run.
 
     Args:
-        parts: phases of the segment, in order.
+        parts: phases of the segment, in order, each with a dataset that starts with its first sample.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[tuple[Phase, Dataset]]) -> None:
         self.parts = parts
-        self._firsts = [part.phase.first_sample for part in parts]
+        self._firsts = [phase.first_sample for phase, _ in parts]
 
     def __len__(self) -> int:
-        phase = self.parts[-1].phase
-        return phase.first_sample + phase.samples
+        return self._firsts[-1] + self.parts[-1][0].samples
 
     def __getitem__(self, number: int) -> Any:
         if not self._firsts[0] <= number < len(self):
             raise IndexError(f"sample {number} is not in this segment ({self._firsts[0]} to {len(self) - 1})")
-        part = self.parts[bisect.bisect_right(self._firsts, number) - 1]
-        return part.dataset[number - part.phase.first_sample]
+        phase, dataset = self.parts[bisect.bisect_right(self._firsts, number) - 1]
+        return dataset[number - phase.first_sample]
 
 
 def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) -> tuple[Any, Any, None]:
@@ -119,7 +109,7 @@ def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) 
     for phase in plan.phases:
         if phase.name in segment["phases"]:
             train, _, _ = build_datasets(by_phase[phase.name], [phase.samples, 0, 0], drawn=drawn[phase.name])
-            parts.append(Part(phase, train))
+            parts.append((phase, train))
     return PhasedDataset(parts), build_datasets(arguments, [0, samples[1], 0])[1], None
 
 

@@ -104,7 +104,6 @@ def target_of(config: Mapping[str, Any]) -> tuple[int, str]:
     """Step at which ranks with this config end, and advice on how to continue from there."""
     steps, stop = int(config["megatron"]["train_iters"]), config["megatron"].get("exit_interval")
     if stop is not None and int(stop) < steps:
-        return int(
-            stop
-        ), f"megatron.exit_interval stops it there; for all {steps} steps set megatron.exit_interval=null"
+        advice = f"megatron.exit_interval stops it there; for all {steps} steps set megatron.exit_interval=null"
+        return int(stop), advice
     return steps, "more steps: train.tokens=..."

@@ -566,71 +566,60 @@ def test_space_for_all_points_is_checked_before_the_first(
 # Resuming
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, stop: int | None = None) -> list[None]:
+    """List with an item for each tensor that is averaged; Ctrl-C arrives at number `stop`."""
+    calls: list[None] = []
+
+    def count(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return average(*arguments)
+
+    monkeypatch.setattr(merging, "average", count)
+    return calls
+
+
 @pytest.mark.parametrize("is_hf", [True, False])
 def test_an_interrupted_average_resumes(
     is_hf: bool, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = three if is_hf else [megatron(tmp_path / f"{source.name}_megatron", source) for source in three]
     whole = made(sources, tmp_path / "whole", shard_gigabytes=ONE_TENSOR_A_PART)[0]
-    count, calls = len(weights_of(whole)), 0
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", interrupted)
+    count, calls = len(weights_of(whole)), counted(monkeypatch, stop=6)
     with pytest.raises(KeyboardInterrupt):
         made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
     assert not (tmp_path / "soup").exists()
     (soup,) = made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
 
-    assert calls == 6 + count - 5
+    assert len(calls) == 6 + count - 5
     assert same_bits(weights_of(soup), weights_of(whole))
     assert {file.name for file in soup.rglob("*")} == {
         file.name if file.name != "whole.yaml" else "soup.yaml" for file in whole.rglob("*")
     }
     made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
-    assert calls == 6 + count - 5
+    assert len(calls) == 6 + count - 5
 
 
 def test_other_weights_do_not_resume_an_interrupted_average(
     three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = 0
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", interrupted)
+    calls = counted(monkeypatch, stop=6)
     with pytest.raises(KeyboardInterrupt):
         made(three, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
     (soup,) = made(three, tmp_path / "soup", weights=[0.5, 0.3, 0.2], shard_gigabytes=ONE_TENSOR_A_PART)
 
-    assert calls == 6 + len(SHAPES)
+    assert len(calls) == 6 + len(SHAPES)
     assert same_bits(weights_of(soup), weights_of(made(three, tmp_path / "whole", weights=[0.5, 0.3, 0.2])[0]))
 
 
 def test_existing_points_are_not_made_again(three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = 0
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", counted)
+    calls = counted(monkeypatch)
     made(three[:2], tmp_path / "line", points=[0.25, 0.5])
-    assert calls == 2 * len(SHAPES)
+    assert len(calls) == 2 * len(SHAPES)
     made(three[:2], tmp_path / "line", points=[0.25, 0.75, 0.5])
 
-    assert calls == 3 * len(SHAPES)
+    assert len(calls) == 3 * len(SHAPES)
     assert {folder.name for folder in (tmp_path / "line").iterdir()} == {"t0.25", "t0.5", "t0.75"}
 
 
