@@ -22,11 +22,7 @@ Description = dict[str, Any]
 
 
 def describe(
-    architecture: Architecture,
-    *,
-    seq_length: int | None = None,
-    layout: Layout | None = None,
-    plan: Plan | None = None,
+    architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None, plan: Plan | None = None
 ) -> Description:
     """Compute every cost figure of a model.
 

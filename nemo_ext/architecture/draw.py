@@ -294,15 +294,7 @@ def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: fl
     if width >= 0.1:
         shift = 0.11 if flat else 0.2 if upright else 0.0
         size = min(11.0, 70 * width) if len(tile.symbol) == 1 else 9.5
-        _text(
-            axes,
-            centre,
-            middle + shift,
-            _SHOWN.get(tile.symbol, tile.symbol),
-            size=size,
-            colour=ink,
-            weight="bold",
-        )
+        _text(axes, centre, middle + shift, _SHOWN.get(tile.symbol, tile.symbol), size=size, colour=ink, weight="bold")
     if flat:
         _text(axes, centre, middle - 0.1, tile.note, size=6, colour=ink)
     elif upright:

@@ -226,8 +226,7 @@ class Roofline:
         weight, gradient, _ = bytes_per_parameter(layout.precision)
         moved = (passes - 1) * weight + 2 * gradient
         experts = max(
-            passes * work.experts * factor,
-            moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth,
+            passes * work.experts * factor, moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth
         )
         dense = max(
             (passes * (work.flops - work.experts) + work.again) * factor,

@@ -357,9 +357,7 @@ def _write_item(piece: Piece, dtype: str) -> Any:
 
     offset, shape, whole = torch.Size(piece.offset), torch.Size(piece.shape), torch.Size(piece.whole)
     data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offset, shape),
-        properties=TensorProperties(dtype=getattr(torch, dtype)),
-        size=whole,
+        chunk=ChunkStorageMetadata(offset, shape), properties=TensorProperties(dtype=getattr(torch, dtype)), size=whole
     )
     return WriteItem(MetadataIndex(piece.key, offset), WriteItemType.SHARD, tensor_data=data)
 

@@ -171,12 +171,7 @@ def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) ->
 
 
 def grand_mean(
-    means: Sequence[Floats],
-    weights: Sequence[float],
-    *,
-    draws: int = 10_000,
-    seed: int = 1234,
-    level: float = 0.95,
+    means: Sequence[Floats], weights: Sequence[float], *, draws: int = 10_000, seed: int = 1234, level: float = 0.95
 ) -> tuple[float, Interval | None]:
     """Weighted mean over benchmarks, and its confidence interval.
 

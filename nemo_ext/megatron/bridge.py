@@ -173,11 +173,9 @@ def provider_fields(description: Description) -> dict[str, Any]:
         "hybrid_layer_pattern": compile_pattern(description.architecture.pattern).hybrid_layer_pattern,
         "vocab_size": description.vocab_size,
         "gated_linear_unit": description.architecture.gated,
-        "activation_func": {
-            "silu": torch.nn.functional.silu,
-            "relu2": squared_relu,
-            "gelu": torch.nn.functional.gelu,
-        }[description.activation],
+        "activation_func": {"silu": torch.nn.functional.silu, "relu2": squared_relu, "gelu": torch.nn.functional.gelu}[
+            description.activation
+        ],
     }
     for flag, value in flags.items():
         if flag in NEGATED:

@@ -30,10 +30,7 @@ TRAINING: Mapping[str, Any] = {
     "precision_plan": Open,
     "phases": {"*": {"data": DATA, "megatron": MEGATRON}},
     "distillation": {"teacher": Place},
-    "evaluate": (
-        {"judge": "nemo_ext.rl.judge:JudgeSettings"},
-        "nemo_ext.evaluation.live:LiveSettings",
-    ),
+    "evaluate": ({"judge": "nemo_ext.rl.judge:JudgeSettings"}, "nemo_ext.evaluation.live:LiveSettings"),
     "cluster": "nemo_ext.slurm.cluster:Cluster",
 }
 """Types of the keys of a training run's config."""

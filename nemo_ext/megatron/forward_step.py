@@ -41,10 +41,7 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
 
 
 def build_datasets(
-    arguments: argparse.Namespace,
-    samples: list[int],
-    *,
-    drawn: Mapping[Reading, Mapping[str, int]] | None = None,
+    arguments: argparse.Namespace, samples: list[int], *, drawn: Mapping[Reading, Mapping[str, int]] | None = None
 ) -> tuple[Any, Any, None]:
     """Build datasets as `datasets` does, from the given arguments and without Megatron's trainer.
 

@@ -18,11 +18,7 @@ PLAIN = Layout()
     [
         # block input and norm output 32 each, in every case
         ("-", 64 + 64 + 64, 0),
-        (
-            "*",
-            64 + 32 + 2 * 16 + 32,
-            4 * 4,
-        ),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
+        ("*", 64 + 32 + 2 * 16 + 32, 4 * 4),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
         ("M", 64 + 264 + 3 * 64, 0),  # z, x, B, C, dt; the scan's output before and after gating, the norm's
         (
             "E",
@@ -63,14 +59,7 @@ def test_core_attn_drops_the_score_matrix_of_unfused_attention(architecture_of: 
 
 @pytest.mark.parametrize(
     ("pattern", "module"),
-    [
-        ("-", "mlp"),
-        ("-", "layernorm"),
-        ("E", "moe_act"),
-        ("E", "shared_experts"),
-        ("E", "moe"),
-        ("*", "core_attn"),
-    ],
+    [("-", "mlp"), ("-", "layernorm"), ("E", "moe_act"), ("E", "shared_experts"), ("E", "moe"), ("*", "core_attn")],
 )
 def test_selective_recomputation_drops_the_named_activations(
     pattern: str, module: str, architecture_of: ArchitectureOf

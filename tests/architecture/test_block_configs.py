@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.architecture.block_configs import (
-    ffn_multiplier,
-    ffn_width,
-    from_block_configs,
-    to_block_configs,
-)
+from nemo_ext.architecture.block_configs import ffn_multiplier, ffn_width, from_block_configs, to_block_configs
 from nemo_ext.architecture.pattern import format, parse
 
 PARENTS = {"llama_nemotron_super_49b": 28672, "llama_nemotron_ultra_253b": 53248}
@@ -111,18 +106,12 @@ def test_width_rule_of_the_released_models() -> None:
             r"block_configs\[1\]\.attention\.foo: unknown key with the value 1",
         ),
         ({"attention": {"n_heads_in_groups": 4}, "ffn": NO_OP}, "did you mean 'n_heads_in_group'"),
-        (
-            {"attention": {"n_heads_in_group": 3}, "ffn": NO_OP},
-            r"block_configs\[1\]\.attention\.n_heads_in_group",
-        ),
+        ({"attention": {"n_heads_in_group": 3}, "ffn": NO_OP}, r"block_configs\[1\]\.attention\.n_heads_in_group"),
         (
             {"attention": {"n_heads_in_group": 4, "num_sink_tokens": 4}, "ffn": NO_OP},
             r"attention\.num_sink_tokens: unknown key with the value 4",
         ),
-        (
-            {"attention": NO_OP, "ffn": {}},
-            r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, got None",
-        ),
+        ({"attention": NO_OP, "ffn": {}}, r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, got None"),
         ({"attention": NO_OP, "ffn": {"no_op": "yes"}}, r"ffn\.no_op: expected true or false"),
         ({"attention": NO_OP}, r"block_configs\[1\]\.ffn: expected a mapping"),
         (

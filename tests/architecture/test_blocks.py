@@ -48,11 +48,7 @@ def test_linear_is_a_flag_without_other_values() -> None:
     ("kind", "values", "message"),
     [
         ("X", {}, "unknown block kind 'X'"),
-        (
-            "-",
-            {"fnn": 3},
-            "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?",
-        ),
+        ("-", {"fnn": 3}, "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?"),
         ("*", {"num_query_groups": 4}, "did you mean 'kv'?"),
         ("G", {"heads": 4}, "a gated delta net block ('G') takes no values"),
         ("-", {"ffn": 0}, "'ffn' of '-' must be a positive integer, got 0"),

@@ -43,11 +43,7 @@ def small(pattern: str, *, model: dict[str, Any] | None = None, **flags: Any) ->
     ],
 )
 def test_published_sizes(
-    name: str,
-    total: float,
-    active: float | None,
-    active_with_embedding: float,
-    architecture_of: ArchitectureOf,
+    name: str, total: float, active: float | None, active_with_embedding: float, architecture_of: ArchitectureOf
 ) -> None:
     architecture = architecture_of(name)
     assert cost.total_params(architecture) == pytest.approx(total, rel=0.005)
@@ -195,11 +191,7 @@ def test_six_n_excludes_terms_that_grow_with_the_sequence(architecture_of: Archi
 def test_bytes_of_weights_and_training_state() -> None:
     model = small("-")
     count = 264 + 128 * 8 + 8
-    assert [cost.weight_bytes(model, name) for name in ("fp32", "bf16", "fp8")] == [
-        4 * count,
-        2 * count,
-        count,
-    ]
+    assert [cost.weight_bytes(model, name) for name in ("fp32", "bf16", "fp8")] == [4 * count, 2 * count, count]
     # bf16: weight 2, gradient 4, master weight 4, two moments 4 each; fp32 has no second copy.
     assert cost.training_state_bytes(model) == 18 * count
     assert cost.training_state_bytes(model, precision="fp32") == 16 * count

@@ -116,11 +116,7 @@ def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
     [
         ("", 0, "expected at least one block"),
         ("||", 2, "expected at least one block"),
-        (
-            "ME*m",
-            3,
-            "unknown symbol 'm': expected a block (one of M * E - G D +), '|' or '('; did you mean 'M'?",
-        ),
+        ("ME*m", 3, "unknown symbol 'm': expected a block (one of M * E - G D +), '|' or '('; did you mean 'M'?"),
         ("M/M", 1, "multi-token prediction ('/') is not supported yet"),
         ("(*-", 0, "expected ')' to close this group"),
         ("*-)", 2, "there is no open group"),

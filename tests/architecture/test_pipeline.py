@@ -79,10 +79,7 @@ def test_virtual_stages_keep_the_best_stage_and_only_improve_ranks(
     if stages > len(known.blocks):
         return
     cuts = balance(
-        model(len(known.blocks)),
-        pipeline_parallel=pipeline_parallel,
-        virtual_stages=virtual_stages,
-        cost=known,
+        model(len(known.blocks)), pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages, cost=known
     ).cuts
     plain = even_cuts(known, stages)
     assert max(known.of_stages(cuts)) == max(known.of_stages(plain))

@@ -71,11 +71,7 @@ RUNS: dict[str, Callable[[Path], bytes]] = {
     "exec": lambda marker: pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w').close()")),
     "a chain of getattr": lambda marker: of_opcodes(
         called(
-            called(
-                named("builtins", "getattr"),
-                called(named("builtins", "__import__"), text("os")),
-                text("system"),
-            ),
+            called(named("builtins", "getattr"), called(named("builtins", "__import__"), text("os")), text("system")),
             touch(marker),
         )
     ),
@@ -163,11 +159,7 @@ def test_metadata_are_read_without_running_them(kind: str, marker: Path, checkpo
             {"run_dir": str(checkpoints / "new"), "megatron": {"pretrained_checkpoint": str(checkpoints)}}
         ),
         lambda checkpoints: check_of_run(
-            {
-                "run_dir": str(checkpoints / "new"),
-                "megatron": {},
-                "distillation": {"teacher": str(checkpoints.parent)},
-            }
+            {"run_dir": str(checkpoints / "new"), "megatron": {}, "distillation": {"teacher": str(checkpoints.parent)}}
         ),
     ],
     ids=["convert", "convert a run", "merge", "reader", "resume", "start from", "teacher"],

@@ -25,10 +25,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Format, choose, read
 from nemo_ext.job.config import compose
 
-SIGMOID = (
-    "megatron.moe_router_score_function=sigmoid",
-    "megatron.moe_router_enable_expert_bias=true",
-)
+SIGMOID = ("megatron.moe_router_score_function=sigmoid", "megatron.moe_router_enable_expert_bias=true")
 MODELS = {
     "NemotronForCausalLM": ("model=domyn_small_tiny",),
     "NemotronForCausalLM with biases": (

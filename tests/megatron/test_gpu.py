@@ -11,10 +11,7 @@ import torch
 
 from nemo_ext.job.run_directory import METRICS, truncate_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 Train = Callable[..., list[dict[str, Any]]]
 

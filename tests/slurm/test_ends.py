@@ -55,10 +55,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (RANKS, "FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'"),
         (MEMORY, "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)"),
         ("error: run_dir=/proc/nope: no\n", "run_dir=/proc/nope: no"),
-        (
-            "srun: fatal: SLURM_MEM_PER_CPU: one of them\n",
-            "srun: fatal: SLURM_MEM_PER_CPU: one of them",
-        ),
+        ("srun: fatal: SLURM_MEM_PER_CPU: one of them\n", "srun: fatal: SLURM_MEM_PER_CPU: one of them"),
         (
             "srun: error: Node failure on n2\nslurmstepd-n2: error: *** JOB 9 ON n2 CANCELLED AT 2026-11-22T13:41:33 "
             "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",

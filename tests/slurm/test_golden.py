@@ -39,7 +39,7 @@ SUBMITTED = {
         "calibration.data=data/sft",
     ],
     "sensitivity": [
-        *("job=sensitivity", "sensitivity.model=runs/mine", "run_dir=runs/mine_fp8", "launcher.nproc_per_node=4"),
+        *("job=sensitivity", "sensitivity.model=runs/mine", "run_dir=runs/mine_fp8", "launcher.nproc_per_node=4")
     ],
     "replicas of a server": [
         *("job=serve", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8", "serving.least=6"),

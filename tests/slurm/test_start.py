@@ -130,8 +130,7 @@ def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: 
 
 
 @pytest.mark.parametrize(
-    ("signals", "given_up"),
-    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would recur in a new start")],
+    ("signals", "given_up"), [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would recur in a new start")]
 )
 def test_a_job_ended_by_the_time_limit_is_requeued_for_any_exit_code(
     signals: list[int], given_up: str, slurm_says_no: Path

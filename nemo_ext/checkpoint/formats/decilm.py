@@ -87,10 +87,7 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
         )
         layers[number][part] = alone[part]
     return [
-        {
-            "attention": _complete(layer["attention"], _ATTENTION_KEYS),
-            "ffn": _complete(layer["ffn"], _FLAGS),
-        }
+        {"attention": _complete(layer["attention"], _ATTENTION_KEYS), "ffn": _complete(layer["ffn"], _FLAGS)}
         for layer in layers
     ]
 
@@ -136,10 +133,7 @@ def _read(keys: Keys) -> Description:
             numbers.append(number)
     gaps = (numbers, len(layers)) != attention_with_mlp(blocks)
     return read_llama(
-        keys,
-        blocks=blocks,
-        hf_layers=tuple(numbers) if gaps else None,
-        hf_layer_count=len(layers) if gaps else None,
+        keys, blocks=blocks, hf_layers=tuple(numbers) if gaps else None, hf_layer_count=len(layers) if gaps else None
     )
 
 

@@ -126,10 +126,7 @@ def _write_nemotron(description: Description) -> dict[str, Any]:
         | write_rope(description.rope)
         | partial
         | biases(description)
-        | {
-            "hidden_act": "relu2",
-            "norm_eps": description.norm_epsilon,
-        }
+        | {"hidden_act": "relu2", "norm_eps": description.norm_epsilon}
     )
 
 
@@ -181,10 +178,7 @@ def _write_llama(description: Description) -> dict[str, Any]:
         facts
         | write_rope(description.rope)
         | biases(description)
-        | {
-            "hidden_act": "silu",
-            "rms_norm_eps": description.norm_epsilon,
-        }
+        | {"hidden_act": "silu", "rms_norm_eps": description.norm_epsilon}
     )
 
 
