@@ -40,7 +40,9 @@ def test_values_missing_from_an_older_version_are_named(older: None, word: str) 
 def test_an_unsupported_setting_is_refused_before_anything_starts(older: None) -> None:
     words = ["data=local_text", "run_dir=unused", "+data.mixed_lengths={short: 64, document_boundaries: true}"]
 
-    with pytest.raises(ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, but 0\.18\.2 is installed"):
+    with pytest.raises(
+        ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, but 0\.18\.2 is installed"
+    ):
         check.check_version(compose("train", words))
 
 
