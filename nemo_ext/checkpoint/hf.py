@@ -353,9 +353,8 @@ def _plan_to_hf(
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model supports does not reduce its context length.
-    config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     scaled = _yarn_length(description)
-    config[LONGEST] = max(config[LONGEST], scaled)
+    config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0), scaled)
     left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
     remarks = [*hf_format.remarks(description), *_padding(description)]
     if scaled and config[LONGEST] != scaled:
@@ -411,11 +410,7 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
         for name in rope:
             notice(f"RoPE changes: {different.pop(name)}")
     if different:
-        hint = (
-            "; change_rope=true accepts the RoPE settings of the model config"
-            if rope and not settings.change_rope
-            else ""
-        )
+        hint = "" if settings.change_rope or not rope else "; change_rope=true accepts its RoPE settings"
         lines = "".join(f"\n  {line}" for line in different.values())
         raise CheckpointError(f"the checkpoint does not match the model config:{lines}\nchoose model=...{hint}")
     if requested.hf_layers is not None:
@@ -425,11 +420,7 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
 
 def _padding(description: Description) -> list[str]:
     padding = description.architecture.vocab_size - description.vocab_size
-    return (
-        [f"{padding} vocabulary rows are padding: they exist in Megatron only, and new ones are zero"]
-        if padding
-        else []
-    )
+    return [f"{padding} vocabulary rows are padding: only Megatron has them, and new ones are zero"] if padding else []
 
 
 def _named(entry: Entry) -> tuple[Piece, ...]:

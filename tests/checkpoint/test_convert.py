@@ -386,7 +386,7 @@ def test_single_keys_change_only_config_json(source: Path, tmp_path: Path, comma
     code, told = command(*words)
     assert code == USER_ERROR
     assert "megatron.rotary_base: 10000 in the checkpoint, 500000 in the model config" in told
-    assert "change_rope=true accepts the RoPE settings of the model config" in told
+    assert "change_rope=true accepts its RoPE settings" in told
 
     code, told = command(*words, "change_rope=true")
     assert (code, told.splitlines()[0].partition(": ")[0]) == (0, "RoPE changes")
