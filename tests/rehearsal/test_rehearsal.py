@@ -173,8 +173,8 @@ def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model=domyn_small_tiny megatron.pipeline_model_parallel_size=4 model.pattern=*-||*|-",
-            "model.pattern has no block in stage 1 of 0 to 3, and Megatron-Core's gradients become NaN behind a stage "
-            "that only passes on: move a cut |",
+            "model.pattern has no block in stage 1 of 0 to 3, and Megatron-Core's gradients become NaN after an "
+            "empty stage: move a cut |",
         ),
     ],
     ids=["heads", "window", "fp8", "sequence", "sequence_parallel", "vocabulary", "batch", "interleaved", "empty"],
