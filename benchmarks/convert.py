@@ -47,7 +47,9 @@ def make_checkpoint(folder: Path, model: str, gigabytes: float, shard: float) ->
             break
 
     def work(name: str, shape: tuple[int, ...]) -> Work:
-        return Work((Slot(Piece.of(name, *shape), "bfloat16"),), lambda: [torch.rand(shape, dtype=torch.bfloat16)])
+        return Work(
+            (Slot(Piece.from_shape(name, *shape), "bfloat16"),), lambda: [torch.rand(shape, dtype=torch.bfloat16)]
+        )
 
     parts = cut_into_parts([work(name, shape) for name, shape in pairs], shard)
     write_checkpoint(

@@ -444,7 +444,7 @@ class Session:
     def write_data(self, names: Sequence[str]) -> None:
         """Tokenise the corpus and write packs, once, before several processes need them."""
         if {"losses", "puzzle"} & set(names):
-            Run.of(compose("train", [f"run_dir={self.out}/unused", f"data_root={self.out}/data"])).tokenized()
+            Run.from_config(compose("train", [f"run_dir={self.out}/unused", f"data_root={self.out}/data"])).tokenized()
         if "packs" in names:
             for number, prefix in enumerate((self.out / "packs/train", self.out / "packs/valid")):
                 if not (prefix.parent / f"{prefix.name}.done").exists():

@@ -32,7 +32,7 @@ def main() -> None:
     from nemo_ext.megatron.run import Run
 
     config = compose("train", sys.argv[2:])
-    Run.of(config).tokenized()
+    Run.from_config(config).tokenized()
     port = reserve_port()
     os.environ |= {**rank_environment(1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.getsockname()[1])}
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}

@@ -50,7 +50,7 @@ def prepare(config: Mapping[str, Any]) -> Path:
             directory.
     """
     run_dir = Path(config["run_dir"])
-    run = Run.of(config)
+    run = Run.from_config(config)
     run.check()
     done = run_directory.last_checkpoint(run_dir) or 0
     segment = next((each for each in run.segments if target_of(each)[0] > done), run.segments[-1])
@@ -96,7 +96,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
     for line in filter(None, (told, fall_back(run_dir / run_directory.CHECKPOINTS))):
         console.print(line)
     console.print("checking the configuration against the installed Megatron ...")
-    run = Run.of(config)
+    run = Run.from_config(config)
     run.check()
     from nemo_ext.megatron.check import check_launcher, check_machine
 
@@ -107,7 +107,7 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
     for line in filter(None, remarks):
         console.print(line)
     run = run.tokenized()
-    for line in run.told_of_streams():
+    for line in run.stream_remarks():
         console.print(line)
     for segment in run.segments:
         target, why = target_of(segment)

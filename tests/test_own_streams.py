@@ -38,7 +38,9 @@ def test_own_streams_replace_the_data_of_every_recipe(recipe: str) -> None:
         else given
     )
     if compose(job, given)["data"].get("tokenizer") is None:
-        with pytest.raises(ValueError, match=r"streams: this recipe names no tokenizer: name .*data\.tokenizer="):
+        with pytest.raises(
+            ValueError, match=r"streams: this recipe does not name a tokenizer: name .*data\.tokenizer="
+        ):
             compose(job, [*words, TREE])
         words = [*words, "data.tokenizer={kind: huggingface, path: /t}"]
 

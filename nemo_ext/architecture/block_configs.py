@@ -90,7 +90,7 @@ def from_block_configs(
             if _flag(part, "no_op", place):
                 continue
             if _flag(part, "replace_with_linear", place):
-                blocks.append(Block.of(kind, linear=True))
+                blocks.append(Block.from_values(kind, linear=True))
             elif kind == "*":
                 blocks.append(_attention(part, place, heads=heads, default=num_query_groups))
             else:
@@ -113,13 +113,13 @@ def _attention(part: Mapping[str, object], path: str, *, heads: int, default: in
         if not isinstance(window, int) or isinstance(window, bool) or window < 1:
             raise ValueError(f"{path}.window_length: expected a positive integer or null, got {window!r}")
         values["window"] = window
-    return Block.of("*", **values)
+    return Block.from_values("*", **values)
 
 
 def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: int | None) -> Block:
     mult, width = part.get("ffn_mult"), part.get("intermediate_size")
     if mult is None and isinstance(width, int) and not isinstance(width, bool) and width > 0:
-        return Block.of("-") if width == default else Block.of("-", ffn=width)
+        return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)
     if isinstance(mult, bool) or not isinstance(mult, int | float) or mult <= 0:
         raise ValueError(
             f"{path}.ffn_mult: expected a positive number, got {mult!r} "
@@ -131,7 +131,7 @@ def _ffn(part: Mapping[str, object], path: str, *, hidden_size: int, default: in
             "remove one of the two"
         )
     width = ffn_width(mult, hidden_size)
-    return Block.of("-") if width == default else Block.of("-", ffn=width)
+    return Block.from_values("-") if width == default else Block.from_values("-", ffn=width)
 
 
 def to_block_configs(

@@ -117,7 +117,7 @@ class Block:
         return value
 
     @classmethod
-    def of(cls, kind: str, **values: int | bool | None) -> "Block":
+    def from_values(cls, kind: str, **values: int | bool | None) -> "Block":
         """Make a block from keyword values; None means "none" (`window=None`), and `linear=False` is ignored."""
         kept: dict[str, int | bool] = {}
         for name, value in values.items():

@@ -1,11 +1,11 @@
 """Analytic cost of a model: parameters, FLOPs, and the bytes of weights, training state, caches and
 activations, for the whole model, a block, a pipeline stage or a GPU.
 
-Parameter counts are exact for Megatron-Core's modules. FLOPs are those of matrix multiplications (a
-multiply-add is two), convolutions and the state-space scan; norms, activations and embedding look-ups are
-excluded. A causal query is counted with the tokens it attends to, (S + 1) / 2 of S on average, which is the
-usual "half". Activations are an estimate: the tensors each block keeps for its backward pass, without
-dropout, with the tokens spread evenly over experts, and without communication buffers or allocator slack.
+Parameter counts are exact for Megatron-Core's modules. FLOPs include matrix multiplications (two per
+multiply-add), convolutions and the state-space scan; norms, activations and embedding look-ups are excluded.
+A causal query is counted with the tokens it attends to, (S + 1) / 2 of S on average, which is the usual
+"half". Activations are an estimate: the tensors each block keeps for its backward pass, without dropout,
+with the tokens spread evenly over experts, and without communication buffers or allocator slack.
 """
 
 import math
@@ -335,7 +335,7 @@ class StageCost:
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCost:
-    """Cost of one GPU of a pipeline rank, the same for all; the TP x CP GPUs share the rank's FLOPs."""
+    """Cost of one GPU of a pipeline rank, equal for all of its GPUs; TP x CP GPUs share the rank's FLOPs."""
 
     rank: int
     parameters: int

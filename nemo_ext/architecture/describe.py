@@ -22,11 +22,7 @@ Description = dict[str, Any]
 
 
 def describe(
-    architecture: Architecture,
-    *,
-    seq_length: int | None = None,
-    layout: Layout | None = None,
-    plan: Plan | None = None,
+    architecture: Architecture, *, seq_length: int | None = None, layout: Layout | None = None, plan: Plan | None = None
 ) -> Description:
     """Compute every cost figure of a model.
 
@@ -142,12 +138,12 @@ def _spread(architecture: Architecture, layout: Layout, length: int) -> Descript
 
 
 def to_json(description: Description) -> str:
-    """The figures as JSON text."""
+    """Figures as JSON text."""
     return json.dumps(description, indent=2)
 
 
 def render_table(description: Description) -> "Group":
-    """The figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
+    """Figures as rich tables: the model, its blocks, and its stages and GPUs if there is a layout.
 
     Equal blocks share a line. Print the result with `rich.print`.
     """
@@ -184,24 +180,26 @@ def _summary(figures: Description) -> "Table":
         f"({number(figures['active_params_with_embedding'])} with the input embedding)",
         "FLOPs per token": f"{flop(figures['forward_flops_per_token'])} forward, "
         f"{flop(figures['train_flops_per_token'])} training, at {length:,} tokens; "
-        f"{flop(figures['train_flops_per_token_6n'])} training by 6N, which leaves attention's scores out",
+        f"{flop(figures['train_flops_per_token_6n'])} training by 6N, which excludes attention scores",
         "weights": ", ".join(f"{size(count)} {name}" for name, count in weights.items()),
         "training state": ", ".join(f"{size(count)} {name}" for name, count in training.items())
         + " (weights, gradients, Adam, on one GPU)",
     }
     if figures["kv_bytes_per_token"]:
         token, sequence = size(figures["kv_bytes_per_token"]), size(figures["kv_cache_bytes"])
-        rows["KV cache (bf16)"] = f"{token} a token, {sequence} a sequence"
+        rows["KV cache (bf16)"] = f"{token} per token, {sequence} per sequence"
     if figures["state_bytes_per_sequence"]:
-        rows["Mamba state"] = f"{size(figures['state_bytes_per_sequence'])} a sequence"
+        rows["Mamba state"] = f"{size(figures['state_bytes_per_sequence'])} per sequence"
     if precision := figures.get("precision"):
         stored = {name: count for name, count in precision["bytes"].items() if count}
         share = precision["saved_bytes"] / precision["bytes_in_bf16"]
         rows["precision plan"] = (
             f"{', '.join(f'{size(count)} {name}' for name, count in stored.items())}: {share:.0%} less than in bf16"
         )
-        if wrong := precision["does_not_fit"]:
-            rows["does not fit"] = f"{wrong[0]}" + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else "")
+        if unsupported := precision["does_not_fit"]:
+            rows["does not fit"] = unsupported[0] + (
+                f", and {len(unsupported) - 1} more" if len(unsupported) > 1 else ""
+            )
     for label, text in rows.items():
         table.add_row(label, text)
     return table
@@ -211,7 +209,7 @@ def _block_table(figures: Description) -> "Table":
     """Table with one row for each group of equal blocks, in order of first appearance."""
     groups: dict[Block, list[Mapping[str, Any]]] = {}
     for block in figures["blocks"]:
-        groups.setdefault(Block.of(block["kind"], **block["values"]), []).append(block)
+        groups.setdefault(Block.from_values(block["kind"], **block["values"]), []).append(block)
     whole = figures["forward_flops_per_token"]
     table = _table("blocks", "block", "what", "layers", "count", "params each", "params", "FLOPs", left=3)
     for written, members in groups.items():
@@ -227,7 +225,7 @@ def _block_table(figures: Description) -> "Table":
         )
     embedding, head = figures["embedding_params"], figures["head_params"]
     table.add_row("", "embedding", "", "1", number(embedding), number(embedding), "0.0%")
-    table.caption = "layers a-b/2: every second one from a to b"
+    table.caption = "layers a-b/2: every second layer from a to b"
     table.caption_justify = "left"
     share = figures["head_forward_flops_per_token"] / whole
     table.add_row("", "norm and output layer", "", "1", number(head), number(head), f"{share:.1%}")
@@ -235,7 +233,7 @@ def _block_table(figures: Description) -> "Table":
 
 
 def _sizes(block: Mapping[str, Any]) -> str:
-    """A block's resolved sizes as text, without those that are off."""
+    """Resolved sizes of a block as text, except sizes of zero and flags that are off."""
     if block["sizes"].get("linear"):
         return f"{block['name']} as a linear"
     values = [(name, block["sizes"].get(name)) for name in VALUES[block["kind"]]]

@@ -46,7 +46,7 @@ _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
 """Vertically centred characters drawn in place of the symbols of the notation."""
 
 _LINEAR = "replaced by a linear"
-_TILES_A_ROW = 27
+_TILES_PER_ROW = 27
 _EMBEDDING = 0.3
 _SUFFIXES = (".svg", ".png", ".pdf")
 
@@ -139,7 +139,7 @@ def _tiles(architecture: Architecture, length: int) -> Iterator[_Tile]:
             symbol=block.kind,
             note=_note(block),
             tooltip=f"block {layer}: {block} {block.name}\n{', '.join(words)}\n"
-            f"{number(params)} parameters, {flop(flops)} a token ({flops / whole:.1%})",
+            f"{number(params)} parameters, {flop(flops)} per token ({flops / whole:.1%})",
             layer=layer,
             light=block.kind == "*" and bool(sizes.get("window")),
             hatched=block.is_linear,
@@ -150,7 +150,7 @@ def _tiles(architecture: Architecture, length: int) -> Iterator[_Tile]:
         colour=_ENDS,
         symbol="head",
         note=f"{flops / whole:.0%}",
-        tooltip=f"final norm and output layer: {number(head.total)} parameters, {flop(flops)} a token "
+        tooltip=f"final norm and output layer: {number(head.total)} parameters, {flop(flops)} per token "
         f"({flops / whole:.1%})" + (", tied to the embedding" if architecture.tied_embeddings else ""),
     )
 
@@ -158,8 +158,8 @@ def _tiles(architecture: Architecture, length: int) -> Iterator[_Tile]:
 def _note(block: Block) -> str:
     if block.is_linear:
         return "linear"
-    own = dict(block.values)
-    return "\n".join(_written(name, own[name]) for name in VALUES[block.kind] if name in own)
+    values = dict(block.values)
+    return "\n".join(_written(name, values[name]) for name in VALUES[block.kind] if name in values)
 
 
 def _written(name: str, value: object) -> str:
@@ -170,7 +170,7 @@ def _rows(tiles: list[_Tile]) -> tuple[list[list[_Tile]], float]:
     """Tiles in rows of nearly equal width, and the scale in inches per FLOP."""
     *body, head = tiles[1:]
     blocks = sum(tile.width for tile in body)
-    rows = max(1, -(-len(body) // _TILES_A_ROW))
+    rows = max(1, -(-len(body) // _TILES_PER_ROW))
     # An output layer that dwarfs the blocks, as in tiny models, is shortened and marked as such.
     longest = max(0.5 * blocks / rows, max((tile.width for tile in body), default=0))
     if head.width > longest:
@@ -240,7 +240,7 @@ def _title(axes: "Axes", architecture: Architecture, length: int, height: float)
     if cost.parameters(architecture).inactive:
         words.append(f"{number(cost.active_params(architecture))} active")
     forward = flop(cost.forward_flops_per_token(architecture, seq_length=length))
-    words += [f"{len(architecture.pattern.blocks)} blocks", f"{forward} a token forward at {length:,} tokens"]
+    words += [f"{len(architecture.pattern.blocks)} blocks", f"{forward} per token forward at {length:,} tokens"]
     _text(axes, _MARGIN, height - 0.3, architecture.name, size=15, ha="left", weight="bold")
     _text(axes, _MARGIN, height - 0.6, "   ·   ".join(words), size=9.5, ha="left")
     text = pattern.format(architecture.pattern)
@@ -294,15 +294,7 @@ def _write_in(axes: "Axes", tile: _Tile, centre: float, middle: float, width: fl
     if width >= 0.1:
         shift = 0.11 if flat else 0.2 if upright else 0.0
         size = min(11.0, 70 * width) if len(tile.symbol) == 1 else 9.5
-        _text(
-            axes,
-            centre,
-            middle + shift,
-            _SHOWN.get(tile.symbol, tile.symbol),
-            size=size,
-            colour=ink,
-            weight="bold",
-        )
+        _text(axes, centre, middle + shift, _SHOWN.get(tile.symbol, tile.symbol), size=size, colour=ink, weight="bold")
     if flat:
         _text(axes, centre, middle - 0.1, tile.note, size=6, colour=ink)
     elif upright:

@@ -87,7 +87,7 @@ class Layout:
         """Expert tensor parallel size; TP by default, as in Megatron."""
         return self.expert_tensor_parallel or self.tensor_parallel
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Parallel sizes as text, without sizes of 1 except DP: `TP2 PP4 DP8`."""
         sizes = {"TP": self.tensor_parallel, "PP": self.pipeline_parallel, "CP": self.context_parallel}
         sizes |= {"EP": self.expert_parallel, "DP": self.data_parallel}

@@ -30,7 +30,7 @@ class Architecture:
         pattern: Blocks and pipeline cuts.
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the embedding, padding included.
-        defaults: One block per kind with the model-wide values, without those that the model does not set.
+        defaults: One block per kind with the model-wide values that the model sets.
         name: Display name of the model.
         family: Model family, used for display and by converters, such as `nemotron3` or `olmo3`.
         seq_length: Training sequence length, the default for all costs that depend on it.
@@ -134,7 +134,7 @@ class Architecture:
         return replace(self, pattern=parse(pattern) if isinstance(pattern, str) else pattern)
 
     def resolved(self, block: Block, *, layer: int | None = None) -> Block:
-        """Copy of a block with all values of its kind set; those it does not set are the model's.
+        """Copy of a block with all values of its kind set; values that it does not set are the model's.
 
         `window` 0 is full attention and `shared` 0 no shared expert. A linear-replaced block is returned unchanged.
 
@@ -223,7 +223,7 @@ class Flags:
     values: Mapping[str, object]
 
     def integer(self, key: str) -> int | None:
-        """A positive integer, or None where the flag is absent."""
+        """Value of a flag as a positive integer, or None if the flag is absent."""
         value = self.values.get(key)
         if value is None:
             return None
@@ -234,7 +234,7 @@ class Flags:
         return value
 
     def number(self, key: str, default: float) -> float:
-        """A finite number, or `default` where the flag is absent."""
+        """Value of a flag as a finite number, or `default` if the flag is absent."""
         value = self.values.get(key)
         if value is None:
             return default
@@ -244,7 +244,7 @@ class Flags:
         raise ValueError(f"megatron.{key}: expected a number, got {value!r}")
 
     def required(self, key: str, what: str) -> int:
-        """A required positive integer; `what` describes it in the error message."""
+        """Value of a required flag as a positive integer; `what` describes it in the error message."""
         value = self.integer(key)
         if value is None:
             raise ValueError(f"megatron.{key} is missing: set it to {what}")
@@ -255,13 +255,13 @@ class Flags:
         return _boolean(f"megatron.{key}", self.values.get(key, False))
 
     def text(self, key: str, default: str) -> str:
-        """A word, or `default` where the flag is absent."""
+        """Value of a flag as text, or `default` if the flag is absent."""
         value = self.values.get(key)
         return default if value is None else str(value)
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """One section of a configuration.
+    """Section of a configuration.
 
     Raises:
         ValueError: It is missing or not a mapping.
@@ -289,7 +289,7 @@ def padded_vocab_size(flags: Flags) -> int:
 
 
 def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
-    """The model-wide values of each kind, with Megatron's defaults."""
+    """Model-wide values of each kind, with Megatron's defaults."""
     ffn = flags.integer("ffn_hidden_size")
     if ffn is None:
         ffn = int((4 * hidden_size * 2 / 3) / 64) * 64 if flags.flag("swiglu") else 4 * hidden_size
@@ -319,10 +319,10 @@ def _defaults(flags: Flags, hidden_size: int) -> tuple[Block, ...]:
     if count is not None:
         experts["experts"] = count
     return (
-        Block.of("*", **attention),
-        Block.of("-", ffn=ffn),
-        Block.of("M", **{name: value for name, value in mamba.items() if value is not None}),
-        Block.of("E", **experts),
+        Block.from_values("*", **attention),
+        Block.from_values("-", ffn=ffn),
+        Block.from_values("M", **{name: value for name, value in mamba.items() if value is not None}),
+        Block.from_values("E", **experts),
     )
 
 

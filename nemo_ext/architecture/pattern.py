@@ -1,4 +1,4 @@
-"""Pattern notation: a whole model in one line, read, written and compiled to Megatron's `hybrid_layer_pattern`.
+"""Pattern notation for a whole model in one line: parser, formatter and compiler to `hybrid_layer_pattern`.
 
     pattern := item+                 item  := '|' | block [repeat] | '(' item+ ')' [repeat]
     block   := SYMBOL [ '{' value (',' value)* '}' ]
@@ -31,7 +31,7 @@ class PatternError(ValueError):
     """Error in a pattern; the message shows the pattern with a caret under the offending character.
 
     Attributes:
-        problem: What is wrong and what was expected.
+        problem: Description of the error and of what was expected.
         pattern: The pattern's text.
         position: 0-based index of the offending character (`len(pattern)` at the end).
     """
@@ -52,7 +52,7 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True)
 class Pattern:
-    """A sequence of blocks and the positions of pipeline cuts.
+    """Sequence of blocks and the positions of pipeline cuts.
 
     Attributes:
         blocks: The residual blocks in order.

@@ -42,7 +42,7 @@ NANO_IN_BF16 = ("*", "M>*")
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A matrix of the model.
+    """Matrix of a model, or several of the same size.
 
     Attributes:
         block: 0-based number of its block; None for the embedding and the output layer.
@@ -193,7 +193,7 @@ class Selector:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A selector, and the precision of the weights it selects."""
+    """Selector, and the precision of the weights it selects."""
 
     selector: Selector
     precision: str

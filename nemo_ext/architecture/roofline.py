@@ -3,9 +3,9 @@
 The estimate is not calibrated on GPUs: it compares layouts, and does not predict absolute times. Terms per pipeline
 rank and micro-batch of T tokens on a GPU (T = micro-batch x sequence length / CP), h the hidden size:
 
-- compute: FLOPs (three times the forward pass's, plus recomputation, including that of the backward passes of flash
-  attention and the Mamba-2 scan) at `COMPUTE` of the peak; or the memory traffic of the weights (read twice, their
-  FP32 gradient read and written) if that takes longer; separately for dense weights and experts
+- compute: FLOPs (three times the forward pass's, plus recomputation, also within the backward passes of flash attention
+  and the Mamba-2 scan) at `COMPUTE` of the peak; or the memory traffic of the weights (read twice, their FP32 gradient
+  read and written) if that takes longer; separately for dense weights and experts
 - memory: all other reads and writes of kernels: `MOVES` times the bytes kept for the backward pass
 - TP: T x h in BF16 around every pair of linear layers, all-reduced twice, or gathered and scattered as often with
   sequence parallelism; nothing overlaps except the backward pass's gather of the input
@@ -226,8 +226,7 @@ class Roofline:
         weight, gradient, _ = bytes_per_parameter(layout.precision)
         moved = (passes - 1) * weight + 2 * gradient
         experts = max(
-            passes * work.experts * factor,
-            moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth,
+            passes * work.experts * factor, moved * work.expert_weights / (expert * layout.expert_tensor) / bandwidth
         )
         dense = max(
             (passes * (work.flops - work.experts) + work.again) * factor,
@@ -254,13 +253,13 @@ class Roofline:
         return dense + experts, memory, in_tensor, in_expert, in_context, passed
 
     def _experts(self, layout: Layout, work: _Work, tokens: float, full: bool, gathers: bool) -> float:
-        own = tokens / (layout.tensor_parallel if layout.sequence_parallel else 1)
+        local = tokens / (layout.tensor_parallel if layout.sequence_parallel else 1)
         times, group = 4 + 2 * full, layout.expert_parallel * layout.expert_tensor
         if gathers:
-            numbers = work.routers * own * self.architecture.hidden_size * (group - 1)
+            numbers = work.routers * local * self.architecture.hidden_size * (group - 1)
             return times * numbers * NUMBER / self._ring(group, 1)
-        sent = times * own * work.routed * NUMBER
-        among = times * own * work.routed * NUMBER * (layout.expert_tensor - 1) / self._ring(layout.expert_tensor, 1)
+        sent = times * local * work.routed * NUMBER
+        among = sent * (layout.expert_tensor - 1) / self._ring(layout.expert_tensor, 1)
         start = times * work.routers * LATENCY if group > 1 else 0.0
         return start + among + self._all_to_all(sent, layout.expert_parallel, layout.expert_tensor)
 

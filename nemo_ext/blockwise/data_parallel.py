@@ -41,12 +41,12 @@ def summed(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def joined(own: Tensor) -> Tensor:
+def joined(local: Tensor) -> Tensor:
     """Concatenation of the `[n]` tensors of all ranks, whose lengths may differ. Collective."""
     sizes = torch.zeros(count(), dtype=torch.long)
-    sizes[number()] = len(own)
-    before, everything = int(summed(sizes)[: number()].sum()), own.new_zeros(int(sizes.sum()))
-    everything[before : before + len(own)] = own
+    sizes[number()] = len(local)
+    before, everything = int(summed(sizes)[: number()].sum()), local.new_zeros(int(sizes.sum()))
+    everything[before : before + len(local)] = local
     return summed(everything)
 
 
@@ -54,9 +54,9 @@ def part_of(tensor: Tensor) -> Tensor:
     """Copy of this rank's shard of the flattened tensor, padded with zeros to the same length on all ranks."""
     numbers = tensor.reshape(-1)
     size = _part_size(tensor)
-    own = numbers[size * number() : size * (number() + 1)]
+    local = numbers[size * number() : size * (number() + 1)]
     part = numbers.new_zeros(size)
-    part[: len(own)] = own
+    part[: len(local)] = local
     return part
 
 

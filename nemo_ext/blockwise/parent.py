@@ -17,11 +17,11 @@ from nemo_ext.architecture.pattern import format as format_pattern
 from nemo_ext.megatron.session import put_tensors, take_tensors
 
 Replaced = Mapping[int, torch.nn.Module | None]
-"""0-based number of a block -> the layer that replaces it, None to skip the block."""
+"""Layers that replace blocks, by the block's 0-based number; None to skip the block."""
 
 
 class Parent:
-    """A model without pipeline stages, replicated on every rank or with sharded blocks (`blockwise.sharded`).
+    """Model without pipeline stages, replicated on every rank or with sharded blocks (`blockwise.sharded`).
 
     With sharded blocks, all methods that run or read a block are collective.
 

@@ -47,12 +47,12 @@ def config_beside(source: Path, folder: Path) -> dict[str, Any] | None:
 
 def _read_yaml(file: Path) -> dict[str, Any]:
     try:
-        found = yaml.safe_load(file.read_text())
+        config = yaml.safe_load(file.read_text())
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file}: cannot be read: {str(error).partition(chr(10))[0]}") from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise CheckpointError(f"{file}: expected a config with the sections model and megatron")
-    return found
+    return config
 
 
 def write_model_file(folder: Path, sections: Mapping[str, Any], *, name: str, comment: str) -> None:
@@ -87,22 +87,22 @@ def extras_beside(source: Path, folder: Path) -> Path | None:
         place = places.pop(0)
         if (place / EXTRAS).is_dir():
             return place / EXTRAS
-        earlier = _begun_from(place, seen)
+        earlier = _start_of(place, seen)
         if earlier is not None:
             places = [earlier, earlier.parent]
             seen |= {earlier.resolve(), earlier.parent.resolve()}
     return None
 
 
-def _begun_from(run: Path, seen: Collection[Path]) -> Path | None:
+def _start_of(run: Path, seen: Collection[Path]) -> Path | None:
     """Checkpoint that a run was initialised from, or None if it is in `seen` (a run may name itself)."""
     if not (run / "config.yaml").is_file():
         return None
-    begun = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
-    if not begun:
+    start = (_read_yaml(run / "config.yaml").get("megatron") or {}).get("pretrained_checkpoint")
+    if not start:
         return None
     # A relative path is relative to where the run was started, which is the run directory or one of its parents.
-    candidates = [base / str(begun) for base in (Path(), run.absolute(), *run.absolute().parents)]
+    candidates = [base / str(start) for base in (Path(), run.absolute(), *run.absolute().parents)]
     return next((earlier for earlier in candidates if earlier.is_dir() and earlier.resolve() not in seen), None)
 
 
@@ -126,13 +126,13 @@ def extra_files(source: Path) -> list[Path]:
     return [file for file in found if file.name not in NOT_EXTRA]
 
 
-def kept_keys(extras: Path | None, found: Format) -> dict[str, Any]:
+def kept_keys(extras: Path | None, hf_format: Format) -> dict[str, Any]:
     """Keys of the original config.json that the model does not determine; only token ids if its class differs."""
     none = dict.fromkeys(TOKEN_IDS)
     if extras is None or not (extras / CONFIG).is_file():
         return none
     original = read_json(extras / CONFIG)
-    if original.get("architectures") != [found.architecture]:
+    if original.get("architectures") != [hf_format.architecture]:
         return {key: original.get(key) for key in TOKEN_IDS}
     decided = {"rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "quantization_config"}
     decided |= {"layers_block_type", "layer_types", "torch_dtype"}
@@ -146,9 +146,9 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: the file cannot be read or does not hold a JSON object.
     """
     try:
-        found = json.loads(file.read_text())
+        content = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object")
-    return found
+    return content

@@ -56,34 +56,34 @@ def run(config: Mapping[str, Any]) -> None:
     notice(f"done: {conversion.to}" + (f"\n{_next(conversion)}" if conversion.to_format != HUGGING_FACE else ""))
 
 
-def _summary(made: Plan, settings: Settings) -> str:
-    names = made.format.architecture
-    kinds = f"{names} -> Megatron" if made.to_format != HUGGING_FACE else f"-> {names}"
-    parts = len(cut_into_parts(made.work, settings.shard_gigabytes))
-    count = sum(len(work.slots) for work in made.work)
-    return f"{made.reader.path} {kinds}: {count} tensors, {made.bytes / 1e9:,.3f} GB in {parts} files to {made.to}"
+def _summary(plan: Plan, settings: Settings) -> str:
+    names = plan.format.architecture
+    kinds = f"{names} -> Megatron" if plan.to_format != HUGGING_FACE else f"-> {names}"
+    parts = len(cut_into_parts(plan.work, settings.shard_gigabytes))
+    count = sum(len(work.slots) for work in plan.work)
+    return f"{plan.reader.path} {kinds}: {count} tensors, {plan.bytes / 1e9:,.3f} GB in {parts} files to {plan.to}"
 
 
-def _next(made: Plan) -> str:
-    (model,) = (file.stem for file in (made.to / "model").glob("*.yaml"))
-    words = ["--config-dir", str(made.to), f"model={model}"]
-    words.append(f"megatron.pretrained_checkpoint={hydra_value(str(made.to))}")
+def _next(plan: Plan) -> str:
+    (model,) = (file.stem for file in (plan.to / "model").glob("*.yaml"))
+    words = ["--config-dir", str(plan.to), f"model={model}"]
+    words.append(f"megatron.pretrained_checkpoint={hydra_value(str(plan.to))}")
     return f"next: nemo-ext train {shlex.join(words)} ..."
 
 
-def _list(made: Plan) -> None:
+def _list(plan: Plan) -> None:
     """Print a table of every tensor with its sources, target, shape and type."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table("from", "to", "shape", "type", box=None, pad_edge=False)
-    for row in _rows(made):
+    for row in _rows(plan):
         table.add_row(*row)
     Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False).print(table)
 
 
-def _rows(made: Plan) -> Iterator[tuple[str, str, str, str]]:
-    for work in made.work:
+def _rows(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    for work in plan.work:
         for number, slot in enumerate(work.slots):
             source = " + ".join(work.sources) if number == 0 else '"'
             yield source, slot.label, "x".join(map(str, slot.piece.shape)), slot.dtype

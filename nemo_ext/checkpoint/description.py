@@ -266,11 +266,11 @@ def to_config(description: Description) -> dict[str, dict[str, Any]]:
 
 def _activation_flags(description: Description) -> dict[str, Any]:
     known = {("silu", True): {"swiglu": True}, ("relu2", False): {"squared_relu": True}, ("gelu", False): {}}
-    found = known.get((description.activation, description.architecture.gated))
-    if found is None:
+    flags = known.get((description.activation, description.architecture.gated))
+    if flags is None:
         gate = "with" if description.architecture.gated else "without"
-        raise ValueError(f"activation {description.activation!r} {gate} a gate: no Megatron FFN is mapped to it")
-    return found
+        raise ValueError(f"activation {description.activation!r} {gate} a gate is not supported by Megatron's FFN")
+    return flags
 
 
 def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
@@ -282,10 +282,10 @@ def _compact(description: Description) -> tuple[Pattern, dict[str, Block]]:
             blocks.append(block)
             continue
         first = inherited.setdefault(block.kind, block)
-        own = {name: block.get(name) for name in VALUES[block.kind] if block.get(name) != first.get(name)}
-        sizes = {name: value or None for name, value in own.items() if name not in FLAGS}
+        changed = {name: block.get(name) for name in VALUES[block.kind] if block.get(name) != first.get(name)}
+        sizes = {name: value or None for name, value in changed.items() if name not in FLAGS}
         flags = {name: True for name in FLAGS if block.get(name)}  # flags are not inherited
-        blocks.append(Block.of(block.kind, **sizes, **flags))
+        blocks.append(Block.from_values(block.kind, **sizes, **flags))
     return Pattern(tuple(blocks)), inherited
 
 

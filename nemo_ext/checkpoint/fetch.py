@@ -159,8 +159,8 @@ def _pip() -> list[str]:
     """
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    uv = shutil.which("uv", path=beside)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    uv = shutil.which("uv", path=path)
     if uv is None:
         raise ValueError("neither pip nor uv is installed: run `python -m ensurepip`, or give wheel=FILE")
     return [uv, "tool", "run", "pip"]
@@ -174,10 +174,10 @@ def _check(file: Path, expected: Wheel, name: str) -> None:
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if (size, found) != (expected.bytes, expected.sha256):
+        sha256 = hashlib.file_digest(opened, "sha256").hexdigest()
+    if (size, sha256) != (expected.bytes, expected.sha256):
         raise ValueError(
-            f"{name} has {size:,} bytes and SHA-256 {found}, expected {expected.bytes:,} and {expected.sha256}: the "
+            f"{name} has {size:,} bytes and SHA-256 {sha256}, expected {expected.bytes:,} and {expected.sha256}: the "
             "index, a proxy or pip's cache (`pip cache purge`) returned a different file"
         )
 
@@ -223,7 +223,7 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _pre_tokenizer(gguf: Path) -> str:
-    """Name of the pre-tokenizer that a GGUF file asks for, empty if it names none."""
+    """Name of the pre-tokenizer that a GGUF file requires, empty if it names none."""
     from gguf import GGUFReader
 
     field = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
@@ -231,7 +231,7 @@ def _pre_tokenizer(gguf: Path) -> str:
 
 
 def _set_pre_tokenizer(tokenizer: Any, name: str) -> None:
-    """Set the pre-tokenizer that the GGUF file names, for those that transformers does not restore."""
+    """Set the pre-tokenizer that the GGUF file names, if transformers does not restore it."""
     from tokenizers import pre_tokenizers
 
     if name == "smollm":

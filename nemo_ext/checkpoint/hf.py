@@ -132,7 +132,7 @@ class Plan:
         extras: folder with the tokenizer and other files, if any.
         tokenizer: folder of another tokenizer, whose files replace the tokenizer files of `extras`; None keeps them.
         remarks: notes for the user.
-        of_bytes: whether the model was trained on bytes, so that a byte tokenizer is written.
+        of_bytes: whether the model was trained on bytes, for which a byte tokenizer is written.
     """
 
     reader: SafetensorsReader | TorchDistReader | Retokenized
@@ -270,17 +270,17 @@ def _with_tokenizer(
         raise ValueError(
             "tokenizer: no tokenizer is next to the checkpoint: name its tokenizer with old_tokenizer=FOLDER"
         )
-    made = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
-    rows = -(-made.size // PADDED) * PADDED if pad else made.size
+    new = vocabulary(old, settings.tokenizer, rows=description.vocab_size, new_rows=settings.new_rows)
+    rows = -(-new.size // PADDED) * PADDED if pad else new.size
     architecture = replace(description.architecture, vocab_size=rows)
-    changed = replace(description, vocab_size=made.size, architecture=architecture)
-    return Retokenized(reader, tables, made), changed, [made.summary()]
+    changed = replace(description, vocab_size=new.size, architecture=architecture)
+    return Retokenized(reader, tables, new), changed, [new.summary()]
 
 
-def _harmless(reader: SafetensorsReader, description: Description, found: Format) -> list[str]:
+def _harmless(reader: SafetensorsReader, description: Description, hf_format: Format) -> list[str]:
     """Redundant tensors of older checkpoints: RoPE frequencies, and a copy of a tied output layer."""
     names = [name for name in reader.tensors if name.endswith(".rotary_emb.inv_freq")]
-    head, table = (f"{found.outside[role]}.weight" for role in ("head", "embedding"))
+    head, table = (f"{hf_format.outside[role]}.weight" for role in ("head", "embedding"))
     if description.architecture.tied_embeddings and {head, table} <= reader.tensors.keys():
         import torch
 
@@ -353,9 +353,8 @@ def _plan_to_hf(
     config = {**kept, **config, "dtype": _main_type(work)}
     config["torch_dtype"] = config["dtype"]  # the name before transformers 4.56
     # A run on shorter sequences than the model supports does not reduce its context length.
-    config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0))
     scaled = _yarn_length(description)
-    config[LONGEST] = max(config[LONGEST], scaled)
+    config[LONGEST] = max(config[LONGEST], int(kept.get(LONGEST) or 0), scaled)
     left_out = 0 if isinstance(reader, SafetensorsReader) else reader.left_out
     remarks = [*hf_format.remarks(description), *_padding(description)]
     if scaled and config[LONGEST] != scaled:
@@ -411,11 +410,7 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
         for name in rope:
             notice(f"RoPE changes: {different.pop(name)}")
     if different:
-        hint = (
-            "; change_rope=true accepts the RoPE settings of the model config"
-            if rope and not settings.change_rope
-            else ""
-        )
+        hint = "" if settings.change_rope or not rope else "; change_rope=true accepts its RoPE settings"
         lines = "".join(f"\n  {line}" for line in different.values())
         raise CheckpointError(f"the checkpoint does not match the model config:{lines}\nchoose model=...{hint}")
     if requested.hf_layers is not None:
@@ -425,15 +420,11 @@ def _agreed(checkpoint: Description, requested: Description, settings: Settings)
 
 def _padding(description: Description) -> list[str]:
     padding = description.architecture.vocab_size - description.vocab_size
-    return (
-        [f"{padding} vocabulary rows are padding: they exist in Megatron only, and new ones are zero"]
-        if padding
-        else []
-    )
+    return [f"{padding} vocabulary rows are padding: only Megatron has them, and new ones are zero"] if padding else []
 
 
 def _named(entry: Entry) -> tuple[Piece, ...]:
-    return tuple(Piece.of(name, *shape) for name, shape in zip(entry.names, entry.shapes, strict=True))
+    return tuple(Piece.from_shape(name, *shape) for name, shape in zip(entry.names, entry.shapes, strict=True))
 
 
 def _work(

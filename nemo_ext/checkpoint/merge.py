@@ -234,7 +234,7 @@ def _hugging_face(checkpoints: Sequence[Checkpoint]) -> tuple[Finish, list[str]]
         copy_extras(first.path, folder, code=True)
 
     unlike = [other.path for other in others if _differ(first.path / TOKENIZER, other.path / TOKENIZER)]
-    return finish, [f"{path / TOKENIZER} differs from that of {first.path}, which is used" for path in unlike]
+    return finish, [f"{path / TOKENIZER} differs from the tokenizer of {first.path}, which is used" for path in unlike]
 
 
 def _differ(one: Path, other: Path) -> bool:
@@ -300,7 +300,7 @@ def _work(plan: Plan, target: Target, name: str) -> Work:
                 check_finite(f"{checkpoint.path}: {name}", tensors[-1])
         return tensors if len(tensors) == 1 else [average(tensors, [weight for _, weight in used])]
 
-    return Work((Slot(Piece.of(name, *stored.shape), stored.dtype),), make)
+    return Work((Slot(Piece.from_shape(name, *stored.shape), stored.dtype),), make)
 
 
 def merge(plan: Plan, *, progress: bool = True) -> list[Path]:
@@ -379,5 +379,5 @@ def run(config: Mapping[str, Any]) -> None:
     if config["dry_run"]:
         print(table(planned))
         return
-    for made in merge(planned):
-        notice(f"done: {made}: {len(planned.tensors)} tensors, {planned.bytes / 1e9:,.3f} GB")
+    for folder in merge(planned):
+        notice(f"done: {folder}: {len(planned.tensors)} tensors, {planned.bytes / 1e9:,.3f} GB")

@@ -174,13 +174,8 @@ def only_writer(path: Path) -> Iterator[None]:
             f"to={path}: another process is writing it: wait for it, or choose another name"
         ) from None
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = (
-            "free disk space and run the same command again, which resumes"
-            if full
-            else "fix this and run the same command again"
-        )
-        raise CheckpointError(f"to={path}: {error}: {advice}") from error
+        advice = "free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "fix this"
+        raise CheckpointError(f"to={path}: {error}: {advice} and run the same command again, which resumes") from error
 
 
 def _remove_if_empty(folder: Path) -> None:

@@ -3,8 +3,8 @@
 A role is a pair (module, parameter): ("q", "weight"), ("experts.3.up", "weight"), ("mamba", "A_log"). A Hugging Face
 format only names its modules (`nemo_ext.checkpoint.formats`); the rest of the mapping is shared and defined here.
 
-Keys are those of Megatron-Core 0.19 (`sharded_state_dict` of HybridModel), identical for the local and the Transformer
-Engine backends.
+Keys: Megatron-Core 0.19 (`sharded_state_dict` of HybridModel), identical for the local and the Transformer Engine back
+ends.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ class Piece:
     whole: Shape
 
     @classmethod
-    def of(cls, key: str, *shape: int) -> "Piece":
+    def from_shape(cls, key: str, *shape: int) -> "Piece":
         """Create the piece that is a whole tensor."""
         return cls(key, shape, (0,) * len(shape), shape)
 
@@ -76,7 +76,7 @@ def rows(description: Description, *, stacked_experts: bool = False) -> Iterator
     hidden, padded, vocabulary = architecture.hidden_size, architecture.vocab_size, description.vocab_size
 
     def table(key: str, role: str) -> Row:
-        pieces = (Piece.of(key, padded, hidden),)
+        pieces = (Piece.from_shape(key, padded, hidden),)
         return Row(None, pieces, ((role, "weight"),), ((vocabulary, hidden),), Vocabulary())
 
     yield table("embedding.word_embeddings.weight", "embedding")
@@ -109,7 +109,7 @@ def _block(description: Description, number: int, block: Block, stacked_experts:
 
 
 def _same(number: int | None, key: str, role: Role, *shape: int, fp32: bool = False) -> Row:
-    return Row(number, (Piece.of(key, *shape),), (role,), (shape,), fp32=fp32)
+    return Row(number, (Piece.from_shape(key, *shape),), (role,), (shape,), fp32=fp32)
 
 
 def _norm(description: Description, number: int | None, at: str, module: str) -> Iterator[Row]:
@@ -137,7 +137,7 @@ def _attention(description: Description, number: int, block: Block, at: str) -> 
     yield from _block_norm(description, number, f"{at}linear_qkv", f"{at}linear_proj")
 
     def projections(parameter: str, *inner: int) -> Row:
-        pieces = (Piece.of(f"{at}linear_qkv.{parameter}", fused, *inner),)
+        pieces = (Piece.from_shape(f"{at}linear_qkv.{parameter}", fused, *inner),)
         shapes = tuple((width, *inner) for width in (query, key, key))
         return Row(number, pieces, tuple((name, parameter) for name in "qkv"), shapes, rule)
 
@@ -160,7 +160,7 @@ def _mlp(description: Description, number: int, block: Block, at: str) -> Iterat
     names = ("gate", "up") if architecture.gated else ("up",)
     bias = has_bias(architecture, block)
     for parameter, inner in (("weight", (hidden,)), ("bias", ())) if bias else (("weight", (hidden,)),):
-        pieces = (Piece.of(f"{at}linear_fc1.{parameter}", first_width(architecture, ffn), *inner),)
+        pieces = (Piece.from_shape(f"{at}linear_fc1.{parameter}", first_width(architecture, ffn), *inner),)
         yield Row(number, pieces, tuple((name, parameter) for name in names), ((ffn, *inner),) * len(names))
     yield _same(number, f"{at}linear_fc2.weight", ("down", "weight"), hidden, ffn)
     if bias:
@@ -177,7 +177,7 @@ def _mamba(description: Description, number: int, block: Block, at: str) -> Iter
 
     def parted(module: str, parameter: str, parts: dict[str, int], whole: int, *rest: int) -> Row:
         key = f"{at}{module}.{parameter}"
-        pieces = tuple(Piece.of(f"{key}.{part}", width, *rest) for part, width in parts.items())
+        pieces = tuple(Piece.from_shape(f"{key}.{part}", width, *rest) for part, width in parts.items())
         return Row(number, pieces, ((module, parameter),), ((whole, *rest),))
 
     yield parted("in_proj", "weight", {"z": inner, **convolved, "dt": heads}, projected, hidden)

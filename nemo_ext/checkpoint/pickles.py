@@ -118,9 +118,9 @@ def _classes_unchanged() -> Iterator[None]:
         raise pickle.UnpicklingError("sets attributes of a class")
 
 
-def _attributes(of: object) -> dict[str, Any]:
+def _attributes(target: object) -> dict[str, Any]:
     """All attributes that can be set on a class or an enum member."""
-    return {**vars(of), **{name: getattr(of, name) for name in _SPECIAL if hasattr(of, name)}}
+    return {**vars(target), **{name: getattr(target, name) for name in _SPECIAL if hasattr(target, name)}}
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -135,10 +135,10 @@ def read_metadata(folder: Path) -> Metadata:
     from torch.distributed.checkpoint.metadata import Metadata
 
     file = folder / METADATA
-    found = loads(file.read_bytes(), file)
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{file}: holds {type(found).__name__}, not metadata: copy it again")
-    return found
+    metadata = loads(file.read_bytes(), file)
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{file}: holds {type(metadata).__name__}, not metadata: copy it again")
+    return metadata
 
 
 def first_words(error: Exception) -> str:

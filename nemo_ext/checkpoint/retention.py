@@ -47,16 +47,16 @@ class Retention:
         Raises:
             ValueError: an unknown key, an invalid value, or a conflict with Megatron's own retention.
         """
-        found = checked(cls, config.get("retention") or {}, "retention", strict=True)
-        if found.last is not None and config["megatron"].get("save_retain_interval") is not None:
+        settings = checked(cls, config.get("retention") or {}, "retention", strict=True)
+        if settings.last is not None and config["megatron"].get("save_retain_interval") is not None:
             raise ValueError("retention.last and megatron.save_retain_interval are both set: remove one of them")
-        return found
+        return settings
 
 
 def surplus(run_dir: Path, retention: Retention, *, before: int = 0, ends: Collection[int] = ()) -> list[Path]:
     """Checkpoints that may be deleted, oldest first.
 
-    Always kept: the newest by Megatron's tracker, and newer ones, which may still be being written; the newest complete
+    Always kept: the newest by Megatron's tracker, and newer ones, which may be incomplete as yet; the newest complete
     one at least `before` steps older than the newest, and than the oldest of the `last`, as the guard may roll back to
     it; links; and folders with a file `keep`.
 

@@ -247,13 +247,13 @@ def token_ids(folder: Path) -> dict[str, int]:
     """Ids of a tokenizer's named tokens (`eos_token`, `unk_token`, ...), by their keys in config.json."""
     about = read_json(folder / ABOUT) if (folder / ABOUT).is_file() else {}
     known = read_tokenizer(folder / TOKENIZER)[0]
-    found = {}
+    ids = {}
     for key, name in about.items():
         name = name.get("content") if isinstance(name, dict) else name
         number = known.token_to_id(name) if key.endswith("_token") and isinstance(name, str) else None
         if number is not None:
-            found[f"{key}_id"] = number
-    return found
+            ids[f"{key}_id"] = number
+    return ids
 
 
 def replace_files(folder: Path, tokenizer: Path, rows: Vocabulary) -> None:

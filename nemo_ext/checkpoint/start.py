@@ -31,9 +31,8 @@ def with_model(config: Mapping[str, Any], description: Description, name: str) -
         description: description of the other model.
         name: name of the other model.
     """
-    own = to_config(from_config(config))
-    new = to_config(description)
-    kept = {key: value for key, value in config["megatron"].items() if key not in own["megatron"]}
+    old, new = to_config(from_config(config)), to_config(description)
+    kept = {key: value for key, value in config["megatron"].items() if key not in old["megatron"]}
     backend = config["model"].get("backend") or "auto"  # affects speed only
     model = {**new["model"], "name": name, "backend": backend}
     megatron = {**kept, **new["megatron"]}
@@ -62,27 +61,27 @@ def model_of_start(config: Mapping[str, Any]) -> dict[str, Any]:
     path = checkpoints_of(Path(str(start)).expanduser())
     if not path.exists():
         return {}
-    made = _with_model_beside(config, _beside(path))
-    return {"model": made["model"], "megatron": {**made["megatron"], "pretrained_checkpoint": str(path)}}
+    changed = _with_model_beside(config, _beside(path))
+    return {"model": changed["model"], "megatron": {**changed["megatron"], "pretrained_checkpoint": str(path)}}
 
 
 def as_checkpoint(config: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Config of a job on a checkpoint, with the checkpoint's model, and its tokenizer if the config has a byte one.
 
-    Data tokenised with the checkpoint's tokenizer are written to the run directory, apart from those of the recipe.
+    Data tokenised with the checkpoint's tokenizer are written to the run directory, separately from the recipe's data.
 
     Raises:
         ValueError: there is no checkpoint, or no config next to it.
     """
     beside, data = _beside(checkpoint), config.get("data") or {}
-    made = {**config, **_with_model_beside(config, beside)}
+    changed = {**config, **_with_model_beside(config, beside)}
     extras = extras_beside(checkpoint, checkpoint_folder(checkpoint))
     tokenizer = (beside.get("data") or {}).get("tokenizer")
     if tokenizer is None and extras is not None and (extras / "tokenizer.json").is_file():
         tokenizer = {"kind": "huggingface", "path": str(extras / "tokenizer.json")}
     if data.get("tokenizer") == {"kind": "byte"} and tokenizer not in (None, {"kind": "byte"}):
-        made["data"] = {**data, "tokenizer": tokenizer, "directory": str(Path(config["run_dir"]) / "data")}
-    return made
+        changed["data"] = {**data, "tokenizer": tokenizer, "directory": str(Path(config["run_dir"]) / "data")}
+    return changed
 
 
 def _with_model_beside(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:

@@ -109,18 +109,12 @@ def check_tensors(reader: Reader, expected: Mapping[str, Shape], *, ignored: Seq
     Raises:
         CheckpointError: tensors are missing, unexpected, or of a wrong shape or type; names them.
     """
-    found = reader.tensors
-    missing = [name for name in expected if name not in found]
-    skipped = set(ignored)
-    extra = [name for name in found if name not in expected and name not in skipped]
-    shapes = [
-        f"{name} is {list(found[name].shape)}, expected {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name].shape != shape
-    ]
-    types = [
-        f"{name} is {found[name].dtype}" for name in expected if name in found and found[name].dtype not in WEIGHT_TYPES
-    ]
+    stored, skipped = reader.tensors, set(ignored)
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in stored if name not in expected and name not in skipped]
+    common = [(name, stored[name], shape) for name, shape in expected.items() if name in stored]
+    shapes = [f"{name} is {list(t.shape)}, expected {list(shape)}" for name, t, shape in common if t.shape != shape]
+    types = [f"{name} is {t.dtype}" for name, t, _ in common if t.dtype not in WEIGHT_TYPES]
     problems = (
         ("missing", missing),
         ("not part of this model", extra),

@@ -150,7 +150,7 @@ class TorchDistReader:
         Raises:
             CheckpointError: a file does not match the metadata.
         """
-        return self.read_piece(Piece.of(name, *self.tensors[name].shape))
+        return self.read_piece(Piece.from_shape(name, *self.tensors[name].shape))
 
     def read_piece(self, piece: Piece) -> torch.Tensor:
         """Read a piece of a tensor; only shards that overlap it are read.
@@ -285,7 +285,7 @@ class TorchDistWriter:
         def tensors() -> Iterator[torch.Tensor]:
             for item, (piece, tensor) in zip(self._plans[part].items, pieces, strict=True):
                 index = item.index
-                assert (piece.key, piece.offset) == (index.fqn, index.offset), f"asked for {index}, got {piece}"
+                assert (piece.key, piece.offset) == (index.fqn, index.offset), f"expected {index}, got {piece}"
                 tensor = tensor.detach()
                 whole_storage = tensor.untyped_storage().nbytes() == tensor.nbytes
                 yield tensor if whole_storage else tensor.clone()  # torch.save would write the whole storage
@@ -324,8 +324,8 @@ class TorchDistWriter:
         # Extra states are stored as lists, like all objects that Megatron shards; None means nothing to restore.
         objects = len(self._plans) - 1
         common = self._write_file(objects, repeat([None], len(self._plans[objects].items)))
-        made = [loads(bytes.fromhex(result), self.folder) for result in (*results, common)]
-        self._writer.finish(self._metadata, made)
+        written = [loads(bytes.fromhex(result), self.folder) for result in (*results, common)]
+        self._writer.finish(self._metadata, written)
         arguments = {**arguments, "no_save_optim": True, "no_save_rng": True}
         arguments |= {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
         common_state = {"args": Namespace(**arguments), "checkpoint_version": VERSION, "iteration": 0}
@@ -357,9 +357,7 @@ def _write_item(piece: Piece, dtype: str) -> Any:
 
     offset, shape, whole = torch.Size(piece.offset), torch.Size(piece.shape), torch.Size(piece.whole)
     data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offset, shape),
-        properties=TensorProperties(dtype=getattr(torch, dtype)),
-        size=whole,
+        chunk=ChunkStorageMetadata(offset, shape), properties=TensorProperties(dtype=getattr(torch, dtype)), size=whole
     )
     return WriteItem(MetadataIndex(piece.key, offset), WriteItemType.SHARD, tensor_data=data)
 

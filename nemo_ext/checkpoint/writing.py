@@ -149,15 +149,15 @@ def write_checkpoint(
             _finished_parts_named(output),
             progress_of("writing", total, enabled=progress) as advance,
             interrupts_between() as interruptible,
-            contextlib.closing(_made([parts[number] for number in left], sums, interruptible, finite=finite)) as made,
+            contextlib.closing(_tensors([parts[n] for n in left], sums, interruptible, finite=finite)) as tensors,
         ):
             advance(total - sum(work.bytes for number in left for work in parts[number]))
             for number in left:
                 slots = [slot for work in parts[number] for slot in work.slots]
-                result = target.write(number, _counted(islice(made, len(slots)), advance))
+                result = target.write(number, _counted(islice(tensors, len(slots)), advance))
                 file = target.file(number)
-                own = {slot.label: sums.pop(slot.label) for slot in slots}
-                output.finished(number, {"result": result, "checksums": own, "size": file.stat().st_size}, file)
+                checksums = {slot.label: sums.pop(slot.label) for slot in slots}
+                output.finished(number, {"result": result, "checksums": checksums, "size": file.stat().st_size}, file)
             target.finish([output.done[number]["result"] for number in range(len(parts))], arguments or {})
         finish(output.folder)
         if verify:
@@ -198,7 +198,7 @@ def _with_parts(to_format: str, parts: Sequence[Sequence[Work]], identity: dict[
     return {"to_format": to_format, "parts": [len(part) for part in parts], **identity}
 
 
-def _made(
+def _tensors(
     parts: Sequence[Sequence[Work]], sums: dict[str, int], interruptible: Callable[[], None], *, finite: bool
 ) -> Generator[tuple[Piece, Tensor], None, None]:
     """Compute tensors in order, one ahead of the writer in a thread, and store their checksums in `sums`."""
@@ -216,10 +216,10 @@ def _made(
     making = make()
     with ThreadPoolExecutor(1) as thread:
         coming = thread.submit(next, making, None)
-        while (made := coming.result()) is not None:
+        while (pair := coming.result()) is not None:
             interruptible()
             coming = thread.submit(next, making, None)
-            yield made
+            yield pair
 
 
 def _counted(tensors: Iterator[tuple[Piece, Tensor]], advance: Callable[[int], None]) -> Iterator[tuple[Piece, Tensor]]:
@@ -252,7 +252,7 @@ def _verify(
     advance: Callable[[int], None],
     interruptible: Callable[[], None],
 ) -> None:
-    """Read every tensor back, and compare its checksum with that of the tensor in memory.
+    """Read every tensor back, and compare its checksum with the checksum of the tensor in memory.
 
     Raises:
         CheckpointError: a checksum differs.

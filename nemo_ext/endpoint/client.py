@@ -47,6 +47,7 @@ _TOO_LONG = re.compile(
     "context[ _]length|maximum model length|maximum allowed length|input tokens exceed", re.IGNORECASE
 )
 """Error messages of vLLM, SGLang, OpenAI and `nemo-ext serve` for a request longer than the model's context."""
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class EndpointGone(OSError):
@@ -466,7 +467,7 @@ class Client:
         where = f": {self.address.url}/{path}" if status in MISPLACED or 300 <= status < 400 else ""
         if where and (to := response.headers.get("Location", "").partition("?")[0]):
             where += f" redirects to {to}; redirects are not followed: set the endpoint to that address"
-        raise Failed.of(
+        raise Failed.from_response(
             status,
             f"HTTP {status}{where}",
             words_of(content, key),
@@ -513,7 +514,7 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
     """Read the first choice of a response of `/chat/completions` or `/completions`."""
     try:
         body = body_of(content, "chat completion", key)
-        if not _is_whole(again := json.dumps(body, ensure_ascii=False)):
+        if _SURROGATES.search(again := json.dumps(body, ensure_ascii=False)):  # which cannot be written to a file
             body = json.loads(again.encode(errors="replace"))
         choice, usage = body["choices"][0], body.get("usage") or {}
         message = choice.get("message") or {}
@@ -555,15 +556,6 @@ def _read_answer(content: bytes, request: Request, seconds: float, key: str | No
 def count(value: object) -> int | None:
     """Number of tokens reported by an endpoint; None if the value is not one."""
     return value if type(value) is int and 0 <= value < 1 << 53 else None
-
-
-def _is_whole(text: str) -> bool:
-    """True if the text has no lone surrogates, which cannot be written to a file."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _retry_after(value: str) -> float:

@@ -27,7 +27,7 @@ _CODES = {
 
 
 class Failed(Exception):
-    """A failed attempt.
+    """Failed attempt of a request.
 
     Attributes:
         again: whether a retry may succeed.
@@ -38,7 +38,7 @@ class Failed(Exception):
     """
 
     @classmethod
-    def of(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
+    def from_response(cls, status: int | None, problem: str, words: str, **more: Any) -> "Failed":
         """Failure from an error response, by its status and message; without a status it may be retried."""
         # A server's message about an invalid key may contain part of the key.
         message = f": {words}" if words and status not in REFUSED else ""
@@ -85,7 +85,7 @@ def _error(error: Mapping[str, Any], expected: str, key: str | None) -> "Failed"
         named = (code for words, code in _CODES.items() if re.search(words, " ".join(kinds), re.IGNORECASE))
         status = next(named, None)
     words = ": ".join([*kinds[:1], str(error.get("message") or json.dumps(error))])
-    return Failed.of(
+    return Failed.from_response(
         status, f"the response is not a {expected} but an error", words_of(words.encode(errors="replace"), key)
     )
 

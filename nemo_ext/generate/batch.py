@@ -19,7 +19,7 @@ from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.leases import Leases
-from nemo_ext.job.made_of import differing, note, noted, told
+from nemo_ext.job.made_of import describe, differing, note, noted
 from nemo_ext.job.progress import notice, progress_of
 from nemo_ext.job.run_directory import OWN
 
@@ -157,7 +157,7 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
     if "input" in changed:
         changed["input"] = "other rows"
     if changed:
-        raise ValueError(f"output={folder}: was begun otherwise ({told(changed)}): {otherwise}")
+        raise ValueError(f"output={folder}: was begun otherwise ({describe(changed)}): {otherwise}")
     if version is not None:
         notice(f"{folder}: was begun by another version of nemo_ext ({version})")
 

@@ -117,13 +117,13 @@ def config_folders(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     """
     folders: list[Path] = []
     rest: list[str] = []
-    given = iter(words)
-    for word in given:
+    remaining = iter(words)
+    for word in remaining:
         name, equals, value = word.partition("=")
         if name not in ("--config-dir", "-cd"):
             rest.append(word)
             continue
-        folder = Path(value if equals else next(given, "")).expanduser().resolve()
+        folder = Path(value if equals else next(remaining, "")).expanduser().resolve()
         if not folder.is_dir():
             raise ValueError(f"{name}: {folder} is not a folder")
         folders.append(folder)
@@ -143,19 +143,19 @@ def _own_data(config: Mapping[str, Any], streams: object) -> dict[str, Any]:
         raise ValueError("streams and data=mock exclude each other: remove one of them")
     data = config.get("data") or {}
     kept = ("tokenizer", "validation_share", "seed", "workers", "max_epochs", "refuse_epochs")
-    made = {
+    section = {
         "directory": config["data_root"],
         "blend": None,
         "streams": None,
         **{key: data[key] for key in kept if data.get(key) is not None},
         "streams" if isinstance(streams, list) else "blend": streams,
     }
-    if "phases" in config and "tokenizer" not in made:
+    if "phases" in config and "tokenizer" not in section:
         raise ValueError(
-            "streams: this recipe names no tokenizer: name the one they were tokenised with, such as "
+            "streams: this recipe does not name a tokenizer: name the tokenizer of the streams, such as "
             "'data.tokenizer={kind: huggingface, path: FOLDER}'"
         )
-    return made
+    return section
 
 
 def without_data(phases: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,19 +202,19 @@ def resolved(config: DictConfig, search: Sequence[str] = ()) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise ValueError(f"{error.full_key}: {str(error).splitlines()[0]}") from error
     assert isinstance(container, dict)
-    made = {str(key): value for key, value in container.items()}
-    for name, section in (("launcher", made.get("launcher", {})), ("phases", made.get("phases") or {})):
+    values = {str(key): value for key, value in container.items()}
+    for name, section in (("launcher", values.get("launcher", {})), ("phases", values.get("phases") or {})):
         if not isinstance(section, dict):
             raise ValueError(f"{name}={section!r}: expected a section with keys")
-    phases = made.get("phases") or {}
-    if (streams := made.pop("streams", None)) is not None:
-        made["data"] = _own_data(made, streams)
+    phases = values.get("phases") or {}
+    if (streams := values.pop("streams", None)) is not None:
+        values["data"] = _own_data(values, streams)
         if phases:
-            made["phases"] = phases = without_data(phases)
+            values["phases"] = phases = without_data(phases)
     for name, phase in phases.items():
         if isinstance(phase, dict) and isinstance(phase.get("data"), str):
-            phase["data"] = _named_blend(f"phases.{name}.data", phase["data"], made, search)
-    return made
+            phase["data"] = _named_blend(f"phases.{name}.data", phase["data"], values, search)
+    return values
 
 
 def _missing(value: object, above: str = "") -> Iterator[str]:

@@ -49,7 +49,7 @@ class Grammar:
         dry_run: key that `--dry-run` sets.
         literal: function of a key and a value; True if Hydra parses the value, False if it is text, None for other
             keys.
-        advice: advice for keys that are often used here by mistake, by key.
+        advice: advice by key, for keys that are often used by mistake.
     """
 
     settings: Any = None
@@ -175,7 +175,7 @@ class Job(Command):
         record: function of the config that returns the paths from which the name of its record of starts is derived,
             if it has no run directory; None for its outputs.
         own_folder: whether its run directory is the folder of its stage in a pipeline.
-        training: whether its config is that of a training run, with `launcher`, `megatron` and data.
+        training: whether its config is a training run's, with `launcher`, `megatron` and data.
         ranks: "slurm" if Slurm starts its ranks, "asked" if it requests ranks on its nodes, "" if it has none.
         ray: function of the config that returns True if it runs on Ray.
         serving: "replicas" for jobs with several servers of a model, "meanwhile" for jobs that serve models one after

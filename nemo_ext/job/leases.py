@@ -1,7 +1,7 @@
-"""Leases on pieces of work in a folder that workers on any nodes share: who works on what, and who has died.
+"""Leases on units of work in a folder that workers on several nodes share, with detection of dead workers.
 
-A lease is a file; its holder touches it. Clocks of nodes may differ, so a worker watches a file with its own: one that
-has not been touched for so long has lost its holder. Two may hold a lease for a moment, which must do no harm.
+A lease is a file that its holder touches regularly. Clocks of nodes may differ, so each worker measures with its own
+clock how long a file has not been touched. Two workers may briefly hold the same lease, which must be harmless.
 """
 
 import contextlib
@@ -15,15 +15,15 @@ from pathlib import Path
 import psutil
 
 _CLOCK = 300.0
-"""Seconds by which the start of a process may seem to change, as it is reckoned from a clock that is set."""
+"""Seconds by which the start time of a process may seem to change, because the system's clock may be set."""
 
 
 class Leases:
-    """The leases of a folder, as one worker sees them.
+    """Leases of a folder, as seen by one worker.
 
     Args:
         folder: folder of the leases.
-        seconds: seconds without a touch after which a lease is free.
+        seconds: time without a touch after which a lease is free, in seconds.
     """
 
     def __init__(self, folder: Path, seconds: float) -> None:
@@ -38,13 +38,13 @@ class Leases:
         }
 
     def take(self, name: str) -> bool:
-        """Take a lease that is free; False if another worker has it."""
+        """Take a lease if it is free; False if another worker holds it."""
         file = self.folder / name
         if file.exists():
             if not self._lost(file):
                 return False
             aside = self.folder / f".{name}.{uuid.uuid4().hex}"
-            with contextlib.suppress(FileNotFoundError):  # somebody else took it
+            with contextlib.suppress(FileNotFoundError):  # another worker took it
                 file.rename(aside)
                 aside.unlink()
         try:
@@ -56,11 +56,11 @@ class Leases:
         return True
 
     def holds(self, name: str) -> bool:
-        """True if this worker has the lease."""
+        """True if this worker holds the lease."""
         return name in self._held
 
     def touch(self) -> None:
-        """Show that the holder of all leases of this worker lives."""
+        """Touch all leases of this worker, to show that it is alive."""
         for name in list(self._held):
             if self._is_ours(name):
                 os.utime(self.folder / name)
@@ -68,7 +68,7 @@ class Leases:
                 self._held.discard(name)
 
     def drop(self, name: str) -> None:
-        """Give a lease back."""
+        """Release a lease."""
         if name in self._held and self._is_ours(name):
             (self.folder / name).unlink(missing_ok=True)
         self._held.discard(name)
@@ -95,7 +95,7 @@ class Leases:
 
 
 def _place() -> str:
-    """Machine and, as containers number their processes themselves, its processes' namespace."""
+    """Machine and process namespace, because containers number their processes separately."""
     try:
         return f"{platform.node()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -103,7 +103,7 @@ def _place() -> str:
 
 
 def _runs(holder: dict[str, float]) -> bool:
-    """True if the process runs that took a lease on this machine."""
+    """True if the process that took a lease on this machine is still running."""
     try:
         return abs(psutil.Process(int(holder["pid"])).create_time() - holder["started"]) < _CLOCK
     except (psutil.NoSuchProcess, KeyError):

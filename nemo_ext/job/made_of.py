@@ -1,6 +1,6 @@
-"""Records of the settings that an output was made from, kept beside it and compared when the job is run again.
+"""Records of the settings that an output was made from, stored with it and compared when the job runs again.
 
-Settings that a user can read are compared key by key (`differing`); inputs and long plans by their `digest`.
+Settings that a user can read are compared key by key (`differing`); inputs and long plans by `digest`.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 from nemo_ext.job.files import write_text
 
 LONGEST = 60
-"""Most characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def digest(made_of: object) -> str:
@@ -21,12 +21,12 @@ def digest(made_of: object) -> str:
 
 
 def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Values by their dotted keys, whether they were written nested or dotted."""
-    found: dict[str, Any] = {}
+    """Values of a section by dotted key, whether the keys are nested or dotted."""
+    values: dict[str, Any] = {}
     for key, value in section.items():
         nested = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
-    return found
+        values |= flat(value, f"{above}{key}.") if nested else {f"{above}{key}": value}
+    return values
 
 
 def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
@@ -39,13 +39,13 @@ def differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, st
     }
 
 
-def told(changed: Mapping[str, str]) -> str:
-    """Differences in one line."""
+def describe(changed: Mapping[str, str]) -> str:
+    """Differences (`differing`) as text in one line."""
     return "; ".join(f"{key}: {change}" for key, change in changed.items())
 
 
 def note(record: Path, made_of: Mapping[str, Any]) -> None:
-    """Writes the record of the settings that an output is made from."""
+    """Write the record of the settings that an output is made from."""
     write_text(record, json.dumps(made_of, indent=1) + "\n")
 
 
@@ -55,13 +55,13 @@ def noted(record: Path) -> Any:
 
 
 def check_same(before: Mapping[str, Any] | None, now: Mapping[str, Any], begun: str, advice: str) -> None:
-    """Refuses settings other than those that an output was begun with; `before` is None where it was not.
+    """Refuse settings that differ from `before`, the settings of an output's first run; None for a new output.
 
     Raises:
         ValueError: `begun (the settings that differ): advice`.
     """
     if before is not None and (changed := differing(before, now)):
-        raise ValueError(f"{begun} ({told(changed)}): {advice}")
+        raise ValueError(f"{begun} ({describe(changed)}): {advice}")
 
 
 def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def _as_json(section: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _where_they_differ(*values: Any) -> Iterator[str]:
-    """Each value as text; a long one is cut to the part where it begins to differ from the other."""
+    """Yield each value as text; a long text is cut to the place where it begins to differ from the other."""
     texts = [json.dumps(value) for value in values]
     alike = next((place for place, pair in enumerate(zip(*texts, strict=False)) if len(set(pair)) > 1), 0)
     for text in texts:

@@ -29,12 +29,7 @@ def notice(text: str) -> None:
 
 @contextmanager
 def progress_of(
-    label: str,
-    total: int,
-    *,
-    enabled: bool = True,
-    unit: str | None = None,
-    detail: Callable[[], str] = str,
+    label: str, total: int, *, enabled: bool = True, unit: str | None = None, detail: Callable[[], str] = str
 ) -> Iterator[Callable[[int], None]]:
     """Show progress; yields a function that advances it by an amount. The bar is removed at the end.
 

@@ -74,7 +74,7 @@ def _run_on_nodes(words: Sequence[str], logs: Path) -> int:
 
 
 def ask_for_ranks(words: Sequence[str], log: Path | None = None) -> int:
-    """Have the batch process start Python with these arguments on all ranks, and wait for them.
+    """Let the batch process start Python with these arguments on all ranks, and wait for them.
 
     Returns:
         Exit code of srun.
@@ -106,9 +106,9 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], logs: Path) -> int:
             failed = next((rank for rank, code in enumerate(codes) if code), None)
             if failed is not None:
                 _wait(processes, SECONDS_TO_AGREE)  # a user error ends all of them
-                spoke = processes[0].poll()
+                first_failed = processes[0].poll()
                 _stop(processes, signal.SIGTERM)
-                if failed and not spoke:
+                if failed and not first_failed:
                     print(_last_line([log := rank_log(logs, failed)], str(log)), file=sys.stderr)
                 return codes[failed] or 0
             if None not in codes:
@@ -163,7 +163,7 @@ def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) 
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> list[subprocess.Popen[bytes]]:
-    """Wait for processes, and return those that still run after `seconds`."""
+    """Wait for processes, and return the ones still running after `seconds`."""
     deadline = time.monotonic() + seconds
     while (running := [process for process in processes if process.poll() is None]) and time.monotonic() < deadline:
         time.sleep(0.05)

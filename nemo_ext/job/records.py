@@ -1,4 +1,4 @@
-"""Files of records, one line of JSON each, that grow while a job runs and may be cut short by a kill; strict JSON."""
+"""Files of records, one line of JSON per record, which a killed job may leave truncated; parsing of strict JSON."""
 
 import json
 import math
@@ -15,53 +15,53 @@ from nemo_ext.job.files import write_text
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_LONG, _ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")  # many times faster than a pattern
+_LONG, _ZEROS = b"0" * 19, bytes.maketrans(b"123456789", b"000000000")  # much faster than a regular expression
 
 
 def read_records[T](file: Path, make: Callable[[dict[str, Any]], T], *, what: str, first: int = 1) -> list[T]:
-    """Result of `make` for each record of a file; empty if there is no file.
+    """Results of `make` for each record of a file; empty if there is no file.
 
-    A last line that a kill cut short is left out.
+    A truncated last line, as after a kill, is skipped.
 
     Args:
         file: path of the file.
-        make: function of a record; raises TypeError, KeyError or ValueError where it is none.
+        make: function of a record; raises TypeError, KeyError or ValueError if the record is invalid.
         what: name of a record, for the message.
-        first: 1-based number of the first line that is a record.
+        first: 1-based number of the first line with a record.
 
     Raises:
         ValueError: another line is not a record.
     """
     if not file.is_file():
         return []
-    found = []
+    records = []
     lines = file.read_text().splitlines()[first - 1 :]
     for number, line in enumerate(lines, start=first):
         try:
-            found.append(make(json.loads(line)))
+            records.append(make(json.loads(line)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, json.JSONDecodeError) and number == first + len(lines) - 1:
                 break
             raise ValueError(f"{file}:{number}: not {what} ({error}): remove the line") from None
-    return found
+    return records
 
 
 def read_lines[T](file: Path, kind: Callable[..., T], *, what: str) -> list[T]:
-    """The records of a file as instances of a dataclass (`read_records`)."""
+    """Records of a file as instances of a dataclass (`read_records`)."""
     return read_records(file, lambda record: kind(**record), what=what)
 
 
 def append_lines[T: "DataclassInstance"](file: Path, lines: Sequence[T], kind: type[T], *, what: str) -> None:
-    """Appends records to the complete lines of a file."""
+    """Append records to the complete lines of a file."""
     known = read_lines(file, kind, what=what)
     write_text(file, "".join(json.dumps(asdict(line)) + "\n" for line in [*known, *lines]))
 
 
 def json_line(value: Any) -> bytes:
-    """A value as a line of JSON; what JSON has no type for becomes its text, NaN and the infinities null."""
+    """Value as a line of JSON; types that JSON does not have become text, NaN and infinities null."""
     try:
         return orjson.dumps(value, default=str, option=orjson.OPT_APPEND_NEWLINE)
-    except TypeError:  # whole numbers of more than 64 bits, halves of characters
+    except TypeError:  # integers of more than 64 bits, lone surrogates
         return f"{json.dumps(_finite(value), default=str)}\n".encode()
 
 
@@ -74,32 +74,32 @@ def _finite(value: Any) -> Any:
 
 
 def read_json(text: bytes | str, *, strict: bool = True) -> Any:
-    """Value of a JSON text in UTF-8. Whole numbers are exact: orjson makes floats of those beyond 64 bits.
+    """Parse a JSON text in UTF-8. Integers are exact, while orjson would turn those beyond 64 bits into floats.
 
     Args:
         text: the text.
-        strict: False for what only Python's parser takes: NaN, infinities, halves of characters, a byte order mark.
+        strict: False to accept what Python's parser does: NaN, infinities, lone surrogates, a byte order mark.
 
     Raises:
-        ValueError: it is no JSON.
-        RecursionError: it is nested too deep, where `strict` is False.
+        ValueError: the text is not JSON.
+        RecursionError: it is nested too deep, only if `strict` is False.
     """
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         if strict:
             raise
-        # Of bytes json.loads would guess the encoding.
+        # json.loads would guess the encoding of bytes.
         return json.loads((text.decode() if isinstance(text, bytes) else text).removeprefix("\ufeff"))
     long = _LONG in (text if isinstance(text, bytes) else text.encode()).translate(_ZEROS)
     return json.loads(text) if long else value
 
 
 def strict_json(text: str) -> Any:
-    """Value of a JSON text (RFC 8259), which json.loads takes less strictly.
+    """Parse a JSON text by RFC 8259, more strictly than json.loads does.
 
     Raises:
-        ValueError: it is no JSON, or has NaN, an infinity, a number that overflows, or a key twice in one object.
+        ValueError: the text is not JSON, or has NaN, an infinity, a number that overflows, or a duplicate key.
         RecursionError: it is nested too deep.
     """
 
@@ -112,10 +112,10 @@ def strict_json(text: str) -> Any:
         return value
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) < len(pairs):
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
             ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
-            raise ValueError(f"the key {name!r} stands twice")
-        return made
+            raise ValueError(f"duplicate key {name!r}")
+        return unique
 
     return json.loads(text, parse_constant=constant, parse_float=finite, object_pairs_hook=once)

@@ -1,4 +1,4 @@
-"""The layout of reports: text, tables, code and pictures as Markdown and as one HTML file. No torch."""
+"""Layout of reports: text, tables, code and pictures as Markdown and as one HTML file. No torch."""
 
 import base64
 import html
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#1f4e8c", "#d1495b", "#2f7d5c", "#edae49", "#7a5195", "#3d8fb0", "#8a6d3b", "#666666")
-"""Colours of the lines of a picture."""
+"""Colours of a picture's lines."""
 
 
 def markdown_table(heading: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A table in Markdown, without a line break at its end.
+    """Table in Markdown, without a trailing line break.
 
-    Whole numbers get commas, None is an empty cell. A column whose name ends with a colon is aligned on the right.
+    Integers get thousands separators, None is an empty cell. A column whose name ends with a colon is right-aligned.
     """
     marks = ["--:" if name.endswith(":") else "---" for name in heading]
     lines = [[name.removesuffix(":") for name in heading], marks, *rows]
@@ -38,13 +38,13 @@ def _cell(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Table[Cell]:
-    """A table of a report.
+    """Table of a report.
 
     Attributes:
-        title: heading above it; "" for none.
+        title: heading above the table; "" for none.
         heading: names of the columns.
-        rows: as many cells as there are columns.
-        note: text below it; "" for none.
+        rows: rows with one cell per column.
+        note: text below the table; "" for none.
     """
 
     title: str
@@ -53,17 +53,17 @@ class Table[Cell]:
     note: str = ""
 
     def markdown(self, shown: Callable[[Cell], object] = lambda cell: cell) -> str:
-        """Title, table and note; `shown` makes of a cell what `markdown_table` takes."""
+        """Title, table and note in Markdown; `shown` converts a cell for `markdown_table`."""
         table = markdown_table(self.heading, [[shown(cell) for cell in row] for row in self.rows])
         return "\n\n".join(filter(None, [self.title and f"## {self.title}", table, self.note]))
 
 
 class Report:
-    """A report that is built up from its title down. Parts that are None or "" are left out.
+    """Report that is built from top to bottom; parts that are None or "" are skipped.
 
     Args:
-        title: title of the page; "" for sections that are to be added to a report.
-        parts: Markdown below it.
+        title: title of the page; "" for sections that will be appended to another report.
+        parts: Markdown below the title.
     """
 
     def __init__(self, title: str, *parts: str | None) -> None:
@@ -72,21 +72,21 @@ class Report:
         self.add(title and f"# {title}", *parts)
 
     def add(self, *parts: str | None) -> Self:
-        """Adds Markdown; each part is a block of its own."""
+        """Adds Markdown; each part is a separate block."""
         self._parts += filter(None, parts)
         return self
 
     def section(self, title: str, *parts: str | None, level: int = 2) -> Self:
-        """Adds a section; nothing if all its parts are empty."""
+        """Adds a section, unless all its parts are empty."""
         return self.add(f"{'#' * level} {title}", *parts) if not parts or any(parts) else self
 
     def table(self, title: str, heading: Sequence[str], rows: Iterable[Sequence[object]], note: str = "") -> Self:
-        """Adds a section ("" for none) that is a table with a note below it; nothing without rows."""
+        """Adds a table with a title and a note ("" for none), unless it has no rows."""
         rows = list(rows)
         return self.add(Table(title, heading, rows, note).markdown() if rows else None)
 
     def facts(self, rows: Mapping[str, object] | Iterable[Sequence[object]]) -> Self:
-        """Adds a table of names and values without a heading."""
+        """Adds a table of names and values, without headings."""
         return self.table("", ("", ""), rows.items() if isinstance(rows, Mapping) else rows)
 
     def code(self, text: str, language: str = "") -> Self:
@@ -96,25 +96,25 @@ class Report:
     def picture(
         self, caption: str, name: str, width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
     ) -> "list[Axes]":
-        """Adds a picture of so many inches, written with the report; returns its axes, row by row."""
+        """Adds a picture, which is written with the report, with its size in inches; returns its axes, row by row."""
         self._pictures[name], axes = panels(width, height, rows, columns, **layout)
         self.add(f"![{caption}]({name})")
         return axes
 
     def markdown(self) -> str:
-        """The whole report."""
+        """Whole report as Markdown."""
         return "\n\n".join(self._parts) + "\n"
 
     def write(self, path: Path, *, page: bool = False, after: str = "") -> Path:
-        """Writes the report and its pictures into one folder.
+        """Writes the report and its pictures to one folder.
 
         Args:
-            path: the Markdown file.
-            page: whether to write an HTML file beside it.
-            after: Markdown of an earlier report, which these sections follow.
+            path: path of the Markdown file.
+            page: whether to write an HTML file next to it.
+            after: Markdown of an earlier report, to which these sections are appended.
 
         Returns:
-            Path of the page if there is one, else of the Markdown.
+            Path of the HTML file if there is one, else of the Markdown file.
         """
         for name, figure in self._pictures.items():
             save_figure(figure, path.parent / name)
@@ -141,10 +141,10 @@ img {{ max-width: 100%; }}
 
 
 def write_page(report: Path) -> Path:
-    """Write a Markdown report as one HTML file beside it, with the pictures (PNG) below its folder in it.
+    """Write a Markdown report as one HTML file next to it, with the PNG pictures of its folder embedded.
 
     Returns:
-        Path of the page.
+        Path of the HTML file.
     """
     from markdown_it import MarkdownIt
 
@@ -165,7 +165,7 @@ def write_page(report: Path) -> Path:
 
 
 def new_figure(**sizes: Any) -> "Figure":
-    """A figure with constrained layout that needs no display; `sizes` are matplotlib's `figsize` and others."""
+    """Figure with constrained layout that needs no display; `sizes` are options of matplotlib's `Figure`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -177,7 +177,7 @@ def new_figure(**sizes: Any) -> "Figure":
 def panels(
     width: float, height: float, rows: int = 1, columns: int = 1, **layout: Any
 ) -> tuple["Figure", list["Axes"]]:
-    """A figure of so many inches and its axes, row by row; `layout` is matplotlib's for `subplots`."""
+    """Figure with its size in inches, and its axes, row by row; `layout` has options of matplotlib's `subplots`."""
     figure = new_figure(figsize=(width, height))
     return figure, list(figure.subplots(rows, columns, squeeze=False, **layout).flat)
 
@@ -189,13 +189,13 @@ def tidy(
     legend: bool | Mapping[str, Any] = False,
     **labels: Any,
 ) -> None:
-    """Labels axes, takes away their upper and right frame and draws a faint grid.
+    """Label axes, hide their upper and right spines and draw a faint grid.
 
     Args:
-        axes: axes that get all of it.
-        grid: lines of the grid.
-        title: title on the left.
-        legend: whether there is a legend, or options of matplotlib's `legend`.
+        axes: axes to format.
+        grid: direction of the grid lines.
+        title: title, aligned left.
+        legend: whether to draw a legend, or options of matplotlib's `legend`.
         labels: options of matplotlib's `Axes.set`: xlabel, ylabel, xlim and others.
     """
     for axis in axes:
@@ -211,21 +211,21 @@ def tidy(
 
 
 def outer_legend(axes: "Sequence[Axes]", place: str = "upper center", *, columns: int = 4) -> None:
-    """Draws one legend of a picture outside of its axes, with every label once; none for a single label."""
-    found = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
-    handles = {label: handle for handle, label in found}
+    """Draw one legend outside the axes of a picture, with every label once; none for a single label."""
+    pairs = [pair for axis in axes for pair in zip(*axis.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in pairs}
     if len(handles) > 1:
         looks: Any = {"ncols": min(columns, len(handles)), "frameon": False, "fontsize": 9}
         axes[0].figure.legend(handles.values(), handles.keys(), loc=f"outside {place}", **looks)
 
 
 def error_bar(value: float, interval: Sequence[float] | None, times: float = 1.0) -> Any:
-    """Lengths below and above a value, as matplotlib's `errorbar` takes them; None without an interval."""
+    """Lengths below and above a value for matplotlib's `errorbar`; None without an interval."""
     return interval and [[max(0.0, times * (value - interval[0]))], [max(0.0, times * (interval[1] - value))]]
 
 
 def save_figure(figure: "Figure", path: Path, *, dpi: int = 120) -> None:
-    """Writes a picture in the format of its ending, under a temporary name first, so that no reader sees half of it."""
+    """Write a picture in the format of its suffix and rename it, so that no reader sees a partial file."""
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=dpi, format=path.suffix.removeprefix("."))
     temporary.replace(path)

@@ -23,7 +23,7 @@ REPORT = "report.md"
 CHECKPOINTS = "checkpoints"
 TENSORBOARD = "tensorboard"
 OWN = ".job"
-"""Folder in an output for internal files of the job that writes it."""
+"""Folder in an output for internal files of its job."""
 
 PACKAGES = ("nemo_ext", "megatron-core", "torch", "transformer-engine", "mamba-ssm", "hydra-core", "numpy")
 
@@ -116,9 +116,9 @@ def target_of(run_dir: Path) -> int | None:
         return None
     config = read_config(run_dir / CONFIG)
     algorithm = config.get("rl") or {}
-    found = (config.get("megatron") or {}).get("train_iters")
-    if found is None and "online" in config:
-        found = (algorithm.get("online") or {}).get("rounds")
-    elif found is None:
-        found = (algorithm.get("schedule") or {}).get("steps")
-    return None if found is None else int(found)
+    steps = (config.get("megatron") or {}).get("train_iters")
+    if steps is None and "online" in config:
+        steps = (algorithm.get("online") or {}).get("rounds")
+    elif steps is None:
+        steps = (algorithm.get("schedule") or {}).get("steps")
+    return None if steps is None else int(steps)

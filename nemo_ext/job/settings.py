@@ -125,7 +125,7 @@ def checked[T](kind: type[T], section: Mapping[str, Any], where: str = "", *, st
         raise ValueError(f"{prefix}unknown key {key!r}: {nearest(str(first['loc'][-1]), known)}")
     if first["type"] == "json_invalid":
         raise ValueError(
-            f"{prefix}a text that is not Unicode, such as a file's name, or nested too deep: {first['msg']}"
+            f"{prefix}text that is not valid Unicode, such as a file name, or nesting too deep: {first['msg']}"
         )
     if first["type"] in _MISSING:
         raise ValueError(f"{prefix}the key {key!r} is missing")
@@ -219,7 +219,7 @@ def _check_names(section: Mapping[str, Any], keys: Sequence[str], parts: _Parts,
 
 
 def _shown(parts: _Parts) -> _Parts:
-    """Fields that are dataclasses by their keys in the section: those of flat fields stand among the others."""
+    """Nested dataclass fields by their keys in the section, with the fields of flat ones on the same level."""
     flat = [_shown(inner) for is_flat, _, inner in parts.values() if is_flat]
     return {name: part for level in (parts, *flat) for name, part in level.items() if not part[0]}
 

@@ -60,8 +60,8 @@ def pass_at(n: npt.ArrayLike, c: npt.ArrayLike, k: int) -> Floats:
     total, right = np.asarray(n, dtype=np.float64), np.asarray(c, dtype=np.float64)
     wrong = np.ones(np.broadcast(total, right).shape)
     with np.errstate(divide="ignore", invalid="ignore"):
-        for each in range(k):
-            wrong *= np.maximum(total - right - each, 0) / (total - each)
+        for drawn in range(k):
+            wrong *= np.maximum(total - right - drawn, 0) / (total - drawn)
     return np.where(total < k, np.nan, 1 - wrong)
 
 
@@ -80,11 +80,11 @@ def maj_at(found: Sequence[Sequence[str | None]], scores: Sequence[Sequence[floa
 
 
 def _majority(found: Sequence[str | None], scores: Sequence[float]) -> float:
-    votes = Counter(each for each in found if each is not None)
+    votes = Counter(answer for answer in found if answer is not None)
     if not votes:
         return 0.0
     most = max(votes.values())
-    winners = [each for each, count in votes.items() if count == most]
+    winners = [answer for answer, count in votes.items() if count == most]
     by_answer = [np.mean([s for a, s in zip(found, scores, strict=True) if a == winner]) for winner in winners]
     return float(np.mean(by_answer))
 
@@ -122,7 +122,7 @@ def bootstrap(
         return None
     if callable(statistic):
         counts = _counts(np.full(len(rows), 1 / len(rows)), len(rows), draws, np.random.default_rng(seed))
-        drawn = np.concatenate([np.asarray(statistic(each)) for each in counts])
+        drawn = np.concatenate([np.asarray(statistic(batch)) for batch in counts])
     else:
         drawn = _drawn_means(rows, draws, np.random.default_rng(seed), weights)
     return _percentiles(drawn, level)
@@ -171,12 +171,7 @@ def _counts(shares: Floats, total: int, draws: int, rng: np.random.Generator) ->
 
 
 def grand_mean(
-    means: Sequence[Floats],
-    weights: Sequence[float],
-    *,
-    draws: int = 10_000,
-    seed: int = 1234,
-    level: float = 0.95,
+    means: Sequence[Floats], weights: Sequence[float], *, draws: int = 10_000, seed: int = 1234, level: float = 0.95
 ) -> tuple[float, Interval | None]:
     """Weighted mean over benchmarks, and its confidence interval.
 
@@ -191,21 +186,22 @@ def grand_mean(
     Returns:
         Mean, and (low, high); no interval if a benchmark has a single problem.
     """
-    used = [(np.asarray(each, dtype=np.float64), weight) for each, weight in zip(means, weights, strict=True) if weight]
+    pairs = zip(means, weights, strict=True)
+    used = [(np.asarray(scores, dtype=np.float64), weight) for scores, weight in pairs if weight]
     if not used:
         raise ValueError("grand mean: all weights are zero: give at least one benchmark a positive weight")
     total = sum(weight for _, weight in used)
-    mean = sum(weight * float(each.mean()) for each, weight in used) / total
-    if any(len(each) < 2 for each, _ in used):
+    mean = sum(weight * float(scores.mean()) for scores, weight in used) / total
+    if any(len(scores) < 2 for scores, _ in used):
         return mean, None
     drawn = np.zeros(draws)
-    for number, (each, weight) in enumerate(used):
-        drawn += weight / total * _drawn_means(each, draws, np.random.default_rng([seed, number]))
+    for number, (scores, weight) in enumerate(used):
+        drawn += weight / total * _drawn_means(scores, draws, np.random.default_rng([seed, number]))
     return mean, _percentiles(drawn, level)
 
 
 def mcnemar(b: int, c: int) -> float:
-    """Two-sided p-value for b problems that only the first model solves against c that only the second one solves.
+    """Two-sided p-value for b problems that only the first model solves, against c that only the second solves.
 
     Exact McNemar test (Psychometrika 12, 1947): binomial with probability 1/2.
     """
@@ -224,14 +220,14 @@ def permutation(differences: npt.ArrayLike, *, draws: int = 10_000, seed: int) -
     Args:
         differences: one value per problem, [P].
     """
-    given = np.asarray(differences, dtype=np.float64)
-    given = given[given != 0]
-    if not len(given):
+    nonzero = np.asarray(differences, dtype=np.float64)
+    nonzero = nonzero[nonzero != 0]
+    if not len(nonzero):
         return 1.0
-    sizes, observed = np.abs(given), abs(float(given.sum()))
+    sizes, observed = np.abs(nonzero), abs(float(nonzero.sum()))
     least = observed - 1e-9 * float(sizes.sum())  # tolerance for rounding in reordered sums
-    if len(given) <= EXACT:
-        signs = 1 - 2 * (np.arange(1 << len(given))[:, None] >> np.arange(len(given)) & 1)
+    if len(nonzero) <= EXACT:
+        signs = 1 - 2 * (np.arange(1 << len(nonzero))[:, None] >> np.arange(len(nonzero)) & 1)
         return float((np.abs(signs @ sizes) >= least).mean())
     kinds, counts = _kinds(sizes[:, None])
     rng, step, hits = np.random.default_rng(seed), max(1, CHUNK // len(kinds)), 0
@@ -283,15 +279,16 @@ def difference(
         samples: maximum number of samples per problem.
         weights: weight of each problem, [P], such as its bytes; None for equal weights.
     """
-    one, other = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
-    apart = other - one
+    first, second = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
+    apart = second - first
     only_a, only_b = int((apart < 0).sum()), int((apart > 0).sum())
     weight = np.ones(len(apart)) if weights is None else np.asarray(weights, dtype=np.float64)
-    binary = weights is None and samples == 1 and bool(np.isin(one, (0, 1)).all() and np.isin(other, (0, 1)).all())
+    is_binary = bool(np.isin(first, (0, 1)).all() and np.isin(second, (0, 1)).all())
+    binary = weights is None and samples == 1 and is_binary
     p = mcnemar(only_a, only_b) if binary else permutation(apart * weight, draws=draws, seed=seed)
     interval = bootstrap(apart, draws=draws, seed=seed, level=level, weights=weights)
     if interval is not None and not np.ptp(apart):
-        shares = weights is None and max(one.max(), other.max()) <= 1 and min(one.min(), other.min()) >= 0
+        shares = weights is None and max(first.max(), second.max()) <= 1 and min(first.min(), second.min()) >= 0
         interval = _alike(float(apart[0]), len(apart), level) if shares else None
     return Difference(
         mean=float(np.average(apart, weights=weight)),
@@ -320,11 +317,11 @@ def holm(p: Sequence[float]) -> list[float]:
 
     Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6 (1979).
     """
-    given = np.asarray(p, dtype=np.float64)
-    order = np.argsort(given, kind="stable")
-    adjusted = np.empty(len(given))
-    adjusted[order] = np.minimum(np.maximum.accumulate(given[order] * np.arange(len(given), 0, -1)), 1)
-    return [float(each) for each in adjusted]
+    values = np.asarray(p, dtype=np.float64)
+    order = np.argsort(values, kind="stable")
+    adjusted = np.empty(len(values))
+    adjusted[order] = np.minimum(np.maximum.accumulate(values[order] * np.arange(len(values), 0, -1)), 1)
+    return [float(value) for value in adjusted]
 
 
 def sensitivity(
@@ -345,13 +342,13 @@ def sensitivity(
         Standard deviation (n - 1), and (low, high); no interval for one problem, or for two prompts, where its coverage
         would be too low.
     """
-    given = np.asarray(scores, dtype=np.float64)
-    if given.ndim != 2 or len(given) < 2:
+    means = np.asarray(scores, dtype=np.float64)
+    if means.ndim != 2 or len(means) < 2:
         raise ValueError("prompt sensitivity: requires at least two prompts")
-    spread = float(given.mean(axis=1).std(ddof=1))
-    if given.shape[1] < 2 or len(given) < 3:
+    spread = float(means.mean(axis=1).std(ddof=1))
+    if means.shape[1] < 2 or len(means) < 3:
         return spread, None
-    drawn = _drawn_means(given.T, draws, np.random.default_rng(seed)).var(axis=1, ddof=1)
+    drawn = _drawn_means(means.T, draws, np.random.default_rng(seed)).var(axis=1, ddof=1)
     low, high = np.sqrt(np.maximum(2 * spread**2 - np.array(_percentiles(drawn, level)), 0))[::-1]
     return spread, (float(low), float(high))
 

@@ -1,7 +1,7 @@
-"""Work in units: the input alone cuts it, any number of processes do it, and finished units survive a kill.
+"""Units of work that depend only on the input: any number of processes do them, and finished units survive a kill.
 
-A unit has a number, by which its files are named. Every file gets its name when it is complete (`job.files`), the
-unit's mark last. So who does which unit, and how often the work is cut off, does not change a byte.
+A unit's files are named by its number. Every file is renamed when complete (`job.files`), the file that marks the unit
+as done last. So the output is the same, byte for byte, for any number of processes and interruptions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ from nemo_ext.job.workers import in_workers
 
 
 class Unit(Protocol):
-    """A piece of the work: its number from 0, and its bytes of input."""
+    """Unit of work: its 0-based number, and its bytes of input."""
 
     @property
     def number(self) -> int: ...
@@ -31,12 +31,12 @@ class Unit(Protocol):
 
 @dataclass(frozen=True)
 class Units:
-    """The files of units.
+    """Files of units.
 
     Attributes:
         folder: folder of the files.
-        mark: ending of the file that marks a unit as done.
-        digits: digits of a unit's number in a file's name.
+        mark: suffix of the file that marks a unit as done.
+        digits: number of digits of a unit's number in file names.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class Units:
     digits: int = 6
 
     def file(self, number: int, ending: str | None = None) -> Path:
-        """A file of a unit; its mark without an ending."""
+        """File of a unit with a suffix; by default, the file that marks it as done."""
         return self.folder / f"{number:0{self.digits}d}{self.mark if ending is None else ending}"
 
     def is_done(self, unit: Unit) -> bool:
@@ -61,26 +61,26 @@ class Units:
         total: int | None,
         enough: Callable[[U], bool] = lambda unit: False,
     ) -> None:
-        """Do the units that are not done (`in_workers`).
+        """Do the units that are not done yet (`in_workers`).
 
         Args:
-            do: makes the files of a unit.
-            units: the units, read as they are needed.
+            do: function that makes the files of a unit.
+            units: the units, consumed lazily.
             workers: number of processes.
-            label: name of the work in its progress.
+            label: name of the work in the progress display.
             total: bytes of all units; None shows no progress.
             enough: called with every unit once it is done; True ends the work.
         """
-        made = in_workers(do, units, workers=workers, skip=self.is_done)
-        with progress_of(label, total or 0, enabled=total is not None) as advance, closing(made):
-            for unit, _ in made:
+        done = in_workers(do, units, workers=workers, skip=self.is_done)
+        with progress_of(label, total or 0, enabled=total is not None) as advance, closing(done):
+            for unit, _ in done:
                 advance(unit.size)
                 if enough(unit):
                     return
 
 
 class OutputFolder:
-    """Base of a job's settings; its output is made by one process, or by several with a share of the units each."""
+    """Base class of the settings of a job whose units are done by one process, or divided among several."""
 
     output: str
     shard: str | None = None
@@ -97,24 +97,24 @@ class OutputFolder:
 
     @property
     def record(self) -> Path:
-        """File of the settings that the output is made from."""
+        """File with the settings that the output is made from."""
         return self.own / "settings.json"
 
-    def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun otherwise") -> None:
-        """Raises ValueError if the output was begun with other settings."""
+    def check_same(self, made_of: Mapping[str, Any], begun: str = "was begun with other settings") -> None:
+        """Raise ValueError if the output was begun with other settings."""
         check_same(noted(self.record), made_of, f"output={self.folder}: {begun}", "choose another folder")
 
     def lock(self) -> FileLock:
-        """Lock on the files that all processes write."""
+        """Lock for the files that all processes write."""
         self.own.mkdir(parents=True, exist_ok=True)
         return FileLock(self.own / ".lock")
 
     def mine[Item](self, items: Sequence[Item]) -> Sequence[Item]:
-        """This process's share of units."""
+        """Units of this process."""
         number, count = part_of(self.shard)
         return items[number::count]
 
     def claim(self) -> AbstractContextManager[None]:
-        """Keeps a second process out of this share while open."""
+        """Lock out a second process with the same shard while the context is open."""
         number, count = part_of(self.shard)
         return only_run_in(self.own / f"shard_{number}_of_{count}", "shard")

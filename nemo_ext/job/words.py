@@ -1,4 +1,4 @@
-"""Suggestions for unknown words in error messages. Standard library only, as it is used before an installation."""
+"""Suggestions for unknown words in error messages. Standard library only, for use before an installation."""
 
 import difflib
 from collections.abc import Iterable

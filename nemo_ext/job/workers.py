@@ -1,4 +1,4 @@
-"""Work in several processes, which end with the one that started them."""
+"""Pool of worker processes that end with their parent."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from nemo_ext.job.progress import notice
 
 def usable_cores() -> int:
     """Number of cores that this process may use."""
-    # Slurm and containers give a process fewer cores than the machine has; macOS cannot say.
+    # Slurm and containers give a process fewer cores than the machine has; macOS does not report this.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -27,14 +27,14 @@ def in_workers[Item, Result](
     skip: Callable[[Item], bool] = lambda item: False,
     ordered: bool = False,
 ) -> Generator[tuple[Item, Result | None]]:
-    """Each item with the result of `do`; a skipped item comes with None.
+    """Yield each item with the result of `do`; None for a skipped item.
 
     Args:
-        do: function to apply, in spawned processes; with one worker in this process.
-        items: items, read as they are needed.
+        do: function to apply, in spawned processes; with one worker, in this process.
+        items: items, consumed lazily.
         workers: number of processes.
         skip: predicate, True if an item is done already.
-        ordered: whether results come in the order of the items, or else as soon as they are ready.
+        ordered: whether to yield results in the order of the items rather than when they are ready.
 
     Raises:
         JobFailed: a worker process died.
@@ -43,7 +43,7 @@ def in_workers[Item, Result](
         for item in items:
             yield item, None if skip(item) else do(item)
         return
-    # spawn: a fork of a process with torch's threads in it may hang.
+    # spawn, because a fork of a process with torch's threads may hang.
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=prepare_worker)
     running: dict[Future[Result], Item] = {}
     try:
@@ -60,11 +60,11 @@ def in_workers[Item, Result](
         while running:
             yield from _collect(running, ordered)
     except KeyboardInterrupt:
-        notice("stopping: the shards under way are finished first, and all are kept for the next run")
+        notice("stopping: running shards are finished first, and all finished shards are kept for the next run")
         raise
     except BrokenProcessPool as error:
         raise JobFailed(
-            f"a worker process died ({error}). If memory ran out, use fewer workers; if none could start, the "
+            f"a worker process died ({error}). If memory ran out, use fewer workers; if no worker could start, the "
             'main script must be a file that does its work below `if __name__ == "__main__":`. Finished shards '
             "are kept: run the same command again"
         ) from error
@@ -74,7 +74,7 @@ def in_workers[Item, Result](
 
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
-    """Holds Ctrl-C back until the end: a process that is started meanwhile would die of it with a traceback."""
+    """Defer Ctrl-C to the end of the block: a process started within would die of it with a traceback."""
     held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -90,10 +90,10 @@ def _collect[Item, Result](running: dict[Future[Result], Item], ordered: bool) -
 
 
 def prepare_worker() -> None:
-    """Leave Ctrl-C to the parent, and end when the parent is killed: a pool's worker would wait for ever."""
+    """Leave Ctrl-C to the parent, and end when the parent is killed: a pool's worker would wait forever."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # No thread pool in each of many workers.
+    # No thread pools in workers.
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
     parent = parent_process()
     assert parent is not None

@@ -1,6 +1,6 @@
 """Conversion of the composed config to Megatron's own, validated arguments.
 
-The config's `megatron:` block holds Megatron's command line flags as they are, dashes written as underscores
+The config's `megatron:` section has Megatron's own command line flags, with dashes written as underscores
 (`--moe-router-topk 6` is `moe_router_topk: 6`, `--swiglu` is `swiglu: true`). Nothing is re-declared: the installed
 parser defines which flags exist, their types and their meaning, so every option of every version is available.
 """
@@ -122,21 +122,21 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         config: the resolved config as plain containers, with `model`, `megatron`, `run_dir` and, for real data, `data`.
 
     Raises:
-        ValueError: a key that the installed Megatron does not have (names the nearest), or one that the trainer sets
-            itself (says what to set instead).
+        ValueError: the installed Megatron does not have a key (names the nearest), or the trainer sets it itself (names
+            the key to set instead).
     """
-    given: Mapping[str, Any] = config["megatron"]
+    megatron: Mapping[str, Any] = config["megatron"]
     for name, advice in MANAGED.items():
-        if given.get(name) is not None:
+        if megatron.get(name) is not None:
             raise ValueError(f"megatron.{name}: {advice}")
     for name, reason in WITHOUT_EFFECT.items():
-        if given.get(name):
+        if megatron.get(name):
             raise ValueError(f"megatron.{name} would have no effect: {reason}; remove it")
-    if given.get("defer_embedding_wgrad_compute"):  # whose last step imports apex's kernel, too
+    if megatron.get("defer_embedding_wgrad_compute"):  # its last step also imports apex's kernel
         raise ValueError("megatron.defer_embedding_wgrad_compute: HybridModel has no buffers for it; remove it")
-    if given.get("cross_entropy_loss_fusion") and not given.get("bf16"):
+    if megatron.get("cross_entropy_loss_fusion") and not megatron.get("bf16"):
         raise ValueError("megatron.cross_entropy_loss_fusion needs megatron.bf16=true: its gradient is rounded to BF16")
-    if given.get("use_rope_scaling") and given.get("position_embedding_type") != "rope":
+    if megatron.get("use_rope_scaling") and megatron.get("position_embedding_type") != "rope":
         raise ValueError("megatron.use_rope_scaling needs megatron.position_embedding_type=rope")
     parser = megatron_parser()
     flags = {
@@ -146,7 +146,7 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         if option.startswith("--")
     }
     line: list[str] = []
-    set_by_user = {name: value for name, value in given.items() if value is not None}
+    set_by_user = {name: value for name, value in megatron.items() if value is not None}
     for name, value in (_own_flags(config) | set_by_user).items():
         if name not in flags:
             raise ValueError(_unknown(name, flags))
@@ -160,11 +160,11 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
         else:
             words = [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
             if action.nargs is None and not words:
-                raise ValueError(f"megatron.{name}=[]: {option} wants a value; null leaves it out")
+                raise ValueError(f"megatron.{name}=[]: {option} requires a value; null omits it")
             if action.nargs is None and len(words) > 1:
                 words = [",".join(words)]  # such as window_size, one word with commas
             kinds = "A" if action.nargs is None else "".join("O" if parser._parse_optional(w) else "A" for w in words)
-            try:  # as the parser will read them: `O` is a word that looks like an option
+            try:  # checked as Megatron will parse it: `O` marks a word that looks like an option
                 if rest := words[parser._match_argument(action, kinds) :]:
                     raise argparse.ArgumentError(None, f"unrecognized arguments: {' '.join(rest)}")
                 parser._get_values(action, [*words])
@@ -176,20 +176,21 @@ def command_line(config: Mapping[str, Any]) -> list[str]:
 
 
 def _own_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags that follow from other settings than `megatron:` and from this machine; those of the user replace them."""
+    """Flags derived from this machine and from settings outside `megatron:`; the user's own flags override them."""
     import torch
 
-    given, run_dir = config["megatron"], Path(config["run_dir"])
+    megatron, run_dir = config["megatron"], Path(config["run_dir"])
     values = LOCAL_BACKEND
     if backend_of(config) != "local":
         values = {"transformer_impl": "transformer_engine"}
-        if given.get("bf16") and not given.get("deterministic_mode"):  # with which Megatron refuses it
+        if megatron.get("bf16") and not megatron.get("deterministic_mode"):  # Megatron refuses both together
             values["cross_entropy_loss_fusion"] = True
     pattern = compile_pattern(parse(pattern_with_cuts(config))).hybrid_layer_pattern
     return {
         **values,
         **({} if torch.cuda.is_available() else CPU),
-        "hybrid_layer_pattern": _pattern_word(pattern),
+        # argparse before Python 3.13 drops `--` (two MLP blocks) even after `=`; Megatron reads `--/` as the same.
+        "hybrid_layer_pattern": "--/" if pattern == "--" else pattern,
         "save": str(run_dir / run_directory.CHECKPOINTS),
         "load": str(run_dir / run_directory.CHECKPOINTS),
         "tensorboard_dir": str(run_dir / run_directory.TENSORBOARD),
@@ -221,7 +222,7 @@ def parse_arguments(argv: list[str], *, world_size: int) -> argparse.Namespace:
 
 @functools.cache
 def megatron_parser() -> argparse.ArgumentParser:
-    """Argument parser of the installed Megatron; a wrong value raises ValueError instead of ending the process."""
+    """Argument parser of the installed Megatron; an invalid value raises ValueError instead of ending the process."""
     from megatron.training.arguments import add_megatron_arguments
 
     class Parser(argparse.ArgumentParser):
@@ -233,7 +234,7 @@ def megatron_parser() -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def one_parser() -> Iterator[None]:
-    """Has Megatron read its command line with `megatron_parser`: building another one takes a tenth of a second."""
+    """Makes Megatron parse with `megatron_parser` while open: building another parser takes a tenth of a second."""
     from megatron.training import arguments
 
     parser = megatron_parser()
@@ -241,19 +242,10 @@ def one_parser() -> Iterator[None]:
         yield
 
 
-def _pattern_word(pattern: str) -> str:
-    """A pattern in a form that the command line can hold.
-
-    Two MLP blocks are `--`, which argparse before Python 3.13 drops even after `=`. Megatron reads `--/` (no blocks of
-    multi-token prediction after the main ones) as the same (`parse_hybrid_pattern`).
-    """
-    return "--/" if pattern == "--" else pattern
-
-
 def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str:
     by_destination = [known for known, (_, action) in flags.items() if action.dest == name and known != name]
     if by_destination:
-        return f"megatron.{name}: not a flag of Megatron's command line; it is set by megatron.{by_destination[0]}"
+        return f"megatron.{name}: not a flag of Megatron's command line; set megatron.{by_destination[0]} instead"
     if why := versions.lack([name]):
         return f"megatron.{name}: {why}"
     hint = did_you_mean(name, flags)
@@ -263,13 +255,12 @@ def _unknown(name: str, flags: Mapping[str, tuple[str, argparse.Action]]) -> str
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Suppresses Megatron's warnings about optional kernels for a user who only wants a check."""
+    """Suppresses Megatron's warnings about optional kernels, which do not matter for a check."""
     logger = logging.getLogger("torch.utils.cpp_extension")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             yield
     finally:
         logger.setLevel(level)

@@ -27,8 +27,8 @@ from nemo_ext.megatron.norms import HeadsRMSNorm
 class SDPACoreAttention(MegatronModule):
     """Causal attention over `torch.nn.functional.scaled_dot_product_attention`: full, sliding window and packed.
 
-    Megatron's local `DotProductAttention` materialises the score matrix and takes no packed sequences. This one keeps
-    memory linear in the sequence length: a window is walked in query blocks, a pack sequence by sequence.
+    Megatron's local `DotProductAttention` materialises the score matrix and does not support packed sequences. Here
+    memory is linear in the sequence length: a window is computed in query blocks, a pack sequence by sequence.
 
     Shapes: query `[seq, batch, heads / tp, head_dim]`, key and value `[seq, batch, groups / tp, head_dim]`; packed
     (`qkv_format == "thd"`): `[tokens, heads / tp, head_dim]`. Output `[seq, batch, heads / tp * head_dim]`
@@ -87,7 +87,7 @@ class SDPACoreAttention(MegatronModule):
         if mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.no_mask):
             raise ValueError(f"attn_mask_type={mask_type}: the local back end is causal; use transformer_engine")
         # Once the cache holds a prompt, Megatron's inference passes no_mask to every layer, windowed ones included.
-        # Queries are the end of their context, so a causal layer stays causal: that keeps windows, and partial prompts.
+        # Queries are the last tokens of their context, so a causal layer stays causal, and keeps its window.
         causal = self.attn_mask_type is not AttnMaskType.no_mask
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             starts = packed_seq_params.cu_seqlens_q
@@ -154,7 +154,7 @@ def _band(rows: int, columns: int, offset: int, window: int | None, device: torc
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
-    """A rotary embedding that one block uses instead of the model's.
+    """Rotary embedding of a single block, in place of the model's.
 
     Attributes:
         base: RoPE base (theta).
@@ -173,7 +173,7 @@ class Rotary:
 
 
 class BlockSelfAttention(SelfAttention):
-    """Megatron's SelfAttention with a rotary embedding of its own where the block asks for one.
+    """Megatron's SelfAttention, with a separate rotary embedding for blocks that `rotary` lists.
 
     HybridModel builds one embedding for all attention blocks: it supports neither Llama 3's frequency scaling (GPTModel
     does) nor OLMo 3's YaRN on the full-attention blocks alone. `rotary` maps 1-based layer numbers to the embeddings of
@@ -193,11 +193,11 @@ class BlockSelfAttention(SelfAttention):
         for norm in (self.q_layernorm, self.k_layernorm):
             if isinstance(norm, HeadsRMSNorm):  # Megatron's norm builders do not receive the process group
                 norm.tp_group = self.pg_collection.tp
-        own = (rotary or {}).get(layer_number)
+        settings = (rotary or {}).get(layer_number)
         self.rotary: RotaryEmbedding | None = None
-        if own is not None:
+        if settings is not None:
             common = {"use_cpu_initialization": config.use_cpu_initialization, "cp_group": self.pg_collection.cp}
-            self.rotary = _yarn(own, config, **common) if own.yarn else _plain(own, config, **common)
+            self.rotary = (_yarn if settings.yarn else _plain)(settings, config, **common)
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -214,23 +214,23 @@ class BlockSelfAttention(SelfAttention):
         return super().forward(hidden_states, attention_mask, **kwargs)
 
 
-def _plain(own: Rotary, config: TransformerConfig, **common: Any) -> RotaryEmbedding:
+def _plain(settings: Rotary, config: TransformerConfig, **common: Any) -> RotaryEmbedding:
     return RotaryEmbedding(
         kv_channels=config.kv_channels,
-        rotary_percent=own.percent,
+        rotary_percent=settings.percent,
         rotary_interleaved=config.rotary_interleaved,
-        rotary_base=own.base,
-        seq_len_interpolation_factor=own.interpolation_factor,
-        rope_scaling=own.llama3_factor is not None,
-        rope_scaling_factor=own.llama3_factor or 1.0,
+        rotary_base=settings.base,
+        seq_len_interpolation_factor=settings.interpolation_factor,
+        rope_scaling=settings.llama3_factor is not None,
+        rope_scaling_factor=settings.llama3_factor or 1.0,
         **common,
     )
 
 
-def _yarn(own: Rotary, config: TransformerConfig, **common: Any) -> YarnRotaryEmbedding:
+def _yarn(settings: Rotary, config: TransformerConfig, **common: Any) -> YarnRotaryEmbedding:
     return YarnRotaryEmbedding(
-        kv_channels=int(config.kv_channels * own.percent),
-        rotary_base=own.base,
+        kv_channels=int(config.kv_channels * settings.percent),
+        rotary_base=settings.base,
         scaling_factor=config.yarn_rotary_scaling_factor,
         original_max_position_embeddings=config.yarn_original_max_position_embeddings,
         beta_fast=config.yarn_beta_fast,

@@ -1,9 +1,9 @@
-"""Our models in Megatron-Bridge: `AutoBridge` reads and writes them as block sequences.
+"""Bridges of Megatron-Bridge for our models: `AutoBridge` reads and writes them as block sequences.
 
 Names come from the formats (`nemo_ext.checkpoint.formats`) and sizes from the description of a config.json, so nothing
-is specific to a family here. Defined here are the name of a checkpoint key in the live model (`parameter_names`), how
-tensor-parallel ranks share a parameter (`weights`), and which field of a provider a Megatron flag sets
-(`provider_fields`). These need no Megatron-Bridge; the classes below them exist only if it can be imported.
+is specific to a family. This module maps checkpoint keys to names in the live model (`parameter_names`), parameters to
+tensor-parallel layouts (`weights`), and Megatron flags to fields of a provider (`provider_fields`), all without
+Megatron-Bridge. The classes at the end exist only if it can be imported.
 
 Interfaces: Megatron-Bridge 0.6.2, models/conversion/model_bridge.py, param_mapping.py and models/hybrid.
 """
@@ -56,7 +56,7 @@ else:
 """Reason why Megatron-Bridge cannot be used; None if it can."""
 
 _CONVOLUTION = "." if versions.installed() < (0, 19) else "_"
-"""Mark between the Mamba convolution's name and its tensor's: a module of its own before Megatron-Core 0.19."""
+"""Separator between the Mamba convolution's name and its tensors': a submodule before Megatron-Core 0.19."""
 
 SPELLINGS = (
     # Transformer Engine fuses a norm into the following linear, and checkpoints use its name for either back end.
@@ -72,7 +72,7 @@ SPELLINGS = (
         (r"mlp.experts.local_experts.{expert}.\1.weight", r"mlp.experts.\1.weight{expert}"),
     ),
 )
-"""Keys of Megatron's checkpoint with other names in the live model, the local back end's first."""
+"""Keys of Megatron's checkpoint that differ from the names in the live model; the local back end's name is first."""
 
 KINDS = (
     ("in_proj", r"mixer\.in_proj\.weight$"),
@@ -85,7 +85,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the live model and the Hugging Face tensors that hold the same numbers.
+    """Parameter of the live model and the Hugging Face tensors with the same values.
 
     Attributes:
         names: names of the parameter, one per back end that spells it differently; the first is the local back end's.
@@ -102,20 +102,20 @@ class Weight:
 
 
 def parameter_names(piece: Piece, expert: int = 0) -> tuple[str, ...]:
-    """Names in the live model of a piece of a checkpoint, or of an expert in it; the local back end's first."""
+    """Names in the live model of a checkpoint piece, or of one expert in it; the local back end's is first."""
     for key, names in SPELLINGS:
         if re.search(key, piece.key):
             return tuple(re.sub(key, name, piece.key).format(expert=expert) for name in names)
     return (piece.key,)
 
 
-def weights(found: Format, description: Description) -> Iterator[Weight]:
-    """Every parameter and saved buffer of a model, once, in model order.
+def weights(hf_format: Format, description: Description) -> Iterator[Weight]:
+    """Yields every parameter and saved buffer of a model once, in model order.
 
     Raises:
         ValueError: the format cannot express a block.
     """
-    for entry in found.entries(description):
+    for entry in hf_format.entries(description):
         piece = entry.pieces[0]
         if ".experts.experts." not in piece.key:
             names = parameter_names(piece)
@@ -124,7 +124,7 @@ def weights(found: Format, description: Description) -> Iterator[Weight]:
             continue
         for expert in range(piece.offset[0], piece.offset[0] + piece.shape[0]):
             names = parameter_names(piece, expert)
-            yield Weight(names, entry.names, "experts" if found.stacked_experts else _kind(entry, names[0]))
+            yield Weight(names, entry.names, "experts" if hf_format.stacked_experts else _kind(entry, names[0]))
 
 
 def _kind(entry: Entry, name: str) -> str:
@@ -159,7 +159,7 @@ ELSEWHERE = {
     "use_rope_scaling": "the layer spec",
     "rope_scaling_factor": "the layer spec",
 }
-"""Flags that are not a single field of a provider, and what sets them instead."""
+"""Flags that do not set one field of the same meaning, and the field or place that has their value instead."""
 
 
 def provider_fields(description: Description) -> dict[str, Any]:
@@ -173,11 +173,9 @@ def provider_fields(description: Description) -> dict[str, Any]:
         "hybrid_layer_pattern": compile_pattern(description.architecture.pattern).hybrid_layer_pattern,
         "vocab_size": description.vocab_size,
         "gated_linear_unit": description.architecture.gated,
-        "activation_func": {
-            "silu": torch.nn.functional.silu,
-            "relu2": squared_relu,
-            "gelu": torch.nn.functional.gelu,
-        }[description.activation],
+        "activation_func": {"silu": torch.nn.functional.silu, "relu2": squared_relu, "gelu": torch.nn.functional.gelu}[
+            description.activation
+        ],
     }
     for flag, value in flags.items():
         if flag in NEGATED:
@@ -191,10 +189,10 @@ def provider_fields(description: Description) -> dict[str, Any]:
 
 
 def stack_spec(config: Any) -> ModuleSpec:
-    """Layer spec of a provider with `sections`; a named function, so that a saved config can refer to it."""
+    """Layer spec of a provider with `sections`; a module-level function, so that a saved config can refer to it."""
     model, megatron = config.sections["model"], config.sections["megatron"]
     return BlockModelConfig(
-        # Not the provider itself: HybridModelConfig would write the defaults of its own fields into it.
+        # Not the provider itself, because HybridModelConfig would overwrite its fields with defaults.
         transformer=SimpleNamespace(window_size=config.window_size, window_attn_skip_freq=config.window_attn_skip_freq),
         pattern=model["pattern"],
         **{name: model[name] for name in SECTION & model.keys()},
@@ -224,7 +222,7 @@ def _plain(value: Any) -> Any:
 
 
 def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Register a bridge for every format; returns the fields of a `nemo_ext.Registration`.
+    """Register a bridge for every format; returns the registered classes, and the skipped ones with reasons.
 
     Raises:
         ImportError: Megatron-Bridge cannot be imported.
@@ -236,14 +234,14 @@ def register_bridges(replace: Collection[str]) -> tuple[tuple[str, ...], dict[st
         raise ImportError(MISSING)
     register_allowed_target_prefix("nemo_ext.")  # so that Megatron-Bridge restores our provider from its checkpoints
     registered, skipped = [], {}
-    for architecture, found in FORMATS.items():
+    for architecture, hf_format in FORMATS.items():
         served = _served_by(architecture)
         ours = served is not None and issubclass(served, BlocksBridge)
         if served is not None and not ours and architecture not in replace:
             skipped[architecture] = f"Megatron-Bridge has {served.__name__}; name it in `replace` to use ours"
             continue
         if not ours:
-            _register(found)
+            _register(hf_format)
         registered.append(architecture)
     return tuple(registered), skipped
 
@@ -256,24 +254,25 @@ def _served_by(architecture: str) -> type | None:
         return None
 
 
-def _register(found: Format) -> None:
-    """Registers a bridge for a format; a second registration of one source silently replaces the first.
+def _register(hf_format: Format) -> None:
+    """Registers a bridge for a format; a second registration of a source silently replaces the first.
 
-    A source is a class of transformers or a name, whichever the first registration used (Megatron-Bridge's
-    decorators/dispatch.py), and `AutoBridge` looks for the class first: ours is registered under both.
+    A source is a class of transformers or its name (Megatron-Bridge's decorators/dispatch.py). `AutoBridge` looks the
+    class up first, so ours is registered under both.
     """
-    made = type(f"{found.architecture.removesuffix('ForCausalLM')}BlocksBridge", (BlocksBridge,), {"FORMAT": found})
-    for source in (found.architecture, getattr(transformers, found.architecture, None)):
+    architecture = hf_format.architecture
+    bridge = type(f"{architecture.removesuffix('ForCausalLM')}BlocksBridge", (BlocksBridge,), {"FORMAT": hf_format})
+    for source in (architecture, getattr(transformers, architecture, None)):
         if source is not None:
             MegatronModelBridge.register_bridge(
-                source=source, target=HybridModel, provider=BlocksProvider, model_type=found.model_type
-            )(made)
+                source=source, target=HybridModel, provider=BlocksProvider, model_type=hf_format.model_type
+            )(bridge)
 
 
 def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
-    """Megatron's pattern, cut into pipeline stages of nearly equal weight if it has no cuts.
+    """Megatron's pattern, cut into pipeline stages of nearly equal parameter count if it has no cuts.
 
-    Megatron would give every stage as many blocks, which a Puzzle child's do not divide into evenly.
+    Megatron would give every stage the same number of blocks, which fails for most children of Puzzle.
     """
     if stages == 1 or "|" in pattern:
         return pattern
@@ -282,19 +281,21 @@ def in_stages(pattern: str, sections: Mapping[str, Any], stages: int) -> str:
 
 
 def _check_adapter(name: str, wrapped: Any) -> None:
-    """Refuses what Megatron-Bridge would merge into wrong weights; `wrapped` is the linear, None without an adapter.
+    """Refuses an adapter that Megatron-Bridge would merge into wrong weights.
+
+    `wrapped` is the linear layer under the adapter, None without one.
 
     Raises:
-        ValueError: if it would.
+        ValueError: names the module, and what to change.
     """
     if hasattr(wrapped, "output_norm"):
         raise ValueError(
-            f"{name} has an adapter, which is added after the block's output norm, so that no weight can hold it: "
-            "leave linear_proj and linear_fc2 out of the target modules"
+            f"{name} has an adapter, which is added after the block's output norm and cannot be merged into a weight: "
+            "exclude linear_proj and linear_fc2 from the target modules"
         )
     if wrapped is not None and name.endswith("mixer.in_proj") and wrapped.config.tensor_model_parallel_size > 1:
         raise ValueError(
-            f"{name} has an adapter, whose rows Megatron-Bridge would put in a wrong order: export with "
+            f"{name} has an adapter, whose rows Megatron-Bridge would merge in the wrong order: export with "
             "tensor_model_parallel_size=1"
         )
 
@@ -302,9 +303,9 @@ def _check_adapter(name: str, wrapped: Any) -> None:
 if MISSING is None:
 
     class VocabularyMapping(ColumnParallelMapping):
-        """Embedding and head: adds padding rows where Megatron has more rows, and removes them on export.
+        """Mapping of embedding and output layer: adds padding rows on import and removes them on export.
 
-        Megatron-Bridge's own mapping pads only under tensor parallelism, and exports the padding.
+        Megatron-Bridge's mapping pads only under tensor parallelism, and exports the padding.
         """
 
         def __init__(self, megatron_param: str, hf_param: str, rows: int) -> None:
@@ -375,7 +376,7 @@ if MISSING is None:
                 ValueError: a setting of HybridModelProvider that this stack does not have.
             """
             if self.mamba_chunk_size != 128:
-                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec has 128 only")
+                raise ValueError(f"mamba_chunk_size={self.mamba_chunk_size}: this layer spec supports only 128")
             pattern = self.hybrid_layer_pattern or ""
             if parse(pattern).blocks == ():
                 raise ValueError("hybrid_layer_pattern is empty: take the provider from AutoBridge")
@@ -384,7 +385,7 @@ if MISSING is None:
             super().finalize()
 
     class BlocksBridge(MegatronModelBridge):
-        """A bridge whose mapping is derived from one of our formats, `FORMAT`."""
+        """Bridge whose mapping is derived from one of our formats, `FORMAT`."""
 
         FORMAT: ClassVar[Format]
         _described: Description | None = None
@@ -394,16 +395,18 @@ if MISSING is None:
             """Description of the Hugging Face config that Megatron-Bridge gave this bridge.
 
             Raises:
-                ValueError: there is no config, or it is not of this format.
+                ValueError: there is no config, or it has another format.
             """
             if self._described is not None:
                 return self._described
             config = getattr(self, "hf_config", None)
             if config is None:
-                raise ValueError("this bridge was given no Hugging Face config: get it from AutoBridge")
-            found, description = read_hf_config(config)
-            if found is not self.FORMAT:
-                raise ValueError(f"config.json is of {found.architecture}, this bridge of {self.FORMAT.architecture}")
+                raise ValueError("this bridge has no Hugging Face config: get it from AutoBridge")
+            hf_format, description = read_hf_config(config)
+            if hf_format is not self.FORMAT:
+                raise ValueError(
+                    f"config.json is for {hf_format.architecture}, this bridge for {self.FORMAT.architecture}"
+                )
             return description
 
         def provider_bridge(self, hf_pretrained: Any) -> BlocksProvider:
@@ -418,7 +421,7 @@ if MISSING is None:
             if len(experts) > 1:
                 raise ValueError(
                     f"MoE blocks with different numbers of experts ({', '.join(map(str, sorted(experts)))}): "
-                    "Megatron-Bridge counts with one number for all; nemo_ext.checkpoint converts such a model"
+                    "Megatron-Bridge assumes one number for all blocks; convert this model with nemo-ext convert"
                 )
             dtype = self.dtype_from_hf(config, default=torch.float32)
             return BlocksProvider(
@@ -432,7 +435,7 @@ if MISSING is None:
 
         @classmethod
         def megatron_to_hf_config(cls, provider: Any) -> dict[str, Any]:
-            """config.json of a provider that came from one of these bridges.
+            """config.json of the model of a provider that one of these bridges made.
 
             Raises:
                 ValueError: the provider's model does not fit this format (`CannotExpress`).
@@ -442,14 +445,14 @@ if MISSING is None:
 
         def mapping_registry(self) -> MegatronMappingRegistry:
             """Mappings of all parameters of the model, by full name."""
-            found = weights(self.FORMAT, self.description)
-            return MegatronMappingRegistry(*(mapping for weight in found for mapping in mappings(weight)))
+            parameters = weights(self.FORMAT, self.description)
+            return MegatronMappingRegistry(*(mapping for weight in parameters for mapping in mappings(weight)))
 
         def build_conversion_tasks(self, hf_pretrained: Any, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronModelBridge, which would only warn about missing tensors.
+            """See MegatronModelBridge, which only warns about missing tensors.
 
             Raises:
-                ValueError: the Hugging Face checkpoint lacks a tensor, or the model has a parameter with no mapping.
+                ValueError: the Hugging Face checkpoint misses a tensor, or a parameter of the model has no mapping.
             """
             tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
             if None in tasks:
@@ -457,20 +460,18 @@ if MISSING is None:
                 registry = self.mapping_registry()
                 unknown = [name for name in names if registry.megatron_to_hf_lookup(name) is None]
                 raise ValueError(
-                    f"the model has {len(unknown)} parameters that {self.FORMAT.architecture} has no tensor for, such "
-                    f"as {unknown[:1]}: undo what was changed in the provider"
+                    f"{self.FORMAT.architecture} has no tensor for {len(unknown)} parameters of the model, such as "
+                    f"{unknown[:1]}: undo the changes to the provider"
                 )
             source = getattr(getattr(hf_pretrained, "state", None), "source", None)
             if source is not None:
-                there = set(source.get_all_keys())
-                missing = [name for each in weights(self.FORMAT, self.description) for name in each.hf]
-                missing = sorted(set(missing) - there)
-                if missing:
-                    raise ValueError(f"the checkpoint lacks {len(missing)} tensors, such as {missing[0]}")
+                needed = {name for weight in weights(self.FORMAT, self.description) for name in weight.hf}
+                if missing := sorted(needed - set(source.get_all_keys())):
+                    raise ValueError(f"{len(missing)} tensors are missing from the checkpoint, such as {missing[0]}")
             return tasks
 
         def stream_adapter_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-            """See MegatronPeftBridge, which gets no Hugging Face config: the model's own provider describes it."""
+            """See MegatronPeftBridge, which has no Hugging Face config: the model's provider describes the model."""
             chunk = megatron_model[0] if isinstance(megatron_model, list) else megatron_model
             while hasattr(chunk, "module"):
                 chunk = chunk.module
@@ -481,7 +482,7 @@ if MISSING is None:
             """See MegatronPeftBridge.
 
             Raises:
-                ValueError: an adapter that no weight of the checkpoint can hold, or that it would merge wrongly.
+                ValueError: an adapter cannot be merged into a weight, or would be merged wrongly.
             """
             for chunk in megatron_model if isinstance(megatron_model, list) else [megatron_model]:
                 for name, module in chunk.named_modules():
@@ -501,19 +502,19 @@ if MISSING is None:
             return super()._get_fused_adapter_linear_out_slices(model, base_hf_weight_names, *args, **kwargs)
 
         def _with_heads(self, names: Collection[str], megatron_model: Any) -> Any:
-            """The model as Megatron-Bridge reads attention sizes from it, with this block's instead.
+            """Stand-in for the model with the attention sizes of the block that has these QKV tensors.
 
             Raises:
-                ValueError: no block's attention has these names.
+                ValueError: no attention block has these tensors.
             """
             if not self._is_fused_qkv(names):
                 return megatron_model
             entries = self.FORMAT.entries(self.description)
-            rules = (each.rule for each in entries if isinstance(each.rule, QKV) and set(each.names) == set(names))
+            rules = (entry.rule for entry in entries if isinstance(entry.rule, QKV) and set(entry.names) == set(names))
             rule = next(rules, None)
             if rule is None:
                 raise ValueError(
-                    f"no attention of {self.FORMAT.architecture} has the tensors {', '.join(sorted(names))}"
+                    f"no attention block of {self.FORMAT.architecture} has the tensors {', '.join(sorted(names))}"
                 )
             config = copy.copy(megatron_model[0].config)
             config.num_attention_heads, config.num_query_groups = rule.heads, rule.groups

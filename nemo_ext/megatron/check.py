@@ -1,4 +1,4 @@
-"""Checks of a composed config before any rank starts: first the layout, in plain words, then Megatron's own checks."""
+"""Checks of a composed config before any rank starts: our own with readable messages, then Megatron's."""
 
 import argparse
 import importlib.metadata
@@ -58,11 +58,11 @@ KEYS = {
     "guard": {"nan", "spike", "before", "after", "most", "minutes"},
     "distillation": {"teacher", "kl_weight", "lm_weight", "temperature", "top_k"},
 }
-"""Known keys of the blocks of a training config; `megatron` is checked by Megatron's own parser."""
+"""Known keys of the sections of a training config; Megatron's own parser checks the section `megatron`."""
 
 RESILIENCY = "nvidia-resiliency-ext"
 OLDEST_RESILIENCY = Version("0.6.0")
-"""`NVRX_MIN_VERSION` of Megatron-Core 0.18 and 0.19, whose import asserts it where the package is there."""
+"""`NVRX_MIN_VERSION` of Megatron-Core 0.18 and 0.19, which assert it at import if the package is installed."""
 
 SWITCHES = {"model": ("norm_affine", "yarn_on_windowed"), "train": ("validate_at_start", "model_of_start")}
 """Known keys that must be true or false."""
@@ -97,7 +97,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
     for block, known in KEYS.items():
         for name in config.get(block) or {}:
             if name not in known:
-                raise ValueError(f"{block}.{name}: nothing reads this key: {nearest(name, known)}")
+                raise ValueError(f"{block}.{name}: unknown key: {nearest(name, known)}")
     for block, names in SWITCHES.items():
         for name in names:
             value = config[block].get(name, False)
@@ -106,8 +106,8 @@ def check_keys(config: Mapping[str, Any]) -> None:
     ids, rows = config["model"].get("vocab_size"), config["megatron"].get("padded_vocab_size")
     if ids and rows and int(ids) > int(rows):
         raise ValueError(
-            f"model.vocab_size={ids}: more ids than megatron.padded_vocab_size={rows} has rows, so the model could "
-            "not be converted: set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
+            f"model.vocab_size={ids} is above megatron.padded_vocab_size={rows}, and such a model cannot be converted: "
+            "set it to the tokenizer's number of ids (++model.vocab_size=null: all rows are ids)"
         )
     Stability.from_config(config)
     if config["train"].get("validate_at_start") and config["megatron"].get("pretrained_checkpoint"):
@@ -118,7 +118,7 @@ def check_keys(config: Mapping[str, Any]) -> None:
 
 
 def check_version(config: Mapping[str, Any]) -> None:
-    """Refuse a setting that needs a newer Megatron-Core than is here.
+    """Refuse a setting that needs a newer Megatron-Core than the installed one.
 
     Raises:
         ValueError: names the setting and the version.
@@ -132,25 +132,25 @@ def check_version(config: Mapping[str, Any]) -> None:
 
 
 def resiliency() -> str | None:
-    """Version of the nvidia-resiliency-ext here, or None.
+    """Version of the installed nvidia-resiliency-ext, or None.
 
     Raises:
-        ValueError: it is so old that Megatron cannot be imported beside it.
+        ValueError: it is too old for Megatron-Core to be imported.
     """
     try:
-        found = importlib.metadata.version(RESILIENCY)
+        version = importlib.metadata.version(RESILIENCY)
     except importlib.metadata.PackageNotFoundError:
         return None
-    if Version(found) < OLDEST_RESILIENCY:
+    if Version(version) < OLDEST_RESILIENCY:
         raise ValueError(
-            f"{RESILIENCY} {found}: Megatron-Core cannot be imported beside one before {OLDEST_RESILIENCY}: uninstall "
-            f"it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or later)"
+            f"{RESILIENCY} {version}: Megatron-Core fails to import with a version before {OLDEST_RESILIENCY}: "
+            f"uninstall it, or pip install '{RESILIENCY}>={OLDEST_RESILIENCY}' (glibc 2.39 or later)"
         )
-    return found
+    return version
 
 
 def check_resiliency(arguments: argparse.Namespace) -> None:
-    """Refuse Megatron's validated arguments if they ask for an nvidia-resiliency-ext that is not here.
+    """Refuse Megatron's validated arguments if they need nvidia-resiliency-ext and it is not installed.
 
     Raises:
         ValueError: names the setting, and what to set instead.
@@ -167,7 +167,7 @@ def check_resiliency(arguments: argparse.Namespace) -> None:
 
 
 def check_launcher(config: Mapping[str, Any]) -> None:
-    """Refuse what ranks that nemo-ext starts cannot have, though ranks that a user starts may.
+    """Refuse settings that work only with ranks that the user starts, not with ranks that nemo-ext starts.
 
     Raises:
         ValueError: names the setting.
@@ -175,7 +175,7 @@ def check_launcher(config: Mapping[str, Any]) -> None:
     if config["megatron"].get("enable_ft_package"):
         raise ValueError(
             "megatron.enable_ft_package: ranks need ft_launcher, and nemo-ext starts them with torchrun or srun: start "
-            "them by hand (docs/operation.md), or leave it out: guard.minutes does without"
+            "them by hand (docs/operation.md), or set guard.minutes instead, which needs no ft_launcher"
         )
 
 
@@ -210,12 +210,13 @@ def check_distillation(config: Mapping[str, Any], arguments: argparse.Namespace)
         return
     distillation.one_stage_a_rank(config)
     merged, _ = distillation.teacher_config(config)
-    distillation.same_tokens(config)
+    distillation.check_same_tokens(config)
     residuals = [bool(each["megatron"].get("fp32_residual_connection")) for each in (config, merged)]
     if arguments.pipeline_model_parallel_size > 1 and residuals[0] != residuals[1]:
         raise ValueError(
-            "distillation.teacher in a pipeline: stages pass on what both models make as one tensor, so that both need "
-            f"the same megatron.fp32_residual_connection; it is {residuals[0]} here and {residuals[1]} in the teacher's"
+            "distillation.teacher in a pipeline: stages send the activations of both models as one tensor, so both "
+            f"need the same megatron.fp32_residual_connection; it is {residuals[0]} here and {residuals[1]} in the "
+            "teacher's config"
         )
     try:
         check_layout(merged, trained=False)
@@ -234,7 +235,8 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
 
     if not arguments.freeze_all_layers:
         raise ValueError(
-            "megatron.logits_save_dir: the teacher would be trained meanwhile; set megatron.freeze_all_layers=true"
+            "megatron.logits_save_dir: the teacher would be trained while its log-probabilities are saved; set "
+            "megatron.freeze_all_layers=true"
         )
     if arguments.pipeline_model_parallel_size > 1:
         raise ValueError(
@@ -243,19 +245,19 @@ def check_saving(config: Mapping[str, Any], arguments: argparse.Namespace) -> No
         )
     if arguments.eval_iters:
         raise ValueError(
-            "megatron.logits_save_dir: Megatron-Core computes no loss then, so there is nothing to evaluate; set "
+            "megatron.logits_save_dir: Megatron-Core then computes no loss, so there is nothing to evaluate; set "
             "megatron.eval_iters=0"
         )
     rows = Architecture.from_config(config).vocab_size
     if rows > CACHED_VOCABULARY:
         raise ValueError(
             f"megatron.logits_save_dir: the vocabulary has {rows} rows, Megatron-Core saves at most "
-            f"{CACHED_VOCABULARY}; let the teacher run beside the student (distillation.teacher)"
+            f"{CACHED_VOCABULARY}; run the teacher together with the student (distillation.teacher)"
         )
 
 
 def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespace) -> None:
-    """Refuse log-probabilities that are missing or from other sequences than this run reads.
+    """Refuse log-probabilities that are missing or were saved from a different data order.
 
     Raises:
         ValueError: names what differs.
@@ -268,20 +270,20 @@ def check_cached_teacher(config: Mapping[str, Any], arguments: argparse.Namespac
     if not 0 < alpha <= 1:
         raise ValueError(f"megatron.logits_load_kd_loss_alpha={alpha}: give a share of the loss, above 0 and at most 1")
     if "://" in folder:
-        return  # object storage, which is opened by the ranks
+        return  # object storage, which only ranks open
     if not Path(folder).is_dir():
-        raise ValueError(f"megatron.logits_load_dir={folder}: no such directory; save the teacher's first")
+        raise ValueError(f"megatron.logits_load_dir={folder}: no such directory; save log-probabilities there first")
     saved = saved_by(Path(folder))
     samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
-    for name, flag, own in (
+    for name, flag, expected in (
         ("seed", "megatron.seed", arguments.seed),
         ("sequence_length", "megatron.seq_length", arguments.seq_length),
         ("train_samples", "train.tokens / megatron.seq_length in whole steps", samples),
     ):
-        if saved.get(name) != own:
+        if saved.get(name) != expected:
             raise ValueError(
-                f"megatron.logits_load_dir={folder} is of other sequences: {flag} was {saved.get(name)} in the run "
-                f"that saved it and is {own} here; Megatron orders its data by it"
+                f"megatron.logits_load_dir={folder} was saved from a different data order: {flag} was "
+                f"{saved.get(name)} in the run that saved it and is {expected} here"
             )
 
 
@@ -292,26 +294,26 @@ def check_objects(config: Mapping[str, Any]) -> None:
     """
     from megatron.core.safe_globals import register_safe_globals
 
-    from nemo_ext.checkpoint.pickles import check_objects
+    from nemo_ext.checkpoint import pickles
     from nemo_ext.checkpoint.torch_dist import CheckpointError, checkpoint_folder, whole_files
 
     register_safe_globals()  # again: transformers' Trainer unregisters NumPy's classes when it has resumed
 
-    own = Path(config["run_dir"]) / run_directory.CHECKPOINTS
-    given = (own, config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher"))
-    for path in (Path(str(each)) for each in given if each):
+    run_dir = Path(config["run_dir"]) / run_directory.CHECKPOINTS
+    start, teacher = config["megatron"].get("pretrained_checkpoint"), (config.get("distillation") or {}).get("teacher")
+    for path in filter(None, (run_dir, start, teacher)):
         try:
-            folder = checkpoint_folder(path)
+            folder = checkpoint_folder(Path(str(path)))
         except CheckpointError:
-            continue  # no checkpoint, which Megatron reports itself
-        check_objects(folder, whole_files(folder))
+            continue  # no checkpoint: Megatron reports it
+        pickles.check_objects(folder, whole_files(folder))
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse what this machine cannot train; `check` lets it pass so that any config can be checked anywhere.
+    """Refuse a config that this machine cannot train. `check` passes it, so that any machine can check any config.
 
     Raises:
-        ValueError: says what is missing and what to set instead.
+        ValueError: names the missing package or setting, and what to set instead.
     """
     from nemo_ext.megatron.cpu.runtime import check_gpu
     from nemo_ext.megatron.specs import backend, check_pattern, hybrid_stack
@@ -333,7 +335,7 @@ def check_machine(config: Mapping[str, Any]) -> None:
     warmup = megatron.get("lr_warmup_iters") or 0
     if int(warmup) >= int(megatron["train_iters"]):
         raise ValueError(
-            f"megatron.lr_warmup_iters={warmup} of {megatron['train_iters']} steps: a warm-up is shorter than "
+            f"megatron.lr_warmup_iters={warmup} of {megatron['train_iters']} steps: the warm-up must be shorter than "
             "the run; lower train.warmup_tokens or raise train.tokens"
         )
     start = megatron.get("pretrained_checkpoint")
@@ -392,34 +394,34 @@ def check_layout(config: Mapping[str, Any], *, trained: bool = True) -> None:
         if first == last:
             raise ValueError(
                 f"model.pattern has no block in stage {place} of 0 to {stages - 1}, and Megatron-Core's gradients "
-                "become NaN behind a stage that only passes on: move a cut |"
+                "become NaN after an empty stage: move a cut |"
             )
     experts = any(block.kind == "E" for block in pattern.blocks)
     if experts and pipeline > 1 and trained:
         check_experts_on_every_rank(pattern, pipeline)
     if experts and layout.tensor_parallel > 1 and not layout.sequence_parallel:
         raise ValueError(
-            f"tensor_model_parallel_size={layout.tensor_parallel} with MoE blocks (E): Megatron trains that only with "
-            "megatron.sequence_parallel=true"
+            f"tensor_model_parallel_size={layout.tensor_parallel} with MoE blocks (E): Megatron supports this only "
+            "with megatron.sequence_parallel=true"
         )
     batch, micro = int(megatron["global_batch_size"]), layout.micro_batch_size
     if batch % (micro * layout.data_parallel):
         raise ValueError(
-            f"global_batch_size={batch} does not divide by micro_batch_size x data parallel = "
+            f"global_batch_size={batch} is not divisible by micro_batch_size x data parallel = "
             f"{micro} x {layout.data_parallel}"
         )
     count = batch // (micro * layout.data_parallel)
     if stages > pipeline and count % pipeline and megatron.get("microbatch_group_size_per_vp_stage") is None:
         raise ValueError(
             f"global_batch_size={batch} makes {count} micro-batches, and {stages} stages on {pipeline} pipeline ranks "
-            f"(interleaved) want a multiple of {pipeline}"
+            f"(interleaved) need a multiple of {pipeline}"
         )
 
 
 def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout: Layout) -> None:
-    """Refuse a sequence that its ranks cannot share, or attention that they cannot compute together.
+    """Refuse a sequence length that ranks cannot split, or attention that context parallelism does not support.
 
-    Transformer Engine says the latter in the first forward pass (context_parallel.py: `attn_forward_func_with_cp`).
+    Transformer Engine reports the latter in the first forward pass (context_parallel.py: `attn_forward_func_with_cp`).
 
     Raises:
         ValueError: names the sizes, and the block by its 1-based number.
@@ -437,8 +439,8 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
             f"megatron.seq_length={length} is not a multiple of {' x '.join(names)} = {pieces}: set "
             f"{nearest or pieces} or {nearest + pieces}"
         )
-    given = megatron.get("cp_comm_type") or "p2p"
-    kinds = [given] if isinstance(given, str) else list(given)
+    communication = megatron.get("cp_comm_type") or "p2p"
+    kinds = [communication] if isinstance(communication, str) else list(communication)
     for number, block in enumerate(architecture.sizes, start=1):
         if parts == 1 or block.kind != "*" or block.is_linear:
             continue
@@ -452,13 +454,13 @@ def check_sequence(config: Mapping[str, Any], architecture: Architecture, layout
             size = max(1, block.size(name) // tensor)
             if kind == "a2a" and size % parts:
                 raise ValueError(
-                    f"{where}: {size} {name} of a tensor-parallel rank are not a multiple of context_parallel_size "
+                    f"{where}: {size} {name} per tensor-parallel rank are not a multiple of context_parallel_size "
                     f"{parts}, which cp_comm_type=a2a needs: set megatron.cp_comm_type=p2p or all_gather"
                 )
 
 
 def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
-    """Refuse a cut that leaves a pipeline rank without a MoE block while others have one.
+    """Refuse cuts that give some pipeline ranks MoE blocks and others none.
 
     Megatron sums the MoE losses over the pipeline, and a rank without routers contributes a tensor of another length
     (training/training.py, `training_log`): an abort on gloo, a hang on NCCL.
@@ -470,6 +472,6 @@ def check_experts_on_every_rank(pattern: Pattern, pipeline: int) -> None:
         stages = pattern.stages[rank::pipeline]
         if not any(block.kind == "E" for first, last in stages for block in pattern.blocks[first:last]):
             raise ValueError(
-                f"pipeline rank {rank} has no MoE block (E), and Megatron-Core cannot log MoE losses then: write the "
-                "cuts | into model.pattern so that every rank has one, or use fewer stages"
+                f"pipeline rank {rank} has no MoE block (E), so Megatron-Core cannot log MoE losses: write the cuts | "
+                "into model.pattern so that every rank has one, or use fewer stages"
             )

@@ -30,10 +30,7 @@ TRAINING: Mapping[str, Any] = {
     "precision_plan": Open,
     "phases": {"*": {"data": DATA, "megatron": MEGATRON}},
     "distillation": {"teacher": Place},
-    "evaluate": (
-        {"judge": "nemo_ext.rl.judge:JudgeSettings"},
-        "nemo_ext.evaluation.live:LiveSettings",
-    ),
+    "evaluate": ({"judge": "nemo_ext.rl.judge:JudgeSettings"}, "nemo_ext.evaluation.live:LiveSettings"),
     "cluster": "nemo_ext.slurm.cluster:Cluster",
 }
 """Types of the keys of a training run's config."""
@@ -92,8 +89,8 @@ TRAIN = Job(
         settings=TRAINING,
         streams=True,
         advice={
-            "data.streams": "this recipe's data are a tree or packs: streams=[...] replaces those of any recipe",
-            "data.blend": "this recipe's data are a list or packs: streams={...} replaces those of any recipe",
+            "data.streams": "this recipe's data are a tree or packs: replace them with streams=[...]",
+            "data.blend": "this recipe's data are a list or packs: replace them with streams={...}",
         },
     ),
 )

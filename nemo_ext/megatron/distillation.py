@@ -1,6 +1,6 @@
 """Knowledge distillation: a student learns a teacher's logits inside Megatron's own trainer.
 
-The teacher runs beside the student (`distillation.teacher`), or its log-probabilities were saved beforehand
+The teacher runs in the student's process (`distillation.teacher`), or its log-probabilities were saved beforehand
 (`megatron.logits_load_dir`). Either way the divergence is computed where the student computes its LM loss, before that
 loss overwrites the logits: Megatron's cross entropy in float32 and Transformer Engine's in any dtype work in place.
 """
@@ -39,10 +39,10 @@ MODEL_GROUPS = ("transformer configuration", "network size", "moe", "mla", "expe
 """Groups of Megatron's parser whose flags define a model."""
 
 PRECISION = ("fp8", "fp4", "first_last_layers_bf16", "num_layers_at_")
-"""Prefixes of flags of these groups that the teacher takes from the run."""
+"""Prefixes of model flags that the teacher takes from the student's run."""
 
 TRAINING_ONLY = ("recompute_", "moe_layer_recompute", "distribute_saved", "cpu_offloading", "offload_", "fine_grained_")
-"""Prefixes of flags of these groups that a model without a backward pass does not need."""
+"""Prefixes of model flags that a model without a backward pass does not need."""
 
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -71,10 +71,10 @@ class Settings:
         """Settings of a composed config; the defaults if it has none.
 
         Raises:
-            ValueError: an invalid value, or one that has no effect because there is no teacher.
+            ValueError: a value is invalid, or has no effect because there is no teacher.
         """
         settings = checked(cls, config.get("distillation") or {}, "distillation", strict=True)
-        changed = [each.name for each in fields(cls) if getattr(settings, each.name) != each.default]
+        changed = [field.name for field in fields(cls) if getattr(settings, field.name) != field.default]
         if settings.teacher is None and changed:
             cached = config["megatron"].get("logits_load_dir") is not None
             advice = (
@@ -90,10 +90,10 @@ class Settings:
 def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
     """Training config of the teacher in a student's run, and the folder of its checkpoint.
 
-    The model is defined by the config beside its checkpoint; layout, precision and the rest come from the run.
+    The model is defined by the config next to its checkpoint; layout, precision and the rest come from the run.
 
     Raises:
-        ValueError: there is no such checkpoint, no config beside it, or its vocabulary differs from the student's.
+        ValueError: there is no such checkpoint, no config next to it, or its vocabulary differs from the student's.
     """
     teacher = str(config["distillation"]["teacher"])
     source = Path(teacher)
@@ -104,44 +104,44 @@ def teacher_config(config: Mapping[str, Any]) -> tuple[dict[str, Any], Path]:
             f"distillation.teacher={teacher} is a Hugging Face checkpoint: convert it first (`nemo-ext convert`)"
         )
     folder = checkpoint_folder(source)
-    beside = config_beside(source, folder)
-    if beside is None or "model" not in beside or "megatron" not in beside:
+    model = config_beside(source, folder)
+    if model is None or "model" not in model or "megatron" not in model:
         raise ValueError(
-            f"distillation.teacher={teacher}: no config of the model lies beside it; expected the run's config.yaml "
+            f"distillation.teacher={teacher} has no model config next to it; expected the run's config.yaml "
             "or a converted checkpoint's model/NAME.yaml"
         )
-    return with_model_of(config, beside), folder
+    return with_model_of(config, model), folder
 
 
-def same_tokens(config: Mapping[str, Any]) -> None:
-    """Refuses a teacher whose tokenizer is not that of the run's data, as far as the files of both are there.
+def check_same_tokens(config: Mapping[str, Any]) -> None:
+    """Refuses a teacher whose tokenizer differs from the one of the run's data, if the files of both are available.
 
     Raises:
-        ValueError: names a token whose numbers differ.
+        ValueError: names a token whose ids differ.
     """
     source = Path(str(config["distillation"]["teacher"]))
     folder = checkpoint_folder(source)
     beside = config_beside(source, folder) or {}
     theirs = [extras_beside(source, folder), (beside.get("megatron") or {}).get("tokenizer_model")]
-    files = [_tokenizer_file(config["megatron"].get("tokenizer_model")), *map(_tokenizer_file, theirs)]
-    own, teacher = files[0], next(filter(None, files[1:]), None)
-    if own is None or teacher is None:
+    student = _tokenizer_file(config["megatron"].get("tokenizer_model"))
+    teacher = next(filter(None, map(_tokenizer_file, theirs)), None)
+    if student is None or teacher is None:
         return
-    # Special tokens may have other names under the same numbers.
-    ours, others = (read_tokenizer(file)[0].get_vocab(with_added_tokens=False) for file in (own, teacher))
-    differ = sorted(ours.items() ^ others.items(), key=lambda each: (each[1], each[0]))
+    # Special tokens may have other names for the same ids.
+    ours, others = (read_tokenizer(file)[0].get_vocab(with_added_tokens=False) for file in (student, teacher))
+    differ = sorted(ours.items() ^ others.items(), key=lambda item: (item[1], item[0]))
     if differ:
         token = differ[0][0]
         raise ValueError(
-            f"distillation.teacher={source}: its tokenizer ({teacher}) is not that of the data ({own}): "
-            f"{len({name for name, _ in differ})} tokens differ, {token!r} is {others.get(token, 'none')} there and "
-            f"{ours.get(token, 'none')} here; tokenize the data with the teacher's, or convert the student with "
-            "tokenizer=FOLDER"
+            f"distillation.teacher={source}: its tokenizer ({teacher}) differs from the data's ({student}) in "
+            f"{len({name for name, _ in differ})} tokens: {token!r} is {others.get(token, 'none')} there and "
+            f"{ours.get(token, 'none')} here; tokenize the data with the teacher's tokenizer, or convert the student "
+            "with tokenizer=FOLDER"
         )
 
 
 def _tokenizer_file(place: object) -> Path | None:
-    """The tokenizer.json of a tokenizer's folder, or the file itself; None if it is not there."""
+    """File tokenizer.json of a tokenizer's folder, or the given file itself; None if it does not exist."""
     if place is None:
         return None
     path = Path(str(place)).expanduser()
@@ -153,43 +153,41 @@ def one_stage_a_rank(config: Mapping[str, Any]) -> None:
     """Refuses interleaved pipeline stages in a run with a teacher.
 
     Raises:
-        ValueError: says what to do.
+        ValueError: a pipeline rank has several stages.
     """
     stages = len(parse(pattern_with_cuts(config)).cuts) + 1
     if stages > (ranks := int(config["megatron"].get("pipeline_model_parallel_size") or 1)):
         raise ValueError(
             f"distillation.teacher with {stages} stages on {ranks} pipeline ranks: Megatron's interleaved schedule "
-            "passes on one model's activations; give every rank one stage, or save the teacher's log-probabilities "
+            "sends activations of one model only; give every rank one stage, or save the teacher's log-probabilities "
             "first and train with megatron.logits_load_dir (docs/distillation.md)"
         )
 
 
-def with_model_of(config: Mapping[str, Any], beside: Mapping[str, Any]) -> dict[str, Any]:
-    """A student's training config with the model of another config, as its teacher is built.
+def with_model_of(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """Config that builds the teacher in a student's run: the student's training config with the teacher's model.
 
     Raises:
         ValueError: their vocabularies differ.
     """
-    teacher = config["distillation"]["teacher"]
-    rows, own = (Architecture.from_config(each).vocab_size for each in (beside, config))
-    if rows != own:
+    rows, student_rows = (Architecture.from_config(model).vocab_size for model in (teacher, config))
+    if rows != student_rows:
         raise ValueError(
-            f"distillation.teacher={teacher} has {rows} rows of vocabulary and the student {own}: both need one "
-            "tokenizer and one megatron.padded_vocab_size"
+            f"distillation.teacher={config['distillation']['teacher']} has {rows} rows of vocabulary and the student "
+            f"{student_rows}: both need the same tokenizer and the same megatron.padded_vocab_size"
         )
-    run, model = config["megatron"], model_flags()
-    flags = {name: value for name, value in run.items() if name not in model}
-    flags |= {name: value for name, value in beside["megatron"].items() if name in model and value is not None}
+    run, model_names = config["megatron"], model_flags()
+    flags = {name: value for name, value in run.items() if name not in model_names}
+    flags |= {name: value for name, value in teacher["megatron"].items() if name in model_names and value is not None}
     flags["padded_vocab_size"] = rows
     # Megatron's parser requires at least the sequence length, even for a model without a limit.
     flags["max_position_embeddings"] = max(flags.get("max_position_embeddings") or 0, run["seq_length"])
     if not flags.get("num_experts"):
         flags = {name: value for name, value in flags.items() if not name.startswith("expert_")}
-    own_section = beside["model"]
-    pattern = format_pattern(Pattern(parse(own_section["pattern"]).blocks))  # without the cuts of its own training
-    named = {**own_section, "pattern": pattern, "backend": config["model"].get("backend") or "auto"}
-    named.pop("virtual_pipeline_stages", None)
-    return {**config, "model": named, "megatron": flags, "distillation": None}
+    pattern = format_pattern(Pattern(parse(teacher["model"]["pattern"]).blocks))  # without the cuts of its training
+    section = {**teacher["model"], "pattern": pattern, "backend": config["model"].get("backend") or "auto"}
+    section.pop("virtual_pipeline_stages", None)
+    return {**config, "model": section, "megatron": flags, "distillation": None}
 
 
 @cache
@@ -197,7 +195,7 @@ def model_flags() -> frozenset[str]:
     """Flags of Megatron's command line that define a model, as `megatron:` spells them."""
     from megatron.core.model_parallel_config import ModelParallelConfig
 
-    layout = {each.name for each in fields(ModelParallelConfig)}
+    layout = {field.name for field in fields(ModelParallelConfig)}
     names = {
         option.removeprefix("--").replace("-", "_")
         for group in megatron_parser()._action_groups
@@ -234,15 +232,15 @@ class Distillation(ABC):
         return model
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:  # noqa: B027
-        """Called before the student's forward pass, with a micro-batch and what tells a model its sequence bounds."""
+        """Called before the student's forward pass, with a micro-batch and the keywords for its sequence bounds."""
 
     def after_student(self, output: Tensor) -> Tensor:
-        """What this stage passes on, from the student's output."""
+        """Output that this stage sends on, given the student's output."""
         return output
 
     @abstractmethod
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """KL(teacher || student) of each token `[batch, seq]` in nats, None if the teacher is not known.
+        """KL(teacher || student) per token `[batch, seq]` in nats, None without the teacher's output.
 
         Args:
             logits: the student's logits, `[seq, batch, vocabulary / tensor parallel size]`; not changed.
@@ -260,14 +258,14 @@ class Distillation(ABC):
 
 
 class OnlineTeacher(Distillation):
-    """A teacher in the student's process and layout, without gradients and not part of checkpoints.
+    """Teacher in the student's process and layout, without gradients and not part of checkpoints.
 
-    In a pipeline both models run stage by stage, each with its own cuts, and stages pass on the activations of both as
-    one tensor `[seq, batch, hidden of the student + hidden of the teacher]`.
+    In a pipeline both models run stage by stage, each with its own cuts, and stages send the activations of both as one
+    tensor `[seq, batch, hidden of the student + hidden of the teacher]`.
 
     Args:
         config: the student's composed config.
-        load: makes the teacher from it; `load_teacher` by default.
+        load: builds the teacher from it; `load_teacher` by default.
     """
 
     def __init__(
@@ -290,22 +288,22 @@ class OnlineTeacher(Distillation):
         return super().attach(model)
 
     def _divide_input(self, student: Any) -> None:
-        """Makes a later stage of the student hand the teacher its part of what the stage before passes on."""
+        """Makes a later stage of the student split its input and give the teacher its part."""
         take, width = student.set_input_tensor, student.config.hidden_size
 
-        def divided(given: Any) -> None:
-            (both,) = given if isinstance(given, list) else (given,)
+        def divided(inputs: Any) -> None:
+            (both,) = inputs if isinstance(inputs, list) else (inputs,)
             take(both[..., :width].contiguous())
             self.teacher.set_input_tensor(both[..., width:].detach().contiguous())
 
         student.set_input_tensor = divided
 
     def schedule(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """One of Megatron's schedules of a pipeline, with room for the teacher's activations between stages."""
+        """Wraps one of Megatron's pipeline schedules, with room for the teacher's activations between stages."""
 
         def wider(*shapes: list[tuple[int, ...]]) -> tuple[list[tuple[int, ...]], ...]:
             more = int(self.teacher.config.hidden_size)
-            return tuple([shape and (*shape[:-1], shape[-1] + more) for shape in each] for each in shapes)
+            return tuple([shape and (*shape[:-1], shape[-1] + more) for shape in group] for group in shapes)
 
         def scheduled(**named: Any) -> Any:
             return run(**{**named, "adjust_tensor_shapes_fn": wider})
@@ -313,19 +311,19 @@ class OnlineTeacher(Distillation):
         return scheduled
 
     def before_student(self, batch: Mapping[str, Tensor], bounds: Mapping[str, Any]) -> None:
-        """Stores what the teacher's stage makes of the micro-batch: its logits, or activations for the next stage."""
+        """Runs the teacher's stage on the micro-batch; stores its logits, or activations for the next stage."""
         with torch.no_grad():
             self._output = self.teacher(batch["tokens"], batch["position_ids"], None, **bounds)
 
     def after_student(self, output: Tensor) -> Tensor:
-        """See `Distillation.after_student`; the teacher's activations beside the student's, but on the last stage."""
+        """See `Distillation.after_student`; appends the teacher's activations, except on the last stage."""
         if self._output is None:
             return output
         teacher, self._output = self._output, None
         return torch.cat([output, teacher.to(output.dtype)], dim=-1)
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor:
-        """See `Distillation.divergence`; also available in evaluations."""
+        """See `Distillation.divergence`; also computed in evaluations."""
         from megatron.core import parallel_state
 
         assert self._output is not None
@@ -338,7 +336,7 @@ class OnlineTeacher(Distillation):
 
 
 class CachedTeacher(Distillation):
-    """A teacher's saved log-probabilities, read by Megatron's own loader.
+    """Saved log-probabilities of a teacher, read by Megatron's own loader.
 
     Args:
         arguments: Megatron's arguments, with `logits_load_dir`, which is removed from them: Megatron would keep the
@@ -359,7 +357,7 @@ class CachedTeacher(Distillation):
         self._saved: Any = None
 
     def divergence(self, logits: Tensor, *, training: bool) -> Tensor | None:
-        """See `Distillation.divergence`; None in evaluations, which the teacher did not save."""
+        """See `Distillation.divergence`; None in evaluations, for which nothing was saved."""
         from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
         from megatron.training.distillation.cached_logits_loss import CachedLogitsKDLoss
 
@@ -368,12 +366,12 @@ class CachedTeacher(Distillation):
         if self._saved is None:
             self._saved = CachedLogitsKDLoss(**self.options)  # only now: it needs the process groups
         # Upstream works in float32 and in place, so float32 logits are copied.
-        own = logits.clone() if logits.dtype is torch.float32 else logits
-        return reduce_from_tensor_model_parallel_region(self._saved(own))
+        copied = logits.clone() if logits.dtype is torch.float32 else logits
+        return reduce_from_tensor_model_parallel_region(self._saved(copied))
 
 
 def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | None:
-    """The distillation that a run asks for, or None.
+    """Distillation of a run, None without a teacher.
 
     Args:
         config: the composed config.
@@ -385,7 +383,7 @@ def from_config(config: Mapping[str, Any], arguments: Any) -> Distillation | Non
 
 
 def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
-    """Load the teacher of a student's run with its weights, on this rank's place in the run's process groups."""
+    """Build the teacher of a student's run and load its weights, for this rank's place in the run's process groups."""
     from megatron.core import dist_checkpointing
     from megatron.training.utils import print_rank_0
 
@@ -398,28 +396,28 @@ def load_teacher(config: Mapping[str, Any]) -> torch.nn.Module:
 
 
 def build_teacher(merged: Mapping[str, Any]) -> Any:
-    """The model of `with_model_of`'s config, without gradients, on this rank's place in the run's process groups."""
+    """Build a teacher from `with_model_of`'s config, without gradients, for this rank's place in the process groups."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.utils import unwrap_model
 
     from nemo_ext.megatron.model import BlockModelBuilder, model_config
 
     arguments = parse_arguments(command_line(merged), world_size=world_size(merged))
-    made = model_config(merged["model"], pattern_with_cuts(merged), arguments)
-    made.finalize()
+    config = model_config(merged["model"], pattern_with_cuts(merged), arguments)
+    config.finalize()
     groups = ProcessGroupCollection.use_mpu_process_groups()
     # In the run's precision, as Megatron builds any model. Megatron's wrappers would only turn logits into float32.
-    (teacher,) = unwrap_model(BlockModelBuilder(made).build_distributed_models(groups, wrap_with_ddp=False))
+    (teacher,) = unwrap_model(BlockModelBuilder(config).build_distributed_models(groups, wrap_with_ddp=False))
     return teacher.eval().requires_grad_(False)
 
 
 def freeze(model: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Model hook: does what Megatron's `freeze_all_layers` means, which its builders of 0.19 leave out.
+    """Model hook that applies Megatron's `freeze_all_layers`, which the model builders of 0.19 ignore.
 
-    Weights keep no gradient and routers keep their expert bias (training/training.py, `get_model`).
+    Weights get no gradient and routers keep their expert bias (training/training.py, `get_model`).
     """
     module: Any
-    for module in (each for stage in model for each in stage.requires_grad_(False).modules()):
+    for module in (module for stage in model for module in stage.requires_grad_(False).modules()):
         if hasattr(module, "frozen_expert_bias"):
             module.frozen_expert_bias = True
     return model
@@ -433,13 +431,13 @@ def saved_by(folder: Path) -> dict[str, Any]:
     """
     files = sorted(folder.glob("cp*_dp*__*.tar"))
     if not files:
-        raise ValueError(f"megatron.logits_load_dir={folder}: there are no log-probabilities in it (cp0_dp0__STEP.tar)")
+        raise ValueError(f"megatron.logits_load_dir={folder}: it contains no log-probabilities (cp0_dp0__STEP.tar)")
     try:
         with tarfile.open(files[0]) as archive:
             member = archive.next()
             stream = archive.extractfile(member) if member is not None else None
             assert stream is not None
-            found: dict[str, Any] = json.load(stream)["identifiers"]
+            identifiers: dict[str, Any] = json.load(stream)["identifiers"]
     except (OSError, tarfile.TarError, ValueError, KeyError, AssertionError) as error:
         raise ValueError(f"{files[0]}: cannot be read ({error}): save the log-probabilities again") from error
-    return found
+    return identifiers

@@ -16,7 +16,7 @@ def kl_divergence(
 ) -> Tensor:
     """KL(teacher || student) per token in nats at a temperature, times its square (Hinton et al., 2015).
 
-    With `top_k`, the tokens outside the teacher's most probable ones count as one event: only their total probabilities
+    With `top_k`, all but the teacher's `top_k` most probable tokens count as one event: only their total probabilities
     are compared.
 
     Args:
@@ -44,19 +44,19 @@ class _KLDivergence(torch.autograd.Function):
         top_k: int | None,
         group: torch.distributed.ProcessGroup | None,
     ) -> Tensor:
-        own = _log_softmax(student.float() / temperature, group)
+        output = _log_softmax(student.float() / temperature, group)
         target = _log_softmax(teacher.float() / temperature, group)
         if top_k is not None:
-            # The rest gets the teacher's mass in the student's proportions, so its divergence is that of the masses.
-            kept = _among_top(teacher, top_k, group)
-            rest, own_rest = (logsumexp(each.masked_fill(kept, float("-inf")), group) for each in (target, own))
-            target = torch.where(kept, target, own + (rest - own_rest))
+            # The rest gets the teacher's mass in the student's proportions, so only the two masses are compared.
+            top = _among_top(teacher, top_k, group)
+            rest, output_rest = (logsumexp(logs.masked_fill(top, float("-inf")), group) for logs in (target, output))
+            target = torch.where(top, target, output + (rest - output_rest))
         probabilities = target.exp()
-        kl = (probabilities * (target - own)).sum(-1)
+        kl = (probabilities * (target - output)).sum(-1)
         if group is not None:
             torch.distributed.all_reduce(kl, group=group)
         # In the logits' own dtype, like their gradient: for a large vocabulary in bf16 this halves the memory.
-        ctx.save_for_backward((temperature * (own.exp() - probabilities)).to(student.dtype))
+        ctx.save_for_backward((temperature * (output.exp() - probabilities)).to(student.dtype))
         return kl * temperature**2
 
     @staticmethod
@@ -70,7 +70,7 @@ def _log_softmax(logits: Tensor, group: torch.distributed.ProcessGroup | None) -
 
 
 def logsumexp(logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
-    """`[..., 1]` over the last axis of all ranks of the group; -inf if all logits are -inf."""
+    """Log-sum-exp `[..., 1]` over the last axis on all ranks of the group; -inf if all logits are -inf."""
     if group is None:
         return logits.logsumexp(-1, keepdim=True)
     largest = logits.amax(-1, keepdim=True)
@@ -88,9 +88,9 @@ def _among_top(logits: Tensor, k: int, group: torch.distributed.ProcessGroup | N
     values, places = logits.topk(min(k, logits.shape[-1]), dim=-1)
     chosen = torch.ones_like(values, dtype=torch.bool)
     if group is not None and ranks > 1:
-        everyone = [torch.empty_like(values) for _ in range(ranks)]
-        torch.distributed.all_gather(everyone, values.contiguous(), group=group)
-        together = torch.cat(everyone, dim=-1)
+        by_rank = [torch.empty_like(values) for _ in range(ranks)]
+        torch.distributed.all_gather(by_rank, values.contiguous(), group=group)
+        together = torch.cat(by_rank, dim=-1)
         best = torch.zeros_like(together, dtype=torch.bool).scatter_(-1, together.topk(k, dim=-1).indices, True)
         chosen = best.chunk(ranks, dim=-1)[group.rank()]
     return torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, places, chosen)

@@ -1,8 +1,8 @@
-"""Sequences of a stream epoch by epoch, in an order independent of how many of them a run reads.
+"""Sequences of a stream epoch by epoch, in an order that does not depend on how many a run reads.
 
 Megatron's GPTDataset shuffles all epochs of a run together, so the order depends on the number of epochs. Here every
-epoch has an order of its own; the first is Megatron's for a run of one epoch. So a phase can begin with any sequence of
-a stream, and later phases may change without changing what earlier ones have read.
+epoch has its own order; the first is Megatron's for a run of one epoch. So a phase can begin with any sequence of a
+stream, and changing later phases does not change the sequences of earlier ones.
 """
 
 from collections.abc import Mapping
@@ -23,17 +23,17 @@ from nemo_ext.data.text.indexed_dataset import index_digest
 from nemo_ext.job.seeds import digest, generator
 
 ROUND = 100
-"""Least number of sequences in an order; its end, which fills no sequence, is lost: less than a hundredth."""
+"""Minimum number of sequences per order; tokens after its last full sequence are dropped, less than one per cent."""
 
 
 @dataclass
 class StreamConfig(GPTDatasetConfig):
-    """Megatron's config, and which part of each stream is read.
+    """Megatron's dataset config, and which part of each stream is read.
 
     Attributes:
-        contents: digest of a stream's index file, in the config of that stream's dataset.
-        drawn: number of sequences read before, by prefix; "" for synthetic data.
+        drawn: number of sequences already read, by prefix; "" for synthetic data.
         documents: part of every stream's documents to read.
+        contents: digest of a stream's index file, in the config of that stream's dataset.
     """
 
     drawn: Mapping[str, int] = field(default_factory=dict)
@@ -42,10 +42,10 @@ class StreamConfig(GPTDatasetConfig):
 
 
 class StreamDataset(GPTDataset):
-    """Megatron's GPTDataset whose cached indices belong to the data as they are.
+    """Megatron's GPTDataset whose cached indices are named by the contents of the data too.
 
-    Megatron names the cache by the path of the data and the settings, so data written again to the same path would be
-    read by the indices of the old ones (gpt_dataset.py, `_build_document_sample_shuffle_indices`).
+    Megatron names the cache by the path of the data and the settings, so new data at the same path would be read with
+    the indices of the old data (gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class StreamDataset(GPTDataset):
 class StreamEpochs(MegatronDataset):
     """Sequences of one stream, starting after the `config.drawn` already read, in place of Megatron's GPTDataset.
 
-    An order covers one epoch, or as many as give `ROUND` sequences.
+    An order covers one epoch, or as many epochs as have `ROUND` sequences.
 
     Args:
         dataset, dataset_path, indices, num_samples, index_split: see upstream; without `num_samples`, one order.
@@ -131,7 +131,7 @@ class MockEpochs(StreamEpochs):
 
 
 def sequences_in_a_round(tokens: int, length: int) -> int:
-    """Number of sequences in the fewest epochs that have `ROUND` of them; the last label needs one more token."""
+    """Number of sequences in the fewest epochs that have `ROUND` sequences; the last label needs one more token."""
     epochs = -(-(ROUND * length + 1) // tokens)
     return (epochs * tokens - 1) // length
 
@@ -139,9 +139,9 @@ def sequences_in_a_round(tokens: int, length: int) -> int:
 def part_of(
     documents: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32], part: Documents, *, seed: int
 ) -> npt.NDArray[np.int32]:
-    """The documents in a part of a shuffled order, by tokens; all of them if that part is empty.
+    """Documents in a part of their shuffled order; all of them if that part has no tokens.
 
-    `lengths` are those of all documents, in tokens; `part` is start and end, as shares of the tokens.
+    `lengths` has the tokens of every document; `part` is start and end of the part, as shares of all tokens.
     """
     if part == ALL:
         return documents

@@ -1,8 +1,8 @@
 """FP8 matrix products in torch: matrices rounded to float8 with a scale per tensor or block, forward and backward.
 
-With one scale per tensor the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`: tensor cores on
-GPUs since Ada, and on CPUs a product of the same numbers). Block scales, and older GPUs, are simulated: the same
-rounding, then a product of the rounded matrices in the precision of the activations.
+With one scale per tensor the product itself runs on float8 matrices (`torch.nn.functional.scaled_mm`, with tensor cores
+on GPUs since Ada). Block scales, and older GPUs, are simulated: the same rounding, then a product of the rounded
+matrices in the precision of the activations.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """FP8 scaling. Each row of a matrix runs along the summed dimension of a product.
+    """FP8 scaling of a product's matrices, whose rows run along the summed dimension.
 
     Attributes:
         activation: rows and columns that share a scale, for inputs and gradients; None for the whole tensor.
@@ -40,12 +40,12 @@ SCALINGS: dict[str, Scaling] = {
     "blockwise": Scaling((1, 128), (128, 128), power_of_two=True),
     "mxfp8": Scaling((1, 32), (1, 32), power_of_two=True),
 }
-"""Name in `precision_plan.recipe` -> scaling; delayed scaling (scales of earlier steps) needs Transformer Engine."""
+"""Scaling by name in `precision_plan.recipe`; delayed scaling (scales of earlier steps) needs Transformer Engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Matrix:
-    """A matrix in float8.
+    """Matrix in float8 with its scales.
 
     Attributes:
         values: `[rows, columns]` in float8.
@@ -93,7 +93,7 @@ def quantise(
 
 
 def has_float8_products(device: torch.device) -> bool:
-    """True if a device multiplies float8 matrices: GPUs of compute capability 8.9 or higher, CPUs by a newer torch."""
+    """True if a device multiplies float8 matrices: GPUs from compute capability 8.9 on, and CPUs in newer torch."""
     if device.type == "cpu":
         return _cpu_has_float8_products()
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -101,7 +101,7 @@ def has_float8_products(device: torch.device) -> bool:
 
 @cache
 def _cpu_has_float8_products() -> bool:
-    """True if this torch multiplies float8 matrices on the CPU: 2.11 declares the function and has no kernel for it."""
+    """True if this torch multiplies float8 matrices on the CPU: 2.11 declares the function but has no kernel."""
     matrix, one = torch.zeros(16, 16, dtype=torch.float8_e4m3fn), torch.ones(())
     try:
         scaled_mm(matrix, matrix.t(), one, ScalingType.TensorWise, one, ScalingType.TensorWise)
@@ -115,7 +115,7 @@ def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tens
     if left.block is not None or right.block is not None or not has_float8_products(left.values.device):
         return linear(left.dequantised(dtype), right.dequantised(dtype))
     rows, columns = len(left.values), len(right.values)
-    found: Tensor = scaled_mm(
+    padded: Tensor = scaled_mm(
         _padded(left.values),
         _padded(right.values).t(),
         left.scale,
@@ -124,7 +124,7 @@ def product(left: Float8Matrix, right: Float8Matrix, dtype: torch.dtype) -> Tens
         ScalingType.TensorWise,
         output_dtype=dtype,
     )
-    return found[:rows, :columns]
+    return padded[:rows, :columns]
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -148,8 +148,8 @@ def float8_linear(inputs: Tensor, weight: Tensor, scaling: Scaling, *, gradients
     """
     if not inputs.numel():  # an expert without tokens
         return linear(inputs, weight)
-    found: Tensor = _Float8Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, scaling, gradients)
-    return found.view(*inputs.shape[:-1], len(weight))
+    output: Tensor = _Float8Linear.apply(inputs.reshape(-1, inputs.shape[-1]), weight, scaling, gradients)
+    return output.view(*inputs.shape[:-1], len(weight))
 
 
 class _Float8Linear(torch.autograd.Function):
@@ -163,14 +163,14 @@ class _Float8Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         inputs, weight = ctx.saved_tensors
         scaling: Scaling = ctx.scaling
-        of_inputs = of_weight = None
+        d_inputs = d_weight = None
         if ctx.needs_input_grad[0]:
             low = _activation(gradient, scaling, ctx.gradients)
-            of_inputs = product(low, _weight(weight.t(), scaling), inputs.dtype)
+            d_inputs = product(low, _weight(weight.t(), scaling), inputs.dtype)
         if ctx.needs_input_grad[1]:
             low = _activation(gradient.t(), scaling, ctx.gradients)
-            of_weight = product(low, _activation(inputs.t(), scaling), weight.dtype)
-        return of_inputs, of_weight, None, None
+            d_weight = product(low, _activation(inputs.t(), scaling), weight.dtype)
+        return d_inputs, d_weight, None, None
 
 
 def _activation(matrix: Tensor, scaling: Scaling, dtype: torch.dtype = E4M3) -> Float8Matrix:

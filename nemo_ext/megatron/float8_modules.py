@@ -1,7 +1,7 @@
-"""A precision plan on Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
+"""Precision plan applied to Megatron's own linear layers, without Transformer Engine (`nemo_ext.megatron.float8`).
 
 Megatron's column- and row-parallel layers keep their weights, sharding and communication; only the product inside is
-replaced. Each rank scales its own part of a matrix.
+replaced. Each rank scales its own shard of a matrix.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,42 +46,42 @@ class Float8Product:
         tp_group: Any = None,
         **others: Any,
     ) -> Tensor:
-        """The layer's product, with the communication it requires."""
+        """Computes the layer's product, with the communication that it requires."""
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, group=tp_group)
         elif allreduce_dgrad:
             input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-        found = float8_linear(input, weight, self.scaling, gradients=self.gradients)
-        return found if bias is None else found + bias
+        output = float8_linear(input, weight, self.scaling, gradients=self.gradients)
+        return output if bias is None else output + bias
 
 
 def use_float8(model: torch.nn.Module, precision: Precision, stage: Sequence[int]) -> list[torch.nn.Module]:
-    """Set the linear layers of a pipeline stage to FP8 by the plan; returns these layers.
+    """Set the linear layers of a pipeline stage to FP8 according to the plan; returns these layers.
 
     `stage` has the 0-based numbers of the stage's blocks, in order; the model is not wrapped.
 
     Raises:
-        ValueError: the scaling needs Transformer Engine, or a weight is in no linear layer of Megatron's own.
+        ValueError: the scaling needs Transformer Engine, or a weight is not in one of Megatron's linear layers.
     """
     plan = precision.plan
     if plan.recipe not in SCALINGS:
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe}: without Transformer Engine there are {', '.join(SCALINGS)}"
+            f"precision_plan.recipe={plan.recipe} needs Transformer Engine; without it use {', '.join(SCALINGS)}"
         )
-    found: list[torch.nn.Module] = []
+    layers: list[torch.nn.Module] = []
     named = dict(model.named_modules())
-    for each in assigned(plan, precision.architecture):
-        if each.precision == "fp8":
-            found += _linears(named, each.weight, precision, stage)
-    made = Float8Product(SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
-    for module in found:
-        setattr(module, _FORWARD, made)
-    return found
+    for assignment in assigned(plan, precision.architecture):
+        if assignment.precision == "fp8":
+            layers += _linears(named, assignment.weight, precision, stage)
+    product = Float8Product(SCALINGS[plan.recipe], E5M2 if plan.format == "hybrid" else E4M3)
+    for layer in layers:
+        setattr(layer, _FORWARD, product)
+    return layers
 
 
 @contextmanager
 def in_float8(model: torch.nn.Module, precision: Precision) -> Iterator[None]:
-    """Runs a model without pipeline stages in the plan's precision while open; errors as of `use_float8`."""
+    """Runs a model without pipeline stages in the plan's precision while open; raises as `use_float8` does."""
     changed = use_float8(model, precision, range(len(precision.architecture.sizes)))
     try:
         yield
@@ -96,7 +96,7 @@ def _linears(
     if weight.block is None:
         kind = ""
         if "output_layer" not in named and weight.part == HEAD:
-            return []  # of the last stage
+            return []  # on another stage
     elif weight.block in stage:
         kind = precision.architecture.sizes[weight.block].kind
     else:
@@ -104,11 +104,11 @@ def _linears(
     first = stage[0] if stage else 0
     patterns = module_patterns(weight, kind, first_block=first)
     matched = [m for name, m in named.items() if any(fnmatchcase(name, pattern) for pattern in patterns)]
-    found = [module for module in matched if isinstance(module, LINEAR)]
-    if not found or len(found) != len(matched):
-        hint = ": set megatron.moe_grouped_gemm=false" if kind == "E" else ""
+    linears = [module for module in matched if isinstance(module, LINEAR)]
+    if not linears or len(linears) != len(matched):
+        hint = ", or set megatron.moe_grouped_gemm=false" if kind == "E" else ""
         raise ValueError(
-            f"precision_plan: {weight} is in no linear layer of Megatron's own, and Transformer Engine, which has FP8 "
-            f"for it, is not what runs{hint}"
+            f"precision_plan: {weight} is not in one of Megatron's linear layers, and FP8 elsewhere needs "
+            f"model.backend=transformer_engine: exclude it by a rule{hint}"
         )
-    return found
+    return linears

@@ -1,4 +1,4 @@
-"""The functions that Megatron's trainer asks of its caller: datasets, one forward step, the loss."""
+"""Functions that Megatron's trainer requires from its caller: datasets, forward step and loss."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,14 +26,14 @@ from nemo_ext.megatron.stability import Z_LOSS, ZLoss
 LOSS = "lm loss"
 """Megatron's name for the loss, in its log and in TensorBoard."""
 _stragglers = StragglerDetector()
-"""Megatron's own, which there is one of; it times batches and forward passes with `megatron.log_straggler`."""
+"""Megatron's singleton, which times batches and forward passes with `megatron.log_straggler`."""
 
 
 def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
     """Train and validation datasets with at least `samples` sequences each, from Megatron's data arguments.
 
     There is no test set: the trainer would evaluate it at the end under the validation set's name. Without evaluations
-    there is no validation set: the trainer refuses a blend of no sequence.
+    there is no validation set: the trainer refuses an empty blend.
     """
     arguments = get_args()
     train, valid, none = build_datasets(arguments, samples)
@@ -41,22 +41,19 @@ def datasets(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any,
 
 
 def build_datasets(
-    arguments: argparse.Namespace,
-    samples: list[int],
-    *,
-    drawn: Mapping[Reading, Mapping[str, int]] | None = None,
+    arguments: argparse.Namespace, samples: list[int], *, drawn: Mapping[Reading, Mapping[str, int]] | None = None
 ) -> tuple[Any, Any, None]:
     """Build datasets as `datasets` does, from the given arguments and without Megatron's trainer.
 
-    In a run with phases or mixed lengths, every epoch of a stream has an order of its own (`nemo_ext.megatron.epochs`);
-    `drawn` has the sequences read before, by prefix, in a run with phases.
+    In a run with phases or mixed lengths, every epoch of a stream has its own order (`nemo_ext.megatron.epochs`);
+    `drawn` has the number of sequences already read, by prefix, in a run with phases.
 
-    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, that of each split by itself:
-    a phase of packs is validated on the run's text. If the trainer has set `arguments.mixed_lengths`
+    A blend of packs (`nemo_ext.data.packs.packed_files`) is recognised by its manifests, for each split separately: a
+    phase of packs is validated on the run's text. If the trainer has set `arguments.mixed_lengths`
     (`data.mixed_lengths` of the config), the sequences of the blend have two lengths.
     """
-    given = getattr(arguments, "mixed_lengths", None)
-    mixed = None if given is None else MixedLengths(**given)
+    lengths = getattr(arguments, "mixed_lengths", None)
+    mixed = None if lengths is None else MixedLengths(**lengths)
     blend, blend_per_split = get_blend_and_blend_per_split(arguments)
     kind: type = MockGPTDataset if arguments.mock_data else StreamDataset
     if drawn is not None or mixed is not None:
@@ -64,22 +61,22 @@ def build_datasets(
     splits = [blend] if blend_per_split is None else list(blend_per_split)
     kinds = [chosen and (PackedDataset if all_packed(chosen[0]) else kind) for chosen in splits]
 
-    asked = getattr(arguments, "dataloader_inter_document_masking", False)  # see `versions.FEATURES`, like the field
-    asked = asked or (mixed is not None and mixed.document_boundaries)
-    if asked and (why := versions.lack(["dataloader_inter_document_masking"])):
+    masked = getattr(arguments, "dataloader_inter_document_masking", False)  # not in every version, like the field
+    masked = masked or (mixed is not None and mixed.document_boundaries)
+    if masked and (why := versions.lack(["dataloader_inter_document_masking"])):
         raise versions.TooOld(f"data.mixed_lengths.document_boundaries: {why}")
-    boundaries: dict[str, Any] = {"inter_document_masking": True} if asked else {}
+    boundaries: dict[str, Any] = {"inter_document_masking": True} if masked else {}
 
     def build(samples: Sequence[int], reading: Reading) -> Sequence[Any]:
         present = list(dict.fromkeys(filter(None, kinds))) or [kind]
         if len(present) == 1:
             return build_as(present[0], samples, reading, blend_per_split)
         pairs = list(zip(kinds, splits, strict=True))
-        made = {
-            each: build_as(each, samples, reading, [split if its is each else None for its, split in pairs])
-            for each in present
+        built = {
+            kind: build_as(kind, samples, reading, [split if other is kind else None for other, split in pairs])
+            for kind in present
         }
-        return [its and made[its][number] for number, its in enumerate(kinds)]
+        return [kind and built[kind][number] for number, kind in enumerate(kinds)]
 
     def build_as(
         kind: type, samples: Sequence[int], reading: Reading, per_split: Sequence[Any] | None
@@ -108,7 +105,7 @@ def build_datasets(
         train, valid, _ = build(samples, Reading(arguments.seq_length))
         return train, valid, None
     if kinds[0] is PackedDataset:
-        raise ValueError("data.mixed_lengths: the data are packs, whose sequences have their lengths already")
+        raise ValueError("data.mixed_lengths has no effect on packs, whose samples have their own lengths; remove it")
     train, valid, _ = mixed_rows(mixed, samples, seq_length=arguments.seq_length, build=build)
     return train, valid, None
 
@@ -127,19 +124,19 @@ def loss_function(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Sum of the token losses and number of tokens, by which Megatron divides.
 
-    With `megatron.calculate_per_token_loss` it sums both over the batch first. Otherwise each rank divides each of its
-    micro-batches by that micro-batch's own tokens (core/pipeline_parallel/schedules.py).
+    With `megatron.calculate_per_token_loss` Megatron sums both over the batch first. Otherwise each rank divides the
+    loss of each micro-batch by that micro-batch's tokens (core/pipeline_parallel/schedules.py).
 
     Args:
-        loss_mask: `[batch, seq]`, 0 for tokens that do not count.
+        loss_mask: `[batch, seq]`, 0 for masked tokens.
         output: per-token LM losses `[batch, seq]`.
         distillation: weighs the LM loss against the divergence, or None.
         divergence: per-token divergence from a teacher `[batch, seq]`.
         z_loss: per-token, weighted z-loss `[batch, seq]`.
 
     Returns:
-        Loss sum `[]`, number of tokens `[]`, and each logged sum with that number `[2]`: the LM loss under `LOSS`, the
-        divergence under `KL`, the z-loss under `Z_LOSS`.
+        Loss sum `[]`, number of tokens `[]`, and for the log pairs of sum and number of tokens `[2]`: the LM loss under
+        `LOSS`, the divergence under `KL`, the z-loss under `Z_LOSS`.
     """
     mask = loss_mask.reshape(-1).float()
     tokens = mask.sum().to(torch.int)

@@ -1,9 +1,9 @@
-"""A precision plan for Megatron: RecipeConfig of the modules of a pipeline stage that leave the model's precision.
+"""Precision plan for Megatron: RecipeConfig of the modules of a pipeline stage that deviate from the model's precision.
 
-Megatron runs every block in the context of `megatron.fp8_format` and asks `TransformerConfig.quant_recipe` for each
-Transformer Engine module when the model is built. It matches names within the stage, where `decoder.layers.0` is the
-stage's first block, so each stage gets its own recipe. Without Transformer Engine, the same plan is carried out by
-`nemo_ext.megatron.float8_modules`.
+Megatron runs every block in the context of `megatron.fp8_format`, and looks up each Transformer Engine module in
+`TransformerConfig.quant_recipe` when the model is built. It matches names within the stage, where `decoder.layers.0` is
+the stage's first block, so each stage gets its own recipe. Without Transformer Engine,
+`nemo_ext.megatron.float8_modules` applies the same plan.
 """
 
 from collections.abc import Iterable, Mapping
@@ -53,7 +53,7 @@ def module_patterns(weight: Weight, kind: str, *, first_block: int = 0) -> tuple
 
 @dataclass(frozen=True)
 class Precision:
-    """A precision plan and the model it is for.
+    """Precision plan together with its model.
 
     Attributes:
         plan: precision plan of the weights.
@@ -74,58 +74,66 @@ class Precision:
             return None
         return cls(Plan.from_config(config["precision_plan"]), Architecture.from_config(config))
 
-    def recipe(self, stage: Iterable[int]) -> dict[str, Any]:
-        """Input of `RecipeConfig.from_config_dict` for a pipeline stage.
+    def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
+        """Recipe of a pipeline stage.
 
         Args:
             stage: 0-based numbers of the stage's blocks, in order.
         """
+        from megatron.core.quantization.quant_config import RecipeConfig
+
         numbers = list(stage)
         first = numbers[0] if numbers else 0
         matchers = {}
-        for each in assigned(self.plan, self.architecture):
-            weight = each.weight
+        for assignment in assigned(self.plan, self.architecture):
+            weight = assignment.weight
             if weight.block is not None and weight.block not in numbers:
                 continue
             kind = "" if weight.block is None else self.architecture.sizes[weight.block].kind
             for number, pattern in enumerate(module_patterns(weight, kind, first_block=first)):
                 matchers[f"{weight} {number}"] = {
-                    "config": "fp8" if each.precision == "fp8" else "bf16",
+                    "config": "fp8" if assignment.precision == "fp8" else "bf16",
                     "type": "glob",
                     "pattern": pattern,
                     "enabled": True,
                 }
-        return {"configs": _configs(self.plan), "matchers": matchers}
-
-    def recipe_config(self, stage: Iterable[int]) -> "RecipeConfig":
-        """`recipe` as Megatron's RecipeConfig."""
-        from megatron.core.quantization.quant_config import RecipeConfig
-
-        return RecipeConfig.from_config_dict(self.recipe(stage))
+        high = {"override_quantized_autocast": True}
+        low = {
+            "fp8_quantization_recipe": self.plan.recipe,
+            "fp8_format": self.plan.format,
+            "override_nonquantized_autocast": True,
+        }
+        configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
+        if self.plan.recipe != "delayed":  # delayed scaling is set for the whole model
+            configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
+        return RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
 
 
 def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
-    """Megatron's flags for a config's precision plan, from which single modules then deviate; none without a plan.
+    """Megatron's flags for the default precision of a config's plan; none without a plan.
 
     Raises:
         ValueError: the plan is invalid, flags set another precision, sizes do not fit the scaling, or the back end does
-            not support it.
+            not support the plan.
     """
     precision = Precision.from_config(config)
     if precision is None:
         return {}
-    plan, given, flags = precision.plan, config["megatron"], dict[str, str]()
-    if said := [name for name in ("fp8_format", "fp8_recipe", "te_precision_config_file") if given.get(name)]:
-        raise ValueError(f"megatron.{said[0]} and precision_plan are both set: leave one out")
+    plan, flags = precision.plan, dict[str, str]()
+    for name in ("fp8_format", "fp8_recipe", "te_precision_config_file"):
+        if config["megatron"].get(name):
+            raise ValueError(f"megatron.{name} and precision_plan are both set: remove one of them")
     routers, high = set(), []
-    for each in assigned(plan, precision.architecture):
-        if each.weight.part == "router":
-            routers.add(each.precision)
-        elif each.precision == "fp32":
-            high.append(each.weight)
+    for assignment in assigned(plan, precision.architecture):
+        if assignment.weight.part == "router":
+            routers.add(assignment.precision)
+        elif assignment.precision == "fp32":
+            high.append(assignment.weight)
     if high or len(routers) > 1:
-        what = high[0] if high else "some routers and others not"
-        raise ValueError(f"precision_plan: {what} in fp32: Megatron trains routers alone in it, and all of them")
+        what = high[0] if high else "only some routers"
+        raise ValueError(
+            f"precision_plan: {what} in fp32: Megatron supports fp32 only for routers, and for all of them"
+        )
     if routers == {"fp32"}:
         flags["moe_router_dtype"] = "fp32"
     if plan.uses_fp8:
@@ -136,66 +144,66 @@ def plan_flags(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_fp8(config: Mapping[str, Any], precision: Precision) -> None:
-    """Refuse a plan whose FP8 the sizes, the recipe or the back end do not support."""
+    """Refuse a plan if sizes, recipe or back end do not support its FP8."""
     plan = precision.plan
     check_backend(config, str(config["model"].get("backend")))
-    if wrong := misfits(plan, precision.architecture):
-        more = f" (and {len(wrong) - 3} more)" if len(wrong) > 3 else ""
+    if problems := misfits(plan, precision.architecture):
+        more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
         raise ValueError(
-            f"precision_plan.recipe={plan.recipe}: {'; '.join(wrong[:3])}{more}: change sizes, or add rules"
+            f"precision_plan.recipe={plan.recipe}: {'; '.join(problems[:3])}{more}: change sizes, or add rules"
         )
     if plan.recipe == "delayed" and any(rule.precision == "fp8" for rule in plan.rules):
-        raise ValueError("precision_plan.recipe=delayed is for the whole model: rules may only leave FP8, not enter it")
+        raise ValueError(
+            "precision_plan.recipe=delayed applies to the whole model: set default: fp8; rules may only exclude modules"
+        )
     if backend_of(config) != "local":
         check_experts(precision)
 
 
 def check_experts(precision: Precision) -> None:
-    """Refuse experts in FP8 that Transformer Engine would get tokens for that are not padded.
+    """Refuse experts in FP8 whose tokens Megatron would not pad for Transformer Engine.
 
     Raises:
-        ValueError: names the first of them.
+        ValueError: names the first expert weight.
     """
     plan, sizes = precision.plan, precision.architecture.sizes
+    weights = [each.weight for each in assigned(plan, precision.architecture) if each.precision == "fp8"]
     experts = [
-        each.weight
-        for each in assigned(plan, precision.architecture)
-        if each.precision == "fp8" and each.weight.part in ("fc1", "fc2") and each.weight.block is not None
-        if sizes[each.weight.block].kind == "E"
+        weight
+        for weight in weights
+        if weight.part in ("fc1", "fc2") and weight.block is not None and sizes[weight.block].kind == "E"
     ]
     if experts and plan.default != "fp8":
         raise ValueError(
             f"precision_plan: {experts[0]} in fp8 under default: {plan.default}: Megatron pads the tokens of experts, "
-            "as FP8 needs, only where it is the model's precision: set default: fp8, and exclude modules by rules"
+            "as FP8 needs, only if FP8 is the model's precision: set default: fp8, and exclude modules by rules"
         )
 
 
 def check_backend(config: Mapping[str, Any], backend: str) -> None:
-    """Refuse FP8 that needs Transformer Engine if another back end runs.
-
-    Megatron would silently train without FP8.
+    """Refuse FP8 that needs Transformer Engine on another back end: Megatron would silently train without it.
 
     Args:
         config: config of a run, with the flags of `plan_flags`.
         backend: `local` or `transformer_engine`.
 
     Raises:
-        ValueError: says which key asks for FP8.
+        ValueError: names the key that sets FP8.
     """
     from nemo_ext.megatron.float8 import SCALINGS
 
     if backend != "local":
         return
-    here = "is Transformer Engine's, and model.backend is local here (no CUDA, or not installed)"
+    here = "needs Transformer Engine, and model.backend is local here (no CUDA, or not installed)"
     if config["megatron"].get("fp8_format"):
-        raise ValueError(f"megatron.fp8_format: that FP8 {here}: use precision=fp8_current, or another with a plan")
+        raise ValueError(f"megatron.fp8_format {here}: use precision=fp8_current, or another precision with a plan")
     precision = Precision.from_config(config)
     if precision is not None and precision.plan.uses_fp8 and precision.plan.recipe not in SCALINGS:
         raise ValueError(f"precision_plan.recipe={precision.plan.recipe} {here}: use one of {', '.join(SCALINGS)}")
 
 
 def remark(config: Mapping[str, Any]) -> str | None:
-    """Remark for the user about a run's FP8, before it starts; None if there is none."""
+    """Remark on a run's FP8 that is printed before it starts, or None."""
     import torch
 
     from nemo_ext.megatron.float8 import has_float8_products
@@ -205,21 +213,8 @@ def remark(config: Mapping[str, Any]) -> str | None:
         return None
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if precision.plan.recipe == "tensorwise" and has_float8_products(device):
-        return "FP8 without Transformer Engine: products of float8 matrices by torch"
+        return "FP8 without Transformer Engine: torch multiplies float8 matrices"
     return (
         f"FP8 without Transformer Engine: {precision.plan.recipe} scaling is simulated (the same rounding, products in "
         "higher precision), for trying a plan out, not for speed"
     )
-
-
-def _configs(plan: Plan) -> dict[str, Any]:
-    high = {"override_quantized_autocast": True}
-    low = {
-        "fp8_quantization_recipe": plan.recipe,
-        "fp8_format": plan.format,
-        "override_nonquantized_autocast": True,
-    }
-    configs = {"bf16": {_TYPE: "TEQuantizationParams", "training_recipe": high}}
-    if plan.recipe != "delayed":  # which Transformer Engine applies to the whole model
-        configs["fp8"] = {_TYPE: "TEQuantizationParams", "training_recipe": low}
-    return configs

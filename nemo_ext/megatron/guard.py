@@ -1,8 +1,8 @@
-"""Ends a start of training that has gone wrong, so that the next one leaves out what did it: the config's `guard`.
+"""Guard of a training run (config section `guard`): ends a start at a bad step, whose batches the next start skips.
 
-A loss or gradient norm that is not finite, or a loss far above those before it, ends the ranks and is recorded. The
-next start goes back to the last checkpoint before it and over its batches, with Megatron's own `iterations_to_skip`. A
-rank that makes no step for too long writes its stacks and ends too. No torch at module level.
+A loss or gradient norm that is not finite, or a loss far above the ones before it, ends the ranks and is recorded. The
+next start resumes from the last checkpoint before that step and skips its batches, with Megatron's own
+`iterations_to_skip`. A rank that takes no step for too long writes its stacks and ends too. No torch at module level.
 """
 
 import faulthandler
@@ -31,9 +31,9 @@ from nemo_ext.job.settings import STRICT, Count, Whole, checked
 EVENTS = "guard.json"
 STACKS = "stacks"
 TRIPPED = 3
-"""Exit code of the rank that saw it."""
+"""Exit code of the rank that recorded the event."""
 _GRACE = 30.0
-"""Seconds after which a process whose thread cannot end it is ended by the interpreter's own watch."""
+"""Extra seconds after which faulthandler ends a process whose watching thread could not."""
 _BLOCK = re.compile(r"^(?:Current t|T)hread .*$", re.MULTILINE)
 _FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
@@ -44,11 +44,11 @@ class Guard:
 
     Attributes:
         nan: whether a loss or gradient norm that is not finite ends the start.
-        spike: deviations above the mean loss of the 128 steps before (64 are needed) from which a loss ends it; None
-            for no such bound.
-        before, after: further steps around the bad one whose batches are left out as well.
-        most: times that one checkpoint may be gone back to; after that the run stops.
-        minutes: without a step, after which a rank writes its stacks and ends; None for no limit.
+        spike: standard deviations above the mean loss of the last 128 steps (at least 64) from which a loss ends the
+            start; None for no bound.
+        before, after: further steps around the bad one whose batches are skipped too.
+        most: maximum number of returns to the same checkpoint; after that the run stops.
+        minutes: time without a step after which a rank writes its stacks and ends; None for no limit.
     """
 
     nan: bool = False
@@ -70,14 +70,14 @@ class Guard:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """What ended a start.
+    """Bad step that ended a start.
 
     Attributes:
-        step: that went wrong.
-        what: was wrong with it.
-        skipped: first and last step whose batches are left out from then on.
-        at: Unix seconds.
-        checkpoint: step of the checkpoint that was gone back to, 0 for none; None until a start has done so.
+        step: number of the step.
+        what: description of the problem.
+        skipped: first and last step whose batches later starts skip.
+        at: time in Unix seconds.
+        checkpoint: step of the checkpoint that the next start resumed from, 0 for none; None before that start.
     """
 
     step: int
@@ -93,42 +93,45 @@ def events(run_dir: Path) -> list[Event]:
     return TypeAdapter(list[Event]).validate_json(path.read_bytes()) if path.is_file() else []
 
 
-def _write(run_dir: Path, found: list[Event]) -> None:
-    write_text(run_dir / EVENTS, json.dumps(TypeAdapter(list[Event]).dump_python(found), indent=1) + "\n")
+def _write(run_dir: Path, recorded: list[Event]) -> None:
+    write_text(run_dir / EVENTS, json.dumps(TypeAdapter(list[Event]).dump_python(recorded), indent=1) + "\n")
 
 
 def pending(run_dir: Path) -> Event | None:
-    """The event that ended the last start, if no start has gone back since."""
+    """Event that ended the last start, if no later start has handled it."""
     return next((event for event in events(run_dir) if event.checkpoint is None), None)
 
 
 def turn_back(run_dir: Path, guard: Guard) -> str | None:
-    """Goes back to the last checkpoint before what ended the last start; returns what was done, None if nothing was.
+    """Returns to the last checkpoint before the bad step that ended the last start.
+
+    Returns:
+        Lines for the user; None if no bad step ended it.
 
     Raises:
         ValueError: see `check_events`.
     """
-    found = events(run_dir)
+    recorded = events(run_dir)
     check_events(run_dir, guard)
-    told = []
-    for number, event in enumerate(found):
+    lines = []
+    for number, event in enumerate(recorded):
         if event.checkpoint is not None:
             continue
         step = back_to(run_dir / CHECKPOINTS, event.skipped[0])
-        found[number] = Event(**{**vars(event), "checkpoint": step})
+        recorded[number] = Event(**{**vars(event), "checkpoint": step})
         first, last = event.skipped
         batches = f"the batch of step {first}" if first == last else f"the batches of steps {first} to {last}"
-        told.append(f"guard: {event.what} at step {event.step}: back to step {step}, then over {batches}")
-    if told:
-        _write(run_dir, found)
-    return "\n".join(told) or None
+        lines.append(f"guard: {event.what} at step {event.step}: resuming from step {step} and skipping {batches}")
+    if lines:
+        _write(run_dir, recorded)
+    return "\n".join(lines) or None
 
 
 def check_events(run_dir: Path, guard: Guard) -> None:
-    """Refuses to go back once more to a checkpoint that was gone back to often.
+    """Refuses to return to the same checkpoint more than `guard.most` times.
 
     Raises:
-        ValueError: the last start ended by an event, and its checkpoint was gone back to `guard.most` times already.
+        ValueError: an event ended the last start, and earlier ones used up the returns to its checkpoint.
     """
     if (event := pending(run_dir)) is None:
         return
@@ -137,16 +140,16 @@ def check_events(run_dir: Path, guard: Guard) -> None:
     if len(earlier) >= guard.most:
         steps = ", ".join(str(each.step) for each in [*earlier, event])
         raise ValueError(
-            f"guard: {event.what} at step {event.step}; step {step} was gone back to {len(earlier)} times already "
-            f"(for steps {steps}): look at the data and the learning rate, then set guard.most higher to go on"
+            f"guard: {event.what} at step {event.step}; the run has already returned to step {step} {len(earlier)} "
+            f"times (for steps {steps}): check the data and the learning rate, then raise guard.most to resume"
         )
 
 
 def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's flags for the steps that a run leaves out, and against Megatron's own end at what is not finite.
+    """Megatron's flags for the steps that a run skips, and to turn off Megatron's own checks for NaN.
 
     Raises:
-        ValueError: see `Guard.from_config`; or every step until `exit_interval` is left out.
+        ValueError: see `Guard.from_config`; or every step until `exit_interval` is skipped.
     """
     guard, megatron, flags = Guard.from_config(config), config["megatron"], dict[str, Any]()
     steps = _whole(megatron.get("iterations_to_skip"))
@@ -156,36 +159,34 @@ def guard_flags(config: Mapping[str, Any]) -> dict[str, Any]:
         flags["iterations_to_skip"] = sorted(steps)
     if guard.nan:
         # Megatron would raise, or run the step again and look for a broken GPU, before the step is logged.
-        own = {"no_check_for_nan_in_loss_and_grad": True, "rerun_mode": "disabled"}
-        flags |= {name: value for name, value in own.items() if megatron.get(name) is None}
+        checks = {"no_check_for_nan_in_loss_and_grad": True, "rerun_mode": "disabled"}
+        flags |= {name: value for name, value in checks.items() if megatron.get(name) is None}
     last, interval = megatron.get("train_iters"), megatron.get("save_interval")
     if interval and last in steps and last % int(interval) == 0:
-        # Megatron saves at the end if it has not just done so, and takes a step that it leaves out for one that has.
+        # Megatron saves at the end unless it has just saved, and counts a skipped step at the interval as saved.
         flags |= {"save_interval": int(interval) + 1, "save_retain_interval": None}
     stop = megatron.get("exit_interval")
     if steps and stop is not None and int(stop) in steps and int(stop) < int(megatron["train_iters"]):
-        # Megatron's loop asks whether to end only after a step that it makes.
-        made = max((step for step in range(1, int(stop)) if step not in steps), default=None)
-        if made is None:
-            raise ValueError(
-                f"megatron.exit_interval={stop}: all steps until then are left out; set it higher, or null"
-            )
-        flags["exit_interval"] = made
+        # Megatron's loop checks the interval only after a step that it takes.
+        taken = max((step for step in range(1, int(stop)) if step not in steps), default=None)
+        if taken is None:
+            raise ValueError(f"megatron.exit_interval={stop}: all steps until then are skipped; set it higher, or null")
+        flags["exit_interval"] = taken
     return flags
 
 
-def _whole(given: Any) -> set[int]:
-    """Steps of `megatron.iterations_to_skip`, one or a list."""
+def _whole(steps: Any) -> set[int]:
+    """Steps of `megatron.iterations_to_skip`, a number or a list."""
     try:
-        return {int(step) for step in (given if isinstance(given, list | tuple) else [] if given is None else [given])}
+        return {int(step) for step in (steps if isinstance(steps, list | tuple) else [] if steps is None else [steps])}
     except (TypeError, ValueError):
-        raise ValueError(f"megatron.iterations_to_skip={given!r}: give steps, as in [17,18]") from None
+        raise ValueError(f"megatron.iterations_to_skip={steps!r}: give steps, as in [17,18]") from None
 
 
 def read_and_drop(data_iterator: Any) -> None:
-    """What Megatron calls for a step that is left out, for data of which every rank reads its own batches.
+    """Reads a skipped step's batches, in place of Megatron's `dummy_train_step`, for data that every rank reads.
 
-    Its own `dummy_train_step` reads on the first tensor-parallel rank alone, and not with virtual pipeline stages.
+    Megatron's own reads only on the first tensor-parallel rank, and does not support virtual pipeline stages.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.core.rerun_state_machine import get_rerun_state_machine
@@ -198,13 +199,13 @@ def read_and_drop(data_iterator: Any) -> None:
 
 
 class Watch:
-    """Looks at every logged step, on the rank that logs.
+    """Check of every logged step, on the rank that logs.
 
     Args:
         guard: settings.
         run_dir: run directory; losses of its earlier steps count for the bound.
-        first_step: step that this start begins after.
-        begins: steps after which a phase begins, whose losses are others.
+        first_step: step after which this start begins.
+        begins: steps after which a phase begins; losses before it no longer count.
     """
 
     def __init__(self, guard: Guard, run_dir: Path, first_step: int, begins: Sequence[int] = ()) -> None:
@@ -226,7 +227,7 @@ class Watch:
         self._step = step
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Ends the process at a step that has gone wrong.
+        """Ends the process at a bad step.
 
         Raises:
             SystemExit: with code `TRIPPED`, after the event is recorded.
@@ -259,17 +260,17 @@ _alive: "Alive | None" = None
 
 
 def here() -> None:
-    """Says that this rank is alive, if somebody wants to know."""
+    """Reports progress of this rank to its `Alive`, if it has one."""
     if _alive is not None:
         _alive()
 
 
 class Alive:
-    """Ends this process and its children, after writing the stacks of its threads, unless it is called again in time.
+    """Watchdog of a rank: unless called again in time, writes the stacks of its threads and ends it and its children.
 
     Args:
-        minutes: allowed between two calls; from the first on.
-        folder: folder of stacks; this rank's file in it is made anew.
+        minutes: maximum time between two calls, from the first call on.
+        folder: folder of stacks; this rank's file in it is overwritten.
         rank: number of this rank.
     """
 
@@ -284,13 +285,13 @@ class Alive:
         _alive = self
 
     def __call__(self) -> None:
-        """Begins to wait anew."""
+        """Restarts the time limit."""
         self._called = time.monotonic()
-        # Should the thread below not run, as where a library holds Python's lock.
+        # In case the watching thread cannot run, because a library holds Python's lock.
         faulthandler.dump_traceback_later(self._seconds + _GRACE, exit=True, file=self._file)
 
     def end(self) -> None:
-        """Waits no longer."""
+        """Stops watching."""
         self._ended.set()
         faulthandler.cancel_dump_traceback_later()
 
@@ -299,17 +300,17 @@ class Alive:
             if time.monotonic() - self._called > self._seconds:
                 faulthandler.dump_traceback(self._file)
                 for child in psutil.Process().children(recursive=True):
-                    child.kill()  # what writes checkpoints would keep a job's step from ending
+                    child.kill()  # a checkpoint writer would keep the job step from ending
                 os._exit(TRIPPED)
 
 
 def stood(run_dir: Path, minutes: float | None) -> str | None:
-    """Where ranks stood that made no step for too long, in one line; None if none wrote its stacks."""
+    """Line with the places where ranks stalled, from their stacks; None if no rank wrote any."""
     if minutes is None:
         return None
     places = []
     for path in sorted((run_dir / STACKS).glob("rank_*.txt"), key=lambda each: int(each.stem.partition("_")[2])):
-        # The main thread is the last.
+        # The main thread comes last.
         frame = _FRAME.search(_BLOCK.split(path.read_text(errors="replace"))[-1])
         if frame is not None:
             places.append(f"rank {path.stem.partition('_')[2]} in {frame[3]} ({Path(frame[1]).name}:{frame[2]})")
@@ -319,12 +320,12 @@ def stood(run_dir: Path, minutes: float | None) -> str | None:
 
 
 def forget_stacks(run_dir: Path) -> None:
-    """Removes the stacks of the start before."""
+    """Removes the stacks of the previous start."""
     shutil.rmtree(run_dir / STACKS, ignore_errors=True)
 
 
 def add_section(report: Report, run_dir: Path) -> None:
-    """Adds a section on a run's events to its report; nothing without any."""
+    """Adds a table of a run's bad steps to its report, if there are any."""
     rows = [
         (
             event.step,
@@ -334,4 +335,4 @@ def add_section(report: Report, run_dir: Path) -> None:
         )
         for event in events(run_dir)
     ]
-    report.table("Steps that went wrong", ("step", "what", "batches left out", "back to"), rows)
+    report.table("Bad steps", ("step", "problem", "batches skipped", "resumed from"), rows)

@@ -1,9 +1,9 @@
-"""Block classes that a `HybridStack` builds: Megatron's own layers, each with the sizes of its own block.
+"""Block classes that a `HybridStack` builds: Megatron's own layers, each with the sizes of its block.
 
 `HybridStack` passes every layer a config and the layer's global 1-based number. Each class here copies the config, sets
-the values that the notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. Nothing else
-changes. Where upstream has a config for each layer, the values are already set in that config (`specs.BlockStack`), and
-only linear maps are chosen here.
+the values that the notation gives the block (`*{kv=4}`, `-{ffn=5376}`), and calls Megatron's constructor. In versions
+of Megatron-Core with a config per layer, that config already has the values (`specs.BlockStack`), and only linear maps
+are chosen here.
 """
 
 import copy
@@ -22,7 +22,7 @@ from torch import Tensor
 from nemo_ext.architecture.blocks import LINEAR
 
 Overrides = Mapping[int, Mapping[str, object]]
-"""1-based global layer number -> TransformerConfig fields of that block, and `linear`; from `pattern.compile`."""
+"""TransformerConfig fields of a block, and `linear`, by 1-based global layer number; from `pattern.compile`."""
 
 
 def block_config(config: TransformerConfig, values: Mapping[str, object]) -> TransformerConfig:
@@ -34,16 +34,16 @@ def block_config(config: TransformerConfig, values: Mapping[str, object]) -> Tra
     fields = {name: value for name, value in values.items() if name != LINEAR}
     if not fields:
         return config
-    own = copy.copy(config)
+    changed = copy.copy(config)
     for name, value in fields.items():
-        if not hasattr(own, name):
+        if not hasattr(changed, name):
             raise ValueError(f"{name!r} is not a field of {type(config).__name__}: check the overrides of this block")
-        setattr(own, name, value)
-    return own
+        setattr(changed, name, value)
+    return changed
 
 
 class _Block(MegatronModule):
-    """Shared constructor of the blocks, before that of Megatron's layer."""
+    """Base class of the blocks, whose constructor picks config and submodules for Megatron's layer."""
 
     def __init__(
         self,
@@ -61,28 +61,28 @@ class _Block(MegatronModule):
 
 
 class MambaBlock(_Block, MambaLayer):
-    """A Mamba-2 block (`M`) with its own heads, head size, state and groups, or one linear map (`M{linear}`)."""
+    """Mamba-2 block (`M`) with its own heads, head size, state and groups, or one linear map (`M{linear}`)."""
 
 
 class AttentionBlock(_Block, TransformerLayer):
-    """An attention block (`*`) with its own heads, KV heads, head size and window, or one linear map."""
+    """Attention block (`*`) with its own heads, KV heads, head size and window, or one linear map."""
 
 
 class MLPBlock(_Block, MLPLayer):
-    """A dense FFN block (`-`) with its own width, or one linear map."""
+    """Dense FFN block (`-`) with its own width, or one linear map."""
 
 
 class MoEBlock(_Block, MoETransformerLayer):
-    """A mixture-of-experts block (`E`) with its own experts, top-k and widths, or one linear map."""
+    """Mixture-of-experts block (`E`) with its own experts, top-k and widths, or one linear map."""
 
 
 class LinearReplacement(torch.nn.Module):
-    """One `hidden x hidden` linear map in place of a mixer or FFN (Puzzle's linear-replaced blocks).
+    """Linear map `hidden x hidden` in place of a mixer or FFN (Puzzle's linear-replaced blocks).
 
-    The weight is whole on every tensor-parallel rank. Under sequence parallelism each rank maps its own slice of the
+    Every tensor-parallel rank has the whole weight. Under sequence parallelism each rank maps its slice of the
     sequence, and Megatron sums the weight's gradient over the group because it is marked `sequence_parallel`.
 
-    Can be built wherever Megatron builds a mixer, a self-attention or an MLP; returns `(output, None)` like those.
+    Can be built wherever Megatron builds a mixer, a self-attention or an MLP, and returns `(output, None)` as they do.
     """
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:

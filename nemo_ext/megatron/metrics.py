@@ -1,7 +1,7 @@
-"""metrics.jsonl: one object per logged step, built from the scalars that Megatron passes to TensorBoard.
+"""Writer of metrics.jsonl: one object per logged step, built from the scalars that Megatron passes to TensorBoard.
 
-Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. This
-writer passes each scalar on to TensorBoard and gathers the scalars of a step into one line.
+Megatron's loop has no callbacks, but everything it measures goes through one writer object on the last rank. Ours
+passes each scalar to TensorBoard and collects the scalars of a step in one line.
 """
 
 import json
@@ -31,7 +31,7 @@ class ScalarWriter(Protocol):
 
 
 NAMES = {LOSS: "loss", "learning-rate": "lr", "grad-norm": "grad_norm"}
-"""Megatron's tags -> names in metrics.jsonl; other tags keep theirs with underscores."""
+"""Names in metrics.jsonl by Megatron's tag; other tags keep their names, with underscores."""
 
 SECONDS_TO_FLUSH = 10.0
 
@@ -39,14 +39,14 @@ VALIDATION = " validation"
 """Suffix of the tags of an evaluation; their names get the prefix `val_`."""
 
 LAST_OF_A_STEP = "iteration_time"
-"""Tag that Megatron writes last in a step; throughput, which may follow, goes to TensorBoard alone."""
+"""Tag that Megatron writes last in a step; throughput, which may follow, goes only to TensorBoard."""
 
 ENERGY = "iter-energy/gpu"
 """Tag of `megatron.log_energy`, which follows a step: joules per GPU by NVML, the mean of all ranks."""
 
 
 STEPS = "interval-time"
-"""Megatron's timer that runs while the loop does steps, but not between them."""
+"""Megatron's timer that runs during steps, but not between them."""
 
 PHASES = {
     STEPS: "training",
@@ -55,11 +55,11 @@ PHASES = {
     "save-checkpoint-non-persistent": "checkpoint",
     "load-checkpoint": "loading",
 }
-"""Megatron's timers -> phases of a run."""
+"""Phases of a run by the name of Megatron's timer."""
 
 
 class CpuClock:
-    """Processor seconds of this process and its threads while the loop does steps; a restart continues the count."""
+    """Clock of the processor seconds that this process and its threads spend in steps; it can be paused."""
 
     def __init__(self, now: Callable[[], float] = time.process_time) -> None:
         self._now = now
@@ -67,11 +67,11 @@ class CpuClock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Starts or resumes counting: steps begin."""
+        """Starts or resumes counting, when steps begin."""
         self._since = self._now()
 
     def stop(self) -> None:
-        """Pauses counting: something else begins, such as a checkpoint."""
+        """Pauses counting, such as for a checkpoint."""
         self._done, self._since = self.seconds(), None
 
     def seconds(self) -> float:
@@ -80,14 +80,14 @@ class CpuClock:
 
 
 class PhaseTimers(Timers):
-    """Megatron's timers, extended to record the phases of a run, which its loop marks nowhere else."""
+    """Megatron's timers, which also record the phases of a run: its loop marks them nowhere else."""
 
     phases: Phases
     cpu: CpuClock
 
     @classmethod
     def take_over(cls, timers: Timers, phases: Phases) -> None:
-        """Converts Megatron's own timers, which its functions already hold, in place to record the phases."""
+        """Converts Megatron's timers in place, because its functions already hold them."""
         timers.__class__ = cls
         timers.phases = phases
         timers.cpu = CpuClock()
@@ -99,7 +99,7 @@ class PhaseTimers(Timers):
 
 
 class _PhaseTimer:
-    """A timer that begins a phase at its start and returns to the previous one at its stop."""
+    """Timer that begins a phase when it starts and returns to the previous phase when it stops."""
 
     def __init__(self, timer: Any, name: str, phases: Phases, cpu: CpuClock) -> None:
         self._timer, self._name, self._phases, self._cpu = timer, name, phases, cpu
@@ -125,25 +125,25 @@ class _PhaseTimer:
 
 @dataclass(eq=False)
 class MetricsWriter:
-    """Writes metrics.jsonl beside TensorBoard.
+    """Writer of metrics.jsonl that passes scalars on to TensorBoard.
 
     A line has `step`, `tokens` (trained so far), `loss`, `lr`, `grad_norm`, `tokens_per_second`, `seconds_per_step`,
-    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention's scores (both null if the peak of the
-    device is unknown), without a GPU `cpu_seconds_per_step`, with `megatron.log_energy` `joules_per_gpu` of the step
-    before, and whatever else Megatron logs.
-    Each value of an evaluation is a line of its own with `step`, `tokens` and `val_loss` (or `val_kl_to_teacher`), or
-    with `evaluate`, the accuracy by benchmark, and `evaluate_bits`, bits per byte.
+    `mfu` by exact FLOPs and `mfu_6n` by 6N, the papers' count without attention scores (both null if the peak of the
+    device is unknown), without a GPU `cpu_seconds_per_step`, with `megatron.log_energy` `joules_per_gpu` of the
+    previous step, and whatever else Megatron logs. Each value of an evaluation has a separate line with `step`,
+    `tokens` and `val_loss` (or `val_kl_to_teacher`), or with `evaluate`, the accuracy by benchmark, and
+    `evaluate_bits`, bits per byte.
 
     Attributes:
-        path: path of the file; lines of steps after `first_step` from an earlier, killed run are removed first.
+        path: path of the file; lines after `first_step`, from an earlier start that was killed, are removed first.
         first_step: step that training starts or resumes from.
         tokens_per_step: tokens per step over all ranks.
-        tokens_at: returns the tokens trained on after a step.
+        tokens_at: returns the number of tokens trained on after a step.
         flops_per_token: training FLOPs per token (`architecture.cost.train_flops_per_token`).
         flops_per_token_6n: the same by 6N (`architecture.cost.six_n`).
         peak_flops: FLOP/s of all devices together, or None.
-        cpu_seconds: returns the processor seconds of this rank in steps; None if a GPU does the work.
-        tensorboard: writer that scalars are also passed to, or None.
+        cpu_seconds: returns the processor seconds that this rank spent in steps; None with a GPU.
+        tensorboard: writer that also gets the scalars, or None.
         on_line: called with each line.
     """
 
@@ -166,7 +166,7 @@ class MetricsWriter:
         truncate_metrics(self.path, self.first_step)
 
     def add_scalar(self, tag: str, value: Any, step: int) -> None:
-        """Records one scalar of a step; Megatron's "... vs samples" copies go to TensorBoard alone."""
+        """Records one scalar of a step; Megatron's "... vs samples" copies go only to TensorBoard."""
         if self.tensorboard is not None:
             self.tensorboard.add_scalar(tag, value, step)
         if tag.endswith(" vs samples"):
@@ -174,10 +174,10 @@ class MetricsWriter:
         if tag == ENERGY:
             self._joules = _finite(float(value))
             return
-        of = tag.removesuffix(VALIDATION)
-        name = NAMES.get(of, of.replace(" ", "_").replace("-", "_"))
+        measured = tag.removesuffix(VALIDATION)
+        name = NAMES.get(measured, measured.replace(" ", "_").replace("-", "_"))
         number = float(value)
-        if of != tag:
+        if measured != tag:
             self.flush()
             self._write({"step": step, "tokens": self.tokens_at(step), f"val_{name}": _finite(number)})
             return
@@ -191,7 +191,7 @@ class MetricsWriter:
             self.flush()  # now rather than with the next step: a checkpoint may follow, and a kill after it
 
     def add_evaluation(self, step: int, measured: Mapping[str, Mapping[str, float]]) -> None:
-        """Records what benchmarks measured after a step: values by name, under `evaluate` and `evaluate_bits`."""
+        """Records the results of benchmarks after a step: values by name, under `evaluate` and `evaluate_bits`."""
         self.flush()
         line: dict[str, Any] = {"step": step, "tokens": self.tokens_at(step)}
         for key, values in measured.items():
@@ -202,7 +202,7 @@ class MetricsWriter:
         self._write(line)
 
     def flush(self) -> None:
-        """Writes the gathered step if it is complete (has a loss)."""
+        """Writes the collected step if it is complete (has a loss)."""
         line, self._step = self._step, {}
         if "loss" not in line:
             return
@@ -229,7 +229,7 @@ class MetricsWriter:
         """Writes pending data to metrics.jsonl and flushes TensorBoard."""
         self.flush()
         if self.tensorboard is not None:
-            # It waits for a thread of its own, for ever if that has ended, as on a full disk.
+            # TensorBoard waits for its writer thread, forever if that has died, as on a full disk.
             flushing = threading.Thread(target=self.tensorboard.flush, daemon=True)
             flushing.start()
             flushing.join(SECONDS_TO_FLUSH)

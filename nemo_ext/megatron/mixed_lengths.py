@@ -1,4 +1,4 @@
-"""Megatron's datasets of two sequence lengths over one blend, as rows of one length (`data/packs/mixed_lengths.py`)."""
+"""Rows of one length from Megatron's datasets of two sequence lengths over a blend (`data/packs/mixed_lengths.py`)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ SEQUENCE = ("tokens", "labels", "loss_mask", "position_ids")
 
 
 class MixedRows(Dataset):
-    """Rows that hold one sequence of the long dataset, or `per_row` of the short one, of the same split.
+    """Dataset of rows with one sequence of the long dataset, or `per_row` of the short one, of the same split.
 
     A row has `tokens`, `labels`, `loss_mask`, `position_ids` `[seq]` and `cu_seqlens`, like a pack. Row n depends only
     on n, so a run resumes on the same row.
@@ -66,8 +66,8 @@ def mixed_rows(
     `build` maps (sequences of each split, how they are read) to Megatron's datasets, None for a split without data.
     """
     schedule, per_row = settings.schedule, seq_length // settings.short
-    wanted = [sequences_of(rows, seq_length, settings) for rows in samples]
-    long, short = (build([split[reading] for split in wanted], reading) for reading in wanted[0])
+    counts = [sequences_of(rows, seq_length, settings) for rows in samples]
+    long, short = (build([split[reading] for split in counts], reading) for reading in counts[0])
     return [
         None if a is None or b is None else MixedRows(a, b, schedule=schedule, rows=rows, per_row=per_row)
         for a, b, rows in zip(long, short, samples, strict=True)

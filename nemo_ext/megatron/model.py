@@ -1,4 +1,4 @@
-"""The block sequence as a Megatron model config and builder, for `pretrain()` and for users' own Megatron code."""
+"""Megatron model config and builder of a block sequence, for `pretrain()` and for users' own Megatron code."""
 
 import argparse
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from nemo_ext.megatron.fp8 import Precision
 from nemo_ext.megatron.specs import StackOptions, hybrid_stack
 
 SECTION = {"norm_affine", "norm_placement", "qk_norm_scope", "yarn_on_windowed"}
-"""Fields of `BlockModelConfig` that a config's section `model` may set."""
+"""Fields of `BlockModelConfig` that the section `model` of a config may set."""
 
 
 @dataclass(kw_only=True)
@@ -38,7 +38,7 @@ class BlockModelConfig(HybridModelConfig):
         qk_norm_scope: extent of a QK norm.
         llama3_rope_factor: factor of Llama 3's RoPE frequency scaling, or None.
         yarn_on_windowed: False leaves blocks with a window on plain RoPE in a YaRN model (OLMo 3).
-        precision: plan of the modules that leave the model's own precision; None for none.
+        precision: plan of the modules that deviate from the model's precision, or None.
     """
 
     builder: ClassVar[str] = "nemo_ext.megatron.model.BlockModelBuilder"
@@ -85,9 +85,9 @@ class BlockModelConfig(HybridModelConfig):
         config = self.transformer
 
         def windowed(number: int, block: Block) -> bool:
-            own = block.get("window")
-            if own is not None:
-                return bool(own)  # 0 stands for none
+            window = block.get("window")
+            if window is not None:
+                return bool(window)  # 0 means no window
             return is_layer_window_attention(config.window_size, config.window_attn_skip_freq, number)
 
         return [number for number, block in attention.items() if windowed(number, block)]
@@ -103,7 +103,7 @@ class BlockModelBuilder(HybridModelBuilder):
         post_process: bool | None = None,
         vp_stage: int | None = None,
     ) -> HybridModel:
-        """One pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
+        """Builds one pipeline stage of the model (see `HybridModelBuilder.build_model`)."""
         assert isinstance(self._model_config, BlockModelConfig)
         self._model_config.hybrid_stack_spec = self._model_config.stack_spec()
         precision, transformer = self._model_config.precision, self._model_config.transformer
@@ -113,7 +113,7 @@ class BlockModelBuilder(HybridModelBuilder):
         pipeline = pg_collection.pp
         stage = stage_blocks(parse(self._model_config.pattern), pipeline.rank(), pipeline.size(), vp_stage)
         if transformer.transformer_impl != "local":
-            # For this stage: Megatron matches names within it.
+            # The recipe of this stage alone: Megatron matches names within a stage.
             transformer.quant_recipe = precision.recipe_config(stage)
         model = transformer_engine.build(transformer, build)
         if transformer.transformer_impl == "local":
@@ -122,12 +122,12 @@ class BlockModelBuilder(HybridModelBuilder):
 
 
 def _on_device(model: HybridModel) -> HybridModel:
-    """The model on the GPU: with `use_cpu_initialization` Megatron leaves it where it was drawn."""
+    """Moves the model to the GPU if Megatron has left it on the CPU, as with `use_cpu_initialization`."""
     return model.cuda() if model.config.use_cpu_initialization and torch.cuda.is_available() else model
 
 
 def stage_blocks(pattern: Pattern, rank: int, size: int, vp_stage: int | None) -> range:
-    """Numbers of a pipeline stage's blocks, from 0; `vp_stage` is None if the rank has only one virtual stage."""
+    """0-based numbers of a pipeline stage's blocks; `vp_stage` is None if the rank has only one virtual stage."""
     edges = (0, *pattern.cuts, len(pattern.blocks))
     stage = (vp_stage or 0) * size + rank
     return range(edges[stage], edges[stage + 1])
@@ -144,8 +144,8 @@ def model_config(
         arguments: Megatron's validated arguments.
         precision: see `BlockModelConfig`.
     """
-    made = hybrid_config_from_args(arguments)  # its `model_config_cls` came with 0.19
-    config = BlockModelConfig(**{each.name: getattr(made, each.name) for each in fields(made) if each.init})
+    upstream = hybrid_config_from_args(arguments)  # its `model_config_cls` came with 0.19
+    config = BlockModelConfig(**{f.name: getattr(upstream, f.name) for f in fields(upstream) if f.init})
     config.pattern = format_pattern(parse(pattern))
     for name in SECTION & model.keys():
         setattr(config, name, model[name])

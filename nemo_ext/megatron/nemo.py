@@ -1,8 +1,8 @@
 """Our block stack in NeMo 2's `SSMConfig`: `SSMConfig(mamba_stack_spec=mamba_stack_spec("(*{kv=4}-)x40"))`.
 
-NeMo is not imported: it takes a callable and calls it without arguments (nemo/collections/llm/gpt/model/ssm.py,
-2.7.3: `mamba_stack_spec()`) or, in later code of the same form, with the config. docs/bridge.md lists the versions of
-Megatron-Core that work.
+NeMo is not imported: it calls the given callable without arguments (nemo/collections/llm/gpt/model/ssm.py, 2.7.3:
+`mamba_stack_spec()`) or, in later versions, with the config. docs/bridge.md lists the supported versions of
+Megatron-Core.
 """
 
 from collections.abc import Callable
@@ -22,21 +22,21 @@ def mamba_stack_spec(pattern: str = "", **options: Any) -> Callable[..., ModuleS
     Set `SSMConfig.hybrid_override_pattern` to `override_pattern(pattern)`: the spec refuses any other.
 
     Args:
-        pattern: the notation; empty for every block as in the config.
+        pattern: block notation; empty if every block has the config's sizes.
         options: see `nemo_ext.megatron.specs.hybrid_stack`.
 
     Returns:
-        A `functools.partial` of a named function, so that NeMo can save it with a model; takes a config or no
-        argument.
+        A `functools.partial` of a module-level function, so that NeMo can save it with a model; called with a config or
+        without arguments.
 
     Raises:
         PatternError: the pattern does not parse.
         ValueError: an option has an unknown value.
         TypeError: an option is unknown.
     """
-    made = partial(_spec, pattern=pattern, **options)
-    made()  # a mistake shows here rather than on every rank
-    return made
+    spec = partial(_spec, pattern=pattern, **options)
+    spec()  # raises here rather than on every rank
+    return spec
 
 
 def override_pattern(pattern: str) -> str:

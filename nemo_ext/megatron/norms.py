@@ -1,8 +1,7 @@
 """Normalisation layers of the local back end.
 
-Megatron's `WrappedTorchNorm` supports neither sequence parallelism, zero-centred weights nor norms without weights;
-Transformer Engine supports all three. These two classes fill the gap in plain torch, so that one spec serves both back
-ends.
+Megatron's `WrappedTorchNorm` supports neither sequence parallelism nor zero-centred weights nor norms without weights;
+Transformer Engine supports all three. The classes here do so in plain torch, so that one spec serves both back ends.
 """
 
 import torch
@@ -18,7 +17,7 @@ from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 
 
 class LocalNorm(torch.nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says.
+    """LayerNorm or RMSNorm over the last dimension, chosen by `config.normalization`.
 
     Args:
         config: reads `normalization`, `layernorm_zero_centered_gamma` (the stored weight is `weight - 1`) and
@@ -66,14 +65,14 @@ class LocalNorm(torch.nn.Module):
 class HeadsRMSNorm(torch.nn.Module):
     """RMSNorm over all heads of a query or key together (OLMo 2 and 3), exact under tensor parallelism.
 
-    Megatron's `qk_layernorm` normalises each head separately. Here the mean square runs over the full width
+    Megatron's `qk_layernorm` normalises each head separately. Here the mean square is taken over the full width
     `heads x head_dim`, summed over the tensor-parallel group. Every rank holds the whole weight and uses its own slice:
     Megatron sums the gradients of all `q_layernorm` and `k_layernorm` parameters over the group
     (core/distributed/finalize_model_grads.py), which combines the gradients of the slices.
 
     Args:
         config: reads the field named by `heads`, `kv_channels` and `params_dtype`.
-        hidden_size: size of one head (what Megatron passes to a `q_layernorm`).
+        hidden_size: size of one head, which Megatron passes to a `q_layernorm`.
         eps: added to the mean square.
         heads: `num_attention_heads` for queries, `num_query_groups` for keys.
 
@@ -87,7 +86,7 @@ class HeadsRMSNorm(torch.nn.Module):
         tensor_parallel = config.tensor_model_parallel_size
         if total % tensor_parallel:
             raise ValueError(
-                f"{heads}={total} does not divide by tensor_model_parallel_size={tensor_parallel}: a QK norm over the "
+                f"{heads}={total} is not divisible by tensor_model_parallel_size={tensor_parallel}: a QK norm over the "
                 "full width needs whole heads on every rank; choose a smaller tensor_model_parallel_size"
             )
         self.tp_group: torch.distributed.ProcessGroup | None = None  # set by the attention that owns the norm

@@ -1,7 +1,7 @@
-"""Packs in Megatron's trainer: the dataset, and the sequence bounds for attention, RoPE and Mamba.
+"""Packs in Megatron's trainer: their dataset, and the sequence bounds for attention, RoPE and Mamba.
 
 A micro-batch is one pack: `[1, seq]` tokens and `cu_seqlens`, the bounds of its sequences. Attention and RoPE use the
-bounds (Megatron's `thd` format), Mamba's convolution and scan the sequence number of each token (`seq_idx`).
+bounds (Megatron's `thd` format); Mamba's convolution and scan use the sequence number of each token (`seq_idx`).
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -24,11 +24,11 @@ from nemo_ext.job.seeds import generator
 from nemo_ext.megatron.epochs import StreamConfig
 
 BOUNDS = "cu_seqlens"
-"""Key of a batch's sequence bounds: the starts, and the end of the last, `[1, sequences + 1]` int32."""
+"""Key of a batch's sequence bounds: all starts and the last end, `[1, sequences + 1]` int32."""
 
 
 class PackedSamples:
-    """Files of one set of packs (`nemo_ext.data.packs.packed_files`), by their path prefix.
+    """Samples in the files of a set of packs (`nemo_ext.data.packs.packed_files`), by their path prefix.
 
     Raises:
         ValueError: the files are not packs, or tokens and mask do not match.
@@ -41,7 +41,7 @@ class PackedSamples:
         if len(self) != self.manifest.packs or not np.array_equal(
             self.tokens.sequence_lengths, self.loss.sequence_lengths
         ):
-            raise ValueError(f"{prefix}: .idx, _loss.idx and .json do not belong together: pack the samples again")
+            raise ValueError(f"{prefix}: .idx, _loss.idx and .json are from different packs: pack the samples again")
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -53,12 +53,12 @@ class PackedSamples:
 
 
 class PackedDataset(MegatronDataset):
-    """Packs as training samples of one length, reshuffled every epoch.
+    """Dataset of packs as training samples of one length, reshuffled every epoch.
 
-    The label of a token is the next one of its sample; it counts in the loss if the mask marks that next token. The
-    free space of a pack is filled with the pack's own beginning, cut into the same sequences and without loss:
-    thousands of equal padding tokens would all go to the same experts and distort their balance, and Megatron-Core
-    0.19's `padding_mask` fails with an expert bias.
+    The label of a token is the next token of its sample; it counts in the loss if the mask marks that next token. The
+    free space of a pack is filled with the pack's first samples again, masked in the loss: thousands of equal padding
+    tokens would all go to the same experts and distort their balance, and Megatron-Core 0.19's `padding_mask` fails
+    with an expert bias.
 
     Each sample has `tokens`, `labels`, `position_ids` (int64) and `loss_mask` (float32), all `[seq]`, and `cu_seqlens`
     `[sequences + 1]` int32. Megatron's blended dataset builder builds it, so packs can be blended by weight.
@@ -77,8 +77,8 @@ class PackedDataset(MegatronDataset):
         self.first = config.drawn.get(dataset_path or "", 0)
         if dataset.manifest.capacity != config.sequence_length:
             raise ValueError(
-                f"{dataset_path}: packs of {dataset.manifest.capacity} tokens, seq_length={config.sequence_length}: "
-                "both must be the same"
+                f"{dataset_path} has packs of {dataset.manifest.capacity} tokens, but seq_length="
+                f"{config.sequence_length}: set megatron.seq_length={dataset.manifest.capacity}, or pack again"
             )
 
     @staticmethod
@@ -112,13 +112,13 @@ def _order(seed: int, epoch: int, packs: int) -> npt.NDArray[np.int64]:
 def packed_row(
     samples: Sequence[npt.ArrayLike], marks: Sequence[npt.ArrayLike], *, seq_length: int, align: int = 1
 ) -> dict[str, Tensor]:
-    """Samples as one row of `seq_length` tokens (see `PackedDataset`).
+    """Row of `seq_length` tokens with these samples (see `PackedDataset`).
 
     Args:
         samples: token ids of each sample.
         marks: mask of each sample, 1 for tokens to learn.
         seq_length: length of the row; the samples must fit into it.
-        align: multiple of places that every sample takes up; its last token is repeated there.
+        align: multiple to which every sample is padded, by repeating its last token.
     """
     tokens = np.empty(seq_length, dtype=np.int64)
     labels = np.empty(seq_length, dtype=np.int64)
@@ -185,27 +185,26 @@ def take_packing(batch: MutableMapping[str, Tensor]) -> PackedSeqParams | None:
 def packing_of(bounds: Tensor) -> PackedSeqParams:
     """Megatron's parameters for sequences with these bounds `[sequences + 1]`, the last of which is the row's length.
 
-    `max_seqlen` is exactly the length of the longest sequence: at the row's length, Megatron's rotary embedding would
+    `max_seqlen` is exactly the length of the longest sequence: with the row's length, Megatron's rotary embedding would
     continue counting positions across bounds.
     """
-    longest = int((bounds[1:] - bounds[:-1]).max())
-    total = int(bounds[-1])
-    there = bounds.to(torch.int32).cuda(non_blocking=True)
+    longest = int(bounds.diff().max())
+    on_device = bounds.to(torch.int32).cuda(non_blocking=True)
     return PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=there,
-        cu_seqlens_kv=there,
+        cu_seqlens_q=on_device,
+        cu_seqlens_kv=on_device,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        total_tokens=total,  # PackedSeqParams computes seq_idx from it
+        total_tokens=int(bounds[-1]),  # PackedSeqParams computes seq_idx from it
     )
 
 
 def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -> dict[str, Tensor]:
-    """This context-parallel rank's part of a batch: two chunks of the row, as in Megatron, or of each sequence.
+    """Part of a batch on this context-parallel rank: two chunks of the row, as in Megatron, or of each sequence.
 
     Raises:
-        ValueError: a sequence cannot be cut into 2 x context_parallel_size equal parts.
+        ValueError: a sequence cannot be split into 2 x context_parallel_size equal parts.
     """
     group = parallel_state.get_context_parallel_group()
     batch = {name: tensor for name, tensor in batch.items() if tensor.dim() == 2}  # without a blend's dataset_id
@@ -215,7 +214,7 @@ def on_this_cp_rank(batch: dict[str, Tensor], packing: PackedSeqParams | None) -
     lengths = packing.cu_seqlens_q[1:] - packing.cu_seqlens_q[:-1]
     if bool((lengths % parts).any()):
         raise ValueError(
-            f"context_parallel_size={group.size()} wants every sequence of a pack a multiple of {parts} tokens: pack "
+            f"context_parallel_size={group.size()} needs sequence lengths that are multiples of {parts} in packs: pack "
             f"with align={parts}, or set context_parallel_size=1"
         )
     whole = {**batch, BOUNDS: packing.cu_seqlens_q[None], "cu_seqlens_padded": None}

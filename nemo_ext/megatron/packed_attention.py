@@ -1,8 +1,8 @@
 """Packed-sequence (THD) attention that Transformer Engine does not support, by GPU and version. No torch.
 
-Read in its sources, 2.8 to 2.18: `fused_attn.cpp` takes packed sequences on compute capability 9.0 and up, `utils.py`
-turns the unfused attention off under context parallelism, and `context_parallel.py` asserts the rest. FlashAttention 2
-takes them from 8.0 on; the later ones are for Hopper and Blackwell, which need neither.
+Source: Transformer Engine 2.8 to 2.18. `fused_attn.cpp` supports packed sequences from compute capability 9.0 on,
+`utils.py` disables unfused attention under context parallelism, and `context_parallel.py` asserts the rest.
+FlashAttention 2 supports them from 8.0 on; later FlashAttentions are for Hopper and Blackwell, which do not need it.
 """
 
 import importlib.metadata
@@ -15,11 +15,11 @@ from nemo_ext.data.phases import sections_of
 from nemo_ext.megatron import versions
 
 SINCE = {"a2a": Version("2.10"), "all_gather": Version("2.18")}
-"""First Transformer Engine that takes packs with a `cp_comm_type`; p2p has always done, a2a+p2p never."""
+"""First Transformer Engine that supports packs with a `cp_comm_type`; p2p works in every version, a2a+p2p in none."""
 
 
 def installed(distribution: str) -> Version | None:
-    """Version of a distribution here; None without it, or if it says none."""
+    """Version of an installed distribution; None if it is not installed or has no valid version."""
     try:
         return Version(importlib.metadata.version(distribution))
     except (importlib.metadata.PackageNotFoundError, InvalidVersion, TypeError):
@@ -27,29 +27,50 @@ def installed(distribution: str) -> Version | None:
 
 
 def lack(
-    config: Mapping[str, Any],
-    gpu: str,
-    *,
-    capability: tuple[int, int] | None,
-    flash: bool,
-    version: Version | None,
+    config: Mapping[str, Any], gpu: str, *, capability: tuple[int, int] | None, flash: bool, version: Version | None
 ) -> str | None:
-    """Why the ranks of a config have no attention over its packs, and what to do; None if they have.
+    """Reason why ranks have no attention kernel for a config's packs, and what to do; None if they have one.
 
     Args:
         config: composed training config.
         gpu: name of the GPU, for the message.
         capability: its compute capability; None if unknown.
         flash: True if FlashAttention 2 is installed for the ranks.
-        version: their Transformer Engine; None if unknown.
+        version: version of Transformer Engine on the ranks; None if unknown.
     """
-    return next(
-        (why for megatron in _with_packs(config) if (why := _lack(megatron, gpu, capability, flash, version))), None
-    )
+    for megatron in _with_packs(config):
+        parts = int(megatron.get("context_parallel_size") or 1)
+        if parts == 1:
+            continue
+        where = f"packs with megatron.context_parallel_size={parts}"
+        backend = megatron.get("attention_backend") or "auto"
+        if backend == "unfused":
+            return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
+        if capability is not None:
+            able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
+            if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
+                return (
+                    f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
+                    "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
+                    "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
+                )
+        kinds = megatron.get("cp_comm_type") or "p2p"
+        base = None if version is None else Version(version.base_version)  # a source tree has `2.18.0.dev0+commit`
+        for kind in [kinds] if isinstance(kinds, str) else kinds:
+            if kind == "a2a+p2p":
+                return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
+            if base is not None and base < SINCE.get(kind, base):
+                other = next((name for name, since in SINCE.items() if since <= base), None)
+                advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
+                return (
+                    f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, "
+                    f"{SINCE[kind]} does: {advice} a newer one"
+                )
+    return None
 
 
 def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Megatron's flags of the run and of its phases, where they train on packs."""
+    """Yields Megatron's flags of the run and of each phase that trains on packs."""
     megatron = config["megatron"]
     if (config.get("data") or {}).get("packed") is not None:
         yield megatron
@@ -58,45 +79,8 @@ def _with_packs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield {**megatron, **(section.megatron or {})}
 
 
-def _lack(
-    megatron: Mapping[str, Any],
-    gpu: str,
-    capability: tuple[int, int] | None,
-    flash: bool,
-    version: Version | None,
-) -> str | None:
-    parts = int(megatron.get("context_parallel_size") or 1)
-    if parts == 1:
-        return None
-    where = f"packs with megatron.context_parallel_size={parts}"
-    backend = megatron.get("attention_backend") or "auto"
-    if backend == "unfused":
-        return f"{where}: megatron.attention_backend=unfused does not support them; set auto, fused or flash"
-    if capability is not None:
-        able = {"fused": capability >= (9, 0), "flash": flash and capability >= (8, 0)}
-        if not any(able.values() if backend == "auto" else [able.get(backend, True)]):
-            return (
-                f"{where} and attention_backend={backend} have no attention kernel on {gpu}: cuDNN's (fused) needs "
-                "compute capability 9.0 (Hopper), and FlashAttention 2 needs 8.0 and the package: "
-                "pip install --no-build-isolation flash-attn, or set megatron.context_parallel_size=1"
-            )
-    given = megatron.get("cp_comm_type") or "p2p"
-    base = None if version is None else Version(version.base_version)  # of a source tree, `2.18.0.dev0+commit`
-    for kind in [given] if isinstance(given, str) else given:
-        if kind == "a2a+p2p":
-            return f"{where}: Transformer Engine does not support them with cp_comm_type=a2a+p2p; set p2p or a2a"
-        if base is not None and base < SINCE.get(kind, base):
-            other = next((name for name, since in SINCE.items() if since <= base), None)
-            advice = f"set megatron.cp_comm_type={other}, or install" if other else "install"
-            return (
-                f"{where} and cp_comm_type={kind}: Transformer Engine {version} does not support them, {SINCE[kind]} "
-                f"does: {advice} a newer one"
-            )
-    return None
-
-
 def remark(config: Mapping[str, Any]) -> str | None:
-    """Remark for the user about packs that are slow to rotate, before a run starts; None if there is none."""
+    """Remark on slow RoPE over packs that is printed before a run starts, or None."""
     yarn = any(megatron.get("position_embedding_type") == "yarn" for megatron in _with_packs(config))
     if not yarn or versions.installed() >= (0, 20):
         return None

@@ -1,10 +1,9 @@
-"""Phases in Megatron's trainer: the data of each phase, and the learning rate by tokens (`nemo_ext.data.phases`)."""
+"""Phases in Megatron's trainer: data of each phase, and learning rate by tokens (`nemo_ext.data.phases`)."""
 
 import argparse
 import bisect
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -54,8 +53,8 @@ class TokenSchedule(OptimizerParamScheduler):
         phase, tokens = self.plan.at_sample(samples), self.plan.tokens_at_sample(samples)
         if phase.lr is not None:
             passed = (tokens - phase.first_token) / (phase.steps * phase.tokens_per_step)
-            own: float = param_group.get("max_lr", self.max_lr)
-            return phase.lr.at(min(1.0, passed)) * own / self.max_lr
+            group_lr: float = param_group.get("max_lr", self.max_lr)
+            return phase.lr.at(min(1.0, passed)) * group_lr / self.max_lr
         self.num_steps = tokens / self.seq_length  # for upstream's formulas
         try:
             rate = super().get_lr(param_group)
@@ -70,72 +69,59 @@ def use_token_schedule(plan: Plan, whole: Mapping[str, Any]) -> None:
     training.OptimizerParamScheduler = partial(TokenSchedule, plan=plan, whole=whole)
 
 
-@dataclass(frozen=True)
-class Part:
-    """The samples of one phase.
-
-    Attributes:
-        phase: the phase.
-        dataset: dataset of the phase, starting with its first sample.
-    """
-
-    phase: Phase
-    dataset: Dataset
-
-
 class PhasedDataset(Dataset):
-    """Samples of one segment, indexed by their number in the whole run; those of earlier segments are not included.
+    """Dataset of a segment's samples, indexed by their number in the whole run.
 
     Args:
-        parts: phases of the segment, in order.
+        parts: phases of the segment, in order, each with a dataset that starts with its first sample.
     """
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[tuple[Phase, Dataset]]) -> None:
         self.parts = parts
-        self._firsts = [part.phase.first_sample for part in parts]
+        self._firsts = [phase.first_sample for phase, _ in parts]
 
     def __len__(self) -> int:
-        phase = self.parts[-1].phase
-        return phase.first_sample + phase.samples
+        return self._firsts[-1] + self.parts[-1][0].samples
 
     def __getitem__(self, number: int) -> Any:
         if not self._firsts[0] <= number < len(self):
             raise IndexError(f"sample {number} is not in this segment ({self._firsts[0]} to {len(self) - 1})")
-        part = self.parts[bisect.bisect_right(self._firsts, number) - 1]
-        return part.dataset[number - part.phase.first_sample]
+        phase, dataset = self.parts[bisect.bisect_right(self._firsts, number) - 1]
+        return dataset[number - phase.first_sample]
 
 
 def phased_datasets(plan: Plan, segment: Mapping[str, Any], samples: list[int]) -> tuple[Any, Any, None]:
     """Build the train and validation datasets of one segment.
 
-    Every stream of a phase continues after the sequences that earlier phases of the same length have read from it,
-    whatever their blends were. Validation data are those of the whole run, so that losses are comparable.
+    Every stream of a phase continues after the sequences that earlier phases of the same sequence length have read from
+    it, in whatever blend. All segments have the validation data of the whole run, so that losses are comparable.
 
     Args:
         plan: plan of all phases.
         segment: names of the segment's `phases`, and the `train_data_path` of every phase of the run by its name.
-        samples: number of samples of each split, as Megatron passes it; only that of validation is used.
+        samples: number of samples of each split, as Megatron passes it; only the one of validation is used.
     """
     arguments = get_args()
-    own = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
-    shares = {name: _shares(each) for name, each in own.items()}
-    drawn = drawn_before(plan, shares, {name: each.mixed_lengths for name, each in own.items()})
+    by_phase = {phase.name: _arguments_of(phase, segment, arguments) for phase in plan.phases}
+    shares = {name: _shares(of_phase) for name, of_phase in by_phase.items()}
+    drawn = drawn_before(plan, shares, {name: of_phase.mixed_lengths for name, of_phase in by_phase.items()})
     parts = []
     for phase in plan.phases:
         if phase.name in segment["phases"]:
-            train, _, _ = build_datasets(own[phase.name], [phase.samples, 0, 0], drawn=drawn[phase.name])
-            parts.append(Part(phase, train))
+            train, _, _ = build_datasets(by_phase[phase.name], [phase.samples, 0, 0], drawn=drawn[phase.name])
+            parts.append((phase, train))
     return PhasedDataset(parts), build_datasets(arguments, [0, samples[1], 0])[1], None
 
 
 def _arguments_of(phase: Phase, segment: Mapping[str, Any], arguments: argparse.Namespace) -> argparse.Namespace:
     """Megatron's arguments with the training data of a phase."""
-    own, path = copy(arguments), segment["train_data_path"].get(phase.name)
+    changed, path = copy(arguments), segment["train_data_path"].get(phase.name)
     if path:
-        own.train_data_path, own.data_path, own.data_args_path, own.per_split_data_args_path = path, None, None, None
+        changed.train_data_path = path
+        changed.data_path = changed.data_args_path = changed.per_split_data_args_path = None
     if phase.data is not None:
-        own.mixed_lengths = phase.data.get("mixed_lengths")
-    return own
+        changed.mixed_lengths = phase.data.get("mixed_lengths")
+    return changed
 
 
 def _shares(arguments: argparse.Namespace) -> dict[str, float]:
@@ -154,4 +140,4 @@ def check_consumed(plan: Plan, step: int) -> None:
     """Raises RuntimeError if the trainer's own count of samples after a step differs from the plan's."""
     consumed, expected = get_args().consumed_train_samples, plan.samples_at_step(step)
     if consumed != expected:
-        raise RuntimeError(f"step {step}: {consumed} samples are consumed, the phases say {expected}")
+        raise RuntimeError(f"step {step}: the trainer has consumed {consumed} samples, the phases expect {expected}")

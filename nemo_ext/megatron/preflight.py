@@ -16,10 +16,10 @@ from nemo_ext.megatron.fp8 import Precision, check_experts
 
 GIB = 1 << 30
 TIGHT = 0.9
-"""Share of a GPU's memory above which a warning says that fragments and buffers may not fit."""
+"""Share of a GPU's memory above which fragments and buffers may not fit: a warning."""
 
 MEMORY = "memory: "
-"""Beginning of findings on the memory of GPUs."""
+"""First word of findings on the memory of GPUs."""
 ADVICE = "raise tensor, pipeline or context parallelism, or set megatron.recompute_granularity"
 
 
@@ -32,8 +32,8 @@ def findings(
         config: composed config.
         settings: settings of site and queue.
         paths: whether files and the container are checked.
-        here: True for a run that is not queued but started on this machine.
-        others: facts that matter to other jobs.
+        here: True for a run that starts on this machine instead of in a queue.
+        others: facts that other jobs use.
     """
     yield from _memory(config, settings.cluster)
     yield from precision(config, settings.cluster)
@@ -73,20 +73,21 @@ def _gpus(config: Mapping[str, Any], world: int) -> Sequence[GpuCost]:
     architecture = Architecture.from_config(config)
     layout = Layout.from_config(config, world_size=world)
     plan = plan_of(config)
-    # With phases the longest sequences need the most memory.
+    # With phases, the longest sequences need the most memory.
     length = max(phase.seq_length for phase in plan.phases) if plan else int(config["megatron"]["seq_length"])
     return per_gpu(replace(architecture, seq_length=length), layout, seq_length=length)
 
 
 def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    node, flags, given = cluster.node, config["megatron"], config.get("precision_plan")
-    plan = None if given is None else Plan.from_config(given)
+    """Findings on FP8 or FP4 that a config uses and the site's GPUs do not support."""
+    node, flags, section = cluster.node, config["megatron"], config.get("precision_plan")
+    plan = None if section is None else Plan.from_config(section)
     if node is None:
         return
     if plan is not None and plan.uses_fp8:
         key, recipe = "precision_plan", plan.recipe
-    elif asked := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
-        key, recipe = f"megatron.{asked[0]}", str(flags.get("fp8_recipe") or "delayed")
+    elif names := [name for name in ("fp8", "fp8_format", "fp8_recipe", "fp4") if flags.get(name)]:
+        key, recipe = f"megatron.{names[0]}", str(flags.get("fp8_recipe") or "delayed")
     else:
         return
     if not node.fp8:
@@ -101,7 +102,7 @@ def precision(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
 
 
 def _packs(config: Mapping[str, Any], cluster: Any) -> Iterator[Finding]:
-    """Packs without an attention kernel for the site's GPUs; a warning where a container has the packages."""
+    """Finding on packs without an attention kernel for the site's GPUs; only a warning if ranks run in a container."""
     if cluster.node is None or config["model"].get("backend") == "local":
         return
     inside = cluster.container.used

@@ -1,4 +1,4 @@
-"""The process of one rank, started by `torchrun` or `srun`.
+"""Process of one rank, started by `torchrun` or `srun`.
 
     torchrun --nproc-per-node N -m nemo_ext.megatron.rank RUN_DIR/config.yaml
 
@@ -19,7 +19,7 @@ from nemo_ext.job.parent import end_with_parent
 
 
 def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn:
-    """Trains as the config says and ends the process: 0, the code of a SystemExit, or 1 with a traceback.
+    """Trains from a config and ends the process with 0, the code of a SystemExit, or 1 and a traceback.
 
     Args:
         config_path: path of the resolved config.
@@ -34,25 +34,25 @@ def run(config_path: str, prepare: Callable[[], None] | None = None) -> NoReturn
     except SystemExit as exit_:
         code = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
-        with suppress(OSError):  # of a log on a full disk
+        with suppress(OSError):  # the log's disk may be full
             traceback.print_exc()
         code = 1
     leave(code)
 
 
 def keep_workers() -> None:
-    """Makes data loader workers ignore SIGTERM from where torch has them end by it.
+    """Makes data loader workers ignore SIGTERM as soon as torch has installed its signal handlers.
 
-    torchrun sends it to the whole process group for the rank to save. Megatron's workers ignore it once they come to
-    their `worker_init_fn`, and one that ends before ends its rank.
+    torchrun sends SIGTERM to the whole process group so that the rank saves. Megatron's workers ignore it only from
+    their `worker_init_fn` on, and a worker that ends earlier ends its rank.
     """
     from torch.utils.data._utils import signal_handling
 
     set_handlers = signal_handling._set_worker_signal_handlers
 
-    def ignoring(*given: object) -> None:
+    def ignoring(*arguments: object) -> None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        set_handlers(*given)
+        set_handlers(*arguments)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
@@ -67,7 +67,7 @@ def leave(code: int) -> NoReturn:
     hold nothing that is still needed.
     """
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk, after which Python's own end would wait for children
+        with suppress(OSError):  # a full disk; Python's own exit would then wait for children
             stream.flush()
     for child in multiprocessing.active_children():
         child.kill()
@@ -88,5 +88,5 @@ def guard_helper() -> None:
 if __name__ == "__mp_main__":
     guard_helper()
 if __name__ == "__main__":
-    end_with_parent(signal.SIGTERM)  # a rank whose torchrun or srun is gone saves and ends
+    end_with_parent(signal.SIGTERM)  # a rank that loses its torchrun or srun saves and ends
     run(sys.argv[1])

@@ -1,4 +1,4 @@
-"""One-page report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
+"""Report of a training run: settings, results, and plots of loss, learning rate and speed. No torch."""
 
 import json
 import math
@@ -17,19 +17,19 @@ from nemo_ext.memory import report as memory
 
 PLOT = "report.png"
 MEASURED = {"evaluate": "accuracy", "evaluate_bits": "bits per byte"}
-"""Keys of metrics.jsonl with the benchmarks of a step -> what their values are."""
+"""Quantity that benchmarks measure, by its key in metrics.jsonl."""
 
 
 def write_report(run_dir: Path) -> Path:
     """Writes `report.md` and its plots from the files of a run directory; returns the report's path.
 
     Raises:
-        ValueError: if the run has logged no step yet.
+        ValueError: the run has not logged a step yet.
     """
     config = run_directory.read_config(run_dir / run_directory.CONFIG)
     lines = run_directory.read_metrics(run_dir / run_directory.METRICS)
     steps = [line | {"loss": _number(line["loss"])} for line in lines if "loss" in line]
-    # Megatron evaluates the last step twice, in the loop and after it, on different samples: the later one counts.
+    # Megatron evaluates the last step twice, in the loop and after it, on different samples; the later result counts.
     evaluations = list(
         {line["step"]: line | {"val_loss": _number(line["val_loss"])} for line in lines if "val_loss" in line}.values()
     )
@@ -54,12 +54,12 @@ def _plot(
     steps: list[dict[str, Any]],
     evaluations: list[dict[str, Any]],
     benchmarks: list[dict[str, Any]],
-    wrong: list[guard.Event],
+    bad: list[guard.Event],
 ) -> None:
     """Draws loss, learning rate and speed over tokens, and benchmarks if any.
 
-    Speed is tokens per second and, where processor time was logged, tokens per processor second too: other work on the
-    machine changes only the first, the run itself both.
+    Speed is tokens per second and, if processor time was logged, also tokens per processor second, which other work on
+    the machine does not change.
     """
     measured = {key: what for key, what in MEASURED.items() if any(line.get(key) for line in benchmarks)}
     heights = (3, *[2] * len(measured), 1.2, 1.2)
@@ -67,7 +67,7 @@ def _plot(
     caption = "loss, learning rate and speed"
     loss, *others, rate, speed = report.picture(caption, PLOT, 9, 7 + 2.4 * len(measured), len(heights), **layout)
     unit, name = _token_unit(steps[-1]["tokens"])
-    for event in wrong:
+    for event in bad:
         before = max((line["tokens"] / unit for line in steps if line["step"] <= event.step), default=None)
         if before is not None:
             loss.axvline(before, color="#d98c00", linewidth=1.1, linestyle=":")
@@ -102,9 +102,9 @@ def _plot(
     speed.set(ylim=(0, None), xlabel=f"trained tokens ({name})")
     for axis, (key, what) in zip(others, measured.items(), strict=True):
         for name in _names(benchmarks, key):
-            found = [(line["tokens"] / unit, line[key][name]) for line in benchmarks if name in line.get(key, ())]
-            values = [_number(value) for _, value in found]
-            axis.plot([place for place, _ in found], values, "o-", markersize=3.5, linewidth=1.2, label=name)
+            points = [(line["tokens"] / unit, line[key][name]) for line in benchmarks if name in line.get(key, ())]
+            values = [_number(value) for _, value in points]
+            axis.plot([place for place, _ in points], values, "o-", markersize=3.5, linewidth=1.2, label=name)
         tidy(axis, ylabel=what, legend={"ncols": 2, "loc": "center left", "bbox_to_anchor": (1, 0.5)})
 
 
@@ -149,12 +149,12 @@ def _facts(
 
 
 def _ends(benchmarks: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    """Benchmarks at the first and at the last step where each was measured."""
+    """Rows of benchmarks with their values at the first and last step at which they were measured."""
     rows = []
     for key, what in MEASURED.items():
         for name in _names(benchmarks, key):
-            found = [(line["step"], _number(line[key][name])) for line in benchmarks if name in line.get(key, ())]
-            ends = " -> ".join(f"{value:.3f} at step {step}" for step, value in {0: found[0], 1: found[-1]}.values())
+            points = [(line["step"], _number(line[key][name])) for line in benchmarks if name in line.get(key, ())]
+            ends = " -> ".join(f"{value:.3f} at step {step}" for step, value in (points[0], points[-1]))
             rows.append((name, what, ends))
     return rows
 
@@ -168,7 +168,7 @@ def _ranks(config: dict[str, Any]) -> int:
 
 
 def _tokens_per_cpu_second(line: dict[str, Any], ranks: int) -> float | None:
-    """Tokens per processor second, assuming that all ranks use as much as the one that logs; None if not measured."""
+    """Tokens per processor second, if all ranks use as much as the rank that logs; None if it was not measured."""
     if not line.get("cpu_seconds_per_step"):
         return None
     return float(line["tokens_per_second"] * line["seconds_per_step"] / line["cpu_seconds_per_step"] / ranks)
@@ -187,5 +187,5 @@ def _running_mean(values: list[float], *, window: int) -> list[float]:
 
 
 def _number(value: float | None) -> float:
-    """A logged value, with NaN for null, which stands for a loss that was not finite."""
+    """Logged value, with NaN for null, which means a loss that was not finite."""
     return math.nan if value is None else value

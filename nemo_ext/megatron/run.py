@@ -1,4 +1,7 @@
-"""A training run as ranks are started for it, made once from a composed config. No torch at module level."""
+"""Training run derived from a composed config: phases, data, and the configs that ranks start with.
+
+No torch at module level.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,48 +23,48 @@ _SECTIONS = ("data", "distillation", "evaluate", "guard", "phases", "precision_p
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run, from `Run.of`.
+    """Training run, from `Run.from_config`.
 
     Attributes:
-        given: composed config, as it was given.
+        composed: the composed config.
         config: config of the whole run, with the flags of its precision plan and its data arguments.
         plan: its phases; None without.
-        segments: configs with which ranks are started in turn: `config` alone, or one for each segment of the phases.
+        segments: configs with which ranks start one after the other: `config` alone, or one per segment of the phases.
     """
 
-    given: Mapping[str, Any]
+    composed: Mapping[str, Any]
     config: Mapping[str, Any]
     plan: Plan | None
     segments: tuple[Mapping[str, Any], ...]
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> "Run":
-        """The run of a composed config; streams that are not tokenised yet count with the sizes that it assumes.
+    def from_config(cls, composed: Mapping[str, Any]) -> "Run":
+        """Run of a composed config; for streams that are not tokenised yet, the config's assumed sizes are used.
 
         Raises:
-            ValueError: a value of another kind than its key's; or see `model_of_start`, `plan_flags`, `with_data`,
-                `guard_flags`, `plan_of`, `data_paths` and `Retention.from_config`.
+            ValueError: a value has the wrong type; or see `model_of_start`, `plan_flags`, `with_data`, `guard_flags`,
+                `plan_of`, `data_paths` and `Retention.from_config`.
         """
-        _check_kinds(given)
-        sampler.interval(given)
-        Retention.from_config(given)
-        config = {**given, **model_of_start(given)}
+        _check_kinds(composed)
+        sampler.interval(composed)
+        Retention.from_config(composed)
+        config = {**composed, **model_of_start(composed)}
         config["megatron"] = {**config["megatron"], **plan_flags(config)}
         config = with_data(config)
         plan = plan_of(config)
         starts = [config] if plan is None else [config, *segments(config, plan, data_paths(config, plan))]
-        for each in starts:  # each ends with a step of its own
-            each["megatron"] |= guard_flags(each)
-        return cls(given=given, config=config, plan=plan, segments=tuple(starts[1:] or starts))
+        for start in starts:  # separately, because their last steps differ
+            start["megatron"] |= guard_flags(start)
+        return cls(composed=composed, config=config, plan=plan, segments=tuple(starts[1:] or starts))
 
     def tokenized(self) -> "Run":
-        """The run after its streams are tokenised: shares that depend on their sizes are those of the files.
+        """Tokenises the streams of the run; returns the run with blend shares computed from the resulting files.
 
         Raises:
             ValueError: see `tokenize_streams`.
         """
-        changed = [tokenize_streams(data) for data in data_sections(self.given)]
-        return Run.of(self.given) if any(changed) else self
+        changed = [tokenize_streams(data) for data in data_sections(self.composed)]
+        return Run.from_config(self.composed) if any(changed) else self
 
     def check(self) -> None:
         """Check everything that can be checked on any machine.
@@ -79,14 +82,14 @@ class Run:
             for segment in self.segments:
                 check(segment)
 
-    def told_of_streams(self) -> list[str]:
+    def stream_remarks(self) -> list[str]:
         """Lines on streams that several phases read, see `nemo_ext.data.phases.told_of_streams`."""
-        limit = (self.given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
+        limit = (self.composed.get("data") or {}).get("max_epochs") or MAX_EPOCHS
         return [] if self.plan is None else told_of_streams(self.segments[0], self.plan, max_epochs=limit)
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:
-    """Raises where what follows would take a value apart that is something else."""
+    """Refuses a run directory that is not a path, sections that are not mappings, and counts that are not whole."""
     if not isinstance(config["run_dir"], str):
         raise ValueError(f"run_dir={config['run_dir']!r}: name a folder, such as runs/mine")
     for name in _SECTIONS:
@@ -101,5 +104,6 @@ def target_of(config: Mapping[str, Any]) -> tuple[int, str]:
     """Step at which ranks with this config end, and advice on how to continue from there."""
     steps, stop = int(config["megatron"]["train_iters"]), config["megatron"].get("exit_interval")
     if stop is not None and int(stop) < steps:
-        return int(stop), f"megatron.exit_interval stops it there; to go on to {steps} set megatron.exit_interval=null"
+        advice = f"megatron.exit_interval stops it there; for all {steps} steps set megatron.exit_interval=null"
+        return int(stop), advice
     return steps, "more steps: train.tokens=..."

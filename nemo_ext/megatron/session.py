@@ -1,6 +1,6 @@
 """Megatron in this process without its trainer: a whole model on each rank, weights by checkpoint names.
 
-For work that inspects a model (block libraries, scores, calibration) rather than training it as a whole.
+For jobs that inspect a model (block libraries, scores, calibration) rather than train it as a whole.
 """
 
 import os
@@ -25,7 +25,7 @@ from nemo_ext.megatron.fp8 import Precision
 def data_parallel(seed: int = 1) -> Iterator[None]:
     """Opens Megatron's process groups over the ranks of the environment (`RANK`, `WORLD_SIZE`), or over one rank.
 
-    Each rank holds a whole model. An existing process group is used as it is.
+    Each rank has a whole model. Existing process groups are used unchanged.
     """
     runtime.check_gpu()
     runtime.check_ranks()
@@ -36,13 +36,13 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     register_safe_globals()  # again: transformers' Trainer unregisters NumPy's classes when it has resumed
-    own = not torch.distributed.is_initialized()
-    if own:
+    opened = not torch.distributed.is_initialized()
+    if opened:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
         if "WORLD_SIZE" in os.environ:
-            # Work that one rank does for all may take hours.
+            # One rank may work for hours while the others wait.
             torch.distributed.init_process_group(backend, timeout=timedelta(days=1))
         else:
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -51,17 +51,17 @@ def data_parallel(seed: int = 1) -> Iterator[None]:
     try:
         yield
     finally:
-        if own:
+        if opened:
             parallel_state.destroy_model_parallel()
             torch.distributed.destroy_process_group()
 
 
 def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any, Any]:
-    """Build the model of a composed training config, whole on this rank; returns it and its `BlockModelConfig`.
+    """Build the whole model of a composed training config on this rank; returns it and its `BlockModelConfig`.
 
     Args:
         config: composed training config.
-        blocks: False for the model without any block: embedding, final norm and output layer.
+        blocks: False for a model without blocks: embedding, final norm and output layer.
 
     Raises:
         ValueError: Megatron refuses the config; gives Megatron's reason.
@@ -71,27 +71,27 @@ def build_model(config: Mapping[str, Any], *, blocks: bool = True) -> tuple[Any,
     from nemo_ext.megatron.arguments import command_line, parse_arguments, pattern_with_cuts
     from nemo_ext.megatron.model import BlockModelBuilder, model_config
 
-    # Megatron's DDP makes the `main_grad` that fused kernels add gradients to; this model is not wrapped in it.
+    # Fused kernels add gradients to `main_grad`, which only Megatron's DDP creates; this model is not wrapped in DDP.
     config = {**config, "megatron": {**config["megatron"], "no_gradient_accumulation_fusion": True}}
     arguments = parse_arguments(command_line(config), world_size=torch.distributed.get_world_size())
-    made = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
-    made.finalize()
-    built = made
-    if not blocks:  # Megatron builds one at least
-        first = Pattern(parse(made.pattern).blocks[:1])
-        built = replace(made, pattern=str(first))
+    whole = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
+    whole.finalize()
+    built = whole
+    if not blocks:  # Megatron builds at least one
+        first = Pattern(parse(whole.pattern).blocks[:1])
+        built = replace(whole, pattern=str(first))
         built.hybrid_layer_pattern = compile_pattern(first).hybrid_layer_pattern
     model = BlockModelBuilder(built).build_model(ProcessGroupCollection.use_mpu_process_groups())
     if not blocks:
         model.decoder.layers = torch.nn.ModuleList()
     # Some modules are created on the CPU; Megatron's trainer moves them in the same way.
-    return (model.cuda() if torch.cuda.is_available() else model), made
+    return (model.cuda() if torch.cuda.is_available() else model), whole
 
 
 def named_parts(module: Any, prefix: str = "") -> Iterator[tuple[str, tuple[slice, ...], Tensor]]:
-    """Parts of Megatron's checkpoint that a module holds: key, place in the whole tensor, and the memory itself.
+    """Yields the parts of Megatron's checkpoint in a module: key, slices of the whole tensor, and the module's memory.
 
-    Writing to the memory changes the module. Parts of one key (experts, gate and up) follow each other.
+    Writing to the memory changes the module. Parts with the same key (experts, gate and up) are consecutive.
     """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -115,15 +115,15 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
     with torch.no_grad():
         for key, place, memory in named_parts(module, prefix):
             if key not in tensors:
-                raise ValueError(f"{key}: the module has it, the given tensors do not")
+                raise ValueError(f"{key} of the module is missing from the given tensors")
             part = tensors[key][place]
             if part.shape != memory.shape:
-                raise ValueError(f"{key}: the module wants {list(memory.shape)} of it, there are {list(part.shape)}")
+                raise ValueError(f"{key} has shape {list(part.shape)}, but the module needs {list(memory.shape)}")
             memory.copy_(part)
 
 
 def take_tensors(module: torch.nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """Copies of a module's weights as whole tensors by their names in Megatron's checkpoint (one rank holds all)."""
+    """Copies of a module's weights as whole tensors, by name in Megatron's checkpoint; one rank must have them all."""
     parts: dict[str, list[tuple[tuple[slice, ...], Tensor]]] = {}
     for key, place, memory in named_parts(module, prefix):
         parts.setdefault(key, []).append((place, memory.detach()))

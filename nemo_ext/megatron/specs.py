@@ -1,8 +1,8 @@
 """Layer specs: the block sequence on Megatron's HybridModel, for the `local` and `transformer_engine` back ends.
 
-`hybrid_stack_spec` is what a plain Megatron-LM run names with `--spec nemo_ext.megatron.specs hybrid_stack_spec`.
-`hybrid_stack(...)` makes the same spec for a pattern with per-block values. The four families differ only in
-`TransformerConfig` and in the few `StackOptions` that upstream has no switch for.
+A plain Megatron-LM run uses it with `--spec nemo_ext.megatron.specs hybrid_stack_spec`. `hybrid_stack(...)` makes the
+same spec for a pattern with per-block values. The four families differ only in `TransformerConfig` and in a few
+`StackOptions` for which upstream has no switch.
 """
 
 import importlib.util
@@ -48,16 +48,15 @@ from nemo_ext.megatron.norms import HeadsRMSNorm, LocalNorm
 
 @dataclass(frozen=True, kw_only=True)
 class StackOptions:
-    """What the stack needs beyond Megatron's TransformerConfig.
+    """Options of the stack that Megatron's TransformerConfig does not have.
 
     Attributes:
-        symbols: plain pattern that these options were made for (`|` allowed), which the model's must equal; empty for
-            any pattern.
+        symbols: plain pattern that the model must have (`|` allowed); empty for any pattern.
         overrides: per-block config values, by 1-based layer number.
         norm_affine: False for norms without weights (OLMo 1).
         norm_placement: `input` (pre-norm) or `output` (on each sub-layer's output before the residual add, OLMo 3).
         qk_norm_scope: with `qk_layernorm`, norm over each `head` or over the full `width` (OLMo 3).
-        rotary: rotary embedding of single blocks, by 1-based layer number; other blocks use the model's.
+        rotary: rotary embeddings of single blocks, by 1-based layer number; other blocks use the model's.
     """
 
     symbols: str = ""
@@ -74,22 +73,22 @@ class StackOptions:
 
 
 class LocalBackend(LocalSpecProvider):
-    """Megatron's local back end with the three parts it lacks: norms, core attention and QK norms without limits."""
+    """Megatron's local back end with norms, QK norms and core attention that have none of upstream's limits."""
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> LayerNormBuilder:
-        """A norm that allows sequence parallelism."""
+        """Class of norms, which supports sequence parallelism."""
         return LocalNorm
 
     def core_attention(self) -> type:
-        """Attention over torch SDPA: causal, sliding window, packed."""
+        """Class of attention over torch SDPA: causal, sliding window, packed."""
         return SDPACoreAttention
 
 
 def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> BackendSpecProvider:
-    """The provider of linear, norm and attention classes of a back end; `setting` is what the user chose it by.
+    """Provider of the linear, norm and attention classes of a back end; `setting` is the key that the user has set.
 
     Raises:
-        ValueError: if Transformer Engine is asked for and is not installed, or for another name.
+        ValueError: the name is unknown, or Transformer Engine is not installed.
     """
     if transformer_impl == "local":
         return LocalBackend()
@@ -102,10 +101,10 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
             f"{setting}=transformer_engine, but Transformer Engine is not installed here: set {setting}=local, or "
             "install it (`pip install transformer-engine[pytorch]` on a machine with CUDA)"
         )
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # fails without it
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # needs the package
 
     class EngineBackend(TESpecProvider):
-        """Transformer Engine's, with norms whose checkpoints have the keys of the local back end's."""
+        """Transformer Engine's back end, with norms that have the same checkpoint keys as the local back end's."""
 
         def layer_norm(self, *arguments: Any, **named: Any) -> LayerNormBuilder:
             return partial(_without_extra_state, super().layer_norm(*arguments, **named))
@@ -114,7 +113,7 @@ def backend(transformer_impl: str, *, setting: str = "transformer_impl") -> Back
 
 
 def _without_extra_state(builder: LayerNormBuilder, *arguments: Any, **named: Any) -> torch.nn.Module:
-    """A norm that saves and asks for no `_extra_state`: Transformer Engine's is of FP8, which norms have not."""
+    """Norm without `_extra_state` in checkpoints: Transformer Engine's is for FP8 state, which norms do not have."""
     norm: Any = builder(*arguments, **named)
     kind = type(norm)
     names = ("get_extra_state", "set_extra_state")
@@ -132,8 +131,8 @@ def norm_builder(config: TransformerConfig, options: StackOptions) -> LayerNormB
 def stack_submodules(config: TransformerConfig, options: StackOptions) -> HybridStackSubmodules:
     """Sub-layers of every block kind for this config and these options.
 
-    A checkpoint has the same keys from both back ends: where Transformer Engine fuses a norm into the linear after
-    it, the local norm is saved under the fused name.
+    Both back ends write the same checkpoint keys: if Transformer Engine fuses a norm into the following linear, the
+    local norm is saved under the fused name.
     """
     parts = backend(config.transformer_impl)
     norm = norm_builder(config, options)
@@ -147,7 +146,7 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
         column = parts.column_parallel_layer_norm_linear() or column
 
     def saved_as(norm_name: str, linear_name: str) -> dict[str, str]:
-        """Key map from the unfused norm to the name Transformer Engine's fused layer gives it."""
+        """Key map from the unfused norm to its name in Transformer Engine's fused layer."""
         return {f"{norm_name}.": f"{linear_name}.layer_norm_"} if block_norm is norm else {}
 
     q_norm = k_norm = None
@@ -210,14 +209,14 @@ def stack_submodules(config: TransformerConfig, options: StackOptions) -> Hybrid
 
 
 class BlockStack(HybridStack):
-    """Megatron's HybridStack, its sub-layers chosen when it is built and its final norm from the same back end.
+    """Megatron's HybridStack with sub-layers and final norm of the model's back end, chosen when it is built.
 
-    Upstream hard-codes Transformer Engine for the final norm. Here the spec carries only `options`; the sub-layers are
-    resolved from the config that Megatron passes in, so one `--spec` object serves every model and back end.
+    Upstream hard-codes Transformer Engine for the final norm. Here the spec has only `options`; the sub-layers are
+    chosen from the config that Megatron passes in, so one `--spec` object works for every model and back end.
 
     Up to 0.19 Megatron-Core passes layer symbols (`layer_type_list`), and each block copies the model's config. Later
-    it passes a config for each block (`layer_config_list`), in which the block's values are set here: upstream builds
-    the block, and enters its FP8 context, by that config.
+    versions pass a config per block (`layer_config_list`), in which this class sets the block's values: upstream uses
+    that config to build the block and to enter its FP8 context.
     """
 
     def __init__(
@@ -243,7 +242,7 @@ class BlockStack(HybridStack):
         if configs is not None:
             values = options.overrides
             numbered = enumerate(configs, start=pp_layer_offset + 1)
-            layers = {"layer_config_list": [block_config(each, values.get(number, {})) for number, each in numbered]}
+            layers = {"layer_config_list": [block_config(block, values.get(number, {})) for number, block in numbered]}
             linear = {number: {LINEAR: True} for number, of_block in values.items() if of_block.get(LINEAR)}
             options = replace(options, overrides=linear)
         self._configs_to_build: Sequence[TransformerConfig] | None = configs
@@ -264,9 +263,9 @@ class BlockStack(HybridStack):
 
     @property
     def layer_config_list(self) -> list[TransformerConfig]:
-        """Configs of the layers that are there now: block-wise work replaces them and leaves some out.
+        """Configs of the current layers, which upstream's forward pass iterates along with the layers.
 
-        Upstream's forward pass goes through layers and configs together.
+        Block-wise jobs replace and remove layers after the stack is built.
         """
         building = self._configs_to_build
         return [layer.config for layer in self.layers] if building is None else list(building)
@@ -280,26 +279,28 @@ _SAME_PATTERN = "pass the same pattern to hybrid_stack() and to --hybrid-layer-p
 
 
 def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int, *, last: bool = False) -> None:
-    """Refuses a pipeline stage, after `offset` blocks, that the options do not fit; after the last one none is left.
+    """Refuses blocks of a pipeline stage, which begins after `offset` blocks, that do not fit the options.
+
+    With `last`, the stage is the last one and must end where the options' pattern ends.
 
     Raises:
-        ValueError: naming the first block that differs from the pattern the options were made for, or how many blocks
-            that pattern has more, or a kind of block that upstream gives no hook for.
+        ValueError: a block differs from the options' pattern, blocks are missing at the end, or a kind of block is not
+            supported.
     """
     unsupported = set(layer_type_list) - set("M*-E")
     if unsupported:
         raise ValueError(f"blocks {sorted(unsupported)} have no layer spec here: use M, *, -, E")
     if options.norm_placement == "output" and "E" in layer_type_list:
-        raise ValueError("norm_placement=output is for attention, FFN and Mamba blocks: a MoE block has no output slot")
+        raise ValueError("norm_placement=output is not supported for MoE blocks: use attention, FFN and Mamba blocks")
     expected = options.symbols.replace("|", "")
     if not expected:
         return
     for index, symbol in enumerate(layer_type_list, start=offset):
         if index >= len(expected) or expected[index] != symbol:
-            wanted = expected[index] if index < len(expected) else "the end of the pattern"
+            there = repr(expected[index]) if index < len(expected) else "the end of the pattern"
             raise ValueError(
-                f"hybrid_layer_pattern has {symbol!r} at block {index + 1}, but the layer spec was made for {wanted!r} "
-                f"there ({options.symbols}): {_SAME_PATTERN}"
+                f"hybrid_layer_pattern has {symbol!r} at block {index + 1}, but the layer spec was made for {there} "
+                f"at this position ({options.symbols}): {_SAME_PATTERN}"
             )
     blocks = offset + len(layer_type_list)
     if last and blocks < len(expected):
@@ -310,16 +311,16 @@ def check_pattern(options: StackOptions, layer_type_list: list[str], offset: int
 
 
 def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
-    """The stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
+    """Stack spec of a pattern in our notation, for `HybridModel(hybrid_stack_spec=...)` or a `--spec` module.
 
     Args:
-        pattern: the notation, e.g. `(*{kv=4}-)x40`; empty for "every block as the config says".
+        pattern: block notation, such as `(*{kv=4}-)x40`; empty if every block has the config's sizes.
         options: `norm_affine`, `norm_placement`, `qk_norm_scope` and `rotary` of `StackOptions`.
 
     Raises:
-        PatternError: if the pattern does not parse.
-        ValueError: for an unknown placement or scope.
-        TypeError: for an unknown option.
+        PatternError: the pattern does not parse.
+        ValueError: a placement or scope is unknown.
+        TypeError: an option is unknown.
     """
     if pattern:
         compiled = compile_pattern(parse(pattern))
@@ -328,4 +329,4 @@ def hybrid_stack(pattern: str = "", **options: Any) -> ModuleSpec:
 
 
 hybrid_stack_spec = hybrid_stack()
-"""For `--spec nemo_ext.megatron.specs hybrid_stack_spec`: pre-norm blocks, every size from Megatron's arguments."""
+"""Spec for `--spec nemo_ext.megatron.specs hybrid_stack_spec`: pre-norm blocks, with sizes by Megatron's arguments."""

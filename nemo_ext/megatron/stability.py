@@ -1,7 +1,7 @@
-"""What OLMo's trainer does for stability and Megatron's lacks: the config's section `stability`.
+"""Stability measures of OLMo's trainer that Megatron's does not have: the config's section `stability`.
 
-A z-loss on the output layer's logits, an embedding without weight decay, and steps left out whose gradient norm is an
-outlier (OLMo 3, arXiv 2512.13961, table 33; OLMo-core's SkipStepOptimizer).
+They are a z-loss on the output layer's logits, an embedding without weight decay, and skipping steps whose gradient
+norm is an outlier (OLMo 3, arXiv 2512.13961, table 33; OLMo-core's SkipStepOptimizer).
 """
 
 import math
@@ -23,7 +23,7 @@ Z_LOSS = "z loss"
 """Name of the weighted z-loss in Megatron's log and in TensorBoard; `z_loss` in metrics.jsonl."""
 
 WINDOW = 128
-"""Steps that an outlier is measured against; half of them have to be there (OLMo-core)."""
+"""Number of earlier steps that an outlier is compared with; at least half of them are required (OLMo-core)."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -33,8 +33,8 @@ class Stability:
     Attributes:
         z_loss: weight of the mean squared log of the softmax's denominator; 0 for none.
         decay_embedding: whether weight decay applies to the input embedding.
-        skip_beyond: a step is left out if its gradient norm is this many standard deviations above the mean of the
-            `WINDOW` steps before; None leaves out none.
+        skip_beyond: standard deviations above the mean gradient norm of the last `WINDOW` steps beyond which a step is
+            skipped; None to skip none.
     """
 
     z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -46,7 +46,7 @@ class Stability:
         """Settings of a composed config; the defaults if it has none.
 
         Raises:
-            ValueError: an unknown key or an invalid value, or outliers are to be skipped and nothing is clipped.
+            ValueError: a key is unknown, a value is invalid, or outliers are to be skipped without gradient clipping.
         """
         settings = checked(cls, config.get("stability") or {}, "stability", strict=True)
         if settings.skip_beyond is not None and not config["megatron"].get("clip_grad", 1.0):
@@ -58,7 +58,7 @@ class Stability:
 
 
 class ZLoss:
-    """Model hook for z-loss: computed wherever the last stage computes its LM loss, in training alone."""
+    """Model hook for z-loss, computed where the last stage computes its LM loss, only in training."""
 
     def __init__(self, weight: float) -> None:
         self.weight = weight
@@ -104,10 +104,10 @@ class _SquaredLogDenominator(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, group: torch.distributed.ProcessGroup | None) -> Tensor:
         # In the logits' own dtype, like their gradient: see `divergence`.
         slope, logs = torch.empty_like(logits), []
-        for part, kept in zip(_parts(logits), _parts(slope), strict=True):
+        for part, slope_part in zip(_parts(logits), _parts(slope), strict=True):
             wide = part.float()
             logs.append(log := logsumexp(wide, group))
-            kept.copy_((wide - log).exp_().mul_(2 * log))
+            slope_part.copy_((wide - log).exp_().mul_(2 * log))
         ctx.save_for_backward(slope)
         return torch.cat(logs).squeeze(-1).square()
 
@@ -115,40 +115,40 @@ class _SquaredLogDenominator(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (slope,) = ctx.saved_tensors
         result = torch.empty_like(slope)
-        for part, kept, gradient in zip(_parts(slope), _parts(result), _parts(gradients[0]), strict=True):
-            kept.copy_(part * gradient.unsqueeze(-1))
+        for part, result_part, gradient in zip(_parts(slope), _parts(result), _parts(gradients[0]), strict=True):
+            result_part.copy_(part * gradient.unsqueeze(-1))
         return result, None
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Parts along the first axis, so that float32 copies of logits are small."""
+    """Views along the first axis, so that float32 copies of logits are small."""
     return tensor.split(-(-len(tensor) // 16)) if len(tensor) else (tensor,)
 
 
 class Outliers:
-    """Norms of the last steps, and the bound that the next one may not exceed."""
+    """Norms of the last steps, and the bound for the next one."""
 
     def __init__(self, deviations: float) -> None:
         self.deviations = deviations
         self.norms: deque[float] = deque(maxlen=WINDOW)
 
     def bound(self) -> float:
-        """Mean plus `deviations` standard deviations; infinite while fewer than half of the window are there."""
+        """Mean plus `deviations` standard deviations; infinite while the window is less than half full."""
         if len(self.norms) < WINDOW // 2:
             return math.inf
         return statistics.fmean(self.norms) + self.deviations * statistics.stdev(self.norms)
 
     def add(self, norm: float) -> None:
-        """Adds a step's norm, also of one that was left out; one that is not finite is not added."""
+        """Adds the norm of a step, taken or skipped; a norm that is not finite is ignored."""
         if math.isfinite(norm):
             self.norms.append(norm)
 
 
 def use(settings: Stability) -> None:
-    """Patches Megatron to make optimizers with these settings, for the rest of this process.
+    """Patches Megatron to build optimizers with these settings, for the rest of this process.
 
-    Its `pretrain()` has no hook for a parameter's settings, and its bound of the gradient norm is a constant without
-    a flag, which is set anew before every step here.
+    Its `pretrain()` has no hook for per-parameter settings, and its bound of the gradient norm is a constant without a
+    flag, which is set before every step here.
     """
     if settings.decay_embedding and settings.skip_beyond is None:
         return
@@ -157,7 +157,7 @@ def use(settings: Stability) -> None:
 
     upstream = training.get_megatron_optimizer
 
-    def made(config: Any, model: Any, config_overrides: Any = None, **others: Any) -> Any:
+    def with_settings(config: Any, model: Any, config_overrides: Any = None, **others: Any) -> Any:
         overrides = dict(config_overrides or {})
         if not settings.decay_embedding:
             overrides[ParamKey(name="*embedding.word_embeddings.weight")] = ParamGroupOverride(wd_mult=0.0)
@@ -166,23 +166,23 @@ def use(settings: Stability) -> None:
             skip_outliers(optimizer, Outliers(settings.skip_beyond))
         return optimizer
 
-    training.get_megatron_optimizer = made
+    training.get_megatron_optimizer = with_settings
 
 
 def skip_outliers(optimizer: Any, outliers: Outliers) -> None:
-    """Makes an optimizer leave out steps whose gradient norm exceeds the bound; every rank sees the same norms.
+    """Makes an optimizer skip steps whose gradient norm exceeds the bound; every rank sees the same norms.
 
     Raises:
         TooOld: this Megatron-Core has no bound for the norm.
     """
     parts = getattr(optimizer, "chained_optimizers", None)
-    if parts is None or not all(hasattr(each.config, "grad_norm_skip_threshold") for each in parts):
-        raise TooOld("stability.skip_beyond: this Megatron-Core cannot leave out a step; set it to null")
+    if parts is None or not all(hasattr(part.config, "grad_norm_skip_threshold") for part in parts):
+        raise TooOld("stability.skip_beyond: this Megatron-Core cannot skip steps; set it to null")
     step = optimizer.step
 
     def bounded() -> Any:
-        for each in parts:
-            each.config.grad_norm_skip_threshold = outliers.bound()
+        for part in parts:
+            part.config.grad_norm_skip_threshold = outliers.bound()
         done, norm, zeros = step()
         if norm is not None:
             outliers.add(float(norm))

@@ -1,7 +1,7 @@
-"""One rank of a training run: the composed config becomes checked Megatron arguments, then Megatron's own `pretrain()`.
+"""Training on one rank: turns the composed config into checked Megatron arguments and calls Megatron's `pretrain()`.
 
 `rank.py` is the process around it. Laptop and cluster run this same file. Without CUDA the CPU runtime is installed
-first (`megatron/cpu`), and without mamba_ssm the torch kernels replace it.
+first (`megatron/cpu`), and without mamba_ssm the torch kernels.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from nemo_ext.memory import sampler
 
 
 def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
-    """Trains as specified by the resolved config at `config_path`.
+    """Train from the resolved config at `config_path`.
 
     Args:
         config_path: path of the resolved config.
@@ -47,7 +47,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # required under tensor and context parallelism
     runtime.check_gpu()
     runtime.check_ranks()
-    stand_ins = runtime.enable()  # before anything imports Megatron, which binds these names once
+    stand_ins = runtime.enable()  # before any import of Megatron, which binds these names once
     only_data()
     share_cores(int(config["launcher"]["nproc_per_node"]))
 
@@ -76,7 +76,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
     load_distributed_optimizers(arguments)
     arguments.mixed_lengths = (config.get("data") or {}).get("mixed_lengths")
     if arguments.rank == 0:
-        print(f"stand-ins for what this machine lacks: {', '.join(stand_ins) or 'none'}")
+        print(f"stand-ins for CUDA and kernels on this machine: {', '.join(stand_ins) or 'none'}")
     model = model_config(config["model"], pattern_with_cuts(config), arguments, Precision.from_config(config))
     if getattr(arguments, "freeze_all_layers", False):  # not in every version
         model.pre_wrap_hooks.append(distillation.freeze)
@@ -107,7 +107,7 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
         model.post_wrap_hooks.append(partial(validate_at_start, run_dir=Path(config["run_dir"]), forward_step=step))
 
     def provider(samples: list[int], vp_stage: int | None = None) -> tuple[Any, Any, None]:
-        # The first call after the checkpoint is loaded: only now is the step known that training resumes from.
+        # The first call after the checkpoint is loaded, when the step that training resumes from is known.
         built = provide(samples)
         if not vp_stage:
             attach_metrics(config, plan, first_step=get_args().iteration)
@@ -138,13 +138,13 @@ def main(config_path: str, prepare: Callable[[], None] | None = None) -> None:
 
 
 def watched(forward_step: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """A forward step that says that this rank is alive."""
+    """Forward step that also reports the rank's progress to its guard."""
     guard.here()
     return forward_step(*arguments, **named)
 
 
 def share_cores(ranks: int) -> None:
-    """Gives each rank on a machine without CUDA its share of the cores as threads, unless OMP_NUM_THREADS is set."""
+    """Divides the cores of a machine without CUDA among its ranks as threads, unless OMP_NUM_THREADS is set."""
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
 
@@ -152,7 +152,7 @@ def share_cores(ranks: int) -> None:
 def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
     """Keeps the results of writing a checkpoint in this process, unless another process writes it.
 
-    Megatron's queue for them is a process of its own (core/dist_checkpointing/strategies/filesystem_async.py), which
+    Megatron's queue for them is a separate process (core/dist_checkpointing/strategies/filesystem_async.py), which
     imports Megatron to read them: seconds at the first checkpoint and half a gigabyte of memory, on every rank.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -162,10 +162,10 @@ def write_checkpoints_without_helper(arguments: argparse.Namespace) -> None:
 
 
 def copy_before_writing(arguments: argparse.Namespace) -> None:
-    """Has asynchronous checkpoints hold what tensors were when they were begun, those in the host's memory too.
+    """Copies tensors in host memory before an asynchronous checkpoint is written, so that it is consistent.
 
-    Megatron's persistent writer copies tensors from a GPU and takes others as they are, through shared memory, where
-    training goes on to change them: on a machine without a GPU, or with an optimizer that is offloaded.
+    Megatron's persistent writer copies tensors of a GPU but shares the memory of others, which training then changes:
+    on a machine without a GPU, or with an offloaded optimizer.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -174,18 +174,18 @@ def copy_before_writing(arguments: argparse.Namespace) -> None:
     def copied(self: Any, plan: Any, planner: Any) -> None:
         prepare(self, plan, planner)
         for _, _, (_, tensors) in self.write_buckets:
-            tensors[:] = [(item, each.clone() if each.is_cpu else each) for item, each in tensors]
+            tensors[:] = [(item, tensor.clone() if tensor.is_cpu else tensor) for item, tensor in tensors]
 
     if arguments.async_save:
         FileSystemWriterAsync.prepare_write_data = copied
 
 
 def resume_with_settings(arguments: argparse.Namespace) -> None:
-    """Have a resumed optimizer take its rates, betas and epsilon from the config, with override_opt_param_scheduler.
+    """With override_opt_param_scheduler, makes a resumed optimizer take rates, betas and epsilon from the config.
 
-    Megatron looks a checkpoint's groups of parameters up by their learning rates, among others, so a changed rate ends
-    the run; betas and epsilon would be the saved ones. Groups that differ in nothing but their rates, as with
-    `decoupled_lr`, are paired in the order of their rates.
+    Megatron looks up a checkpoint's parameter groups by learning rate, among others, so a changed rate would end the
+    run, and betas and epsilon would be the saved ones. Groups that differ only in their rates, as with `decoupled_lr`,
+    are paired in the order of their rates.
     """
     from megatron.core.optimizer import distrib_optimizer, optimizer
 
@@ -202,7 +202,7 @@ def resume_with_settings(arguments: argparse.Namespace) -> None:
             now = by_kind(self.optimizer.param_groups)
             for kind, groups in by_kind(saved["param_groups"]).items():
                 alike = now.get(kind, [])
-                if len(alike) == 1:  # a pipeline rank has not all groups that differ in their rates
+                if len(alike) == 1:  # a pipeline rank may not have all groups that differ in their rates
                     alike *= len(groups)
                 if len(alike) == len(groups):  # else Megatron decides
                     for group, current in zip(groups, alike, strict=True):
@@ -220,44 +220,44 @@ def resume_with_settings(arguments: argparse.Namespace) -> None:
 
 
 def load_distributed_optimizers(arguments: argparse.Namespace) -> None:
-    """Have a distributed optimizer resume in fp32, and without Transformer Engine and apex.
+    """Makes a distributed optimizer resume in fp32, and without Transformer Engine and apex.
 
-    Megatron-Core 0.19's loads fp32 parameters in place as leaves that require gradients. Of torch's Adam it takes the
-    step from the state of each parameter, which is only made in the first step, and loads 0 in place of the saved one
-    (core/optimizer/distrib_optimizer.py).
+    Megatron-Core 0.19 fails to load fp32 parameters in place, because they are leaves that require gradients. With
+    torch's Adam it reads the step from the state of each parameter, which exists only after the first step, and loads 0
+    instead of the saved step (core/optimizer/distrib_optimizer.py).
     """
     from megatron.core.optimizer import distrib_optimizer
 
     kind = distrib_optimizer.DistributedOptimizer
     state_dict, load = kind.state_dict, torch.no_grad()(kind.load_state_dict)
 
-    def begun(self: Any) -> dict[str, Any]:
-        for parameter in (each for group in self.optimizer.param_groups for each in group["params"]):
+    def initialised_state_dict(self: Any) -> dict[str, Any]:
+        for parameter in (parameter for group in self.optimizer.param_groups for parameter in group["params"]):
             if not (state := self.optimizer.state[parameter]):
                 state["step"] = torch.tensor(0.0)
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        made: dict[str, Any] = state_dict(self)
-        return made
+        saved: dict[str, Any] = state_dict(self)
+        return saved
 
-    def load_apart(self: Any, state: dict[str, Any]) -> None:
+    def load_with_step(self: Any, state: dict[str, Any]) -> None:
         load(self, state)
-        for each in self.optimizer.state.values():
-            each["step"] = torch.tensor(float(state["optimizer"]["param_groups"][0]["step"]))
+        for of_parameter in self.optimizer.state.values():
+            of_parameter["step"] = torch.tensor(float(state["optimizer"]["param_groups"][0]["step"]))
 
     if arguments.use_distributed_optimizer and distrib_optimizer.HAVE_APEX_OR_TE:
         kind.load_state_dict = load
     elif arguments.use_distributed_optimizer:
-        kind.state_dict, kind.load_state_dict = begun, load_apart
+        kind.state_dict, kind.load_state_dict = initialised_state_dict, load_with_step
 
 
 def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Collection[int]) -> Callable[[], None]:
-    """Has Megatron delete checkpoints by the config's `retention`, where and when it deletes one itself.
+    """Makes Megatron delete checkpoints by the config's `retention` instead of its own rule.
 
-    That is on rank 0 after a checkpoint is complete, in a process of its own beside asynchronous writing, else in a
-    thread, which the end of the rank would cut off.
+    Megatron deletes on rank 0 after a checkpoint is complete, in a separate process with asynchronous writing, else in
+    a thread, which would not survive the end of the rank.
 
     Returns:
-        Function for the end of this start: at the run's last step its checkpoint is marked, and deletions end.
+        Function for the end of this start: waits for deletions, and marks the checkpoint of the run's last step.
     """
     from megatron.training import checkpointing
 
@@ -265,10 +265,10 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
     if settings.last is None:
         return lambda: None
     arguments.save_retain_interval = sys.maxsize  # without it, or at its multiples, Megatron deletes nothing
-    delete, run_dir, one = checkpointing._async_delete_checkpoint_impl, Path(config["run_dir"]), threading.Lock()
+    delete, run_dir, lock = checkpointing._async_delete_checkpoint_impl, Path(config["run_dir"]), threading.Lock()
 
     def remove_old(save: str, _: int, *others: Any) -> None:
-        with one:
+        with lock:
             for step in retention.set_aside(run_dir, settings, before=before, ends=ends):
                 delete(str(Path(save) / retention.REMOVED), step, *others)
 
@@ -279,7 +279,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
             try:
                 retention.keep(run_dir, last)
                 remove_old(arguments.save, last)
-            except OSError as error:  # a full disk, after a run that is whole
+            except OSError as error:  # a full disk, after a complete run
                 print(f"retention: {error}")
 
     checkpointing._async_delete_checkpoint_impl = remove_old
@@ -287,7 +287,7 @@ def retain(config: Mapping[str, Any], arguments: argparse.Namespace, ends: Colle
 
 
 def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
-    """Starts this node's memory sampler on its first rank; returns the phase recorder, active on the run's first."""
+    """Starts a memory sampler on each node's first rank; returns a phase recorder, active on the run's first rank."""
     seconds = sampler.interval(config)
     if seconds is None:
         return sampler.Phases(None)
@@ -300,7 +300,7 @@ def profile_memory(config: Mapping[str, Any]) -> sampler.Phases:
 
 
 def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) -> list[torch.nn.Module]:
-    """Model hook that makes Megatron's timers, which exist by now, record the phases."""
+    """Model hook that makes Megatron's timers record the phases; they exist when it is called."""
     from megatron.training import get_timers
 
     from nemo_ext.megatron.metrics import PhaseTimers
@@ -310,7 +310,7 @@ def note_phases(model: list[torch.nn.Module], *, memory_phases: sampler.Phases) 
 
 
 def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: int) -> None:
-    """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs (the last)."""
+    """Inserts the metrics writer between Megatron and TensorBoard, on the rank that logs, which is the last."""
     from megatron.training import get_args, get_timers, global_vars
 
     from nemo_ext.megatron.metrics import MetricsWriter
@@ -320,7 +320,7 @@ def attach_metrics(config: Mapping[str, Any], plan: Plan | None, *, first_step: 
         return
     architecture, peak = Architecture.from_config(config), peak_flops()
     if peak is not None:
-        print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s a rank", flush=True)
+        print(f"MFU is a share of {peak / 1e12:.3g} TFLOP/s per rank", flush=True)
     tokens_per_step = arguments.global_batch_size * arguments.seq_length
     frozen = getattr(arguments, "freeze_all_layers", False)  # not in every version
     begins = () if plan is None else tuple(phase.first_step for phase in plan.phases)
@@ -359,7 +359,7 @@ def validate_at_start(
 ) -> list[torch.nn.Module]:
     """Model hook that measures the validation loss of the untrained model, which Megatron's loop cannot do.
 
-    Runs once, while the run has no checkpoint yet, through Megatron's own `evaluate`; not in a run without evaluations.
+    It calls Megatron's own `evaluate` while the run has no checkpoint yet; not in a run without evaluations.
     """
     from megatron.core.utils import get_model_config
     from megatron.training import get_args, training
@@ -371,7 +371,7 @@ def validate_at_start(
         return model
     _, validation, _ = datasets(training.get_train_valid_test_num_samples())
     consumed = arguments.consumed_valid_samples
-    # One iterator per virtual pipeline stage: each stage reads every batch.
+    # An iterator per virtual pipeline stage: each stage reads every batch.
     iterators = [iter(training.build_pretraining_data_loader(validation, 0)) for _ in model]
     data = iterators if len(model) > 1 else iterators[0]
     losses, _, _ = training.evaluate(forward_step, data, model, None, get_model_config(model[0]))
@@ -383,7 +383,7 @@ def validate_at_start(
 
 
 def peak_flops() -> float | None:
-    """FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
+    """Peak FLOP/s of this rank's device: NVIDIA's BF16 figure, None for other GPUs, a measured matmul rate on a CPU."""
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties()
         clock = getattr(device, "clock_rate", 0)  # in kHz; not in every torch

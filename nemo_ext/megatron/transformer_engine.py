@@ -1,4 +1,4 @@
-"""Settings of Transformer Engine that Megatron has no flag for, when a model is built and run."""
+"""Settings of Transformer Engine for which Megatron has no flag, applied when a model is built and run."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,23 +15,23 @@ if TYPE_CHECKING:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 UNFUSED_ATTENTION = "NVTE_UNFUSED_ATTN"
-"""Transformer Engine's variable that allows its unfused attention; it is read at every choice of a kernel."""
+"""Environment variable that allows Transformer Engine's unfused attention, read whenever it chooses a kernel."""
 APEX = "_grad_accum_fusion_available"
 """Megatron's variable in tensor_parallel/layers.py: whether apex's kernel for fused weight gradients is installed."""
 
 
 def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "HybridModel":
-    """Build a pipeline stage without unfused attention, and with fused weight gradients even where apex is missing.
+    """Build a pipeline stage without unfused attention, and with fused weight gradients even if apex is missing.
 
-    - Attention: `attention_backend=auto` falls back to unfused attention, which keeps the scores, with one line in a
-      log. In 16 bits it is excluded unless the environment has NVTE_UNFUSED_ATTN=1, so that `explained` says what is
-      missing.
+    - Attention: `attention_backend=auto` falls back to unfused attention, which keeps the scores, with only a line in a
+      log. In 16 bits it is excluded unless the environment has NVTE_UNFUSED_ATTN=1, so that `explained` reports the
+      missing kernel.
     - Weight gradients: Transformer Engine's layers add them to `main_grad` themselves. Megatron's own linear layer, the
-      output layer, needs apex for it and cannot be built without; it alone does not fuse them.
+      output layer, needs apex for this and cannot be built without; only its gradients are not fused.
 
     Args:
         config: config of the model.
-        stage: builds it.
+        stage: builds the stage.
     """
     allowed = os.environ.get(UNFUSED_ATTENTION)
     if allowed == "0":
@@ -52,10 +52,10 @@ def build(config: TransformerConfig, stage: Callable[[], "HybridModel"]) -> "Hyb
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what to install where Transformer Engine has no kernel for the attention of a forward pass within.
+    """Context of a forward pass that explains Transformer Engine's error about a missing attention kernel.
 
     Raises:
-        ValueError: neither fused nor flash attention can be used.
+        ValueError: neither fused nor flash attention is available; names the packages to install.
     """
     try:
         yield

@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 
 
 class TooOld(ValueError):
-    """Something is asked for that the Megatron-Core here does not have yet."""
+    """A setting needs a newer Megatron-Core than the installed one."""
 
 
 class Feature(NamedTuple):
-    """Something that Megatron-Core has since a version.
+    """Feature that Megatron-Core has from some version on.
 
     Attributes:
         name: name for the user.
         since: first version that has it.
-        flags: Megatron's flags that belong to it; `flag=value` where an older version has the flag.
+        flags: Megatron's flags of the feature; `flag=value` if older versions have the flag without that value.
     """
 
     name: str
@@ -49,15 +49,15 @@ FEATURES = (
     Feature("upcycling of our models", (0, 19), ("moe_use_upcycling",)),
     Feature("Megatron's own RL with our models", (0, 19), ("perform_rl_step",)),
 )
-"""What nemo_ext itself uses or passes on that a supported version may lack. Other flags that an older version does not
-know are refused as unknown."""
+"""Features that nemo_ext uses itself and that a supported version may not have. Other flags that an older version does
+not know are refused as unknown."""
 
 
 @cache
 def installed() -> tuple[int, int, int]:
-    """Version of the Megatron-Core that would be imported, as its source says; nothing of it is imported.
+    """Version of the installed Megatron-Core, read from its source without importing it.
 
-    Its own `__version__` adds the commit of whatever git repository the environment lies in.
+    Its `__version__` would add the commit of any git repository that contains the environment.
     """
     spec = find_spec("megatron.core")
     assert spec is not None
@@ -77,24 +77,25 @@ def spelled(version: Iterable[int]) -> str:
 
 
 def missing(feature: Feature) -> bool:
-    """True if the Megatron-Core here does not have it yet."""
+    """True if the installed Megatron-Core does not have the feature yet."""
     return installed() < feature.since
 
 
 def lack(flags: Iterable[str]) -> str | None:
-    """Which of these flags (or `flag=value`) the Megatron-Core here is too old for, with the version; or None."""
-    asked = set(flags)
+    """Reason why the installed Megatron-Core is too old for one of these flags (or `flag=value`), or None."""
+    names = set(flags)
     for feature in FEATURES:
-        if asked & set(feature.flags) and missing(feature):
-            return f"{feature.name} came with Megatron-Core {spelled(feature.since)}, here is {spelled(installed())}"
+        if names & set(feature.flags) and missing(feature):
+            since, here = spelled(feature.since), spelled(installed())
+            return f"{feature.name} came with Megatron-Core {since}, but {here} is installed"
     return None
 
 
 def model_of_container(container: Any) -> dict[str, Any]:
-    """Keywords with which `pretrain` builds the model that its config container holds.
+    """Keywords that make `pretrain` build the model of its config container; empty since 0.19, which does so anyway.
 
-    None since 0.19, which does so by itself. 0.18 takes a function that builds one stage, and wraps the stages itself
-    in `get_model`: in its place the container's builder builds and wraps them, with the hooks of its config.
+    0.18 takes a function that builds one stage, and wraps the stages in `get_model`. That function is replaced: the
+    container's builder builds and wraps the stages, with the hooks of its config.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training import training
@@ -103,8 +104,8 @@ def model_of_container(container: Any) -> dict[str, Any]:
         return {}
 
     def get_model(*_: Any, wrap_with_ddp: bool = True, **others: Any) -> list[Any]:
-        if asked := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
-            raise TooOld(f"a second model ({', '.join(asked)}) needs a newer Megatron-Core")
+        if names := [name for name in ("config", "pg_collection") if others.get(name) is not None]:
+            raise TooOld(f"a second model ({', '.join(names)}) needs a newer Megatron-Core")
         return container.model.get_builder_cls()(container.model).build_distributed_models(
             pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
             ddp_config=container.ddp,

@@ -24,7 +24,7 @@ from nemo_ext.data.preference import job as preference_data
 from nemo_ext.evaluation import job as evaluation
 from nemo_ext.job.config import compose
 from nemo_ext.job.files import only_run_in, write_text
-from nemo_ext.job.made_of import differing, note, told
+from nemo_ext.job.made_of import describe, differing, note
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, OWN, REPORT, read_metrics, write_config, write_versions
 from nemo_ext.job.settings import checked
@@ -151,7 +151,7 @@ class _Run:
             note(record, made_of)
         elif changed := differing(json.loads(record.read_text()), made_of):
             raise ValueError(
-                f"run_dir={self.run_dir}: began with other settings: {told(changed)}; keep them, or name another"
+                f"run_dir={self.run_dir}: began with other settings: {describe(changed)}; keep them, or name another"
             )
         check_judges(self._environments().values(), self.settings.group or {})
         write_config(self.run_dir, self.config)

@@ -81,7 +81,7 @@ def _of_block(number: int, block: Block, choices: Choices) -> list[Variant]:
         }
     made = [Variant(number, name, each) for name, each in found.items()]
     if choices.linear and not block.is_linear:
-        made.append(Variant(number, LINEAR, Block.of(block.kind, linear=True)))
+        made.append(Variant(number, LINEAR, Block.from_values(block.kind, linear=True)))
     if choices.no_op:
         made.append(Variant(number, NO_OP, None))
     return made

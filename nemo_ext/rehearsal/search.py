@@ -51,7 +51,7 @@ class Candidate:
     def told(self) -> str:
         """The layout in a few words."""
         how = self.layout
-        words = [how.told()]
+        words = [how.describe()]
         words += [f"{how.virtual_stages} virtual"] if how.virtual_stages > 1 else []
         words += ["SP"] if how.sequence_parallel else []
         words.append(f"micro-batch {how.micro_batch_size}")

@@ -11,7 +11,7 @@ from nemo_ext.data.blends.hierarchy import read_tree
 from nemo_ext.data.curriculum.layout import CURRICULUM, STATS
 from nemo_ext.data.text.user_files import open_lines, parquet_file
 from nemo_ext.job.files import only_run_in
-from nemo_ext.job.made_of import differing, flat, told
+from nemo_ext.job.made_of import describe, differing, flat
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, CONFIG, read_config
 from nemo_ext.job.settings import checked
@@ -77,7 +77,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     }
     if kept:
         raise ValueError(
-            f"{now['run_dir']}: began with other settings: {told(kept)}; keep them, or give another run_dir=..."
+            f"{now['run_dir']}: began with other settings: {describe(kept)}; keep them, or give another run_dir=..."
         )
 
 

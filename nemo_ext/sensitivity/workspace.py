@@ -9,7 +9,7 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.architecture.precision_plan import Plan, weight_bytes
 from nemo_ext.checkpoint.storage import fingerprint
 from nemo_ext.checkpoint.torch_dist import TorchDistReader
-from nemo_ext.job.made_of import differing, note, noted, told
+from nemo_ext.job.made_of import describe, differing, note, noted
 from nemo_ext.job.run_directory import CONFIG
 
 LOG = "sensitivity.log"
@@ -85,7 +85,7 @@ class Workspace:
                 changed = {"checkpoint": "another one"}
             if changed:
                 raise ValueError(
-                    f"{self.scores} holds scores of something else ({told(changed)}): "
+                    f"{self.scores} holds scores of something else ({describe(changed)}): "
                     "give another run_dir, or remove it"
                 )
         note(record, made_of)

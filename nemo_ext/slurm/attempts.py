@@ -107,8 +107,8 @@ def begin(
 
 def end(run_dir: Path, *, step: int | None, reason: str, given_up: str = "") -> list[Attempt]:
     """Record the end of the newest start."""
-    *before, last = read(run_dir)
-    attempts = [*before, replace(last, ended=time.time(), last_step=step, reason=reason, given_up=given_up)]
+    attempts = read(run_dir)
+    attempts[-1] = replace(attempts[-1], ended=time.time(), last_step=step, reason=reason, given_up=given_up)
     write(run_dir, attempts)
     return attempts
 

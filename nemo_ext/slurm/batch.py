@@ -22,17 +22,17 @@ from nemo_ext.slurm.training import Training
 
 
 def own_words(job: str, words: Sequence[str], slurm: Mapping[str, str]) -> list[str]:
-    """Arguments of this array task: those of a sweep's run or of a job's shard; otherwise `words` unchanged.
+    """Arguments of this array task, which is a run of a sweep or a shard of a job; otherwise `words` unchanged.
 
     Raises:
         ValueError: a sweep is not started as an array, or has fewer runs than the task's index requires.
     """
     number = slurm.get("SLURM_ARRAY_TASK_ID")
     if MULTIRUN in words:
-        found = points(job, words)
-        if number is None or int(number) >= len(found):
-            raise ValueError(f"{MULTIRUN}: {len(found)} runs: pass --array=0-{len(found) - 1} to sbatch")
-        return found[int(number)]
+        runs = points(job, words)
+        if number is None or int(number) >= len(runs):
+            raise ValueError(f"{MULTIRUN}: {len(runs)} runs: pass --array=0-{len(runs) - 1} to sbatch")
+        return runs[int(number)]
     array = submitted(job).array
     if number is not None and array is not None:
         count = slurm.get("SLURM_ARRAY_TASK_COUNT", "1")
@@ -44,8 +44,8 @@ def forget_callers_array() -> None:
     """Drop array variables inherited from an array task within which this job was submitted."""
     if "SLURM_ARRAY_TASK_ID" not in os.environ:
         return
-    said = call(["squeue", "--noheader", f"--jobs={os.environ.get('SLURM_JOB_ID')}", "--format=%A|%K"]).stdout
-    if said.strip() == f"{os.environ.get('SLURM_JOB_ID')}|N/A":
+    job = os.environ.get("SLURM_JOB_ID")
+    if call(["squeue", "--noheader", f"--jobs={job}", "--format=%A|%K"]).stdout.strip() == f"{job}|N/A":
         for name in [name for name in os.environ if name.startswith("SLURM_ARRAY_")]:
             del os.environ[name]
 

@@ -130,10 +130,7 @@ SUBMIT = Command(
     grammar=Grammar(settings={"slurm": "nemo_ext.slurm.settings:Keeping", "cluster": "nemo_ext.slurm.cluster:Cluster"}),
 )
 STATUS = Command(
-    name="status",
-    group="cluster",
-    help="show the runs on Slurm: state, step, time left, loss, restarts",
-    main=_status,
+    name="status", group="cluster", help="show the runs on Slurm: state, step, time left, loss, restarts", main=_status
 )
 LOGS = Command(name="logs", group="cluster", help="show the log of a run on Slurm; -f follows it", main=_logs)
 CANCEL = Command(name="cancel", group="cluster", help="cancel a run's job on Slurm; its ranks save first", main=_cancel)

@@ -148,7 +148,7 @@ def why(folder: Path, job: str) -> str:
 
 
 def unknown(folder: Path, job: str) -> str:
-    """Explanation for a job without a reason from `why`: its last line of output, or that there is none."""
+    """Explanation for a job without a reason from `why`: its last line of output, or the lack of any output."""
     output = folder / f"{job}.out"
     if not output.is_file():
         return (

@@ -85,8 +85,8 @@ def nodes_and_gpus(name: str, config: Mapping[str, Any], settings: Settings) -> 
     Raises:
         ValueError: the job uses whole nodes, and the site's nodes are unknown.
     """
-    nodes, gpus = invoke(find(name).size, config, settings)
-    return nodes, gpus
+    size: tuple[int, int] = invoke(find(name).size, config, settings)
+    return size
 
 
 CHECKPOINT_BYTES = 14

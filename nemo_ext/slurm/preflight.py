@@ -92,8 +92,8 @@ def findings(
 
 def started(name: str, config: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
     """Other jobs that a job starts, with their composed configs."""
-    found: list[tuple[str, Mapping[str, Any]]] = invoke(find(name).started, config)
-    return found
+    others: list[tuple[str, Mapping[str, Any]]] = invoke(find(name).started, config)
+    return others
 
 
 def _settings(job: Job, config: Mapping[str, Any], coming: Sequence[Path]) -> Iterator[Finding]:
@@ -122,22 +122,22 @@ def other_tokenizers(config: Mapping[str, Any], before: Sequence[Mapping[str, An
         config: config of training.
         before: configs of the earlier tokenize stages.
     """
-    for made in before:
-        prefixes = {place.resolve() for place in makes("tokenize", made)}
+    for stage in before:
+        prefixes = {place.resolve() for place in makes("tokenize", stage)}
         for data in data_sections(config):
             if not (data.get("blend") or data.get("streams")) or not isinstance(data.get("tokenizer"), Mapping):
                 continue
             shared = [leaf.name for leaf in read_tree(data).leaves() if leaf.prefix.resolve() in prefixes]
-            wanted = blend_to_tokenize(made)["tokenizer"]
-            assert isinstance(wanted, Mapping)
+            earlier = blend_to_tokenize(stage)["tokenizer"]
+            assert isinstance(earlier, Mapping)
             try:
-                same = load_tokenizer(wanted).identity == load_tokenizer(data["tokenizer"]).identity
+                same = load_tokenizer(earlier).identity == load_tokenizer(data["tokenizer"]).identity
             except ValueError:
                 continue  # reported by `findings` of either stage
             if shared and not same:
                 yield Finding(
                     "error",
-                    f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised with {wanted} in an earlier "
+                    f"data.tokenizer={dict(data['tokenizer'])}: {shared[0]} is tokenised with {earlier} in an earlier "
                     "stage: set the same tokenizer in both stages",
                 )
 
@@ -189,14 +189,14 @@ def _queue(config: Mapping[str, Any], settings: Settings) -> Iterator[Finding]:
 
 def unknown_to_slurm(settings: Settings) -> Iterator[Finding]:
     """Errors for partitions and a quality of service that Slurm does not list; without the commands, none."""
-    asked = {
+    queries = {
         "partition": ["sinfo", "--all", "--noheader", "--format=%R"],
         "qos": ["sacctmgr", "--noheader", "--parsable2", "show", "qos", "format=name"],
     }
-    for key, command in asked.items():
-        given = getattr(settings.cluster, key)
-        known = call(command).stdout.split() if given is not None and shutil.which(command[0]) else []
-        for name in (given or "").split(",") if known else ():
+    for key, command in queries.items():
+        value = getattr(settings.cluster, key)
+        known = call(command).stdout.split() if value is not None and shutil.which(command[0]) else []
+        for name in (value or "").split(",") if known else ():
             if name not in known:
                 yield Finding("error", f"cluster.{key}={name}: not known to Slurm: {nearest(name, known)}")
 
@@ -324,4 +324,4 @@ def _qos(cluster: Cluster) -> str:
 
 
 def _instead(names: Sequence[str]) -> str:
-    return f"cluster.qos={names[0]} does" if names else "no other one of this site does"
+    return f"cluster.qos={names[0]} does" if names else "no other quality of service of this site does"

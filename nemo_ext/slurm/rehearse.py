@@ -100,11 +100,11 @@ def with_rehearsals(
 
 def _models(config: Mapping[str, Any]) -> list[tuple[str, Path]]:
     """Keys and folders of further models that the rehearsal depends on."""
-    given = [
+    models = [
         ("distillation.teacher", (config.get("distillation") or {}).get("teacher")),
         ("puzzle.parent", (config.get("puzzle") or {}).get("parent")),
     ]
-    return [(key, Path(str(place)).expanduser()) for key, place in given if place]
+    return [(key, Path(str(place)).expanduser()) for key, place in models if place]
 
 
 def key_of(config: Mapping[str, Any]) -> str:
@@ -119,8 +119,8 @@ def key_of(config: Mapping[str, Any]) -> str:
 def _model_at(folder: Path, key: str) -> Mapping[str, Any] | None:
     """Model config of a folder, as its content may change between rehearsals; None if it has none."""
     with contextlib.suppress(ValueError):
-        found = model_of(str(folder), key)
-        return {name: found[name] for name in ("model", "megatron")}
+        config = model_of(str(folder), key)
+        return {name: config[name] for name in ("model", "megatron")}
     return None
 
 

@@ -292,12 +292,12 @@ def gpu_line(*, container: bool) -> str:
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") == "0":
         return ""
     try:
-        asked = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-        said = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
-        driver, comma, _ = said[0].partition(",")
+        query = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+        gpus = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+        driver, comma, _ = gpus[0].partition(",")
         if not comma:
             raise ValueError(f"nvidia-smi: {driver}")
-        kinds = Counter(line.partition(",")[2].strip() for line in said)
+        kinds = Counter(line.partition(",")[2].strip() for line in gpus)
         line = f"{', '.join(f'{count} x {kind}' for kind, count in kinds.items())}, driver {driver}"
         cuda = None if container else _cuda_of_torch()
         if cuda and int(driver.partition(".")[0]) < (oldest := _DRIVERS.get(int(cuda.partition(".")[0]), 0)):
@@ -333,7 +333,7 @@ def _keep_record(record: Path) -> None:
     if script and Path(script).is_file():
         shutil.copyfile(script, folder / "script.sbatch")
     shown = {
-        name: "(left out)" if any(word in name.upper() for word in _SECRET) else value
+        name: "(omitted)" if any(word in name.upper() for word in _SECRET) else value
         for name, value in sorted(os.environ.items())
     }
     write_text(folder / "environment.txt", "".join(f"{name}={value}\n" for name, value in shown.items()))

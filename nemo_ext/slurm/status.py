@@ -73,7 +73,7 @@ class Status:
 
 
 def status_of(run_dir: Path, queue: dict[str, str]) -> Status:
-    """Status of a run; `queue` has the states of queued jobs by id (see `queued`)."""
+    """Compute the status of a run; `queue` has the states of queued jobs by id (see `queued`)."""
     folder = run_dir / attempts.FOLDER
     starts = attempts.read(run_dir)
     job = job_of(run_dir)
@@ -245,27 +245,27 @@ def runs_below(places: Sequence[Path]) -> list[Path]:
     Raises:
         ValueError: there are none.
     """
-    found = {
+    runs = {
         folder.parent
         for place in places
         for folder in (place / attempts.FOLDER, *place.rglob(attempts.FOLDER))
         if (folder / attempts.ATTEMPTS).is_file() or (folder / JOB).is_file()
     }
-    if not found:
+    if not runs:
         raise ValueError(f"no run on Slurm in {', '.join(map(str, places))}: name other run directories")
-    return sorted(found, key=_in_order)
+    return sorted(runs, key=_in_order)
 
 
 def _in_order(run_dir: Path) -> list[tuple[int, list[str | int]]]:
     """Sort key: by name, with stages of a pipeline in their order and numbers by value."""
-    found = list[tuple[int, list[str | int]]]()
+    key = list[tuple[int, list[str | int]]]()
     for place in (*reversed(run_dir.parents), run_dir):
         pipeline = place.parent / PIPELINE
         stages = list(read_config(pipeline)["stages"]) if pipeline.is_file() else []
         number = stages.index(place.name) if place.name in stages else len(stages)
         words = [int(word) if word.isdecimal() else word for word in re.split(r"(\d+)", place.name)]
-        found.append((number, words))
-    return found
+        key.append((number, words))
+    return key
 
 
 def show(places: Sequence[Path], *, as_json: bool = False) -> None:

@@ -51,7 +51,7 @@ class Submission:
         shards_before: number of tasks of all arrays but the last.
         notes: notes on choices made for the user.
         after: ids of jobs that must succeed first.
-        beside: ids of jobs that must start first, which are servers that the job uses.
+        beside: ids of the servers that the job uses, which must start first.
         coming: paths that earlier jobs will write.
         model_to_come: config.json of the model that the job starts from and earlier jobs will write; None if unknown.
     """
@@ -401,7 +401,7 @@ def by_megatron(config: Mapping[str, Any], coming: Sequence[Path]) -> list[Findi
             flags = {**config["megatron"], "mock_data": True}
             config = {**config, "data": None, "phases": without_data(config.get("phases") or {}), "megatron": flags}
             config = _without_teacher_to_come(config, coming)
-        Run.of(config).check()
+        Run.from_config(config).check()
     except ValueError as error:
         return [Finding("error", str(error))]
     return []

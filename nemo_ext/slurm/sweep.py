@@ -28,15 +28,15 @@ def points(job: str, words: Sequence[str]) -> list[list[str]]:
     swept = [number for number, values in enumerate(choices) if len(values) > 1]
     if not swept:
         raise ValueError(f"{MULTIRUN}: no key has several values; write, for example, megatron.lr=1e-4,2e-4")
-    found = []
+    runs = []
     for values in product(*choices):
         run_dir = compose(job, values).get("run_dir")
         if run_dir is None:
             raise ValueError(f"{MULTIRUN}: job={job} has no run directory; submit the runs separately")
         # All runs share a parent folder, as their run directories differ only in the swept values.
         name = ",".join(re.sub("[\"']", "", values[number]).replace("/", "_") for number in swept)
-        found.append([*ours, *values, f"run_dir={hydra_value(f'{run_dir}/{name}')}"])
-    return found
+        runs.append([*ours, *values, f"run_dir={hydra_value(f'{run_dir}/{name}')}"])
+    return runs
 
 
 def _values(job: str, word: str) -> list[str]:

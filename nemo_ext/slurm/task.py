@@ -93,9 +93,9 @@ class Task(Batch):
                     time.sleep(0.1)
                     if not (folder / ASKED).is_file():
                         continue
-                    asked = json.loads((folder / ASKED).read_text())
+                    request = json.loads((folder / ASKED).read_text())
                     (folder / ASKED).unlink()
-                    code = INTERRUPTED if self.stopped else self._ranks(job, environment, **asked)
+                    code = INTERRUPTED if self.stopped else self._ranks(job, environment, **request)
                     write_text(folder / ENDED, str(code))
             finally:
                 job.terminate()  # after an error such as a full disk, it would wait forever

@@ -1,4 +1,4 @@
-"""A run's starts in its report: a picture of steps over time, and why each ended. No torch."""
+"""Section of a run's report on its starts: a picture of steps over time, and the reason why each ended. No torch."""
 
 import time
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ PICTURE = "starts.png"
 
 
 def add_section(report: Path) -> None:
-    """Adds the section on the starts of a run to its `report.md`, and draws its picture; nothing without starts."""
+    """Append the section on a run's starts to its `report.md`, and draw its picture, unless there are no starts."""
     run_dir = report.parent
     starts = attempts.read(run_dir)
     if not starts:
@@ -21,15 +21,15 @@ def add_section(report: Path) -> None:
     rows = [
         (
             str(number),
-            each.job,
-            each.nodes,
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(each.began)),
-            f"{(_end(each) - each.began) / 3600:.2f}",
-            f"{each.first_step:,} to {each.last_step or each.first_step:,}" if each.counted else "",
-            f"{each.lost:,}" if each.lost else "",
-            each.reason or ("runs" if each.ended is None else "finished"),
+            start.job,
+            start.nodes,
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(start.began)),
+            f"{(_end(start) - start.began) / 3600:.2f}",
+            f"{start.first_step:,} to {start.last_step or start.first_step:,}" if start.counted else "",
+            f"{start.lost:,}" if start.lost else "",
+            start.reason or ("runs" if start.ended is None else "finished"),
         )
-        for number, each in enumerate(starts, start=1)
+        for number, start in enumerate(starts, start=1)
     ]
     share = goodput(run_dir, starts)
     section = Report("").section("Starts")
@@ -39,24 +39,24 @@ def add_section(report: Path) -> None:
 
 
 def _draw(section: Report, starts: Sequence[attempts.Attempt], title: str) -> None:
-    """Draws the steps that count over the hours, one line a start, with its number in the table."""
+    """Draw useful steps over hours, one line per start, labelled with its number in the table."""
     (axes,) = section.picture("steps over time", PICTURE, 9, 3.6)
     zero = starts[0].began
     place, at = 0.0, starts[0].first_step
-    for number, each in enumerate(starts):
-        first, last = (each.began - zero) / 3600, (_end(each) - zero) / 3600
-        reached = each.last_step or each.first_step
-        axes.plot([place, first], [at, each.first_step], ":", color="#8c8c8c", label="" if number else "not running")
+    for number, start in enumerate(starts):
+        first, last = (start.began - zero) / 3600, (_end(start) - zero) / 3600
+        reached = start.last_step or start.first_step
+        axes.plot([place, first], [at, start.first_step], ":", color="#8c8c8c", label="" if number else "not running")
         label = "" if number else "running, to the last checkpoint"
-        axes.plot([first, last], [each.first_step, reached], "-o", color="#1f4e8c", markersize=3, label=label)
-        if each.lost:
-            axes.plot([last, last], [reached, reached + each.lost], color="#d1495b", linewidth=2.5)
-        planned = not each.reason or each.reason.startswith(attempts.TIME_LIMIT)
+        axes.plot([first, last], [start.first_step, reached], "-o", color="#1f4e8c", markersize=3, label=label)
+        if start.lost:
+            axes.plot([last, last], [reached, reached + start.lost], color="#d1495b", linewidth=2.5)
+        planned = not start.reason or start.reason.startswith(attempts.TIME_LIMIT)
         looks: Any = {"color": "#1f4e8c"} if planned else {"color": "#d1495b", "weight": "bold"}
-        top = (last, reached + each.lost)
+        top = (last, reached + start.lost)
         axes.annotate(str(number + 1), top, (0, 7), textcoords="offset points", ha="right", fontsize=8, **looks)
         place, at = last, reached
-    if any(each.lost for each in starts):
+    if any(start.lost for start in starts):
         label = "lost steps; bold: neither finished nor at a time limit"
         axes.plot([], [], color="#d1495b", linewidth=2.5, label=label)
     axes.margins(x=0.02, y=0.1)

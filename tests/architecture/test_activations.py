@@ -18,11 +18,7 @@ PLAIN = Layout()
     [
         # block input and norm output 32 each, in every case
         ("-", 64 + 64 + 64, 0),
-        (
-            "*",
-            64 + 32 + 2 * 16 + 32,
-            4 * 4,
-        ),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
+        ("*", 64 + 32 + 2 * 16 + 32, 4 * 4),  # queries 32, keys and values 16 each, output 32; log-sum-exp of 4 heads
         ("M", 64 + 264 + 3 * 64, 0),  # z, x, B, C, dt; the scan's output before and after gating, the norm's
         (
             "E",
@@ -40,7 +36,9 @@ def test_a_block_by_hand(pattern: str, numbers: int, extra_bytes: int, architect
 
 
 @pytest.mark.parametrize("pattern", ["-", "*", "M"])
-def test_tensor_parallel_splits_all_with_sequence_parallel(pattern: str, architecture_of: ArchitectureOf) -> None:
+def test_tensor_parallel_splits_everything_with_sequence_parallel(
+    pattern: str, architecture_of: ArchitectureOf
+) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
     whole = block_activation_bytes(model, 1, PLAIN)
     split = Layout(tensor_parallel=2, sequence_parallel=True)
@@ -49,7 +47,7 @@ def test_tensor_parallel_splits_all_with_sequence_parallel(pattern: str, archite
     assert block_activation_bytes(model, 1, Layout(context_parallel=2)) == whole / 2
 
 
-def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_of: ArchitectureOf) -> None:
+def test_core_attn_drops_the_score_matrix_of_unfused_attention(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": "*"})
     unfused = Layout(fused_attention=False)
     scores = 64 * 2 * 2 * 4 * 64  # per token: two copies, bf16, 4 heads, 64 keys
@@ -61,16 +59,9 @@ def test_the_score_matrix_of_unfused_attention_goes_with_core_attn(architecture_
 
 @pytest.mark.parametrize(
     ("pattern", "module"),
-    [
-        ("-", "mlp"),
-        ("-", "layernorm"),
-        ("E", "moe_act"),
-        ("E", "shared_experts"),
-        ("E", "moe"),
-        ("*", "core_attn"),
-    ],
+    [("-", "mlp"), ("-", "layernorm"), ("E", "moe_act"), ("E", "shared_experts"), ("E", "moe"), ("*", "core_attn")],
 )
-def test_selective_recomputation_drops_what_it_names(
+def test_selective_recomputation_drops_the_named_activations(
     pattern: str, module: str, architecture_of: ArchitectureOf
 ) -> None:
     model = architecture_of("tiny_hybrid", model={"pattern": pattern})
@@ -79,7 +70,7 @@ def test_selective_recomputation_drops_what_it_names(
 
 
 @pytest.mark.parametrize(("scope", "numbers"), [("head", 64), ("width", 3 * (32 + 16))])
-def test_what_qk_norms_keep(scope: str, numbers: int, architecture_of: ArchitectureOf) -> None:
+def test_activations_of_qk_norms(scope: str, numbers: int, architecture_of: ArchitectureOf) -> None:
     """The whole projection, which queries and keys are views of; or both in fp32 and before their weights."""
     without = architecture_of("tiny_hybrid", model={"pattern": "*"})
     normed = replace(without, qk_layernorm=True, qk_norm_scope=scope)

@@ -1,4 +1,4 @@
-"""Puzzle's block_configs JSON both ways."""
+"""Reading and writing of Puzzle's block_configs JSON."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.architecture.block_configs import (
-    ffn_multiplier,
-    ffn_width,
-    from_block_configs,
-    to_block_configs,
-)
+from nemo_ext.architecture.block_configs import ffn_multiplier, ffn_width, from_block_configs, to_block_configs
 from nemo_ext.architecture.pattern import format, parse
 
 PARENTS = {"llama_nemotron_super_49b": 28672, "llama_nemotron_ultra_253b": 53248}
@@ -24,7 +19,7 @@ def small(*layers: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", PARENTS)
-def test_shipped_files_come_back_with_every_number(name: str, puzzle_json: Callable[[str], dict[str, Any]]) -> None:
+def test_shipped_files_survive_with_every_number(name: str, puzzle_json: Callable[[str], dict[str, Any]]) -> None:
     config, ffn = puzzle_json(name), PARENTS[name]
     pattern = from_block_configs(config, num_query_groups=8, ffn_hidden_size=ffn)
     written = to_block_configs(
@@ -49,7 +44,7 @@ def test_no_ops_of_the_shipped_files_are_absent(
     assert (kinds.count("*"), kinds.count("-")) == (attention, ffn)
 
 
-def test_values_equal_to_the_models_are_left_out() -> None:
+def test_values_equal_to_the_models_are_omitted() -> None:
     config = small(
         {"attention": {"n_heads_in_group": 4}, "ffn": {"ffn_mult": 3.0}},
         {"attention": {"n_heads_in_group": 8}, "ffn": {"ffn_mult": 1.5}},
@@ -92,7 +87,7 @@ def test_an_attention_block_and_the_mlp_after_it_share_a_layer() -> None:
     hidden=st.sampled_from([512, 2688, 4096, 5120, 8192, 16384]),
     parent=st.none() | st.integers(1, 300),
 )
-def test_every_width_has_a_multiplier_that_gives_it_back(multiple: int, hidden: int, parent: int | None) -> None:
+def test_every_width_has_an_exact_multiplier(multiple: int, hidden: int, parent: int | None) -> None:
     width, ffn = 256 * multiple, None if parent is None else 256 * parent
     assert ffn_width(ffn_multiplier(width, hidden, ffn_hidden_size=ffn), hidden) == width
 
@@ -111,18 +106,12 @@ def test_width_rule_of_the_released_models() -> None:
             r"block_configs\[1\]\.attention\.foo: unknown key with the value 1",
         ),
         ({"attention": {"n_heads_in_groups": 4}, "ffn": NO_OP}, "did you mean 'n_heads_in_group'"),
-        (
-            {"attention": {"n_heads_in_group": 3}, "ffn": NO_OP},
-            r"block_configs\[1\]\.attention\.n_heads_in_group",
-        ),
+        ({"attention": {"n_heads_in_group": 3}, "ffn": NO_OP}, r"block_configs\[1\]\.attention\.n_heads_in_group"),
         (
             {"attention": {"n_heads_in_group": 4, "num_sink_tokens": 4}, "ffn": NO_OP},
             r"attention\.num_sink_tokens: unknown key with the value 4",
         ),
-        (
-            {"attention": NO_OP, "ffn": {}},
-            r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, got None",
-        ),
+        ({"attention": NO_OP, "ffn": {}}, r"block_configs\[1\]\.ffn\.ffn_mult: expected a positive number, got None"),
         ({"attention": NO_OP, "ffn": {"no_op": "yes"}}, r"ffn\.no_op: expected true or false"),
         ({"attention": NO_OP}, r"block_configs\[1\]\.ffn: expected a mapping"),
         (
@@ -146,12 +135,12 @@ def test_reading_mistakes_are_named_by_path(layer: dict[str, Any], message: str)
         ("*{kv=3}", "3 KV heads do not divide the 8"),
     ],
 )
-def test_writing_refuses_what_the_format_cannot_say(text: str, message: str) -> None:
+def test_writing_refuses_values_that_the_format_cannot_express(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         to_block_configs(parse(text), hidden_size=512, num_attention_heads=8, num_query_groups=2)
 
 
-def test_a_width_that_no_multiplier_gives_is_written_as_it_is() -> None:
+def test_a_width_without_a_multiplier_is_written_directly() -> None:
     pattern = parse("-{ffn=1000}-{ffn=1024}")
 
     written = to_block_configs(pattern, hidden_size=512, num_attention_heads=8)

@@ -1,4 +1,4 @@
-"""One block: its values, how it is written, and what it refuses."""
+"""One block: its values, its notation, and values that it refuses."""
 
 import re
 
@@ -8,38 +8,38 @@ from nemo_ext.architecture.blocks import NAMES, VALUES, Block
 
 
 def test_values_are_sorted_so_that_equal_blocks_are_equal() -> None:
-    one, other = Block.of("E", topk=4, experts=64), Block.of("E", experts=64, topk=4)
+    one, other = Block.from_values("E", topk=4, experts=64), Block.from_values("E", experts=64, topk=4)
     assert one == other
     assert hash(one) == hash(other)
     assert one.values == (("experts", 64), ("topk", 4))
 
 
 def test_values_are_written_in_the_order_of_the_notation() -> None:
-    assert str(Block.of("*", window=4096, kv=4, heads=16)) == "*{heads=16,kv=4,window=4096}"
-    assert str(Block.of("M")) == "M"
+    assert str(Block.from_values("*", window=4096, kv=4, heads=16)) == "*{heads=16,kv=4,window=4096}"
+    assert str(Block.from_values("M")) == "M"
 
 
 def test_none_switches_off_a_window_and_shared_experts() -> None:
-    assert str(Block.of("*", window=None)) == "*{window=none}"
-    assert Block.of("E", shared=None).get("shared") == 0
+    assert str(Block.from_values("*", window=None)) == "*{window=none}"
+    assert Block.from_values("E", shared=None).get("shared") == 0
     with pytest.raises(ValueError, match="'kv' of '\\*' cannot be none"):
-        Block.of("*", kv=None)
+        Block.from_values("*", kv=None)
 
 
-def test_get_tells_an_own_value_from_a_default() -> None:
-    block = Block.of("-", ffn=5376)
+def test_get_distinguishes_a_blocks_value_from_a_default() -> None:
+    block = Block.from_values("-", ffn=5376)
     assert block.get("ffn") == 5376
     assert block.get("linear") is None
-    assert Block.of("-").get("ffn", 8192) == 8192
+    assert Block.from_values("-").get("ffn", 8192) == 8192
     with pytest.raises(ValueError, match="resolve it"):
-        Block.of("-").size("ffn")
+        Block.from_values("-").size("ffn")
 
 
-def test_linear_is_a_flag_and_stands_alone() -> None:
-    assert Block.of("*", linear=True).is_linear
-    assert Block.of("*", linear=False) == Block.of("*")
+def test_linear_is_a_flag_without_other_values() -> None:
+    assert Block.from_values("*", linear=True).is_linear
+    assert Block.from_values("*", linear=False) == Block.from_values("*")
     with pytest.raises(ValueError, match="has no other values: remove kv"):
-        Block.of("*", linear=True, kv=4)
+        Block.from_values("*", linear=True, kv=4)
     with pytest.raises(ValueError, match="is a flag"):
         Block("*", (("linear", 1),))
 
@@ -48,11 +48,7 @@ def test_linear_is_a_flag_and_stands_alone() -> None:
     ("kind", "values", "message"),
     [
         ("X", {}, "unknown block kind 'X'"),
-        (
-            "-",
-            {"fnn": 3},
-            "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?",
-        ),
+        ("-", {"fnn": 3}, "unknown value 'fnn' for '-' (MLP): expected one of ffn, bias, linear; did you mean 'ffn'?"),
         ("*", {"num_query_groups": 4}, "did you mean 'kv'?"),
         ("G", {"heads": 4}, "a gated delta net block ('G') takes no values"),
         ("-", {"ffn": 0}, "'ffn' of '-' must be a positive integer, got 0"),
@@ -62,7 +58,7 @@ def test_linear_is_a_flag_and_stands_alone() -> None:
 )
 def test_mistakes_are_named(kind: str, values: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Block.of(kind, **values)
+        Block.from_values(kind, **values)
 
 
 def test_every_kind_has_a_name_and_values() -> None:

@@ -43,11 +43,7 @@ def small(pattern: str, *, model: dict[str, Any] | None = None, **flags: Any) ->
     ],
 )
 def test_published_sizes(
-    name: str,
-    total: float,
-    active: float | None,
-    active_with_embedding: float,
-    architecture_of: ArchitectureOf,
+    name: str, total: float, active: float | None, active_with_embedding: float, architecture_of: ArchitectureOf
 ) -> None:
     architecture = architecture_of(name)
     assert cost.total_params(architecture) == pytest.approx(total, rel=0.005)
@@ -124,7 +120,7 @@ def test_embedding_output_layer_and_positions() -> None:
     assert cost.total_params(learned) == 264 + 128 * 8 + 10 * 8 + 8
 
 
-def test_active_parameters_leave_out_unused_experts_and_the_input_embedding() -> None:
+def test_active_parameters_exclude_unused_experts_and_the_input_embedding() -> None:
     untied = small("E{experts=4,topk=1,ffn=5,shared=6}", untie_embeddings_and_output_weights=True)
     used = 8 + 32 + 80 + 96 + 128 * 8 + 8
     assert cost.active_params(untied) == used
@@ -176,13 +172,13 @@ def test_training_is_three_forward_passes_and_includes_the_output_layer() -> Non
     assert cost.train_flops_per_token(model, seq_length=8) == 3 * (512 + 4 * 8 * 4.5 + 512 + 2048)
 
 
-def test_training_flops_are_about_six_a_parameter(architecture_of: ArchitectureOf) -> None:
+def test_training_flops_are_about_six_per_parameter(architecture_of: ArchitectureOf) -> None:
     # Short sequences, so that attention's scores hardly count (Kaplan et al. 2020).
     dense = architecture_of("domyn_small")
     assert cost.train_flops_per_token(dense, seq_length=128) == pytest.approx(6 * cost.active_params(dense), rel=0.01)
 
 
-def test_six_n_leaves_out_what_grows_with_the_sequence(architecture_of: ArchitectureOf) -> None:
+def test_six_n_excludes_terms_that_grow_with_the_sequence(architecture_of: ArchitectureOf) -> None:
     dense = architecture_of("domyn_small")
 
     assert cost.six_n(dense) == 6 * cost.total_params(dense)
@@ -195,11 +191,7 @@ def test_six_n_leaves_out_what_grows_with_the_sequence(architecture_of: Architec
 def test_bytes_of_weights_and_training_state() -> None:
     model = small("-")
     count = 264 + 128 * 8 + 8
-    assert [cost.weight_bytes(model, name) for name in ("fp32", "bf16", "fp8")] == [
-        4 * count,
-        2 * count,
-        count,
-    ]
+    assert [cost.weight_bytes(model, name) for name in ("fp32", "bf16", "fp8")] == [4 * count, 2 * count, count]
     # bf16: weight 2, gradient 4, master weight 4, two moments 4 each; fp32 has no second copy.
     assert cost.training_state_bytes(model) == 18 * count
     assert cost.training_state_bytes(model, precision="fp32") == 16 * count
@@ -207,7 +199,7 @@ def test_bytes_of_weights_and_training_state() -> None:
         cost.weight_bytes(model, "int3")
 
 
-def test_a_run_that_trains_nothing_holds_weights_and_one_block_at_a_time() -> None:
+def test_a_run_that_trains_no_weights_holds_weights_and_one_block_at_a_time() -> None:
     model = small("*-*-")
     trained, frozen = (
         cost.per_gpu(model, Layout(frozen=each, data_parallel=2), seq_length=64)[0] for each in (False, True)
@@ -233,7 +225,7 @@ def test_recurrent_state_of_mamba_blocks_only() -> None:
     assert cost.state_bytes_per_sequence(model, conv_precision="fp32", ssm_precision="bf16") == 3 * 48 * 4 + 128 * 2
 
 
-def test_kinds_without_cost_model_say_so() -> None:
+def test_kinds_without_a_cost_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"block 2: the cost model does not support gated delta net \('G'\) yet"):
         cost.total_params(small("-G"))
 
@@ -243,7 +235,7 @@ def test_layers_are_numbered_from_one() -> None:
         cost.block_parameters(small("-"), 0)
 
 
-def test_a_part_with_other_multiprocessors_has_its_own_peak() -> None:
+def test_a_variant_with_other_multiprocessors_has_its_own_peak() -> None:
     assert (
         cost.peak_of("NVIDIA A100-SXM4-80GB", 108, 1.41e9)
         == pytest.approx(312e12)

@@ -84,7 +84,7 @@ def render_text(figures: dict[str, Any]) -> str:
     return captured.get()
 
 
-def test_tables_show_alike_blocks_once(architecture_of: ArchitectureOf) -> None:
+def test_tables_show_equal_blocks_once(architecture_of: ArchitectureOf) -> None:
     model = architecture_of("llama_nemotron_super_49b")
     text = render_text(describe(model))
     assert "49.87 B" in text
@@ -117,7 +117,7 @@ def test_ranges_keep_every_number(numbers: set[int]) -> None:
     assert found == sorted(numbers)
 
 
-def test_importing_is_light() -> None:
+def test_importing_is_fast() -> None:
     code = """
 import importlib, sys
 heavy = {"torch", "numpy", "matplotlib", "rich", "hydra", "omegaconf", "megatron"}

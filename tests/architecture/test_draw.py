@@ -1,4 +1,4 @@
-"""Pictures: every block is there, to scale, with its tooltip, and files appear whole."""
+"""Pictures: every block is drawn to scale with its tooltip, and files are written atomically."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +27,7 @@ def tiles(path: Path) -> dict[str, tuple[str, float]]:
     return found
 
 
-def test_every_block_is_drawn_as_wide_as_it_is_costly(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
+def test_the_width_of_a_drawn_block_is_its_cost(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
     model = architecture_of("nemotron3_nano")
     found = tiles(draw_blocks(model, tmp_path / "nano.svg"))
     assert found.keys() == {"embedding", "head", *(f"block-{layer}" for layer in range(1, 53))}
@@ -38,7 +38,7 @@ def test_every_block_is_drawn_as_wide_as_it_is_costly(architecture_of: Architect
     assert found["head"][1] + gap == pytest.approx(scale[0] * costs.head, rel=1e-3)
 
 
-def test_tooltips_tell_sizes_and_costs(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
+def test_tooltips_show_sizes_and_costs(architecture_of: ArchitectureOf, tmp_path: Path) -> None:
     found = tiles(draw_blocks(architecture_of("tiny_hybrid"), tmp_path / "tiny.svg"))
     text = found["block-6"][0]
     assert "block 6: *{kv=1} attention" in text

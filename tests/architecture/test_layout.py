@@ -1,4 +1,4 @@
-"""Spreading a model over GPUs: nothing lost, nothing counted twice."""
+"""Distribution of a model over GPUs: nothing is lost or counted twice."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,12 +63,7 @@ def test_stages_hold_the_ends_and_all_flops(architecture_of: ArchitectureOf) -> 
     model = architecture_of("tiny_hybrid", model={"pattern": "M|E*|-|-"})
     layout = Layout(pipeline_parallel=2, virtual_stages=2)
     stages = cost.per_stage(model, layout)
-    assert [(stage.rank, list(stage.layers)) for stage in stages] == [
-        (0, [1]),
-        (1, [2, 3]),
-        (0, [4]),
-        (1, [5]),
-    ]
+    assert [(stage.rank, list(stage.layers)) for stage in stages] == [(0, [1]), (1, [2, 3]), (0, [4]), (1, [5])]
     first = cost.block_parameters(model, 1) + cost.embedding_parameters(model)
     last = cost.block_parameters(model, 5) + cost.head_parameters(model)
     assert (stages[0].parameters, stages[3].parameters) == (first, last)
@@ -117,18 +112,10 @@ def test_stages_that_do_not_fit(text: str, layout: Layout, message: str) -> None
 @pytest.mark.parametrize(
     ("pattern", "layout", "message"),
     [
-        (
-            "M*{heads=6,kv=2}",
-            Layout(tensor_parallel=4),
-            r"block 2 \(\*\{heads=6,kv=2\}\): heads 6 is not a multiple",
-        ),
+        ("M*{heads=6,kv=2}", Layout(tensor_parallel=4), r"block 2 \(\*\{heads=6,kv=2\}\): heads 6 is not a multiple"),
         ("M{groups=2}", Layout(tensor_parallel=4), "groups 2 is not a multiple of tensor_parallel 4"),
         ("-{ffn=50}", Layout(tensor_parallel=4), "ffn 50 is not a multiple of tensor_parallel 4"),
-        (
-            "E{experts=6}",
-            Layout(data_parallel=4, expert_parallel=4),
-            "experts 6 is not a multiple of expert_parallel",
-        ),
+        ("E{experts=6}", Layout(data_parallel=4, expert_parallel=4), "experts 6 is not a multiple of expert_parallel"),
         ("*{heads=12,kv=3}", Layout(tensor_parallel=2), "kv 3 is not a multiple of tensor_parallel 2"),
     ],
 )
@@ -189,11 +176,14 @@ def test_layout_of_a_configuration(config_of: ConfigOf) -> None:
         ({"recompute_modules": ("attention",)}, "unknown .*attention"),
     ],
 )
-def test_layouts_that_make_no_sense(values: dict[str, Any], message: str) -> None:
+def test_invalid_layouts_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Layout(**values)
 
 
-def test_sizes_of_one_are_left_out() -> None:
-    assert Layout().told() == "DP1"
-    assert Layout(tensor_parallel=2, context_parallel=4, data_parallel=8, expert_parallel=2).told() == "TP2 CP4 EP2 DP8"
+def test_sizes_of_one_are_omitted() -> None:
+    assert Layout().describe() == "DP1"
+    assert (
+        Layout(tensor_parallel=2, context_parallel=4, data_parallel=8, expert_parallel=2).describe()
+        == "TP2 CP4 EP2 DP8"
+    )

@@ -23,15 +23,15 @@ def resolved(pattern: str, **flags: Any) -> Block:
 
 
 def test_megatrons_defaults_for_absent_flags() -> None:
-    assert resolved("-") == Block.of("-", ffn=4 * 96)
-    assert resolved("-", swiglu=True) == Block.of("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
-    assert resolved("*", num_attention_heads=4) == Block.of("*", heads=4, kv=4, head_dim=24, window=None)
-    assert resolved("E", num_experts=4) == Block.of("E", experts=4, topk=2, ffn=4 * 96, shared=None)
+    assert resolved("-") == Block.from_values("-", ffn=4 * 96)
+    assert resolved("-", swiglu=True) == Block.from_values("-", ffn=256)  # int(4 * 96 * 2 / 3 / 64) * 64
+    assert resolved("*", num_attention_heads=4) == Block.from_values("*", heads=4, kv=4, head_dim=24, window=None)
+    assert resolved("E", num_experts=4) == Block.from_values("E", experts=4, topk=2, ffn=4 * 96, shared=None)
 
 
 def test_mamba_heads_follow_from_twice_the_hidden_size() -> None:
     sizes = resolved("M", hidden_size=256)
-    assert sizes == Block.of("M", heads=8, head_dim=64, state=128, groups=8)
+    assert sizes == Block.from_values("M", heads=8, head_dim=64, state=128, groups=8)
     assert resolved("M{head_dim=32}", hidden_size=256).size("heads") == 16
     assert resolved("M{head_dim=32}", hidden_size=256, mamba_num_heads=8).size("heads") == 8
     with pytest.raises(ValueError, match="2 x hidden_size = 192 is not a multiple of mamba_head_dim = 128"):
@@ -45,10 +45,10 @@ def test_query_groups_count_only_with_group_query_attention() -> None:
 
 def test_a_blocks_own_values_win() -> None:
     sizes = resolved("*{kv=1,window=16}", num_attention_heads=4, window_size="[31,0]")
-    assert sizes == Block.of("*", heads=4, kv=1, head_dim=24, window=16)
+    assert sizes == Block.from_values("*", heads=4, kv=1, head_dim=24, window=16)
     assert resolved("*{window=none}", num_attention_heads=4, window_size=[31, 0]).size("window") == 0
     assert resolved("E{shared=none}", num_experts=4, moe_shared_expert_intermediate_size=8).size("shared") == 0
-    assert resolved("*{linear}") == Block.of("*", linear=True)
+    assert resolved("*{linear}") == Block.from_values("*", linear=True)
 
 
 @pytest.mark.parametrize("value", ["[4095,0]", "(4095, 0)", "4095,0", [4095, 0], (4095, 0)])
@@ -103,21 +103,13 @@ def test_learned_positions_are_megatrons_default() -> None:
         ("E{topk=8}", {"num_experts": 4}, "topk 8 is more than the 4 experts"),
         ("-", {"hidden_size": None}, r"megatron\.hidden_size is missing"),
         ("-", {"vocab_size": None}, r"megatron\.vocab_size is missing"),
-        (
-            "-",
-            {"ffn_hidden_size": "wide"},
-            r"megatron\.ffn_hidden_size: expected a positive integer, got 'wide'",
-        ),
+        ("-", {"ffn_hidden_size": "wide"}, r"megatron\.ffn_hidden_size: expected a positive integer, got 'wide'"),
         ("-", {"swiglu": 1}, r"megatron\.swiglu: expected true or false, got 1"),
         ("-", {"swiglu": True, "squared_relu": True}, "choose one activation"),
         ("-", {"normalization": "rms"}, "expected one of RMSNorm, LayerNorm, got 'rms'"),
         ("*", {"num_attention_heads": 4, "window_size": [8, 8]}, "is not causal"),
         ("*", {"num_attention_heads": 4, "window_size": 8}, "expected two integers"),
-        (
-            "*",
-            {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"},
-            "write the windows into the pattern",
-        ),
+        ("*", {"num_attention_heads": 4, "window_attn_skip_freq": "[1]*3+[0]"}, "write the windows into the pattern"),
         ("-", {"softmax_type": "learnable"}, "softmax_type=learnable"),
         ("", {}, "expected at least one block"),
     ],
@@ -127,7 +119,7 @@ def test_mistakes_are_named(pattern: str, flags: dict[str, Any], message: str) -
         small(pattern, **flags)
 
 
-def test_sections_must_be_there() -> None:
+def test_sections_are_required() -> None:
     with pytest.raises(ValueError, match="model: the configuration needs this section"):
         Architecture.from_config({"megatron": SMALL})
     with pytest.raises(ValueError, match=r"model\.pattern: expected a pattern"):
@@ -142,7 +134,7 @@ def test_numbers_may_come_as_text_from_a_command_line() -> None:
 
 
 @pytest.mark.parametrize("value", ["small", "", True, [1.0], "nan", float("inf")])
-def test_what_is_no_number_is_named(value: object) -> None:
+def test_values_that_are_not_numbers_are_named(value: object) -> None:
     with pytest.raises(ValueError, match=r"megatron\.norm_epsilon: expected a number, got " + re.escape(repr(value))):
         Flags({"norm_epsilon": value}).number("norm_epsilon", 1e-5)
 

@@ -13,14 +13,14 @@ def any_blocks(draw: st.DrawFn) -> Block:
     kind = draw(st.sampled_from(sorted(VALUES)))
     sizes = [name for name in VALUES[kind] if name not in FLAGS]
     if VALUES[kind] and draw(st.integers(0, 5)) == 0:
-        return Block.of(kind, linear=True)
+        return Block.from_values(kind, linear=True)
     names = draw(st.lists(st.sampled_from(sizes), unique=True, max_size=2)) if sizes else []
-    return Block.of(kind, **{name: draw(st.integers((kind, name) not in NONE_ALLOWED, 20)) for name in names})
+    return Block.from_values(kind, **{name: draw(st.integers((kind, name) not in NONE_ALLOWED, 20)) for name in names})
 
 
 @st.composite
 def patterns(draw: st.DrawFn) -> Pattern:
-    # Repeated short sequences of few blocks: the ones that compression could get wrong.
+    # Repeated short sequences of few blocks, in which compression could make mistakes.
     palette = draw(st.lists(any_blocks(), min_size=1, max_size=3))
     motif = st.lists(st.sampled_from(palette), min_size=1, max_size=4)
     parts = draw(st.lists(st.tuples(motif, st.integers(1, 6)), min_size=1, max_size=4))
@@ -30,7 +30,7 @@ def patterns(draw: st.DrawFn) -> Pattern:
 
 
 @given(patterns())
-def test_what_is_written_reads_back(pattern: Pattern) -> None:
+def test_written_patterns_are_read_back(pattern: Pattern) -> None:
     assert parse(format(pattern)) == pattern
     assert parse(format(pattern, compress=False)) == pattern
 
@@ -98,11 +98,11 @@ def test_repeats_and_values_mean_their_plain_form(text: str, plain: str) -> None
         (("*-" * 10 + "|") * 3 + "*-" * 10, "((*-)x10|)x3(*-)x10"),
     ],
 )
-def test_compression_pays_or_is_left_out(plain: str, compressed: str) -> None:
+def test_compression_is_used_only_if_shorter(plain: str, compressed: str) -> None:
     assert format(parse(plain)) == compressed
 
 
-def test_cuts_stand_before_blocks_and_stages_may_be_empty() -> None:
+def test_cuts_are_before_blocks_and_stages_may_be_empty() -> None:
     pattern = parse("|M||*E|")
     assert pattern.cuts == (0, 1, 1, 3)
     assert pattern.stages == ((0, 0), (0, 1), (1, 1), (1, 3), (3, 3))
@@ -116,11 +116,7 @@ def test_cuts_stand_before_blocks_and_stages_may_be_empty() -> None:
     [
         ("", 0, "expected at least one block"),
         ("||", 2, "expected at least one block"),
-        (
-            "ME*m",
-            3,
-            "unknown symbol 'm': expected a block (one of M * E - G D +), '|' or '('; did you mean 'M'?",
-        ),
+        ("ME*m", 3, "unknown symbol 'm': expected a block (one of M * E - G D +), '|' or '('; did you mean 'M'?"),
         ("M/M", 1, "multi-token prediction ('/') is not supported yet"),
         ("(*-", 0, "expected ')' to close this group"),
         ("*-)", 2, "there is no open group"),
@@ -206,17 +202,17 @@ def test_compile_refuses_what_megatron_refuses(text: str) -> None:
     ],
     ids=["brackets", "value", "repeat"],
 )
-def test_what_python_could_not_read_is_a_mistake_too(text: str, position: int, message: str) -> None:
+def test_numbers_that_python_cannot_read_are_mistakes_too(text: str, position: int, message: str) -> None:
     with pytest.raises(PatternError, match="character") as raised:
         parse(text)
     assert (raised.value.position, raised.value.problem[: len(message)]) == (position, message)
 
 
 def test_a_block_has_the_notation_s_largest_size() -> None:
-    assert parse("-{ffn=2147483647}").blocks == (Block.of("-", ffn=2147483647),)
+    assert parse("-{ffn=2147483647}").blocks == (Block.from_values("-", ffn=2147483647),)
     with pytest.raises(ValueError, match="'ffn' of '-' must be at most 2147483647, got 2147483648"):
-        Block.of("-", ffn=2147483648)
+        Block.from_values("-", ffn=2147483648)
 
 
-def test_a_pattern_may_have_as_many_blocks_as_the_limit() -> None:
+def test_a_pattern_may_have_the_maximum_number_of_blocks() -> None:
     assert len(parse("Mx2048").blocks) == len(parse("(M*)x1024").blocks) == 2048

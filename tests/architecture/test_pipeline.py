@@ -1,4 +1,4 @@
-"""Balancing: optimal against brute force, deterministic, and refused where it makes no sense."""
+"""Balancing: optimal compared with brute force, deterministic, and refused for impossible settings."""
 
 from collections.abc import Callable
 from itertools import combinations
@@ -30,7 +30,7 @@ def model(blocks: int) -> Architecture:
         pattern=Pattern((Block("-"),) * blocks),
         hidden_size=8,
         vocab_size=128,
-        defaults=(Block.of("-", ffn=8),),
+        defaults=(Block.from_values("-", ffn=8),),
         seq_length=4,
     )
 
@@ -60,7 +60,7 @@ def test_no_cut_has_a_cheaper_longest_stage(problem: tuple[BlockCosts, int]) -> 
 
 
 @given(problems())
-def test_among_the_best_cuts_the_most_even_is_taken(problem: tuple[BlockCosts, int]) -> None:
+def test_the_most_even_of_the_best_cuts_is_chosen(problem: tuple[BlockCosts, int]) -> None:
     known, stages = problem
 
     def judged(cuts: tuple[int, ...]) -> tuple[float, float]:
@@ -79,10 +79,7 @@ def test_virtual_stages_keep_the_best_stage_and_only_improve_ranks(
     if stages > len(known.blocks):
         return
     cuts = balance(
-        model(len(known.blocks)),
-        pipeline_parallel=pipeline_parallel,
-        virtual_stages=virtual_stages,
-        cost=known,
+        model(len(known.blocks)), pipeline_parallel=pipeline_parallel, virtual_stages=virtual_stages, cost=known
     ).cuts
     plain = even_cuts(known, stages)
     assert max(known.of_stages(cuts)) == max(known.of_stages(plain))
@@ -171,7 +168,7 @@ def test_an_unknown_schedule_has_no_idle_share() -> None:
         ({"pipeline_parallel": 1, "cost": BlockCosts((1.0,))}, "cost has 1 blocks, but the pattern has 3"),
     ],
 )
-def test_what_cannot_be_balanced(arguments: dict[str, object], message: str) -> None:
+def test_models_that_cannot_be_balanced(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         balance(model(3), **arguments)  # type: ignore[arg-type]
 

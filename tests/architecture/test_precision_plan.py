@@ -1,4 +1,4 @@
-"""Precision plans: the notation, what it selects, and Nano's published choice in one line."""
+"""Precision plans: the notation, the blocks that it selects, and Nano's published plan in one line."""
 
 from functools import cache
 from pathlib import Path
@@ -43,7 +43,7 @@ def blocks(given: Plan, model: Architecture, precision: str) -> set[int | None]:
 
 
 def test_nanos_selective_plan_is_one_line() -> None:
-    """Nemotron 3 Nano, FP8 PTQ: blocks 5,12,19,26,33,42 and those that feed them stay BF16."""
+    """Nemotron 3 Nano, FP8 PTQ: blocks 5,12,19,26,33,42 and the blocks before them stay BF16."""
     model = architecture("nemotron3_nano_30b")
 
     assert blocks(plan(*SELECTIVE), model, "bf16") == {5, 12, 19, 26, 33, 42, 4, 11, 18, 25, 32, 41}
@@ -84,7 +84,7 @@ def test_selectors(kinds: list[str], kind: str, other: str, count: int) -> None:
     }
 
 
-def test_the_first_rule_counts() -> None:
+def test_the_first_matching_rule_applies() -> None:
     model = architecture("nemotron3_nano_tiny")
     given = plan("first 1 fp32", "M bf16", "head bf16", ".router fp32")
     found = {(each.weight.block, each.weight.part): each.precision for each in assigned(given, model)}
@@ -93,7 +93,7 @@ def test_the_first_rule_counts() -> None:
     assert (found[None, "head"], found[None, "embedding"], found[1, "router"]) == ("bf16", "bf16", "fp32")
 
 
-def test_sizes_that_a_recipe_does_not_take_are_named() -> None:
+def test_sizes_that_a_recipe_does_not_support_are_named() -> None:
     model = architecture("nemotron3_nano_tiny")
 
     assert "block 0 in_proj: out 656 is not a multiple of 128 (blockwise); use 640 or 768" in misfits(
@@ -140,7 +140,7 @@ def test_wrong_plans(section: Any, said: str) -> None:
     assert said in str(raised.value)
 
 
-def test_a_block_that_is_not_there_is_named() -> None:
+def test_a_missing_block_is_named() -> None:
     with pytest.raises(ValueError, match=r"rule '9 bf16': there is no block 9; block numbers are 0 to 7"):
         assigned(plan("9 bf16"), architecture("nemotron3_nano_tiny"))
 
@@ -150,7 +150,7 @@ def test_selectors_are_read() -> None:
     assert Selector.parse("first 2.fc1") == Selector(first=2, part="fc1")
 
 
-def test_what_a_plan_saves() -> None:
+def test_memory_that_a_plan_saves() -> None:
     model = architecture("nemotron3_nano_30b")
     stored, whole = weight_bytes(plan(*SELECTIVE), model), sum(weight.parameters for weight in weights(model))
     kept = [each.weight.parameters for each in assigned(plan(*SELECTIVE), model) if each.precision == "bf16"]
@@ -161,7 +161,7 @@ def test_what_a_plan_saves() -> None:
     assert shares[None] == 1.0
 
 
-def test_every_shipped_plan_fits_every_model_it_can() -> None:
+def test_every_shipped_plan_fits_every_compatible_model() -> None:
     names = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "precision").glob("*.yaml"))
     sections = {
         name: compose("describe", ["model=domyn_small_10b", f"precision={name}"])["precision_plan"] for name in names

@@ -1,4 +1,4 @@
-"""Times of steps: by hand, and which way they move."""
+"""Step times: calculated by hand, and whether they rise or fall with the settings."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -39,7 +39,7 @@ def step(architecture: Architecture = DENSE, *, per_node: int = 8, cuts: str | N
     return Roofline(architecture, GPU, gpus_per_node=per_node).step(layout, pattern, batch=BATCH, **overlaps)
 
 
-def test_products_are_flops_at_the_share_of_the_peak_that_is_reached() -> None:
+def test_products_take_flops_at_the_reached_share_of_the_peak() -> None:
     whole = cost.forward_flops_per_token(DENSE) * LENGTH * BATCH
     scores = 8 * 4 * 4096 * cost.attended_tokens(LENGTH) * LENGTH * BATCH  # of the attention blocks
     reached = COMPUTE * GPU.flops
@@ -80,7 +80,7 @@ def test_a_pipeline_waits_for_its_slowest_rank() -> None:
     assert step(cuts="(*-)x2|(*-)x6", pipeline_parallel=2).compute > halves.compute
 
 
-def test_gradients_are_hidden_if_they_are_asked_to_be() -> None:
+def test_overlapped_gradients_take_less_time() -> None:
     bare = step(data_parallel=16, per_node=1)
     parameters = cost.total_params(DENSE)
 
@@ -96,14 +96,14 @@ def test_gradients_are_hidden_if_they_are_asked_to_be() -> None:
     )
 
 
-def test_experts_far_away_cost_more() -> None:
+def test_experts_on_other_nodes_cost_more() -> None:
     near, far = (step(EXPERTS, data_parallel=16, expert_parallel=size) for size in (8, 16))
 
     assert 0 == step(EXPERTS, data_parallel=16).expert < near.expert < far.expert / 3
     assert far.data < near.data
 
 
-def test_a_ring_hides_behind_attention() -> None:
+def test_a_ring_overlaps_with_attention() -> None:
     hidden = step(context_parallel=2, data_parallel=8)
     slow = Roofline(DENSE, replace(GPU, nvlink=1e9), gpus_per_node=8)
     shown = slow.step(Layout(context_parallel=2, data_parallel=8), DENSE.pattern, batch=BATCH)
@@ -111,7 +111,7 @@ def test_a_ring_hides_behind_attention() -> None:
     assert hidden.context == 0 < shown.context
 
 
-def test_sizes_to_go_through() -> None:
+def test_sizes_to_try() -> None:
     assert powers(6) == [1, 2, 4]
     assert parallel_sizes([1, 2], [1, 2], [1])[:3] == [(1, 1, 1), (2, 1, 1), (1, 2, 1)]
     assert expert_sizes(EXPERTS.sizes, 24, 64) == [1, 2, 4, 8]

@@ -1,8 +1,8 @@
-"""One of the ranks of test_sharded.py: stages on parents that are whole on each rank and on those that are shared out.
+"""A rank of test_sharded.py: stages on parents that are complete on each rank and on parents distributed over ranks.
 
     torchrun --nproc-per-node 2 sharded_rank.py FOLDER
 
-FOLDER/config.json is a training config; what each kind of parent gives is written to FOLDER/KIND.pt.
+FOLDER/config.json is a training config; the results of each kind of parent are written to FOLDER/KIND.pt.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A model opened up computes what it computes as a whole."""
+"""A model run block by block computes the same as the complete model."""
 
 from collections.abc import Callable
 from dataclasses import replace as change
@@ -19,7 +19,7 @@ def tokens() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_runs_from_any_block_end_in_the_same_logits(model: str, opened: Callable[..., Any]) -> None:
+def test_runs_from_any_block_give_the_same_logits(model: str, opened: Callable[..., Any]) -> None:
     parent, _, _ = opened(model)
     with torch.no_grad(), parent.recorded() as record:
         whole = parent.logits(tokens())
@@ -32,7 +32,7 @@ def test_runs_from_any_block_end_in_the_same_logits(model: str, opened: Callable
         for number, (hidden, out) in enumerate(seen):
             assert torch.equal(parent.logits_of(parent.hidden_from(number, hidden)), whole)
             assert torch.equal(parent.block_output(number, hidden, parent.layers[number]), out)
-        assert torch.equal(parent.logits(tokens()), whole)  # nothing stayed replaced
+        assert torch.equal(parent.logits(tokens()), whole)  # no block stays replaced
 
 
 @pytest.mark.parametrize("model", FAMILIES)
@@ -47,8 +47,8 @@ def test_a_copied_block_is_the_block(model: str, opened: Callable[..., Any]) -> 
 @pytest.mark.parametrize(
     "model", [m if m == "nemotron3_nano_tiny" else pytest.param(m, marks=pytest.mark.slow) for m in FAMILIES]
 )
-def test_every_variant_runs_in_the_place_of_its_block(model: str, opened: Callable[..., Any]) -> None:
-    """In Nano every kind of block once, which others have few of."""
+def test_every_variant_can_replace_its_block(model: str, opened: Callable[..., Any]) -> None:
+    """Nano has every kind of block; other models have few kinds."""
     parent, description, _ = opened(model, *(["model.pattern=ME*-"] if model == "nemotron3_nano_tiny" else []))
     choices = Choices(ffn_multiple=8, windows=(8,), top_k=(1,))
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_every_variant_runs_in_the_place_of_its_block(model: str, opened: Callab
                 assert not torch.equal(changed, whole), variant
 
 
-def test_weights_go_in_and_out_by_checkpoint_names(opened: Callable[..., Any]) -> None:
+def test_weights_are_set_and_read_by_checkpoint_names(opened: Callable[..., Any]) -> None:
     parent, _, _ = opened("nemotron3_nano_tiny")
     tensors = take_tensors(parent.model)
     assert tensors["decoder.layers.1.mlp.experts.experts.linear_fc1.weight"].shape == (8, 128, 192)
@@ -75,7 +75,7 @@ def test_weights_go_in_and_out_by_checkpoint_names(opened: Callable[..., Any]) -
     put_tensors(parent.model, doubled)
 
     assert all(torch.equal(tensor, doubled[name]) for name, tensor in take_tensors(parent.model).items())
-    with pytest.raises(ValueError, match=r"output_layer\.weight: the module has it"):
+    with pytest.raises(ValueError, match=r"output_layer\.weight of the module is missing"):
         put_tensors(parent.model, {name: t for name, t in doubled.items() if name != "output_layer.weight"})
 
 

@@ -1,4 +1,4 @@
-"""Parents whose blocks are shared out among ranks: everything that Puzzle makes of them, bit for bit."""
+"""Parents whose blocks are distributed over ranks: all results of Puzzle, bit for bit."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,9 @@ WORDS = ("run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_
         pytest.param(1, marks=[pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]),
     ],
 )
-def test_shared_out_blocks_give_what_whole_ones_give(on_ranks: Callable[..., None], ranks: int, tmp_path: Path) -> None:
+def test_sharded_blocks_give_the_same_results_as_complete_ones(
+    on_ranks: Callable[..., None], ranks: int, tmp_path: Path
+) -> None:
     config = compose("train", [*WORDS, 'model.pattern="M*E-*-"'])
     (tmp_path / "config.json").write_text(json.dumps(config))
     on_ranks(Path(__file__).with_name("sharded_rank.py"), tmp_path, ranks)

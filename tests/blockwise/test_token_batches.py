@@ -1,4 +1,4 @@
-"""Batches for the stages: which rank sees which sequence, and the loss over them."""
+"""Batches for the stages: the sequences of each rank, and the loss over them."""
 
 from collections.abc import Callable
 from functools import cache
@@ -41,7 +41,9 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, number: int, count: int) -> None:
     monkeypatch.setattr(data_parallel, "count", lambda: count)
 
 
-def test_ranks_share_out_what_one_has(sequences: Callable[..., TokenBatches], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_divide_the_sequences_of_one(
+    sequences: Callable[..., TokenBatches], monkeypatch: pytest.MonkeyPatch
+) -> None:
     data = sequences("train")
     whole, first = data.batches(4), next(data.stream(3, 4))
     assert [tuple(batch.shape) for batch in whole] == [(4, 16), (4, 16), (2, 16)]
@@ -58,11 +60,11 @@ def test_ranks_share_out_what_one_has(sequences: Callable[..., TokenBatches], mo
         assert all(torch.equal(batch, other) for batch, other in zip(share, expected, strict=True))
 
 
-def test_training_and_validation_are_other_sequences(sequences: Callable[..., TokenBatches]) -> None:
+def test_training_and_validation_use_different_sequences(sequences: Callable[..., TokenBatches]) -> None:
     assert not torch.equal(sequences("train").batch(0, 4), sequences("valid").batch(0, 4))
 
 
-def test_what_cannot_be_shared_is_refused(
+def test_indivisible_batches_are_refused(
     sequences: Callable[..., TokenBatches], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = sequences("train")
@@ -84,7 +86,7 @@ def test_the_loss_is_the_mean_over_tokens_of_megatrons_logits(opened: Callable[.
             logits = parent.model(tokens, places, None)
         return cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
 
-    # Batches of other sizes: each token counts the same.
+    # Batches of different sizes: each token has the same weight.
     assert evaluate.loss(parent, [tokens[:2], tokens[2:]]) == pytest.approx(expected(), rel=1e-5)
     without = evaluate.loss(parent, [tokens], {1: None})
     parent.model.decoder.layers[1].mlp.linear_fc2.weight.data.zero_()

@@ -149,7 +149,7 @@ def hybrid_puzzle(random: Random) -> Sections:
 
 
 def dense_puzzle(random: Random) -> Sections:
-    """A child of Domyn-Small, with fused FFNs and blocks left out."""
+    """A child of Domyn-Small, with fused FFNs and omitted blocks."""
     sections = domyn(random)
     sections["model"] |= {"name": "dense_puzzle", "pattern": "*-{ffn=80}--{ffn=24}*{kv=1}*{linear}-*{window=6}"}
     return sections
@@ -177,7 +177,7 @@ def olmo3(random: Random) -> Sections:
 
 
 def _square(sections: Sections) -> None:
-    """Heads whose total width is the hidden size, as OLMo's classes assume."""
+    """Heads whose total width equals the hidden size, as OLMo's classes assume."""
     megatron = sections["megatron"]
     megatron["kv_channels"] = random_even(megatron["hidden_size"] // megatron["num_attention_heads"])
     megatron["hidden_size"] = megatron["kv_channels"] * megatron["num_attention_heads"]
@@ -250,7 +250,7 @@ def spread_out(name: str, tensor: torch.Tensor) -> None:
     if "inv_freq" in name:
         return
     if "dt_bias" in name:
-        tensor[0] = -9.0  # a time step of 1e-4, which nobody may clamp
+        tensor[0] = -9.0  # a time step of 1e-4, which no implementation may clamp
         return
     if tensor.dim() == 1:
         tensor.add_(torch.randn_like(tensor) * 0.3)

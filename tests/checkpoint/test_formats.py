@@ -72,7 +72,7 @@ def test_every_parameter_is_mapped_exactly_once(family: str, random_sections: Ca
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_full_size_models_have_their_published_class_and_as_many_parameters(model: str) -> None:
+def test_full_size_models_have_their_published_class_and_parameter_count(model: str) -> None:
     from nemo_ext.architecture.cost import parameters
 
     description = from_config(compose("describe", [f"model={model}"]))
@@ -169,7 +169,7 @@ LLAMA3 = {
 
 
 def _random_rope(random: Random) -> dict[str, Any]:
-    """Keys of RoPE as published config.json files have them, in any of the places where transformers looks."""
+    """RoPE keys as in published config.json files, in any of the places where transformers looks."""
 
     def sometimes(**keys: list[Any]) -> dict[str, Any]:
         return {name: random.choice(values) for name, values in keys.items() if random.random() < 0.3}
@@ -207,7 +207,7 @@ def _random_rope(random: Random) -> dict[str, Any]:
 def test_rotary_embeddings_are_those_of_transformers(
     model: str, random_sections: Callable[[str, int], Sections]
 ) -> None:
-    """Equal frequencies and concentration for each config that both read; what transformers cannot run is refused."""
+    """Equal frequencies and concentration for each config that both read; other configs are refused."""
     transformers = pytest.importorskip("transformers")
     modeling = pytest.importorskip(f"transformers.models.{model.lower()}.modeling_{model.lower()}")
     _, config = choose(from_config(random_sections(f"{model}ForCausalLM", 3)))
@@ -276,7 +276,7 @@ def test_rotary_embeddings_are_those_of_transformers(
         ("NemoExtBlocksForCausalLM", {"blocks": [{"kind": "rnn"}]}, "block 1: kind='rnn'"),
     ],
 )
-def test_what_megatron_cannot_compute_is_refused_by_its_key(
+def test_keys_that_megatron_cannot_compute_are_refused(
     architecture: str, changes: dict[str, Any], message: str, random_sections: Callable[[str, int], Sections]
 ) -> None:
     _, config = choose(from_config(random_sections(architecture, 3)))
@@ -305,7 +305,7 @@ def test_blocks_without_an_activation_have_silu(random_sections: Callable[[str, 
     assert read(through_json(config))[1].activation == "silu"
 
 
-def test_an_unknown_class_names_the_nearest() -> None:
+def test_an_unknown_class_suggests_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="did you mean 'LlamaForCausalLM'"):
         named("LLamaForCausalLM")
     with pytest.raises(ValueError, match="quantised"):
@@ -320,7 +320,7 @@ def test_an_unknown_class_names_the_nearest() -> None:
         (["model=llama_nemotron_tiny", "megatron.add_qkv_bias=true"], "biases on q, k and v only"),
     ],
 )
-def test_a_model_that_no_format_can_express_is_told_why(overrides: list[str], reason: str) -> None:
+def test_a_model_that_no_format_can_express_gets_the_reasons(overrides: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match="no Hugging Face format") as caught:
         choose(from_config(compose("describe", overrides)))
 
@@ -347,7 +347,7 @@ def test_a_changed_block_is_named_in_the_difference() -> None:
     assert "block 5: none in the checkpoint" in differences(shorter, ours)["pattern"]
 
 
-def test_remarks_say_what_vllm_does_not_know() -> None:
+def test_remarks_name_settings_that_vllm_ignores() -> None:
     description = from_config(
         compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="-*{window=8}-{linear}"'])
     )
@@ -375,7 +375,7 @@ def with_gaps() -> Any:
     )[1]
 
 
-def test_layer_numbers_are_for_the_format_that_has_them() -> None:
+def test_layer_numbers_are_refused_by_formats_without_them() -> None:
     description = with_gaps()
     assert description.hf_layers == (0, 0, 2)
     for architecture in ("DeciLMForCausalLM", "NemoExtBlocksForCausalLM"):
@@ -397,7 +397,7 @@ def test_layer_numbers_are_for_the_format_that_has_them() -> None:
         ((-1, 0, 1), 3, "block 1"),
     ],
 )
-def test_layer_numbers_that_no_child_has_are_refused(layers: tuple[int, ...], count: int | None, message: str) -> None:
+def test_invalid_layer_numbers_are_refused(layers: tuple[int, ...], count: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(with_gaps(), hf_layers=layers, hf_layer_count=count)
 
@@ -410,7 +410,7 @@ def test_layer_numbers_that_no_child_has_are_refused(layers: tuple[int, ...], co
         ({"num_experts_per_tok": 1, "norm_topk_prob": None}, "norm_topk_prob=True"),
     ],
 )
-def test_hybrid_settings_that_megatron_has_fixed_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_hybrid_settings_that_are_fixed_in_megatron_are_refused(changes: dict[str, Any], message: str) -> None:
     _, config = choose(from_config(compose("describe", ["model=nemotron3_nano_tiny"])))
     with pytest.raises(ValueError, match=re.escape(message)):
         read(through_json(config) | changes)
@@ -425,7 +425,7 @@ def test_hybrid_settings_that_megatron_has_fixed_are_refused(changes: dict[str, 
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": True}},
     ],
 )
-def test_rope_of_the_wrong_kind_is_told(changes: dict[str, Any], random_sections: Callable[..., Sections]) -> None:
+def test_the_wrong_kind_of_rope_is_named(changes: dict[str, Any], random_sections: Callable[..., Sections]) -> None:
     _, config = choose(from_config(random_sections("LlamaForCausalLM", 3)))
     with pytest.raises(ValueError, match=r"config\.json: .*rope|RoPE"):
         read(through_json(config) | changes)
@@ -435,7 +435,7 @@ def test_rope_of_the_wrong_kind_is_told(changes: dict[str, Any], random_sections
     "flag",
     ["use_mup", "activation_func_clamp_value", "glu_linear_offset", "no_rope_freq", "qk_l2_norm", "softmax_type"],
 )
-def test_settings_that_change_the_function_unseen_are_refused(flag: str) -> None:
+def test_settings_that_silently_change_the_function_are_refused(flag: str) -> None:
     with pytest.raises(ValueError, match=f"megatron.{flag}"):
         from_config(compose("describe", ["model=llama_nemotron_tiny", f"++megatron.{flag}=1"]))
 

@@ -1,6 +1,6 @@
-"""Pickles that run a program when they are read, in every place of a checkpoint where a reader meets one.
+"""Pickles that run a program when they are read, in every place of a checkpoint where a reader finds one.
 
-Each of them makes a file when it runs; that the file is not there afterwards is the test.
+Each of them makes a file when it runs; tests check that the file does not exist afterwards.
 """
 
 import io
@@ -48,7 +48,7 @@ def text(word: str) -> bytes:
 
 
 def named(module: str, name: str) -> bytes:
-    """Opcodes that push what a module calls so; the name may have dots."""
+    """Opcodes that push an attribute of a module; the name may have dots."""
     return text(module) + text(name) + b"\x93"
 
 
@@ -71,11 +71,7 @@ RUNS: dict[str, Callable[[Path], bytes]] = {
     "exec": lambda marker: pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w').close()")),
     "a chain of getattr": lambda marker: of_opcodes(
         called(
-            called(
-                named("builtins", "getattr"),
-                called(named("builtins", "__import__"), text("os")),
-                text("system"),
-            ),
+            called(named("builtins", "getattr"), called(named("builtins", "__import__"), text("os")), text("system")),
             touch(marker),
         )
     ),
@@ -114,7 +110,7 @@ def marker(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Those of the steps 10 and 20, each with a tensor and an object."""
+    """Checkpoints of the steps 10 and 20, each with a tensor and an object."""
     folder = tmp_path_factory.mktemp("whole")
     for step in (10, 20):
         writer = FileSystemWriter(folder / f"iter_{step:07d}")
@@ -125,14 +121,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def checkpoints(whole: Path, tmp_path: Path) -> Path:
-    """A copy to spoil."""
+    """A copy to corrupt."""
     return Path(shutil.copytree(whole, tmp_path / "checkpoints"))
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_the_pickles_here_do_run_where_nothing_stops_them(
-    kind: str, marker: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pickles_run_without_protection(kind: str, marker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Separate processes, as an earlier test may have imported Megatron in this one.
     monkeypatch.delenv(FORCED, raising=False)
     monkeypatch.setattr(torch.storage, "_load_from_bytes", LOAD_FROM_BYTES)
@@ -143,7 +137,7 @@ def test_the_pickles_here_do_run_where_nothing_stops_them(
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_metadata_run_nothing(kind: str, marker: Path, checkpoints: Path) -> None:
+def test_metadata_are_read_without_running_them(kind: str, marker: Path, checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
     (newest / METADATA).write_bytes(RUNS[kind](marker))
 
@@ -165,18 +159,12 @@ def test_metadata_run_nothing(kind: str, marker: Path, checkpoints: Path) -> Non
             {"run_dir": str(checkpoints / "new"), "megatron": {"pretrained_checkpoint": str(checkpoints)}}
         ),
         lambda checkpoints: check_of_run(
-            {
-                "run_dir": str(checkpoints / "new"),
-                "megatron": {},
-                "distillation": {"teacher": str(checkpoints.parent)},
-            }
+            {"run_dir": str(checkpoints / "new"), "megatron": {}, "distillation": {"teacher": str(checkpoints.parent)}}
         ),
     ],
     ids=["convert", "convert a run", "merge", "reader", "resume", "start from", "teacher"],
 )
-def test_commands_refuse_metadata_that_run_something(
-    command: Callable[[Path], object], marker: Path, checkpoints: Path
-) -> None:
+def test_commands_refuse_malicious_metadata(command: Callable[[Path], object], marker: Path, checkpoints: Path) -> None:
     (checkpoints / "iter_0000020" / METADATA).write_bytes(RUNS["in a storage record"](marker))
 
     with pytest.raises(ValueError, match=r"names \w+\.system, which checkpoint records never need"):
@@ -185,7 +173,7 @@ def test_commands_refuse_metadata_that_run_something(
     assert not marker.exists()
 
 
-def test_a_resumed_run_goes_on_from_the_one_before(marker: Path, checkpoints: Path) -> None:
+def test_a_resumed_run_uses_the_previous_checkpoint(marker: Path, checkpoints: Path) -> None:
     (checkpoints / "iter_0000020" / METADATA).write_bytes(RUNS["os.system"](marker))
 
     said = fall_back(checkpoints)
@@ -228,14 +216,14 @@ def test_classes_and_members_of_enums_keep_their_attributes(content: bytes, chec
 
 
 @pytest.mark.parametrize("content", [b"\x80\x04X\x01\x00\x00\x00aQ.", b"\x80\x04N.", b"", b"\x80"], ids=repr)
-def test_other_pickles_are_no_metadata(content: bytes, checkpoints: Path) -> None:
+def test_other_pickles_are_not_accepted_as_metadata(content: bytes, checkpoints: Path) -> None:
     (checkpoints / "iter_0000020" / METADATA).write_bytes(content)
 
     with pytest.raises(CheckpointError, match=r"\.metadata: .*copy it again"):
         whole_files(checkpoints / "iter_0000020")
 
 
-def test_metadata_name_files_of_their_folder_alone(checkpoints: Path) -> None:
+def test_metadata_name_only_files_of_their_folder(checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
     metadata = read_metadata(newest)
     for info in metadata.storage_data.values():
@@ -253,12 +241,12 @@ def with_object(checkpoints: Path, value: object) -> Path:
     return newest
 
 
-def test_objects_of_a_whole_checkpoint_pass(checkpoints: Path) -> None:
+def test_objects_of_a_complete_checkpoint_are_accepted(checkpoints: Path) -> None:
     for newest in (checkpoints / "iter_0000020", with_object(checkpoints, [None, {"seed": torch.arange(3)}])):
         check_objects(newest, whole_files(newest))
 
 
-def test_arrays_pass_after_another_library_has_unregistered_them(megatron: None, checkpoints: Path) -> None:
+def test_arrays_are_accepted_after_another_library_unregistered_them(megatron: None, checkpoints: Path) -> None:
     with_object(checkpoints, np.arange(3, dtype=np.uint32))
     with torch.serialization.safe_globals([np.ndarray]):  # as transformers' Trainer does when it resumes
         pass
@@ -266,7 +254,7 @@ def test_arrays_pass_after_another_library_has_unregistered_them(megatron: None,
     check_of_run({"run_dir": str(checkpoints.parent), "megatron": {}})
 
 
-def test_objects_among_the_shards_run_nothing(megatron: None, marker: Path, checkpoints: Path) -> None:
+def test_malicious_objects_in_shards_are_not_run(megatron: None, marker: Path, checkpoints: Path) -> None:
     newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
 
     with pytest.raises(Unsafe, match=r"\.distcp \(state\): names \w+\.system"):
@@ -276,7 +264,7 @@ def test_objects_among_the_shards_run_nothing(megatron: None, marker: Path, chec
     assert not marker.exists()
 
 
-def test_the_user_may_let_an_object_through(marker: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_may_allow_an_object(marker: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = with_object(checkpoints, Calls(os.system, f"touch {marker}"))
     monkeypatch.setenv(FORCED, "0")
 
@@ -286,7 +274,7 @@ def test_the_user_may_let_an_object_through(marker: Path, checkpoints: Path, mon
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_the_common_state_runs_nothing(zipped: bool, marker: Path, checkpoints: Path) -> None:
+def test_a_malicious_common_state_is_not_run(zipped: bool, marker: Path, checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
     evil = saved({"args": Calls(os.system, f"touch {marker}")}, _use_new_zipfile_serialization=zipped)
     (newest / COMMON).write_bytes(evil)
@@ -297,7 +285,7 @@ def test_the_common_state_runs_nothing(zipped: bool, marker: Path, checkpoints: 
     assert not marker.exists()
 
 
-def test_a_script_of_torch_in_place_of_the_common_state_runs_nothing(checkpoints: Path) -> None:
+def test_a_torchscript_archive_as_common_state_is_not_run(checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
     torch.jit.save(torch.jit.script(torch.nn.Identity()), newest / COMMON)
 
@@ -313,7 +301,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
     only_data()
 
 
-def test_torch_itself_runs_the_object_without_the_guard(
+def test_torch_runs_the_object_without_the_guard(
     marker: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FORCED, raising=False)
@@ -326,7 +314,7 @@ def test_torch_itself_runs_the_object_without_the_guard(
 
 @pytest.mark.usefixtures("guarded")
 @pytest.mark.parametrize("where", ["object", "metadata"])
-def test_torch_itself_runs_nothing_in_a_rank(where: str, marker: Path, checkpoints: Path) -> None:
+def test_torch_does_not_run_the_object_in_a_rank(where: str, marker: Path, checkpoints: Path) -> None:
     newest = checkpoints / "iter_0000020"
     if where == "object":
         with_object(checkpoints, Calls(os.system, f"touch {marker}"))
@@ -340,7 +328,7 @@ def test_torch_itself_runs_nothing_in_a_rank(where: str, marker: Path, checkpoin
 
 
 @pytest.mark.usefixtures("guarded")
-def test_a_rank_reads_a_whole_checkpoint_as_torch_does(checkpoints: Path) -> None:
+def test_a_rank_reads_a_complete_checkpoint_as_torch_does(checkpoints: Path) -> None:
     state: dict[str, Any] = {"w": torch.zeros(8), "state": None}
 
     load(state, storage_reader=FileSystemReader(checkpoints / "iter_0000020"), no_dist=True)
@@ -348,7 +336,7 @@ def test_a_rank_reads_a_whole_checkpoint_as_torch_does(checkpoints: Path) -> Non
     assert state["w"].eq(20).all() and state["state"] == "of step 20"
 
 
-def test_the_record_of_an_interrupted_conversion_runs_nothing(marker: Path, tmp_path: Path) -> None:
+def test_a_malicious_conversion_record_is_not_run(marker: Path, tmp_path: Path) -> None:
     writer = TorchDistWriter(tmp_path / "release", [])
 
     with pytest.raises(Unsafe, match=r"names \w+\.system"):
@@ -357,7 +345,7 @@ def test_the_record_of_an_interrupted_conversion_runs_nothing(marker: Path, tmp_
     assert not marker.exists()
 
 
-def test_arrays_run_nothing(marker: Path, tmp_path: Path) -> None:
+def test_malicious_arrays_are_not_run(marker: Path, tmp_path: Path) -> None:
     order = tmp_path / "domains" / "order.npz"
     order.parent.mkdir()
     np.savez(order, domain=np.zeros((1, 1)), names=np.array([Calls(os.system, f"touch {marker}")], dtype=object))

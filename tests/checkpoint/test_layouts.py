@@ -1,4 +1,4 @@
-"""A converted checkpoint starts a run at any tensor, pipeline and expert parallel size, and its exports are whole."""
+"""A converted checkpoint starts a run at any tensor, pipeline and expert parallel size; its exports are complete."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ LAYOUTS = {
         pytest.param("llama_nemotron_tiny", "tensor and sequence", marks=pytest.mark.deep),
     ],
 )
-def test_weights_go_into_a_layout_and_come_back_bit_for_bit(
+def test_weights_survive_a_layout_bit_for_bit(
     model: str, layout: str, hf_folder: Callable[..., Any], train_ranks: Callable[..., Any], tmp_path: Path
 ) -> None:
     sections = compose("describe", [f"model={model}"])

@@ -83,7 +83,7 @@ def megatron(folder: Path, source: Path) -> Path:
 
 
 def change(folder: Path, name: str, tensor: torch.Tensor | None) -> None:
-    """Put another tensor into a Hugging Face folder, or take one out."""
+    """Add, replace or remove a tensor of a Hugging Face folder."""
     weights = load_file(folder / "model.safetensors")
     weights.pop(name, None)
     save_file(weights if tensor is None else {**weights, name: tensor}, folder / "model.safetensors")
@@ -94,7 +94,7 @@ def made(sources: Sequence[Path], to: Path, **chosen: Any) -> list[Path]:
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a Hugging Face folder, or of a release, through our readers, which copies none."""
+    """The tensors of a Hugging Face folder or a release, through our readers, without copying."""
     is_hf = (folder / "config.json").is_file()
     reader = SafetensorsReader(folder) if is_hf else TorchDistReader(folder / "release")
     return {name: reader.read(name).clone() for name in reader.tensors}
@@ -137,7 +137,7 @@ def test_a_soup_is_the_average_in_fp64_rounded_once(
         shares = weights or [1 / 3] * 3
         expected = sum(w * each[name].double() for w, each in zip(shares, given_, strict=True))
         assert tensor.dtype == dtype
-        # Half a step of the stored type, and fp32's rounding of the terms where it is fp32 that adds them.
+        # Half a step of the stored type, and the rounding of the terms where fp32 adds them.
         adding = 1e-14 if dtype == torch.float32 else 4e-6
         allowed = torch.finfo(dtype).eps / 2 * expected.abs() + adding
         assert ((tensor.double() - expected).abs() <= allowed).all(), name
@@ -153,7 +153,7 @@ NUMBERS = st.floats(-1e3, 1e3, width=32)
     shares=st.lists(st.floats(-1, 3), min_size=5, max_size=5),
     dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
 )
-def test_any_weights_average_and_leave_alone_what_agrees(
+def test_any_weights_average_and_equal_tensors_stay_unchanged(
     rows: list[list[float]], shares: list[float], dtype: torch.dtype
 ) -> None:
     weights = [*shares[: len(rows) - 1], 1 - sum(shares[: len(rows) - 1])]
@@ -170,7 +170,7 @@ def test_any_weights_average_and_leave_alone_what_agrees(
     assert bits(average([tensors[0]] * len(rows), weights)) == bits(tensors[0])
 
 
-def test_an_average_goes_through_tensors_larger_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_larger_than_a_chunk_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merging, "CHUNK", 4)
     first, second = torch.arange(30.0).view(2, 3, 5), torch.arange(30.0).view(2, 3, 5) + 1
 
@@ -180,7 +180,7 @@ def test_an_average_goes_through_tensors_larger_than_a_chunk(monkeypatch: pytest
     assert average([torch.empty(0, 3)] * 2, [0.5, 0.5]).shape == (0, 3)
 
 
-def test_what_all_checkpoints_share_stays_bit_for_bit(tmp_path: Path) -> None:
+def test_tensors_that_all_checkpoints_share_stay_bit_for_bit(tmp_path: Path) -> None:
     sources = [hugging_face(tmp_path / name, 0, dtype=torch.bfloat16) for name in "abc"]
     for source in sources:
         change(source, "model.norm.weight", torch.tensor([-0.0, 1e-40] * 8, dtype=torch.bfloat16))
@@ -190,7 +190,7 @@ def test_what_all_checkpoints_share_stays_bit_for_bit(tmp_path: Path) -> None:
         assert same_bits(weights_of(soup), weights_of(sources[0]))
 
 
-def test_points_lie_on_the_line_and_its_ends_are_copies(three: list[Path], tmp_path: Path) -> None:
+def test_points_are_on_the_line_and_its_ends_are_copies(three: list[Path], tmp_path: Path) -> None:
     first, second = three[:2]
     change(first, "model.norm.weight", torch.full((HIDDEN,), -0.0))
 
@@ -217,7 +217,7 @@ def test_a_checkpoint_without_weight_is_not_read(three: list[Path], tmp_path: Pa
     assert same_bits(weights_of(soup), weights_of(three[0]))
 
 
-def test_negative_weights_and_the_same_checkpoint_twice_are_told(three: list[Path], tmp_path: Path) -> None:
+def test_negative_weights_and_repeated_checkpoints_are_reported(three: list[Path], tmp_path: Path) -> None:
     first, second, _ = three
     soup = tmp_path / "soup"
 
@@ -241,7 +241,7 @@ def test_a_hugging_face_soup_has_the_files_of_the_first(three: list[Path], tmp_p
 
     (soup,) = merge(planned, progress=False)
 
-    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} differs from that of {three[0]}, which is used"]
+    assert planned.remarks == [f"{three[1] / 'tokenizer.json'} differs from the tokenizer of {three[0]}, which is used"]
     files = ("config.json", "tokenizer.json", "modeling_own.py")
     assert {file.name for file in soup.iterdir()} == {*files, "model.safetensors", "conversion.json"}
     assert all((soup / name).read_bytes() == (three[0] / name).read_bytes() for name in files)
@@ -284,7 +284,7 @@ def test_configs_of_different_models_are_refused(config: dict[str, Any], said: s
         plan(sources, tmp_path / "soup", Settings())
 
 
-def test_configs_of_an_unknown_model_are_compared_word_by_word(tmp_path: Path) -> None:
+def test_configs_of_an_unknown_model_are_compared_key_by_key(tmp_path: Path) -> None:
     own = {"architectures": ["OwnForCausalLM"], "own_setting": 3}
     a = hugging_face(tmp_path / "a", 0, **own, transformers_version="4.57", torch_dtype="float32")
     b = hugging_face(tmp_path / "b", 1, **own, transformers_version="5.0", _name_or_path="elsewhere")
@@ -295,7 +295,7 @@ def test_configs_of_an_unknown_model_are_compared_word_by_word(tmp_path: Path) -
         plan([a, c], tmp_path / "other", Settings())
 
 
-def test_what_does_not_decide_the_model_may_differ(tmp_path: Path) -> None:
+def test_keys_that_do_not_define_the_model_may_differ(tmp_path: Path) -> None:
     a = hugging_face(tmp_path / "a", 0)
     b = hugging_face(tmp_path / "b", 1, max_position_embeddings=128, bos_token_id=3, transformers_version="5.0")
 
@@ -343,7 +343,7 @@ def test_nan_is_refused_and_its_checkpoint_named(three: list[Path], tmp_path: Pa
     assert weights_of(soup)["lm_head.weight"].isnan().sum() == 2
 
 
-def test_a_checkpoint_that_changes_meanwhile_is_noticed(
+def test_a_checkpoint_that_changes_during_averaging_is_noticed(
     three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = plan(three, tmp_path / "soup", Settings())
@@ -391,7 +391,7 @@ def test_megatron_loads_an_average_of_hybrid_models(
     build_sections: Callable[..., torch.nn.Module],
     tmp_path: Path,
 ) -> None:
-    """Megatron's own loader, for experts that were converted one by one and are averaged whole."""
+    """Megatron's own loader, for experts that were converted one by one and are averaged together."""
     from megatron.core import dist_checkpointing
 
     sections = random_sections(family, 2)
@@ -412,7 +412,7 @@ def test_megatron_loads_an_average_of_hybrid_models(
 
 
 def run_directory(folder: Path, first: Path, second: Path, **megatron_section: Any) -> Path:
-    """A run with two iterations, as training leaves them, but for the optimizer."""
+    """A run with two iterations as written by training, without the optimizer."""
     for number, source in ((10, first), (20, second)):
         converted = megatron(folder / "converted" / str(number), source)
         (folder / "checkpoints").mkdir(exist_ok=True)
@@ -485,7 +485,7 @@ def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: lis
     assert not (soup / "model").exists()
 
 
-# What is refused before anything is opened
+# Refusals before anything is opened
 
 
 @pytest.mark.parametrize(
@@ -512,14 +512,14 @@ def test_models_that_no_format_describes_are_averaged_by_their_shapes(three: lis
         (2, {"shard_gigabytes": 0}, "shard_gigabytes=0: expected a positive number"),
     ],
 )
-def test_what_does_not_fit_is_one_clear_message(
+def test_invalid_settings_give_one_clear_message(
     count: int, chosen: dict[str, Any], said: str, three: list[Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=said):
         plan(three[:count], tmp_path / "soup", Settings(**chosen))
 
 
-def test_the_weights_that_are_suggested_are_accepted(three: list[Path], tmp_path: Path) -> None:
+def test_suggested_weights_are_accepted(three: list[Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean") as refused:
         plan(three, tmp_path / "soup", Settings(weights=[1, 1, 1]))
 
@@ -528,13 +528,13 @@ def test_the_weights_that_are_suggested_are_accepted(three: list[Path], tmp_path
     assert plan(three, tmp_path / "soup", Settings(weights=suggested)).targets[0].weights == pytest.approx([1 / 3] * 3)
 
 
-def test_weights_that_nearly_sum_to_1_are_made_to(three: list[Path], tmp_path: Path) -> None:
+def test_weights_that_nearly_sum_to_1_are_normalized(three: list[Path], tmp_path: Path) -> None:
     planned = plan(three, tmp_path / "soup", Settings(weights=[0.3333333, 0.3333333, 0.3333333]))
 
     assert planned.targets[0].weights == pytest.approx([1 / 3] * 3, abs=1e-15)
 
 
-def test_folders_that_are_missing_or_of_two_formats_are_refused(three: list[Path], tmp_path: Path) -> None:
+def test_missing_folders_and_mixed_formats_are_refused(three: list[Path], tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     other = megatron(tmp_path / "b_megatron", three[1])
 
@@ -550,7 +550,7 @@ def test_folders_that_are_missing_or_of_two_formats_are_refused(three: list[Path
         plan([other, other], tmp_path / "soup", Settings(iterations=[7]))
 
 
-def test_the_room_for_all_points_is_asked_for_before_the_first(
+def test_space_for_all_points_is_checked_before_the_first(
     three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = plan(three[:2], tmp_path / "line", Settings(points=[0, 0.5, 1]))
@@ -566,77 +566,64 @@ def test_the_room_for_all_points_is_asked_for_before_the_first(
 # Resuming
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, stop: int | None = None) -> list[None]:
+    """List with an item for each tensor that is averaged; Ctrl-C arrives at number `stop`."""
+    calls: list[None] = []
+
+    def count(*arguments: Any) -> torch.Tensor:
+        calls.append(None)
+        if len(calls) == stop:
+            raise KeyboardInterrupt
+        return average(*arguments)
+
+    monkeypatch.setattr(merging, "average", count)
+    return calls
+
+
 @pytest.mark.parametrize("is_hf", [True, False])
-def test_an_interrupted_average_goes_on(
+def test_an_interrupted_average_resumes(
     is_hf: bool, three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sources = three if is_hf else [megatron(tmp_path / f"{source.name}_megatron", source) for source in three]
     whole = made(sources, tmp_path / "whole", shard_gigabytes=ONE_TENSOR_A_PART)[0]
-    count, calls = len(weights_of(whole)), 0
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", interrupted)
+    count, calls = len(weights_of(whole)), counted(monkeypatch, stop=6)
     with pytest.raises(KeyboardInterrupt):
         made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
     assert not (tmp_path / "soup").exists()
     (soup,) = made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
 
-    assert calls == 6 + count - 5
+    assert len(calls) == 6 + count - 5
     assert same_bits(weights_of(soup), weights_of(whole))
     assert {file.name for file in soup.rglob("*")} == {
         file.name if file.name != "whole.yaml" else "soup.yaml" for file in whole.rglob("*")
     }
     made(sources, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
-    assert calls == 6 + count - 5
+    assert len(calls) == 6 + count - 5
 
 
-def test_other_weights_do_not_go_on_from_what_is_left(
+def test_other_weights_do_not_resume_an_interrupted_average(
     three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = 0
-
-    def interrupted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 6:
-            raise KeyboardInterrupt
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", interrupted)
+    calls = counted(monkeypatch, stop=6)
     with pytest.raises(KeyboardInterrupt):
         made(three, tmp_path / "soup", shard_gigabytes=ONE_TENSOR_A_PART)
     (soup,) = made(three, tmp_path / "soup", weights=[0.5, 0.3, 0.2], shard_gigabytes=ONE_TENSOR_A_PART)
 
-    assert calls == 6 + len(SHAPES)
+    assert len(calls) == 6 + len(SHAPES)
     assert same_bits(weights_of(soup), weights_of(made(three, tmp_path / "whole", weights=[0.5, 0.3, 0.2])[0]))
 
 
-def test_points_that_are_there_are_not_made_again(
-    three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = 0
-
-    def counted(*arguments: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return average(*arguments)
-
-    monkeypatch.setattr(merging, "average", counted)
+def test_existing_points_are_not_made_again(three: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = counted(monkeypatch)
     made(three[:2], tmp_path / "line", points=[0.25, 0.5])
-    assert calls == 2 * len(SHAPES)
+    assert len(calls) == 2 * len(SHAPES)
     made(three[:2], tmp_path / "line", points=[0.25, 0.75, 0.5])
 
-    assert calls == 3 * len(SHAPES)
+    assert len(calls) == 3 * len(SHAPES)
     assert {folder.name for folder in (tmp_path / "line").iterdir()} == {"t0.25", "t0.5", "t0.75"}
 
 
-def test_a_folder_with_something_else_is_left_alone(three: list[Path], tmp_path: Path) -> None:
+def test_a_folder_with_other_content_is_not_changed(three: list[Path], tmp_path: Path) -> None:
     before = weights_of(three[2])
 
     with pytest.raises(ValueError, match="exists and holds something else"):
@@ -654,7 +641,7 @@ def job(command: Callable[..., Any], tmp_path: Path) -> Callable[..., tuple[int,
     return functools.partial(command, "merge", cwd=tmp_path)
 
 
-def test_the_job_averages_and_says_so(
+def test_the_job_averages_and_reports_it(
     three: list[Path], job: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
     code, out, err = job("from=[a,b]", "to=line", "points=[0,0.5]")
@@ -697,7 +684,7 @@ def test_a_dry_run_lists_everything_and_writes_nothing(
         (("from=[a,b]", "verify=perhaps"), "verify=perhaps: expected true or false"),
     ],
 )
-def test_the_job_refuses_what_is_no_setting(words: tuple[str, ...], said: str) -> None:
+def test_the_job_refuses_unknown_settings(words: tuple[str, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         merging.run(compose("merge", ["to=soup", *words]))
 
@@ -714,7 +701,7 @@ def test_help_and_config_need_no_torch(word: str, said: str, tmp_path: Path) -> 
     assert alone.stdout.splitlines()[-1] == "False"
 
 
-def test_an_interruption_ends_with_130_and_says_how_to_go_on(
+def test_an_interruption_ends_with_130_and_explains_how_to_resume(
     job: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: object) -> None:

@@ -32,7 +32,7 @@ def convert(source: Path, to: Path, sections: Mapping[str, Any] | None = None) -
 
 
 def load(model: torch.nn.Module, checkpoint: Path) -> torch.nn.Module:
-    """Megatron's own loader; a key that only one side has is an error."""
+    """Megatron's own loader; a key on only one side is an error."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -59,7 +59,7 @@ def positions(tokens: torch.Tensor) -> torch.Tensor:
 def pair(
     hf_folder: Callable[..., Any], build_sections: Callable[..., torch.nn.Module], tmp_path: Path
 ) -> Callable[[Sections], tuple[Path, torch.nn.Module, torch.nn.Module]]:
-    """The folder that transformers wrote, its model, and the same model in Megatron, through files."""
+    """The folder that transformers wrote, its model, and the same model converted to Megatron through files."""
 
     def make(sections: Sections) -> tuple[Path, torch.nn.Module, torch.nn.Module]:
         folder, reference = hf_folder(sections)
@@ -100,7 +100,7 @@ def test_logits_loss_and_gradients_agree_and_the_round_trip_is_exact(
 
 
 def assert_gradients_agree(reference: torch.nn.Module, model: torch.nn.Module, sections: Sections, tmp: Path) -> None:
-    """Megatron's gradients, saved by Megatron as if they were weights and converted, against transformers'."""
+    """Megatron's gradients, saved by Megatron as weights and converted, compared with transformers'."""
     from megatron.core import dist_checkpointing
 
     with torch.no_grad():
@@ -117,8 +117,8 @@ def assert_gradients_agree(reference: torch.nn.Module, model: torch.nn.Module, s
     largest = max(gradient.norm() for gradient in expected.values())
     for name, gradient in expected.items():
         if "e_score_correction_bias" in name:
-            continue  # no parameter in either: it is moved by the load, not by a gradient
-        # Some gradients are zero but for rounding (a key's bias, say): they are held against the largest.
+            continue  # not a parameter in either: it changes with the load, not by a gradient
+        # Some gradients are zero except for rounding (e.g. a key's bias): they are compared with the largest.
         assert (got[name] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-6 * largest, name
 
 
@@ -126,7 +126,7 @@ def assert_gradients_agree(reference: torch.nn.Module, model: torch.nn.Module, s
 def test_greedy_decoding_gives_the_same_tokens(
     family: str, random_sections: Callable[..., Sections], pair: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The model that transformers loads from our export, with its cache, against the whole prefix in Megatron."""
+    """transformers' model of our export, with its cache, compared with the complete prefix in Megatron."""
     from transformers import AutoModelForCausalLM
 
     sections = random_sections(family, 11)

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(name="real_model")]
 Command = Callable[..., Any]
 
 
-def test_the_folder_speaks_and_cuts_text_as_the_model_was_trained(real_model: Path) -> None:
+def test_chat_template_and_tokenizer_are_those_of_the_model(real_model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     assert {"LICENSE", "chat_template.jinja", "generation_config.json"} <= {file.name for file in real_model.iterdir()}
@@ -32,11 +32,11 @@ def test_the_folder_speaks_and_cuts_text_as_the_model_was_trained(real_model: Pa
     assert ids == (1, 2, 2, 0) and tokenizer.model_max_length == 8192
     generation = json.loads((real_model / "generation_config.json").read_text())
     assert (generation["bos_token_id"], generation["eos_token_id"], generation["pad_token_id"]) == (1, 2, 2)
-    # Digits alone, and the white space before one whole, as SmolLM2's own tokenizer has it.
+    # Single digits, with the white space before them undivided, as in SmolLM2's own tokenizer.
     assert tokenizer.tokenize("a\n\n12  3") == ["a", "ĊĊ", "1", "2", "ĠĠ", "3"]
 
 
-def test_it_goes_to_megatron_and_back_bit_for_bit_and_computes_the_same(
+def test_conversion_there_and_back_is_exact_and_computes_the_same(
     real_model: Path, real_checkpoint: Path, tmp_path: Path, command: Command
 ) -> None:
     """The fixture has compared logits on 20 prompts of real text; here they are compared on the way back."""
@@ -60,7 +60,7 @@ def test_it_goes_to_megatron_and_back_bit_for_bit_and_computes_the_same(
 def test_a_model_that_computes_something_else_ends_with_an_error(
     real_model: Path, real_checkpoint: Path, tmp_path: Path, command: Command
 ) -> None:
-    """One weight of 134 million, moved by a sixteenth."""
+    """One weight of 134 million changes by a sixteenth."""
     weights = load_file(real_model / "model.safetensors")
     changed = tmp_path / "changed"
     changed.mkdir()

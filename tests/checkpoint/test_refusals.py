@@ -1,4 +1,4 @@
-"""What a conversion refuses or ignores of a config.json, and what it leaves behind where it refuses a tensor."""
+"""Keys of a config.json that a conversion refuses or ignores, and the files it leaves when it refuses a tensor."""
 
 import json
 import re
@@ -48,7 +48,7 @@ NANO: dict[str, Any] = {
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    """Modules that take seconds to import, imported when a test runs rather than during collection."""
     global transformers
     import transformers
 
@@ -64,7 +64,7 @@ def imported() -> None:
     ],
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_all_that_transformers_writes_is_known(architecture: str, kind: str, whole: bool) -> None:
+def test_all_keys_that_transformers_writes_are_known(architecture: str, kind: str, whole: bool) -> None:
     config = getattr(transformers, kind)(architectures=[architecture])
 
     assert ignored(json.loads(config.to_json_string(use_diff=not whole))) == []
@@ -85,14 +85,14 @@ def test_a_config_of_transformers_4_is_known() -> None:
         *(("logit_scale", 0), ("num_nextn_predict_layers", 1), ("alibi", True), ("parallel_attn", True)),
     ],
 )
-def test_settings_of_a_model_that_nothing_here_has_are_refused(key: str, value: object) -> None:
+def test_unsupported_settings_of_a_model_are_refused(key: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"config\.json: {key}=.*ignoring it could change the model") as refusal:
         read({**CONFIG, key: value})
     # A key that determines a shape has an effect on the model.
     assert ("delete it" in str(refusal.value)) == (not re.search("^num_|rank$", key))
 
 
-def test_every_such_setting_is_named() -> None:
+def test_every_unsupported_setting_is_named() -> None:
     with pytest.raises(
         ValueError, match=r"logit_softcapping=30\.0, attn_sink=True: not supported for LlamaForCausalLM"
     ):
@@ -108,7 +108,7 @@ def test_settings_that_are_switched_off_are_listed() -> None:
 @pytest.mark.parametrize(
     "key", ["image_token_id", "_experiment", "torchao_version", "unsloth_fixed", "resid_dropout", "is_llama_config"]
 )
-def test_what_trainers_write_beside_a_model_passes(key: str) -> None:
+def test_keys_that_trainers_add_are_accepted(key: str) -> None:
     assert ignored({**CONFIG, key: 1}) == []
 
 
@@ -161,9 +161,7 @@ DECILM |= {"num_key_value_heads": None, "intermediate_size": None}
         ),
     ],
 )
-def test_keys_that_repeat_what_others_say_are_read(
-    published: dict[str, Any], other: dict[str, Any], message: str
-) -> None:
+def test_redundant_keys_are_read(published: dict[str, Any], other: dict[str, Any], message: str) -> None:
     assert set(ignored(published)) <= {"intermediate_size", "num_key_value_heads"}  # null in DeciLM
     if "attention_head_dim" in published:
         assert next(block for block in read(published)[1].blocks if block.kind == "*").size("head_dim") == 64
@@ -175,7 +173,7 @@ def test_a_block_of_our_own_format_has_no_other_settings() -> None:
     block = {"kind": "mlp", "intermediate_size": 24, "multiplier": 2.0}
     config = {"architectures": ["NemoExtBlocksForCausalLM"], "vocab_size": 40, "hidden_size": 16, "blocks": [block]}
 
-    with pytest.raises(ValueError, match="block 1: multiplier: mlp blocks have no such setting"):
+    with pytest.raises(ValueError, match="block 1: unknown keys of the mlp block: multiplier"):
         read(config)
 
 
@@ -193,7 +191,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
-def test_what_was_ignored_is_told_and_stays_in_the_record(to_format: str, model: Path, tmp_path: Path) -> None:
+def test_ignored_keys_are_reported_and_recorded(to_format: str, model: Path, tmp_path: Path) -> None:
     settings = hf.Settings(to_format=to_format)
     plan = hf.plan(model, tmp_path / "out", settings)
 
@@ -214,7 +212,7 @@ def spoil(model: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
-def test_nan_in_the_first_part_leaves_nothing(to_format: str, model: Path, tmp_path: Path) -> None:
+def test_nan_in_the_first_part_leaves_no_files(to_format: str, model: Path, tmp_path: Path) -> None:
     spoil(model, "model.norm.weight")
     settings = hf.Settings(to_format=to_format)
 
@@ -225,7 +223,7 @@ def test_nan_in_the_first_part_leaves_nothing(to_format: str, model: Path, tmp_p
 
 
 @pytest.mark.parametrize("to_format", ["megatron", "huggingface"])
-def test_nan_in_a_later_part_says_where_the_finished_ones_are(to_format: str, model: Path, tmp_path: Path) -> None:
+def test_nan_in_a_later_part_names_the_folder_of_finished_parts(to_format: str, model: Path, tmp_path: Path) -> None:
     spoil(model, "model.layers.1.mlp.down_proj.weight")
     settings = hf.Settings(to_format=to_format, shard_gigabytes=1e-9)
     left = unfinished(tmp_path / "out")

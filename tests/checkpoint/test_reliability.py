@@ -1,4 +1,4 @@
-"""What a conversion does when something goes wrong under way, and how much memory it takes."""
+"""Errors and interruptions during a conversion, and its use of memory."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ LARGE_SHARD = 0.014
 
 
 def llama(folder: Path, *, hidden: int = 16, ffn: int = 24, layers: int = 3, vocabulary: int = 40) -> Path:
-    """A Llama whose weights are quickly made and all different."""
+    """A Llama whose weights are fast to make and all different."""
     folder.mkdir(parents=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -83,7 +83,7 @@ def converted(source: Path, to: Path, **chosen: Any) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> dict[str, Path]:
-    """What each format is made from."""
+    """The source for each target format."""
     source = llama(tmp_path / "source")
     return {"megatron": source, "huggingface": converted(source, tmp_path / "source_of_megatron")}
 
@@ -95,7 +95,7 @@ def tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(first: Path, second: Path) -> None:
-    """Byte for byte; `.metadata` has a random name in it, so there the tensors are compared."""
+    """Byte for byte; `.metadata` contains a random name, so the tensors are compared instead."""
     names = [sorted(str(file.relative_to(place)) for file in place.rglob("*")) for place in (first, second)]
     renamed = [name.replace(f"{second.name}.yaml", f"{first.name}.yaml") for name in names[1]]
     assert names[0] == renamed
@@ -112,13 +112,13 @@ def assert_same_tensors(first: Path, second: Path) -> None:
 
 
 def written(folder: Path) -> dict[str, tuple[int, int]]:
-    """What tells whether a file with tensors was written again."""
+    """Values that change when a file with tensors is written again."""
     files = [file for suffix in ("safetensors", "distcp") for file in folder.rglob(f"[!.]*.{suffix}")]
     return {file.name: (file.stat().st_ino, file.stat().st_mtime_ns) for file in files}
 
 
 def interrupted_at(plan: hf.Plan, number: int, settings: hf.Settings) -> None:
-    """Carry out a plan until Ctrl-C arrives in the making of a row."""
+    """Carry out a plan until Ctrl-C arrives while a row is made."""
 
     def interrupt() -> Sequence[torch.Tensor]:
         raise KeyboardInterrupt
@@ -158,17 +158,17 @@ def test_an_interruption_anywhere_loses_no_finished_part(
 
 
 def _finished(folder: Path) -> dict[str, tuple[int, int]]:
-    """The files of parts that are on record."""
+    """The files of recorded parts."""
     done = json.loads((folder / RECORD).read_text())["done"]
     count = {name: int(name.split("-")[1]) - 1 if "-" in name else int(name.split("_")[2]) for name in written(folder)}
     return {name: identity for name, identity in written(folder).items() if str(count[name]) in done}
 
 
 @pytest.mark.parametrize("verifying", [False, True], ids=["writing", "verifying"])
-def test_an_interruption_waits_until_it_breaks_nothing(
+def test_an_interruption_waits_for_a_safe_point(
     verifying: bool, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in the middle of a pool's `submit` would leave its lock taken, or be lost in a bare `except`."""
+    """An interrupt in a pool's `submit` would leave its lock held or be lost in a bare `except`."""
     plan, settings = hf.plan(small["megatron"], tmp_path / "out", hf.Settings()), hf.Settings(shard_gigabytes=SHARD)
     count = sum(len(work.slots) for work in plan.work)
     lost: list[BaseException] = []
@@ -176,7 +176,7 @@ def test_an_interruption_waits_until_it_breaks_nothing(
     over = Event()
 
     def checksum(tensor: torch.Tensor) -> int:
-        if verifying and len(read) > count:  # the first of those read again ends it
+        if verifying and len(read) > count:  # the first row read again ends it
             over.wait(5)
         read.append(1)
         return storage.checksum(tensor)
@@ -266,10 +266,8 @@ def test_another_source_or_setting_starts_over(
 
 @pytest.mark.parametrize("to_format", BOTH)
 @pytest.mark.parametrize("loss", ["gone", "cut"])
-def test_a_finished_part_that_was_lost_is_made_again(
-    to_format: str, loss: str, small: dict[str, Path], tmp_path: Path
-) -> None:
-    """As a power failure may leave it: the record is there, the file is not, or is empty."""
+def test_a_lost_part_is_made_again(to_format: str, loss: str, small: dict[str, Path], tmp_path: Path) -> None:
+    """As after a power failure: the record exists; the file is missing or empty."""
     settings = hf.Settings(shard_gigabytes=SHARD)
     interrupted_at(hf.plan(small[to_format], tmp_path / "out", settings), -1, settings)
     finished = _finished(unfinished(tmp_path / "out"))
@@ -287,7 +285,7 @@ def test_a_finished_part_that_was_lost_is_made_again(
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_what_is_made_already_is_left_alone(
+def test_a_finished_target_is_not_changed(
     to_format: str, small: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = converted(small[to_format], tmp_path / "out")
@@ -303,7 +301,7 @@ def test_what_is_made_already_is_left_alone(
 
 @pytest.mark.parametrize("to_format", BOTH)
 @pytest.mark.parametrize("loss", ["gone", "cut"])
-def test_what_was_made_and_is_no_longer_whole_is_not_called_made(
+def test_an_incomplete_target_is_not_called_finished(
     to_format: str, loss: str, small: dict[str, Path], tmp_path: Path
 ) -> None:
     made = converted(small[to_format], tmp_path / "out")
@@ -318,7 +316,7 @@ def test_what_was_made_and_is_no_longer_whole_is_not_called_made(
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_a_bit_that_the_disk_changed_is_noticed(
+def test_a_bit_flipped_on_disk_is_noticed(
     to_format: str, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify = writing._verify
@@ -338,7 +336,7 @@ def test_a_bit_that_the_disk_changed_is_noticed(
         converted(small[to_format], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
-    converted(small[to_format], tmp_path / "out", verify=False)  # it is the reading that notices
+    converted(small[to_format], tmp_path / "out", verify=False)  # reading notices it
     assert not torch.equal(tensors(tmp_path / "out")[name[to_format]], value)
 
 
@@ -346,7 +344,7 @@ def test_a_bit_that_the_disk_changed_is_noticed(
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_a_disk_without_room_is_refused_before_anything_is_written(
+def test_too_little_disk_space_is_refused_before_anything_is_written(
     to_format: str, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -358,7 +356,7 @@ def test_a_disk_without_room_is_refused_before_anything_is_written(
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_what_is_there_already_needs_no_room(
+def test_finished_parts_need_no_space(
     to_format: str, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = hf.Settings(shard_gigabytes=SHARD)
@@ -389,7 +387,7 @@ def mounted(folder: Path, size: str) -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
+def test_a_full_disk_is_named_and_the_same_command_resumes(
     to_format: str, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(output, "check_room", lambda path, needed: None)
@@ -413,7 +411,7 @@ def test_a_disk_that_fills_up_is_said_to_be_full_and_the_same_command_goes_on(
 @pytest.mark.parametrize(
     "to_format", [pytest.param(BOTH[0], marks=pytest.mark.deep), pytest.param(BOTH[1], marks=pytest.mark.slow)]
 )
-def test_a_file_that_may_not_grow_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
+def test_a_file_size_limit_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     """In a separate process, as the limit applies to everything that a process writes, including its log."""
     words = [f"from={small[to_format]}", f"to={tmp_path / 'out'}"]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -433,9 +431,7 @@ def test_a_file_that_may_not_grow_is_a_users_error(to_format: str, small: dict[s
 
 
 @pytest.mark.parametrize("to_format", BOTH)
-def test_a_folder_that_cannot_be_written_is_a_users_error(
-    to_format: str, small: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_read_only_folder_is_a_users_error(to_format: str, small: dict[str, Path], tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "1m") as remount:
         remount("ro")
         with pytest.raises(CheckpointError, match=r"to=.*/disk/out: .*Read-only file system"):
@@ -460,10 +456,10 @@ def test_a_second_writer_is_refused(small: dict[str, Path], tmp_path: Path) -> N
         assert (unfinished(tmp_path / "out") / "a_part").read_text() == "of the first"
 
 
-def test_who_comes_to_the_lock_late_finds_the_folder_made(
+def test_a_process_that_gets_the_lock_late_finds_the_folder_finished(
     small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first publishes between the second's question whether the folder is made and its lock."""
+    """The first publishes after the second has checked whether the folder exists and before it gets the lock."""
     asked = iter([False])
     truth = writing.was_published
     monkeypatch.setattr(writing, "was_published", lambda *given: next(asked, None) is None and truth(*given))
@@ -513,7 +509,7 @@ def wait_for_parts(to: Path, count: int) -> None:
         pytest.param(signal.SIGINT, BOTH[1], marks=pytest.mark.deep),
     ],
 )
-def test_a_process_that_is_stopped_goes_on_where_it_was(
+def test_a_stopped_process_resumes_where_it_was(
     signal_number: signal.Signals,
     to_format: str,
     large: dict[str, Path],
@@ -525,7 +521,7 @@ def test_a_process_that_is_stopped_goes_on_where_it_was(
     words = [f"from={large[to_format]}", f"to={to}", "shard_gigabytes=0.002"]
     process = start(large[to_format], to, "shard_gigabytes=0.002")
     wait_for_parts(to, 3)
-    process.send_signal(signal.SIGSTOP)  # or it is finished before this one has looked
+    process.send_signal(signal.SIGSTOP)  # otherwise it may finish before this process has looked
     with pytest.raises(CheckpointError, match="another process is writing it"):
         run(compose("convert", words))
     process.send_signal(signal_number)
@@ -568,7 +564,7 @@ def convert(source, to):
     hf.convert(hf.plan(source, to, settings), settings, progress=False)
     return to
 
-convert(convert(small, folder / "warm_megatron"), folder / "warm_hf")  # all that is imported
+convert(convert(small, folder / "warm_megatron"), folder / "warm_hf")  # imports everything
 start, peak, grown = anonymous(), 0, []
 def sample():
     global peak
@@ -587,7 +583,7 @@ print(json.dumps(grown))
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(large: dict[str, Path], small: dict[str, Path], tmp_path: Path) -> None:
-    """Of the process's own: pages of mapped files are the system's. A few tensors, of which the largest has 4 MB."""
+    """The process's own memory, without pages of mapped files. A few tensors, of which the largest has 4 MB."""
     # glibc keeps freed blocks below 32 MB for later; the tensors of real models are larger and go back at once.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     words = [str(small["megatron"]), str(large["megatron"]), str(tmp_path), str(LARGE_SHARD)]

@@ -1,4 +1,4 @@
-"""The modelling code of our exports: it loads as remote code, and computes what transformers' own models compute."""
+"""The modelling code of our exports: it loads as remote code and computes the same as transformers' own models."""
 
 import ast
 import copy
@@ -17,7 +17,7 @@ from nemo_ext.checkpoint import remote_code
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    """Modules that take seconds to import, imported when a test runs rather than during collection."""
     global transformers
     import transformers
 
@@ -262,7 +262,7 @@ def test_windowed_blocks_keep_partial_rotary_without_scaling() -> None:
     assert not torch.allclose(logits(plain), logits(whole), atol=1e-3)
 
 
-def test_fresh_layer_norm_1p_neither_scales_nor_shifts() -> None:
+def test_new_layer_norm_1p_neither_scales_nor_shifts() -> None:
     norm = (
         code("nemo_ext_blocks")
         .NemoExtBlocksForCausalLM(
@@ -550,7 +550,7 @@ def test_ffn_mult_is_rounded_up_and_intermediate_size_is_not() -> None:
     assert model.model.layers[2].mlp.up_proj.out_features == 48
 
 
-def test_intermediate_size_hides_a_null_ffn_mult() -> None:
+def test_intermediate_size_replaces_a_null_ffn_mult() -> None:
     config = code("decilm").DeciLMConfig(
         num_hidden_layers=1,
         block_configs=[{"attention": attention(2), "ffn": ffn(ffn_mult=None, intermediate_size=48)}],

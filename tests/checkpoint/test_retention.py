@@ -1,4 +1,4 @@
-"""Checkpoints that stay."""
+"""Checkpoints that retention keeps."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ TWO = Retention(last=2)
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run at step 60 with a checkpoint every ten steps, and a newer one that is still being written."""
+    """A run at step 60 with a checkpoint every ten steps, and a newer checkpoint that is still being written."""
     for step in range(10, 80, 10):
         folder = tmp_path / "checkpoints" / f"iter_{step:07d}"
         folder.mkdir(parents=True)
@@ -37,7 +37,7 @@ def steps(folders: list[Path]) -> list[int]:
     return [int(each.name.removeprefix("iter_")) for each in folders]
 
 
-def test_the_newest_stay_and_what_is_being_written(run: Path) -> None:
+def test_the_newest_and_unfinished_checkpoints_stay(run: Path) -> None:
     assert steps(surplus(run, TWO)) == [10, 20, 30, 40]
     assert surplus(run, Retention()) == [] and surplus(run, Retention(last=6)) == []
     (run / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("40")
@@ -46,28 +46,28 @@ def test_the_newest_stay_and_what_is_being_written(run: Path) -> None:
     assert surplus(run, TWO) == []
 
 
-def test_only_whole_ones_count_among_the_last(run: Path) -> None:
+def test_only_complete_checkpoints_count_among_the_last(run: Path) -> None:
     for step in (60, 40, 20):
         (folder(run, step) / ".metadata").unlink()
     assert steps(surplus(run, TWO)) == [10, 20], "60 is the tracker's, 50 and 30 are the last whole ones"
     assert surplus(run, Retention(last=4)) == [], "there are three"
 
 
-def test_one_of_every_so_many_steps_stays(run: Path) -> None:
+def test_one_checkpoint_per_interval_stays(run: Path) -> None:
     assert steps(surplus(run, Retention(last=2, every=20))) == [10, 30]
     assert steps(surplus(run, Retention(last=2, every=25))) == [10, 20, 40], "30 is the first after 25"
     (folder(run, 20) / ".metadata").unlink()
     assert steps(surplus(run, Retention(last=2, every=20))) == [10, 20], "30 is the first whole one"
 
 
-def test_what_a_guard_goes_back_to_stays(run: Path) -> None:
-    # A spike at step 61 with the 15 steps before it left out too: batches from step 46 on; and one on the way from 50.
+def test_checkpoints_that_a_guard_rolls_back_to_stay(run: Path) -> None:
+    # A spike at step 61 that also skips the 15 steps before it: batches from step 46 on; and one on the way from 50.
     assert steps(surplus(run, TWO, before=15)) == [10, 20]
     (folder(run, 40) / ".metadata").unlink()
     assert steps(surplus(run, TWO, before=15)) == [10, 20, 40]
 
 
-def test_ends_of_phases_and_what_is_marked_or_linked_stays(run: Path) -> None:
+def test_ends_of_phases_and_marked_or_linked_checkpoints_stay(run: Path) -> None:
     keep(run, 20)
     shutil.move(folder(run, 10), run / "elsewhere")
     folder(run, 10).symlink_to(run / "elsewhere")
@@ -75,7 +75,7 @@ def test_ends_of_phases_and_what_is_marked_or_linked_stays(run: Path) -> None:
     assert (folder(run, 20) / KEEP).is_file()
 
 
-def test_what_is_deleted_is_no_checkpoint_before_anything_of_it_goes(run: Path) -> None:
+def test_a_checkpoint_is_invalidated_before_its_files_are_deleted(run: Path) -> None:
     assert set_aside(run, TWO) == [10, 20, 30, 40]
     assert steps(sorted((run / "checkpoints").glob("iter_*"))) == [50, 60, 70]
     left = run / "checkpoints" / REMOVED
@@ -96,7 +96,7 @@ def test_what_is_deleted_is_no_checkpoint_before_anything_of_it_goes(run: Path) 
         (["retention.last=2", "+megatron.save_retain_interval=100"], "both set: remove one of them"),
     ],
 )
-def test_a_wrong_setting_is_told(words: list[str], said: str) -> None:
+def test_an_invalid_setting_is_named(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Retention.from_config(compose("train", ["run_dir=unused", *words]))
 

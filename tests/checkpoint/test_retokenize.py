@@ -37,7 +37,7 @@ def byte_level(folder: Path, size: int, seed: int, special: tuple[str, ...]) -> 
 
 
 def sentencepiece(folder: Path, special: tuple[str, ...], prepend: str = "always") -> Path:
-    """As converted SentencePiece models are: characters, a mark for the space, bytes as `<0x41>`."""
+    """Like converted SentencePiece models: characters, a mark for the space, bytes as `<0x41>`."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁abcdeé", "ab", "▁ab"]
     vocabulary_ = {piece: number for number, piece in enumerate(pieces)}
     merges = [("a", "b"), ("▁", "ab")]
@@ -121,7 +121,7 @@ def test_a_model_with_all_old_tokens_and_more_answers_as_before(
 
 
 @pytest.mark.parametrize("kinds", ["byte to byte", "sentencepiece to byte", "byte to sentencepiece"])
-def test_every_row_is_what_the_two_tokenizers_say(kinds: str, model: Callable[..., Path], tmp_path: Path) -> None:
+def test_every_row_follows_from_the_two_tokenizers(kinds: str, model: Callable[..., Path], tmp_path: Path) -> None:
     special = ("<|end|>", "<|old|>")
     first = kinds.startswith("byte")
 
@@ -158,7 +158,7 @@ def test_every_row_is_what_the_two_tokenizers_say(kinds: str, model: Callable[..
     assert kept > 5
 
 
-def test_megatron_gets_padding_and_gives_it_back(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_megatrons_padding_is_added_and_removed(model: Callable[..., Path], tmp_path: Path) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
     new = byte_level(tmp_path / "new", 310, 2, ("<|end|>", "<|more|>"))
 
@@ -205,7 +205,9 @@ def test_the_same_tokenizer_again_changes_nothing(model: Callable[..., Path], tm
     assert all(torch.equal(made[name], old[name]) for name in old)
 
 
-def test_what_ends_a_text_takes_over_and_other_ids_follow(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_end_of_text_row_and_special_ids_follow_the_new_tokenizer(
+    model: Callable[..., Path], tmp_path: Path
+) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>", "<|turn|>", "<|pad|>")))
     config = json.loads((source / "config.json").read_text())
     ids = {"eos_token_id": [300, 301], "pad_token_id": 302, "bos_token_id": 5, "unk_token_id": 302}
@@ -240,7 +242,7 @@ def test_what_ends_a_text_takes_over_and_other_ids_follow(model: Callable[..., P
         assert (folder / "LICENSE").read_text() == "mine" and not list(folder.glob("*.py"))
 
 
-def test_the_same_again_is_made_already_and_another_choice_is_not(
+def test_the_same_command_finds_the_target_and_another_choice_does_not(
     model: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
@@ -258,7 +260,7 @@ def test_the_same_again_is_made_already_and_another_choice_is_not(
         convert(source, tmp_path / "made", *words)
 
 
-def test_what_is_missing_is_said(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_missing_files_are_named(model: Callable[..., Path], tmp_path: Path) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
     new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
     large = byte_level(tmp_path / "large", 400, 3, ("<|end|>",))
@@ -276,7 +278,7 @@ def test_what_is_missing_is_said(model: Callable[..., Path], tmp_path: Path) -> 
     assert not (tmp_path / "made").exists()
 
 
-def test_a_tokenizer_of_more_tokens_than_rows_is_not_the_checkpoints(tmp_path: Path) -> None:
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
     old = byte_level(tmp_path / "old", 300, 1, ("<|end|>",))
 
     with pytest.raises(CheckpointError, match="ids up to 300, but the checkpoint only 300 rows"):
@@ -284,7 +286,7 @@ def test_a_tokenizer_of_more_tokens_than_rows_is_not_the_checkpoints(tmp_path: P
     assert vocabulary(old, old, rows=301).counts == [1] * 301
 
 
-def test_tables_that_are_not_the_configs_are_refused(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_tables_that_contradict_the_config_are_refused(model: Callable[..., Path], tmp_path: Path) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"vocab_size": 317}))
@@ -293,7 +295,7 @@ def test_tables_that_are_not_the_configs_are_refused(model: Callable[..., Path],
         convert(source, tmp_path / "made", "to_format=huggingface", f"tokenizer={source}")
 
 
-def test_a_stored_padding_and_a_cut_do_not_count(model: Callable[..., Path], tmp_path: Path) -> None:
+def test_stored_padding_and_truncation_are_ignored(model: Callable[..., Path], tmp_path: Path) -> None:
     source = model(lambda folder: byte_level(folder, 300, 1, ("<|end|>",)))
     new = byte_level(tmp_path / "new", 310, 2, ("<|end|>",))
     plain = vocabulary(source, new, rows=301)

@@ -43,7 +43,7 @@ def test_shards_are_read_as_one_checkpoint(sharded: Path) -> None:
     }
     for name in "acbca":  # back and forth between the files
         assert torch.equal(reader.read(name), (FIRST | SECOND)[name])
-    assert torch.equal(reader.read_piece(Piece.of("a", 2, 3)), FIRST["a"])
+    assert torch.equal(reader.read_piece(Piece.from_shape("a", 2, 3)), FIRST["a"])
     assert [file.name for file in reader.files()] == [shard_name(0, 2), shard_name(1, 2)]
 
 
@@ -94,7 +94,7 @@ def test_a_file_that_is_cut_short_is_named(sharded: Path, kept: int) -> None:
 
 
 @pytest.mark.parametrize("header", [b"{", b"\xff\xfe", b'{"a": 1}', b'{"a": {"dtype": "F32", "shape": [1]}}'])
-def test_a_header_that_is_no_header_is_named(sharded: Path, header: bytes) -> None:
+def test_an_invalid_header_is_named(sharded: Path, header: bytes) -> None:
     (sharded / shard_name(0, 2)).write_bytes(struct.pack("<Q", len(header)) + header)
 
     with pytest.raises(CheckpointError, match=r"model-00001-of-00002.safetensors: cannot be read"):
@@ -134,14 +134,14 @@ def test_an_index_that_disagrees_is_refused(sharded: Path, change: Callable[[dic
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe\x00", b"[]", b"{}", b'{"weight_map": ["a"]}'])
-def test_an_index_that_is_none_is_refused(sharded: Path, text: bytes) -> None:
+def test_an_invalid_index_is_refused(sharded: Path, text: bytes) -> None:
     (sharded / INDEX).write_bytes(text)
 
     with pytest.raises(CheckpointError, match=f"{INDEX}: not an index with a weight_map"):
         SafetensorsReader(sharded)
 
 
-def test_a_tensor_that_is_there_twice_is_refused(sharded: Path) -> None:
+def test_a_duplicate_tensor_is_refused(sharded: Path) -> None:
     write(sharded / shard_name(1, 2), SECOND | {"a": FIRST["a"]})
 
     with pytest.raises(CheckpointError, match=r"model-00002.*: a is also in model-00001.*: copy both"):
@@ -156,7 +156,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3"), (torch.uint8, "U8"), (torch.bool, "BOOL")]
 )
-def test_types_that_weights_do_not_have_keep_their_name(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
+def test_unusual_types_keep_their_name(tmp_path: Path, dtype: torch.dtype, name: str) -> None:
     save_file({"a": torch.zeros(3).to(dtype)}, tmp_path / "model.safetensors")
     reader = SafetensorsReader(tmp_path)
 
@@ -165,7 +165,7 @@ def test_types_that_weights_do_not_have_keep_their_name(tmp_path: Path, dtype: t
         check_tensors(reader, {"a": (3,)})
 
 
-def test_a_shard_that_does_not_fit_leaves_nothing_of_its_name(tmp_path: Path, small_files: Callable[..., Any]) -> None:
+def test_a_shard_that_does_not_fit_on_the_disk_is_removed(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     with pytest.raises(OSError, match=r"File too large.*model.safetensors") as caught, small_files():
         write(tmp_path / "model.safetensors", {"a": torch.zeros(4096)})
 

@@ -1,4 +1,4 @@
-"""All classes that `nemo-ext convert` writes, in the engine of `nemo-ext serve`, compared with a full forward pass."""
+"""All classes that `nemo-ext convert` writes, in the engine of `nemo-ext serve`, against a full forward pass."""
 
 import asyncio
 import random

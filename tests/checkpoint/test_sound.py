@@ -10,7 +10,7 @@ from nemo_ext.checkpoint.torch_dist import TRACKER, TorchDistReader
 
 @pytest.fixture
 def checkpoints(tmp_path: Path) -> Path:
-    """Those of the steps 10, 20 and 30, of which the last is the newest."""
+    """Checkpoints of the steps 10, 20 and 30; the last is the newest."""
     from torch.distributed.checkpoint import FileSystemWriter, save
 
     for step in (10, 20, 30):
@@ -25,13 +25,13 @@ def cut(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
 
 
-def test_a_whole_checkpoint_is_left_alone(checkpoints: Path) -> None:
+def test_a_complete_checkpoint_is_not_changed(checkpoints: Path) -> None:
     assert fall_back(checkpoints) is None
     assert (checkpoints / TRACKER).read_text() == "30"
 
 
 @pytest.mark.parametrize("damage", ["cut", "missing", "metadata", "gone"])
-def test_the_one_before_a_broken_one_is_taken(checkpoints: Path, damage: str) -> None:
+def test_the_checkpoint_before_a_broken_one_is_used(checkpoints: Path, damage: str) -> None:
     newest = checkpoints / "iter_0000030"
     if damage == "cut":
         cut(newest)
@@ -52,7 +52,7 @@ def test_the_one_before_a_broken_one_is_taken(checkpoints: Path, damage: str) ->
     assert fall_back(checkpoints) is None
 
 
-def test_a_run_without_any_whole_one_ends(checkpoints: Path) -> None:
+def test_a_run_without_a_complete_checkpoint_ends(checkpoints: Path) -> None:
     for folder in checkpoints.glob("iter_*"):
         cut(folder)
 
@@ -61,5 +61,5 @@ def test_a_run_without_any_whole_one_ends(checkpoints: Path) -> None:
     assert (checkpoints / TRACKER).read_text() == "30", "nothing is changed then"
 
 
-def test_a_run_that_has_none_yet(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints(tmp_path: Path) -> None:
     assert fall_back(tmp_path) is None

@@ -21,7 +21,7 @@ def run_of(start: Path | None, *, asked: bool = True) -> dict[str, Any]:
 
 @pytest.fixture
 def child(tmp_path: Path) -> Path:
-    """A checkpoint, as far as its description is concerned, of a different model than `WORDS`."""
+    """A checkpoint without weights, whose description is of a different model than `WORDS`."""
     made = compose("describe", ["model=llama_nemotron_tiny", 'model.pattern="*-*{kv=2}-"', "model.name=child"])
     folder = tmp_path / "child"
     (folder / "model").mkdir(parents=True)
@@ -31,7 +31,7 @@ def child(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_takes_the_model_of_its_start(child: Path) -> None:
+def test_a_run_uses_the_model_of_its_start(child: Path) -> None:
     made = {**run_of(child), **model_of_start(run_of(child))}
 
     assert made["model"]["pattern"] == "*-*{kv=2}-"
@@ -41,7 +41,7 @@ def test_a_run_takes_the_model_of_its_start(child: Path) -> None:
     assert model_of_start(run_of(child, asked=False)) == {}
 
 
-def test_a_run_directory_stands_for_its_checkpoints(child: Path, tmp_path: Path) -> None:
+def test_a_run_directory_means_its_checkpoints(child: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     child.rename(run / "checkpoints")
@@ -53,7 +53,7 @@ def test_a_run_directory_stands_for_its_checkpoints(child: Path, tmp_path: Path)
     assert made["model"]["name"] == "child"
 
 
-def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
+def test_missing_checkpoints_are_left_to_later_checks(child: Path) -> None:
     assert model_of_start(run_of(child.with_name("later"))) == {}
 
     with pytest.raises(ValueError, match=r"train.model_of_start=true: name the checkpoint"):
@@ -63,7 +63,7 @@ def test_what_is_not_there_yet_is_left_to_later_checks(child: Path) -> None:
         model_of_start(run_of(child))
 
 
-def test_a_job_on_a_checkpoint_takes_its_model_and_its_tokenizer(child: Path) -> None:
+def test_a_job_on_a_checkpoint_uses_its_model_and_tokenizer(child: Path) -> None:
     (child / "hf_files").mkdir()
     described = yaml.safe_load((child / "model" / "child.yaml").read_text())
     described["megatron"]["padded_vocab_size"] = 1280

@@ -1,4 +1,4 @@
-"""Megatron's checkpoints: whatever shards they were saved in are read whole, and what is broken is named."""
+"""Megatron's checkpoints: read completely from any shards; broken files are named."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ Parts = Sequence[Sequence[Piece]]
 
 
 def cut(key: str, *offsets: tuple[int, ...]) -> list[Piece]:
-    """Pieces of a tensor that begin at the offsets and reach to the next one in every dimension."""
+    """Pieces of a tensor that start at the offsets and extend to the next offset in every dimension."""
     whole = tuple(TENSORS[key].shape)
     pieces = []
     for offset in offsets:
@@ -50,7 +50,7 @@ def values(piece: Piece) -> torch.Tensor:
 
 
 def write(folder: Path, parts: Parts) -> Path:
-    """A checkpoint as several ranks save it: part by part, each a file."""
+    """A checkpoint as saved by several ranks: one file for each part."""
     dtypes = {key: str(tensor.dtype).removeprefix("torch.") for key, tensor in TENSORS.items()}
     writer = TorchDistWriter(folder, [[(piece, dtypes[piece.key]) for piece in part] for part in parts])
     results = [writer.write(number, ((piece, values(piece)) for piece in part)) for number, part in enumerate(parts)]
@@ -60,18 +60,18 @@ def write(folder: Path, parts: Parts) -> Path:
 
 
 def whole() -> Parts:
-    return [[Piece.of(key, *tensor.shape)] for key, tensor in TENSORS.items()]
+    return [[Piece.from_shape(key, *tensor.shape)] for key, tensor in TENSORS.items()]
 
 
 def sharded() -> Parts:
-    """Four ranks: a table cut in both dimensions, experts one by one, a norm that only the last holds."""
+    """Four ranks: a table split in both dimensions, single experts, a norm that only the last has."""
     table = cut("embedding.weight", (0, 0), (0, 2), (4, 0), (4, 2))
     experts = cut("experts.weight", (0, 0, 0), (1, 0, 0), (2, 0, 0))
     return [[table[3], experts[0]], [experts[2], table[0]], [table[1]], [table[2], experts[1], *whole()[2]]]
 
 
 @pytest.mark.parametrize("parts", [whole, sharded])
-def test_a_checkpoint_is_read_whole_whatever_it_was_saved_in(tmp_path: Path, parts: Callable[[], Parts]) -> None:
+def test_a_checkpoint_is_read_completely_from_any_layout(tmp_path: Path, parts: Callable[[], Parts]) -> None:
     reader = TorchDistReader(write(tmp_path, parts()))
 
     assert reader.tensors == {
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_read_whole_whatever_it_was_saved_in(tmp_path: Path, par
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.sets(st.integers(1, 6), max_size=3), columns=st.sets(st.integers(1, 4), max_size=3), seed=st.randoms())
-def test_any_grid_of_shards_is_read_whole(
+def test_any_grid_of_shards_is_read_completely(
     rows: set[int], columns: set[int], seed: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     pieces = cut("embedding.weight", *((row, column) for row in {0, *rows} for column in {0, *columns}))
@@ -101,8 +101,8 @@ def test_any_grid_of_shards_is_read_whole(
         assert torch.equal(reader.read_piece(piece), values(piece))
 
 
-def test_numbers_that_lie_in_another_order_are_read(tmp_path: Path) -> None:
-    piece = Piece.of("embedding.weight", 7, 5)
+def test_numbers_stored_in_another_order_are_read(tmp_path: Path) -> None:
+    piece = Piece.from_shape("embedding.weight", 7, 5)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     transposed = TENSORS["embedding.weight"].t().contiguous().t()
     writer.finish([writer.write(0, [(piece, transposed)])], {})
@@ -127,11 +127,11 @@ def test_pieces_in_another_order_than_planned_are_not_written(tmp_path: Path) ->
     first, second = cut("embedding.weight", (0, 0), (4, 0))
     writer = TorchDistWriter(tmp_path, [[(first, "float32"), (second, "float32")]])
 
-    with pytest.raises(AssertionError, match="asked for"):
+    with pytest.raises(AssertionError, match="expected MetadataIndex"):
         writer.write(0, [(second, values(second)), (first, values(first))])
 
 
-# What is broken
+# Broken files
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def refusal_names(checkpoint: Path) -> Iterator[None]:
-    """What is inside may be refused, if the refusal says which checkpoint it is about."""
+    """The content may be refused if the refusal names the checkpoint."""
     try:
         yield
     except CheckpointError as error:
@@ -167,7 +167,7 @@ def test_metadata_that_is_cut_short_anywhere_is_named(share: float, checkpoint: 
 
 
 @pytest.mark.parametrize("text", [b"", b"\x80", b"not a pickle", pickle.dumps(None), pickle.dumps({"a": 1})])
-def test_metadata_that_is_none_is_named(checkpoint: Path, text: bytes) -> None:
+def test_invalid_metadata_is_named(checkpoint: Path, text: bytes) -> None:
     (checkpoint / METADATA).write_bytes(text)
 
     with pytest.raises(CheckpointError, match=r"release/\.metadata: (cannot be read|holds) .*: copy it again"):
@@ -190,7 +190,7 @@ def test_a_file_that_is_missing_or_cut_short_is_named(checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("lost", ["chunk", "file"])
 def test_a_shard_that_the_metadata_lost_is_noticed(checkpoint: Path, lost: str) -> None:
-    """Reading would leave that part of the tensor as the memory was."""
+    """Reading would leave that part of the tensor uninitialized."""
     metadata = metadata_of(checkpoint)
     if lost == "chunk":
         metadata.state_dict_metadata["embedding.weight"].chunks.pop()
@@ -206,7 +206,7 @@ def test_a_shard_that_the_metadata_lost_is_noticed(checkpoint: Path, lost: str) 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_broken_file_is_named_or_gives_a_tensor_of_the_same_shape(data: st.DataObject, checkpoint: Path) -> None:
-    """torch reads numbers without a checksum, so only what lies around them can be seen to be broken."""
+    """torch reads numbers without a checksum, so only damage around them can be noticed."""
     file = checkpoint / "__2_0.distcp"
     whole_file = file.read_bytes()
     position = data.draw(st.integers(0, len(whole_file) - 1))
@@ -219,7 +219,7 @@ def test_a_broken_file_is_named_or_gives_a_tensor_of_the_same_shape(data: st.Dat
         file.write_bytes(whole_file)
 
 
-def test_a_file_that_is_no_archive_is_named(checkpoint: Path) -> None:
+def test_a_file_that_is_not_an_archive_is_named(checkpoint: Path) -> None:
     file = checkpoint / "__2_0.distcp"
     file.write_bytes(bytes(file.stat().st_size))
 
@@ -252,7 +252,7 @@ def test_an_archive_of_something_else_is_named(
 ) -> None:
     archive = change(TENSORS["embedding.weight"])
     monkeypatch.setattr(torch, "save", lambda value, stream: stream.write(archive))
-    piece = Piece.of("embedding.weight", 7, 5)
+    piece = Piece.from_shape("embedding.weight", 7, 5)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     results = [writer.write(0, [(piece, TENSORS["embedding.weight"])])]
     monkeypatch.undo()
@@ -268,7 +268,7 @@ def saved(value: object, **options: Any) -> bytes:
     return stream.getvalue()
 
 
-def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_reading_is_not_converted(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
@@ -279,9 +279,9 @@ def test_ctrl_c_while_reading_stays_one(checkpoint: Path, monkeypatch: pytest.Mo
         reader.read("norm.weight")
 
 
-def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
+def test_a_full_disk_is_named(tmp_path: Path, small_files: Callable[..., Any]) -> None:
     """`torch.save` then fails on its own archive, with an uninformative error."""
-    piece = Piece.of("a", 4096)
+    piece = Piece.from_shape("a", 4096)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
 
     with pytest.raises(OSError, match="File too large") as caught, small_files():
@@ -289,8 +289,8 @@ def test_a_full_disk_is_said_to_be_one(tmp_path: Path, small_files: Callable[...
     assert caught.value.errno == errno.EFBIG
 
 
-def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_files: Callable[..., Any]) -> None:
-    piece = Piece.of("a", 4)
+def test_a_full_disk_at_the_very_end_is_named(tmp_path: Path, small_files: Callable[..., Any]) -> None:
+    piece = Piece.from_shape("a", 4)
     writer = TorchDistWriter(tmp_path, [[(piece, "float32")]])
     result = writer.write(0, [(piece, torch.zeros(4))])
 
@@ -302,11 +302,11 @@ def test_a_full_disk_at_the_very_end_is_said_to_be_one(tmp_path: Path, small_fil
 
 
 @pytest.mark.parametrize("prefix", ["optimizer.", "chained_0.optimizer.", "chained_12.optimizer."])
-def test_optimizer_state_is_counted_and_left_out(tmp_path: Path, prefix: str) -> None:
+def test_optimizer_state_is_counted_and_omitted(tmp_path: Path, prefix: str) -> None:
     """Expert parallelism gives Megatron two optimizers, whose keys are numbered."""
     keys = ["decoder.weight", f"{prefix}state.exp_avg.decoder.weight", f"{prefix}state.fp32_param.decoder.weight"]
-    writer = TorchDistWriter(tmp_path, [[(Piece.of(key, 2), "float32") for key in keys]])
-    writer.finish([writer.write(0, ((Piece.of(key, 2), torch.ones(2)) for key in keys))], {})
+    writer = TorchDistWriter(tmp_path, [[(Piece.from_shape(key, 2), "float32") for key in keys]])
+    writer.finish([writer.write(0, ((Piece.from_shape(key, 2), torch.ones(2)) for key in keys))], {})
 
     reader = TorchDistReader(tmp_path)
 
@@ -328,7 +328,7 @@ def test_a_checkpoint_is_found_from_any_folder_above_it(tmp_path: Path) -> None:
     ):
         checkpoint_folder(tmp_path, 7)
 
-    (checkpoints / TRACKER).write_text("15")  # an iteration whose save was cut off
+    (checkpoints / TRACKER).write_text("15")  # an iteration whose save was interrupted
     with pytest.raises(CheckpointError, match="iter_0000015: no complete checkpoint"):
         checkpoint_folder(tmp_path)
     (checkpoints / TRACKER).write_bytes(b"\xff")

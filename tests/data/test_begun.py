@@ -58,7 +58,9 @@ def test_tokenising_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_curation_goes_on_and_other_settings_are_refused() -> None:
     before = [Path(f"curated/.job/0/{number:06d}.json").stat().st_mtime_ns for number in (0, 2, 4)]
-    with pytest.raises(ValueError, match=r"output=curated: was begun otherwise \(curate\.unit: 200 -> 300\): choose"):
+    with pytest.raises(
+        ValueError, match=r"output=curated: was begun with other settings \(curate\.unit: 200 -> 300\): choose"
+    ):
         run(compose("curate", [*WORDS, "curate.unit=300"]))
     run(compose("curate", WORDS))
     assert [Path(f"curated/.job/0/{number:06d}.json").stat().st_mtime_ns for number in (0, 2, 4)] == before

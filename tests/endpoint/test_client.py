@@ -1,4 +1,4 @@
-"""The client of endpoints, against one that also misbehaves."""
+"""The client of endpoints, also with an endpoint that returns errors."""
 
 import asyncio
 import itertools
@@ -34,7 +34,7 @@ async def collected(client: Client, requests: Any, store: Any = None) -> list[An
         return [answer async for answer in client.answers(requests, store=store)]
 
 
-def test_every_request_has_one_answer_in_the_order_in_which_they_come(endpoint: Any, reply: Any) -> None:
+def test_every_request_has_one_answer_in_order_of_arrival(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text=said(payload), seconds=0.3 if said(payload) == "0" else 0.0)
 
     found = asyncio.run(collected(Client(Address(url=endpoint.url)), map(request, range(30))))
@@ -45,7 +45,7 @@ def test_every_request_has_one_answer_in_the_order_in_which_they_come(endpoint: 
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 501, 502, 503, 505, 507, 520, 524, 529])
-def test_what_may_pass_is_tried_again(endpoint: Any, reply: Any, status: int) -> None:
+def test_temporary_errors_are_retried(endpoint: Any, reply: Any, status: int) -> None:
     endpoint.reply = lambda payload: reply(text="yes", status=status if len(endpoint.requests) < 3 else 200)
 
     (answer,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
@@ -53,7 +53,7 @@ def test_what_may_pass_is_tried_again(endpoint: Any, reply: Any, status: int) ->
     assert (answer.answer, len(endpoint.requests)) == ("yes", 3)
 
 
-def test_the_endpoint_says_when_to_come_again(endpoint: Any, reply: Any) -> None:
+def test_the_endpoint_sets_the_time_of_the_retry(endpoint: Any, reply: Any) -> None:
     first = reply(status=429, headers={"Retry-After": "0.6"})
     endpoint.reply = lambda payload: first if len(endpoint.requests) == 1 else reply(text="yes")
 
@@ -63,7 +63,7 @@ def test_the_endpoint_says_when_to_come_again(endpoint: Any, reply: Any) -> None
     assert time.monotonic() - began > 0.6
 
 
-def test_what_is_refused_for_its_content_is_asked_once_and_says_why(endpoint: Any, reply: Any) -> None:
+def test_requests_refused_for_their_content_are_sent_once_and_report_why(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(status=400, body=b'{"error": "too long"}')
 
     (answer,) = asyncio.run(collected(Client(Address(url=endpoint.url)), [request(0)]))
@@ -72,7 +72,7 @@ def test_what_is_refused_for_its_content_is_asked_once_and_says_why(endpoint: An
     assert answer.problem == 'HTTP 400: {"error": "too long"}'
 
 
-def test_attempts_end(endpoint: Any, reply: Any) -> None:
+def test_the_number_of_attempts_is_limited(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(status=500, body=b"boom")
 
     client = Client(Address(url=endpoint.url), ClientSettings(attempts=3))
@@ -81,7 +81,7 @@ def test_attempts_end(endpoint: Any, reply: Any) -> None:
     assert (answer.problem, len(endpoint.requests)) == ("HTTP 500: boom", 3)
 
 
-def test_a_refused_key_ends_all_and_is_never_shown(endpoint: Any, reply: Any) -> None:
+def test_a_refused_key_ends_all_requests_and_is_never_shown(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(status=401, body=f"bad key {KEY}".encode())
     client = Client(Address(url=endpoint.url, key=KEY))
 
@@ -92,7 +92,7 @@ def test_a_refused_key_ends_all_and_is_never_shown(endpoint: Any, reply: Any) ->
     assert endpoint.headers[0]["authorization"] == f"Bearer {KEY}"
 
 
-def test_a_redirect_does_not_take_the_key_elsewhere(endpoints: Callable[[], Any], reply: Any) -> None:
+def test_a_redirect_does_not_send_the_key_to_another_host(endpoints: Callable[[], Any], reply: Any) -> None:
     first, other = endpoints(), endpoints()
     first.reply = lambda payload: reply(status=307, headers={"Location": f"{other.url}/chat/completions"})
 
@@ -103,7 +103,7 @@ def test_a_redirect_does_not_take_the_key_elsewhere(endpoints: Callable[[], Any]
     assert not other.requests
 
 
-def test_requests_are_made_when_they_are_wanted(endpoint: Any, reply: Any) -> None:
+def test_requests_are_generated_on_demand(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text="yes", seconds=0.05)
     made = 0
 
@@ -124,7 +124,7 @@ def test_requests_are_made_when_they_are_wanted(endpoint: Any, reply: Any) -> No
     assert endpoint.most <= 4
 
 
-def test_requests_may_come_slowly(endpoint: Any, reply: Any) -> None:
+def test_requests_may_arrive_slowly(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text=said(payload))
 
     async def slow() -> AsyncIterator[Request]:
@@ -137,7 +137,7 @@ def test_requests_may_come_slowly(endpoint: Any, reply: Any) -> None:
     assert [answer.key for answer in found] == list("01234")
 
 
-def test_what_a_store_has_is_not_asked_and_the_rest_is_kept_first(endpoint: Any, reply: Any) -> None:
+def test_stored_answers_are_not_requested_and_new_ones_are_stored_first(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text=said(payload))
     kept: dict[str, Answer] = {"1": Answer(answer="old")}
 
@@ -159,7 +159,7 @@ def test_what_a_store_has_is_not_asked_and_the_rest_is_kept_first(endpoint: Any,
     assert len(endpoint.requests) == 3
 
 
-def test_an_error_of_the_requests_comes_through(endpoint: Any) -> None:
+def test_an_error_of_the_requests_is_raised(endpoint: Any) -> None:
     def broken() -> Iterator[Request]:
         yield request(0)
         raise OSError("the file went away")

@@ -1,4 +1,4 @@
-"""The number of requests at a time, against endpoints that are made of arithmetic and a clock of our own."""
+"""The number of concurrent requests, with simulated endpoints and a simulated clock."""
 
 import asyncio
 import time
@@ -10,7 +10,7 @@ from nemo_ext.endpoint.pace import FIRST, MOST, Pace
 
 
 class Clock:
-    """Time that passes when it is told to."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def rounds(pace: Pace, clock: Clock, count: int, serve: Callable[[int], tuple[float, float]]) -> list[int]:
-    """Limits after rounds with an endpoint that is always asked as much as the limit.
+    """Limits after rounds in which an endpoint always gets as many requests as the limit.
 
     Args:
         pace: what finds the limit.
@@ -64,11 +64,11 @@ def rounds(pace: Pace, clock: Clock, count: int, serve: Callable[[int], tuple[fl
 
 
 @pytest.mark.slow
-def test_more_are_asked_as_long_as_that_pays(clock: Clock) -> None:
+def test_the_number_grows_while_throughput_improves(clock: Clock) -> None:
     assert rounds(Pace(), clock, 60, lambda now: (0.5, 0.0))[-1] == MOST
 
 
-def test_no_more_than_an_endpoint_can_work_on(clock: Clock) -> None:
+def test_the_number_stays_at_the_capacity_of_an_endpoint(clock: Clock) -> None:
     limits = rounds(Pace(), clock, 100, lambda now: (0.5 * max(1.0, now / 64), 0.0))
 
     assert max(limits) <= 160
@@ -76,7 +76,7 @@ def test_no_more_than_an_endpoint_can_work_on(clock: Clock) -> None:
 
 
 @pytest.mark.deep
-def test_refusals_take_the_number_down_and_it_comes_back(clock: Clock) -> None:
+def test_refusals_lower_the_number_and_it_recovers(clock: Clock) -> None:
     pace = Pace()
     rounds(pace, clock, 30, lambda now: (0.5, 0.0))
     limits = rounds(pace, clock, 100, lambda now: (0.5, 0.5 if now > 40 else 0.0))
@@ -90,7 +90,7 @@ def test_a_fixed_number_stays(clock: Clock) -> None:
     assert Pace().limit == FIRST
 
 
-def test_requests_and_tokens_a_minute() -> None:
+def test_requests_and_tokens_per_minute() -> None:
     async def turns(pace: Pace, tokens: int) -> float:
         began = time.monotonic()
         for _ in range(4):
@@ -99,4 +99,4 @@ def test_requests_and_tokens_a_minute() -> None:
         return time.monotonic() - began
 
     assert asyncio.run(turns(Pace(requests=600), 0)) > 0.25
-    assert asyncio.run(turns(Pace(tokens=6000), 1530)) > 1  # 6000 are there at once, then 100 a second
+    assert asyncio.run(turns(Pace(tokens=6000), 1530)) > 1  # 6000 are available at once, then 100 per second

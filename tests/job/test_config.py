@@ -17,7 +17,7 @@ from nemo_ext.job.config import check_choice, compose, hydra_value, hydra_words,
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(None, None), (0, 0), (1, 1), (25e12, 993411), (503_316_480_000, 20000)]
 )
-def test_iterations_come_nearest_to_the_tokens(tokens: float | None, expected: int | None) -> None:
+def test_the_nearest_number_of_iterations_is_chosen(tokens: float | None, expected: int | None) -> None:
     assert iterations(tokens, 8192, 3072) == expected
 
 
@@ -26,7 +26,7 @@ def test_negative_tokens_are_refused() -> None:
         iterations(-1, 8, 8)
 
 
-def test_a_product_is_whole_where_it_can_be() -> None:
+def test_a_product_is_an_integer_where_possible() -> None:
     assert multiply(0.05, 100) == 5 and isinstance(multiply(0.05, 100), int)
     assert multiply(0.05, 10) == 0.5
 
@@ -45,7 +45,7 @@ def test_limits_given_whole_replace_the_recipes() -> None:
     assert shares == {"memory_bytes": 0.6, "attention_blocks": 0.75, "parameters": 0.5}
 
 
-def test_quoted_patterns_stay_as_they_are() -> None:
+def test_quoted_patterns_are_unchanged() -> None:
     assert hydra_words(["model.pattern='M*'", "run_dir=x"]) == ["model.pattern='M*'", "run_dir=x"]
 
 
@@ -58,7 +58,7 @@ def test_quoted_patterns_stay_as_they_are() -> None:
         ("sft_data", "filters.language.by_source.news=[de]", {"language": {"by_source": {"news": ["de"]}}}),
         ("sft_data", "filters.repetition=null", {"repetition": None}),
         ("sft_data", "filters={repetition: {ngram: 20}}", {"repetition": {"ngram": 20}}),
-        ("sft_data", "filters.structurel={}", {"structurel": {}}),  # which the job refuses, with the nearest
+        ("sft_data", "filters.structurel={}", {"structurel": {}}),  # which the job refuses, with a suggestion
         ("preference_data", "filters.max_tokens=900", {"max_tokens": 900}),
         ("curriculum", "filters.drop_from=0.5", {"drop_from": 0.5}),
     ],
@@ -70,7 +70,7 @@ def test_filters_are_set_on_the_command_line(job: str, word: str, found: dict[st
 
 
 @pytest.mark.parametrize("prefix", ["", "++"])
-def test_a_text_is_taken_as_it_is_with_a_prefix_too(prefix: str) -> None:
+def test_a_text_is_taken_literally_also_with_a_prefix(prefix: str) -> None:
     words = ["input=i", "output=o", f"{prefix}generate.template=say {{x}}, now"]
 
     assert compose("generate", words)["generate"]["template"] == "say {x}, now"
@@ -94,7 +94,7 @@ def test_a_marked_section_is_replaced_and_others_are_merged() -> None:
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
 )
-def test_a_job_that_cannot_go_on_ends_with_one_line(
+def test_a_job_that_fails_ends_with_one_line(
     error: BaseException,
     resumable: bool,
     code: int,
@@ -155,7 +155,7 @@ def test_plain_paths_are_not_quoted(plain: str) -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["runs/lr=1e-3", "a, b (2) #3/x.jsonl", "1e-3", "~/my runs"])
-def test_names_of_files_are_taken_as_they_are(job: str, key: str, name: str) -> None:
+def test_names_of_files_are_taken_literally(job: str, key: str, name: str) -> None:
     if (key, name) == ("start", "1e-3"):
         return  # nothing states that such a key is not a number
     for value in (name, hydra_value(name)):
@@ -164,12 +164,12 @@ def test_names_of_files_are_taken_as_they_are(job: str, key: str, name: str) -> 
 
 
 @pytest.mark.parametrize("value", ["[a.jsonl,'b=1.jsonl']", "null", "'a','b'", "a\\=b", "{kind: byte}"])
-def test_lists_and_what_is_quoted_are_left_to_hydra(value: str) -> None:
+def test_lists_and_quoted_values_are_left_to_hydra(value: str) -> None:
     assert hydra_words([f"input={value}"], "tokenize") == [f"input={value}"]
 
 
 @pytest.mark.parametrize("job", ["convert", "merge", "generate", "synthesize"])
-def test_a_dry_run_is_spelled_alike_for_every_job(job: str) -> None:
+def test_a_dry_run_is_spelled_the_same_for_every_job(job: str) -> None:
     words = ["from=x", "to=y"] if job in ("convert", "merge") else ["input=x", "output=y"]
     config = compose(job, ["--dry-run", *words])
 
@@ -189,17 +189,17 @@ def test_missing_values_are_named() -> None:
         ("curate", "preset=mine", "preset=mine: no such preset: known: dolma, "),
     ],
 )
-def test_a_file_of_a_group_that_is_not_there_is_one_line(job: str, word: str, said: str) -> None:
+def test_a_missing_file_of_a_group_is_one_line(job: str, word: str, said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}[^\\n]*$"):
         compose(job, [word])
 
 
-def test_a_recipe_that_is_not_there_is_named_with_the_nearest() -> None:
+def test_a_missing_recipe_is_named_with_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'nemotron3_nano/pretrain'"):
         check_choice("recipe", ["recipe=nemotron3_nano/pretrian"])
 
 
-def test_a_recipe_of_ones_own_may_lie_behind_a_link_and_stand_in_quotes(tmp_path: Path) -> None:
+def test_a_users_recipe_may_be_a_link_and_quoted(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere/mine.yaml").write_text("# @package _global_\n")
     (tmp_path / "own/recipe").mkdir(parents=True)
@@ -217,14 +217,14 @@ def test_the_recipe_wins_over_the_model_and_the_command_line_over_both() -> None
     assert compose("train", ["recipe=domyn_small/cpt", "model=domyn_small_tiny"])["model"]["name"] == "domyn_small_tiny"
 
 
-def test_sources_of_preference_data_compose_as_the_command_takes_them() -> None:
-    """`nemo-ext submit` and pipelines compose the words that `nemo-ext preference_data` has."""
+def test_sources_of_preference_data_compose_as_in_the_command() -> None:
+    """`nemo-ext submit` and pipelines compose the same words as `nemo-ext preference_data`."""
     words = ["preset=domyn", "output=x", "sources={own: {kind: judged, path: a}}", "sources.own.limit=3"]
 
     assert compose("preference_data", words)["sources"] == {"own": {"kind": "judged", "path": "a", "limit": 3}}
 
 
-def test_a_phase_takes_a_blend_of_config_dir_by_its_name(tmp_path: Path) -> None:
+def test_a_phase_uses_a_blend_of_config_dir_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     blend = {"data": {"directory": "${data_root}/own", "streams": [{"name": "web", "weight": 1}]}}
     (tmp_path / "data" / "own.yaml").write_text("# @package _global_\n" + yaml.safe_dump(blend))

@@ -7,7 +7,7 @@ import pytest
 from nemo_ext.job.files import no_room, write_text
 
 
-def test_who_reads_a_file_while_it_is_written_anew_reads_the_one_before(tmp_path: Path) -> None:
+def test_readers_see_the_previous_file_until_a_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     write_text(path, "before")
 
@@ -30,14 +30,14 @@ def test_who_reads_a_file_while_it_is_written_anew_reads_the_one_before(tmp_path
         ("", False),
     ],
 )
-def test_errors_of_a_full_disk_are_known(error: str, full: bool, tmp_path: Path) -> None:
+def test_errors_of_a_full_disk_are_recognized(error: str, full: bool, tmp_path: Path) -> None:
     place = tmp_path / "not" / "there"
 
     assert no_room(place, f"a step\n{error}\n") == (f"no space left: {error}" if full else "")
 
 
 @pytest.mark.parametrize("options", ["size=1m", "size=4m,nr_inodes=4"])
-def test_a_full_disk_is_said_to_be_full(options: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(options: str, tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
         pytest.skip("mounting a file system needs root and CAP_SYS_ADMIN")

@@ -16,7 +16,7 @@ def helped(command: Command) -> Callable[[str], str]:
     return lambda job: command(job, "--help").stdout
 
 
-def test_it_has_defaults_a_line_and_the_groups_that_the_job_reads(helped: Callable[[str], str]) -> None:
+def test_it_has_defaults_a_line_and_the_groups_of_the_job(helped: Callable[[str], str]) -> None:
     text = helped("train")
 
     assert "train.warmup_tokens=0           length of the linear learning-rate warm-up" in text
@@ -24,7 +24,7 @@ def test_it_has_defaults_a_line_and_the_groups_that_the_job_reads(helped: Callab
     assert "suite=" not in text.partition("Config files by name")[2]
 
 
-def test_a_key_that_the_text_explains_is_not_listed_again(helped: Callable[[str], str]) -> None:
+def test_a_key_that_the_help_text_explains_is_not_listed_again(helped: Callable[[str], str]) -> None:
     further = helped("generate").partition("Further settings")[2]
 
     assert "serving.engine=transformers     transformers (any machine" in further

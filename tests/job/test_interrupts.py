@@ -21,7 +21,7 @@ interrupt, terminate = partial(signal.raise_signal, signal.SIGINT), partial(sign
 
 
 class Thing:
-    """What a weak reference may point to."""
+    """A target for weak references."""
 
 
 def in_callback(do: Callable[[], object]) -> None:
@@ -43,12 +43,12 @@ def in_del(do: Callable[[], object]) -> None:
 
 
 def wait() -> None:
-    """Longer than a lost interrupt takes to come again."""
+    """Longer than the time until a lost interrupt is repeated."""
     time.sleep(5)
 
 
 def until_interrupted(*steps: Callable[[], object]) -> int:
-    """Number of steps that ended before an interrupt came."""
+    """Number of steps that ended before an interrupt."""
     ended = 0
     with suppress(KeyboardInterrupt), kept_interrupts():
         for step in steps:
@@ -59,7 +59,7 @@ def until_interrupted(*steps: Callable[[], object]) -> int:
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """SIGTERM interrupts too, as in jobs that serve; handlers are put back."""
+    """SIGTERM interrupts too, as in serving jobs; handlers are restored."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
@@ -69,23 +69,23 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("place", [in_callback, in_del])
 @pytest.mark.parametrize("do", [interrupt, terminate], ids=["SIGINT", "SIGTERM"])
-def test_a_lost_interrupt_comes_again(place: Callable[[object], None], do: Callable[[], object]) -> None:
+def test_a_lost_interrupt_is_repeated(place: Callable[[object], None], do: Callable[[], object]) -> None:
     assert until_interrupted(partial(place, do), wait, wait) == 1
 
 
-def test_one_that_is_lost_again_comes_again() -> None:
+def test_an_interrupt_lost_twice_is_repeated_twice() -> None:
     lost_again = partial(in_callback, wait)
 
     assert until_interrupted(partial(in_del, interrupt), lost_again, lost_again, wait) == 3
 
 
-def test_sigterm_comes_again_where_a_shell_has_sigint_ignored() -> None:
+def test_sigterm_is_repeated_where_sigint_is_ignored() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     assert until_interrupted(partial(in_del, terminate), wait) == 1
 
 
-def test_one_that_is_not_lost_is_not_repeated() -> None:
+def test_an_interrupt_that_arrived_is_not_repeated() -> None:
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: came.append(number))
 
@@ -93,7 +93,7 @@ def test_one_that_is_not_lost_is_not_repeated() -> None:
     assert came == [signal.SIGINT]
 
 
-def test_nothing_comes_after_the_end() -> None:
+def test_no_interrupt_comes_after_the_end() -> None:
     assert until_interrupted(partial(in_del, interrupt)) == 1
     time.sleep(0.2)
 
@@ -113,7 +113,7 @@ def test_asyncio_cancels_its_task() -> None:
     assert ended == ["cancelled"]
 
 
-def test_other_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_exceptions_are_reported_as_usual(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def hook(lost: "sys.UnraisableHookArgs") -> None:
@@ -129,7 +129,7 @@ def test_other_exceptions_are_reported_as_before(monkeypatch: pytest.MonkeyPatch
     assert sys.unraisablehook is hook
 
 
-def test_one_waits_for_where_it_may_come() -> None:
+def test_an_interrupt_waits_for_an_allowed_point() -> None:
     done = []
     with suppress(KeyboardInterrupt), interrupts_between() as let_through:
         let_through()
@@ -142,7 +142,7 @@ def test_one_waits_for_where_it_may_come() -> None:
 
 
 @pytest.mark.parametrize("do", [interrupt, terminate], ids=["SIGINT", "SIGTERM"])
-def test_one_waits_for_the_end_and_a_second_one_does_not(
+def test_the_first_interrupt_waits_for_the_end_and_the_second_does_not(
     do: Callable[[], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", 60)
@@ -150,7 +150,7 @@ def test_one_waits_for_the_end_and_a_second_one_does_not(
     with suppress(KeyboardInterrupt):
         with interrupts_between():
             do()
-            do()  # so soon, it is the same one from elsewhere
+            do()  # so soon after the first, it counts as the same interrupt
             monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", -1)
             with pytest.raises(KeyboardInterrupt):
                 do()
@@ -159,7 +159,7 @@ def test_one_waits_for_the_end_and_a_second_one_does_not(
     assert done == ["all"]
 
 
-def test_once_one_came_through_the_next_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_one_arrived_the_next_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interrupts, "SECONDS_OF_ONE", -1)
     done = []
     with suppress(KeyboardInterrupt), interrupts_between() as let_through:
@@ -173,7 +173,7 @@ def test_once_one_came_through_the_next_does_not_wait(monkeypatch: pytest.Monkey
     assert done == ["clearing up"]
 
 
-def test_none_is_held_where_it_is_ignored_or_in_another_thread() -> None:
+def test_no_interrupt_is_held_where_ignored_or_in_another_thread() -> None:
     def handler() -> object:
         with interrupts_between() as let_through:
             let_through()

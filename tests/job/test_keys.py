@@ -34,12 +34,12 @@ def test_keys_are_found_below_sections(job: str, key: str) -> None:
 
 
 @pytest.mark.parametrize("key", ["train.tokens", "megatron.lr", "model.pattern", "evaluate.every", "puzzle", "no.key"])
-def test_other_keys_are_none(key: str) -> None:
+def test_other_keys_are_not_paths(key: str) -> None:
     assert not is_place(grammar_of("train").settings, key)
 
 
 @pytest.mark.parametrize("job", [each.config or each.name for each in commands() if each.grammar.settings])
-def test_keys_that_are_called_so_are_known(job: str) -> None:
+def test_path_keys_are_known_by_their_name(job: str) -> None:
     with initialize_config_module("hydra_conf", version_base="1.3"):
         config = OmegaConf.to_container(compose(job), resolve=False)
     settings = grammar_of(job).settings
@@ -105,7 +105,7 @@ def test_classes_name_their_keys_with_those_of_flat_fields() -> None:
     assert "client" not in names(grammar_of("train").settings, "evaluate")
 
 
-def test_a_class_that_a_missing_package_keeps_from_being_imported_accepts_any_key() -> None:
+def test_a_class_that_cannot_be_imported_accepts_any_key() -> None:
     settings = {"section": "no_such_package.settings:Settings"}
 
     assert may_be_new(settings, "section.key")

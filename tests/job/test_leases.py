@@ -12,12 +12,12 @@ from nemo_ext.job.leases import Leases
 
 @pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Leases:
-    """Leases as a worker on another machine sees them, where no process tells who lives."""
+    """Leases as seen on another machine, where processes cannot be checked."""
     monkeypatch.setattr(leases, "_place", lambda: "another machine")
     return Leases(tmp_path, 0.3)
 
 
-def test_one_of_two_has_it_until_it_gives_it_back(tmp_path: Path) -> None:
+def test_only_one_of_two_holds_a_lease_until_it_is_released(tmp_path: Path) -> None:
     one, two = Leases(tmp_path, 60), Leases(tmp_path, 60)
 
     assert (one.take("a"), two.take("a"), one.holds("a"), two.holds("a")) == (True, False, True, False)
@@ -25,7 +25,7 @@ def test_one_of_two_has_it_until_it_gives_it_back(tmp_path: Path) -> None:
     assert two.take("a")
 
 
-def test_it_is_kept_by_touches_alone(elsewhere: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_touches_keep_a_lease(elsewhere: Leases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "_place", lambda: "here")
     one = Leases(tmp_path, 0.3)
     assert one.take("a")
@@ -39,7 +39,7 @@ def test_it_is_kept_by_touches_alone(elsewhere: Leases, tmp_path: Path, monkeypa
     assert elsewhere.take("a")
 
 
-def test_a_holder_elsewhere_is_not_dead_because_no_process_here_has_its_number(
+def test_a_holder_on_another_machine_is_not_judged_by_local_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Leases(tmp_path, 60).take("a")
@@ -50,7 +50,7 @@ def test_a_holder_elsewhere_is_not_dead_because_no_process_here_has_its_number(
     assert not Leases(tmp_path, 60).take("a")
 
 
-def test_who_lost_it_neither_keeps_nor_ends_it_for_the_other(tmp_path: Path) -> None:
+def test_a_worker_that_lost_a_lease_neither_keeps_nor_ends_it(tmp_path: Path) -> None:
     one, two = Leases(tmp_path, 60), Leases(tmp_path, 60)
     one.take("a")
     (tmp_path / "a").unlink()
@@ -64,7 +64,7 @@ def test_who_lost_it_neither_keeps_nor_ends_it_for_the_other(tmp_path: Path) -> 
     assert (tmp_path / "a").exists()
 
 
-def test_a_dead_process_of_this_machine_is_known_at_once_and_a_set_clock_kills_nobody(
+def test_a_dead_local_process_is_noticed_at_once_and_a_changed_clock_ends_no_lease(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two = Leases(tmp_path, 60), Leases(tmp_path, 60)

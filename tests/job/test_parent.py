@@ -1,4 +1,4 @@
-"""Processes that are ended."""
+"""Ending of processes."""
 
 import signal
 import subprocess

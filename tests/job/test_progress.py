@@ -25,7 +25,7 @@ def test_progress_is_plain_lines_without_a_terminal(
     assert capsys.readouterr().err == "web: reading 2.5 of 4.0 MB\n"
 
 
-def test_a_notice_is_one_line_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_notice_is_one_unchanged_line(capsys: pytest.CaptureFixture[str]) -> None:
     notice("web: skipped 1 malformed ([bold]:smile: " + "x" * 300 + ")")
 
     assert capsys.readouterr().err == "web: skipped 1 malformed ([bold]:smile: " + "x" * 300 + ")\n"

@@ -59,7 +59,7 @@ def test_output_of_ranks_but_the_first_goes_to_logs(rank: int, tmp_path: Path) -
     assert not said if rank else not written.exists()
 
 
-def test_a_reserved_port_is_given_to_nobody_but_the_server_that_it_is_for() -> None:
+def test_a_reserved_port_is_given_only_to_its_server() -> None:
     with reserve_port() as held:
         port = held.getsockname()[1]
         with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -69,7 +69,7 @@ def test_a_reserved_port_is_given_to_nobody_but_the_server_that_it_is_for() -> N
         assert store.get("key") == b"value"
 
 
-def test_a_folder_that_the_container_lacks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_missing_in_the_container_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ON_NODES, str(tmp_path / "slurm"))
 
     with pytest.raises(ValueError, match="slurm: not visible inside the container"):

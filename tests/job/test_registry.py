@@ -169,7 +169,7 @@ def test_another_packages_recipes_pipelines_and_benchmarks_are_used(run: Run, tm
     assert "absent = mine.absent of nemo_ext.configs cannot be imported" in benchmark.stderr
 
 
-def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> None:
+def test_it_is_used_in_a_pipeline_and_submitted(run: Run, tmp_path: Path) -> None:
     (tmp_path / "mine" / "pipeline").mkdir(parents=True)
     (tmp_path / "mine" / "pipeline" / "words.yaml").write_text(
         "# @package _global_\npipeline: words\nstages:\n"
@@ -190,8 +190,8 @@ def test_it_stands_in_a_pipeline_and_is_submitted(run: Run, tmp_path: Path) -> N
     assert "error: input=b.txt: not found; name a file" in missing.stdout
 
 
-def test_a_package_breaks_no_command_of_others(run: Run, tmp_path: Path) -> None:
-    """By a name that is taken, or an entry point that cannot be imported."""
+def test_a_broken_package_does_not_affect_other_commands(run: Run, tmp_path: Path) -> None:
+    """A name that is already used, or an entry point that cannot be imported."""
     listed = run("--help", cwd=tmp_path)
     ours = run("byte_tokenizer", "output=bytes", cwd=tmp_path)
     broken = run("broken", cwd=tmp_path)
@@ -222,8 +222,8 @@ def test_another_packages_environment_verifies(run: Run, tmp_path: Path) -> None
     assert run("-c", script, cwd=tmp_path, module=()).stdout == "True correct\n"
 
 
-def test_every_command_is_whole() -> None:
-    """References lead somewhere, and configs exist."""
+def test_every_command_is_complete() -> None:
+    """References can be imported, and configs exist."""
     for each in commands():
         references = [each.main, each.grammar.literal]
         if isinstance(each, Job):

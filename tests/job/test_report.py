@@ -1,4 +1,4 @@
-"""Reports: their parts in order, what is empty left out, pictures beside them and inside the page."""
+"""Reports: parts in order, empty ones omitted, pictures next to the report and inside its page."""
 
 from pathlib import Path
 
@@ -19,13 +19,13 @@ def test_parts_in_order() -> None:
     )
 
 
-def test_what_is_empty_is_left_out() -> None:
+def test_empty_parts_are_omitted() -> None:
     report = Report("A run", "", None).section("Nothing", "", None).table("No rows", ("a",), [], "no note either")
 
     assert report.facts({}).markdown() == "# A run\n"
 
 
-def test_a_picture_is_written_beside_the_report_and_into_its_page(tmp_path: Path) -> None:
+def test_a_picture_is_written_next_to_the_report_and_into_its_page(tmp_path: Path) -> None:
     report = Report("Runs & rates")
     left, right = report.picture("rates", "rates.png", 4, 2, columns=2)
     left.plot([1, 2], label="one")

@@ -36,7 +36,7 @@ class Whole:
     parts: Mapping[str, Part | Share] = field(default_factory=dict)
 
 
-def test_what_a_config_may_hold() -> None:
+def test_values_that_a_config_may_have() -> None:
     given: dict[str, Any] = {"paths": ["a", "b"], "skipped": None, "steps": 4e3, "part": {"share": 1}}
     made = checked(Whole, {**OmegaConf.create(given), "folder": Path("x")}, strict=True)
 
@@ -54,7 +54,7 @@ def test_what_a_config_may_hold() -> None:
         ({"paths": "a", "on": 1}, "here: on=1"),
         ({"paths": "a", "part": {"share": 2}}, r"here: part\.share=2"),
         ({"paths": "a", "part": {"shares": 1}}, "did you mean 'share'"),
-        ({"paths": "\udcff"}, "here: .*not Unicode"),
+        ({"paths": "\udcff"}, "here: .*not valid Unicode"),
         ({"paths": json.loads("[" * 300 + "]" * 300)}, "here: .*deep"),
         ({"paths": functools.reduce(lambda inner, _: [inner], range(20_000), [])}, "here: .*deep"),
         ({"paths": {("a", "b"): 1}}, "here: keys must be"),
@@ -67,12 +67,12 @@ def test_what_a_config_may_hold() -> None:
         ({}, "here: the key 'paths' is missing"),
     ],
 )
-def test_what_does_not_fit_is_named(given: dict[str, Any], said: str) -> None:
+def test_invalid_values_are_named(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         checked(Whole, given, where="here", strict=True)
 
 
-def test_texts_may_be_one_or_several_or_none() -> None:
+def test_texts_may_be_one_string_a_list_or_null() -> None:
     assert [strings(value) for value in ("a", ["a", 5], 5, None)] == [("a",), ("a", "5"), ("5",), ()]
 
 
@@ -92,7 +92,7 @@ class Among:
     part: Annotated[Flat, FLAT] = field(default_factory=Flat)
 
 
-def test_keys_of_flat_fields_stand_among_the_others() -> None:
+def test_keys_of_flat_fields_are_at_the_same_level_as_the_others() -> None:
     assert checked(Among, {"name": "a", "inner": {"size": 3}}).part.inner.size == 3
     for section, message in (
         ({"inner": {"sise": 3}}, "unknown key 'inner.sise': did you mean 'size'"),

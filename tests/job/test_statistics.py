@@ -1,4 +1,4 @@
-"""Statistics against scipy's and numpy's, and what must hold for any scores."""
+"""Statistics compared with scipy and numpy, and properties that hold for any scores."""
 
 from itertools import combinations
 from math import comb
@@ -97,7 +97,7 @@ def test_the_bootstrap_is_scipys(values: np.ndarray) -> None:
     assert reference.low < narrow[0] < narrow[1] < reference.high
 
 
-def test_weights_columns_and_statistics_of_ones_own_agree() -> None:
+def test_weights_columns_and_custom_statistics_agree() -> None:
     rng = np.random.default_rng(3)
     values, weights = rng.normal(size=80), rng.integers(1, 50, size=80).astype(float)
     one = bootstrap(values, draws=20_000, seed=1, weights=weights)
@@ -111,7 +111,7 @@ def test_weights_columns_and_statistics_of_ones_own_agree() -> None:
     assert both[1] - both[0] == pytest.approx([2, 2])
 
 
-def test_near_values_that_are_drawn_together_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_similar_values_resampled_together_give_the_same_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(4).normal(size=3000)
     weights = np.random.default_rng(5).uniform(1, 2, size=3000)
     apart = [bootstrap(values, draws=4000, seed=1, weights=each) for each in (None, weights)]
@@ -121,7 +121,7 @@ def test_near_values_that_are_drawn_together_give_the_same_interval(monkeypatch:
         assert one == pytest.approx(other, abs=0.08 * (one[1] - one[0]))
 
 
-def test_intervals_cover_as_often_as_they_say() -> None:
+def test_intervals_have_their_stated_coverage() -> None:
     rng, held = np.random.default_rng(6), 0
     for _ in range(200):
         low, high = bootstrap(rng.binomial(4, 0.6, size=100) / 4, draws=400, seed=1)
@@ -129,7 +129,7 @@ def test_intervals_cover_as_often_as_they_say() -> None:
     assert 0.90 <= held / 200 <= 0.99
 
 
-def test_samples_of_one_problem_are_not_problems_of_their_own() -> None:
+def test_samples_of_one_problem_are_not_independent_problems() -> None:
     one = scores(50)
     low, high = bootstrap(one, draws=2000, seed=1)
     copies = problem_means(np.tile(one, 8), np.tile(np.arange(50), 8))
@@ -140,7 +140,7 @@ def test_samples_of_one_problem_are_not_problems_of_their_own() -> None:
 @pytest.mark.parametrize(
     "problems", [pytest.param(1000, marks=pytest.mark.deep), pytest.param(1_000_000, marks=pytest.mark.slow)]
 )
-def test_a_million_samples_are_soon_done(problems: int) -> None:
+def test_a_million_samples_are_fast(problems: int) -> None:
     values = np.random.default_rng(7).normal(size=1_000_000)
     means = problem_means(values, np.arange(1_000_000) % problems)
     low, high = bootstrap(means, draws=10_000, seed=1)
@@ -194,13 +194,13 @@ def test_random_permutations_agree_with_the_exact_ones(monkeypatch: pytest.Monke
     assert permutation([0.0, 0.0], seed=1) == 1
 
 
-def test_a_test_errs_as_rarely_as_it_says() -> None:
+def test_a_test_has_its_stated_error_rate() -> None:
     rng = np.random.default_rng(9)
     alarms = sum(permutation(rng.normal(size=30), draws=199, seed=1) < 0.05 for _ in range(400))
     assert alarms / 400 < 0.09
 
 
-def test_differences_take_mcnemar_for_one_answer_a_problem_and_permutations_else() -> None:
+def test_differences_use_mcnemar_for_one_answer_per_problem_and_permutations_otherwise() -> None:
     a, b = scores(100), scores(100, seed=1)
     one = difference(a, b, draws=500, seed=1)
     assert (one.test, one.p) == ("McNemar", mcnemar(one.only_a, one.only_b))
@@ -213,8 +213,8 @@ def test_differences_take_mcnemar_for_one_answer_a_problem_and_permutations_else
     assert weighted.mean == pytest.approx(np.average(b - a, weights=np.arange(100) + 1))
 
 
-def test_equal_answers_leave_room_for_what_so_few_problems_cannot_show() -> None:
-    """The rule of three, more or less: none of 100 allows 3 to 4 of a hundred."""
+def test_equal_answers_still_give_an_interval() -> None:
+    """About the rule of three: 0 of 100 allows a rate of 3 to 4 in 100."""
     right, wrong = np.ones(100), np.zeros(100)
     low, high = difference(right, right, seed=1).interval
     assert -low == high and 0.03 < high < 0.04
@@ -241,7 +241,7 @@ def test_holm_only_raises_and_keeps_the_order(p: list[float]) -> None:
     assert (np.diff(np.array(found)[order]) >= 0).all()
 
 
-def test_prompt_sensitivity_is_the_deviation_of_means_and_its_interval_knows_of_noise() -> None:
+def test_prompt_sensitivity_is_the_deviation_of_means_and_its_interval_includes_noise() -> None:
     rng = np.random.default_rng(10)
     ability = rng.random(400)
     same = rng.binomial(8, ability, size=(5, 400)) / 8

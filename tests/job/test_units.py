@@ -1,4 +1,4 @@
-"""Units: done once, in any number of processes; a share each; other settings refused."""
+"""Units are done once by any number of processes; each process has a share; other settings are refused."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,9 +63,9 @@ def test_every_unit_is_in_one_share_and_a_share_is_claimed_once(tmp_path: Path) 
 
 def test_other_settings_are_refused_with_the_ones_that_differ(tmp_path: Path) -> None:
     settings = Settings(str(tmp_path))
-    settings.check_same({"a": {"b": 1}})  # nothing is begun
+    settings.check_same({"a": {"b": 1}})  # nothing was started
     note(settings.record, {"a": {"b": 1}, "c": None})
     settings.check_same({"a": {"b": 1}})
-    said = r'^output=.*: was begun otherwise \(a\.b: 1 -> 2; d: null -> "x"\): choose another folder$'
+    said = r'^output=.*: was begun with other settings \(a\.b: 1 -> 2; d: null -> "x"\): choose another folder$'
     with pytest.raises(ValueError, match=said):
         settings.check_same({"a": {"b": 2}, "d": "x"})

@@ -1,4 +1,4 @@
-"""What runs of Megatron's trainer share: one run to start from, packs, streams, and log-probabilities of a teacher."""
+"""Fixtures for runs of Megatron's trainer: a first run, packs, streams, and log-probabilities of a teacher."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -47,7 +47,7 @@ def saved_logits(single: Path, tmp_path_factory: pytest.TempPathFactory, train_r
 
 @pytest.fixture(scope="session")
 def packs_at() -> Callable[..., None]:
-    """Writes packs of 64 tokens, of samples that are a short repeated phrase: there is something to learn."""
+    """Writes packs of 64 tokens; samples are a short repeated phrase, so that the model can learn them."""
 
     def write(prefix: Path, count: int = 200, seed: int = 0) -> None:
         generator = np.random.default_rng(seed)
@@ -76,7 +76,7 @@ def packs(tmp_path_factory: pytest.TempPathFactory, packs_at: Callable[..., None
 
 @pytest.fixture(scope="session")
 def packed_config() -> Callable[..., dict[str, Any]]:
-    """A training config on a folder of packs, as a user's would be."""
+    """A training config on a folder of packs, as a user writes it."""
 
     def make(folder: Path, *overrides: str) -> dict[str, Any]:
         config = compose("train", ["data=mock", "megatron.seq_length=64", "megatron.num_workers=0", *overrides])
@@ -90,7 +90,7 @@ def packed_config() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Two streams to blend: documents of 1 to 50 tokens, each a sequence that counts up, and its end."""
+    """Two streams to blend: documents of 1 to 50 tokens, each a counting sequence and its end token."""
     folder = tmp_path_factory.mktemp("streams")
     for seed, name in enumerate("ab"):
         generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""One of the ranks of test_distillation.py: its part of the vocabulary has its part of the divergence and gradient.
+"""A rank of test_distillation.py: its part of the vocabulary has its part of the divergence and gradient.
 
     torchrun --nproc-per-node 2 divergence_rank.py FOLDER
 

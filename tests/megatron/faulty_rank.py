@@ -1,4 +1,4 @@
-"""A rank in which something goes wrong at a step: FAULT=nan:6, spike:6 or hang:6:1 (a rank)."""
+"""A rank with a fault at a step: FAULT=nan:6, spike:6 or hang:6:1 (a rank)."""
 
 import os
 import signal

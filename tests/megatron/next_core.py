@@ -1,4 +1,4 @@
-"""A stand-in for Megatron-Core after Megatron-LM #6313, where it differs for a layer spec.
+"""A simulation of Megatron-Core after Megatron-LM #6313, as far as it differs for a layer spec.
 
 `HybridModel` passes the stack a config for each layer instead of its symbol, and `HybridStack` builds each layer by the
 exact class of its config and runs layers and configs together. The rest is the Megatron-Core that is installed.
@@ -56,7 +56,7 @@ def symbols_of(configs: Sequence[TransformerConfig]) -> list[str]:
 
 
 def configs_of(symbols: str, config: TransformerConfig) -> list[TransformerConfig]:
-    """A config for each layer, all with the values of the model's."""
+    """A config for each layer, all with the model's values."""
     configs = []
     for symbol in symbols:
         own = copy.copy(config)
@@ -122,7 +122,7 @@ class NextStack(HybridStack):
         packed_seq_params: Any = None,
         padding_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The layers one after the other, each in the FP8 context of its own config."""
+        """Runs the layers in order, each in the FP8 context of its config."""
         hidden = hidden_states if self.pre_process else self.input_tensor
         common = {"attention_mask": attention_mask, "inference_context": inference_context}
         common["packed_seq_params"] = packed_seq_params
@@ -143,7 +143,7 @@ class NextStack(HybridStack):
 
 @contextmanager
 def applied() -> Iterator[None]:
-    """Let `HybridModel` and our stack meet as they do in the next Megatron-Core."""
+    """Connect `HybridModel` and our stack as in the next Megatron-Core."""
     validate = hybrid_layer_allocation.validate_segment_layers
 
     def validate_next(segment: str, config: TransformerConfig | None = None) -> list[Any]:

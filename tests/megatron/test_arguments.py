@@ -1,4 +1,4 @@
-"""From the composed config to the pattern and words that Megatron gets."""
+"""The pattern and words that Megatron gets from a composed config."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -13,7 +13,7 @@ from nemo_ext.megatron.arguments import command_line, megatron_parser, parse_arg
 
 
 @pytest.mark.parametrize(("virtual", "stages"), [(None, 2), (2, 4)])
-def test_a_pattern_without_cuts_is_cut_into_the_stages_asked_for(virtual: int | None, stages: int) -> None:
+def test_a_pattern_without_cuts_is_divided_into_the_requested_stages(virtual: int | None, stages: int) -> None:
     overrides = ["model=domyn_small_tiny", "megatron.pipeline_model_parallel_size=2"]
     config = compose("train", overrides + ([] if virtual is None else [f"model.virtual_pipeline_stages={virtual}"]))
 
@@ -23,14 +23,14 @@ def test_a_pattern_without_cuts_is_cut_into_the_stages_asked_for(virtual: int | 
     assert cut.blocks == parse(config["model"]["pattern"]).blocks
 
 
-def test_cuts_that_are_written_stay() -> None:
+def test_cuts_in_a_pattern_are_kept() -> None:
     config = compose("train", ["model.pattern=ME|M*EME-", "megatron.pipeline_model_parallel_size=2"])
 
     assert parse(pattern_with_cuts(config)).cuts == (2,)
 
 
 @pytest.mark.parametrize("pattern", ["-", "--", "---", "-*-"])
-def test_mlp_blocks_in_front_are_no_option(pattern: str, megatron: None) -> None:
+def test_leading_mlp_blocks_are_not_an_option(pattern: str, megatron: None) -> None:
     from megatron.core.models.hybrid.hybrid_layer_allocation import parse_hybrid_pattern
 
     config = compose("train", ["run_dir=unused", "data=mock", "model=domyn_small_tiny", f"model.pattern={pattern}"])
@@ -67,7 +67,7 @@ def test_the_parser_is_built_once_and_keeps_its_defaults(monkeypatch: pytest.Mon
         ("megatron.data_path=[1,-x]", r"megatron.data_path=\[1, '-x'\]: Megatron's parser: unrecognized arguments: -x"),
     ],
 )
-def test_a_wrong_value_is_named_with_its_key(word: str, error: str, megatron: None) -> None:
+def test_an_invalid_value_is_named_with_its_key(word: str, error: str, megatron: None) -> None:
     with pytest.raises(ValueError, match=error):
         command_line(compose("train", ["run_dir=unused", "data=mock", word]))
 
@@ -78,20 +78,20 @@ def test_two_mlp_blocks_are_two_layers(build: Callable[..., torch.nn.Module]) ->
 
 
 @pytest.mark.parametrize("virtual", [0, -1, 1.5, "x", True])
-def test_virtual_stages_are_whole_and_positive(virtual: object) -> None:
+def test_virtual_stages_are_positive_integers(virtual: object) -> None:
     config = compose("train", ["model=domyn_small_tiny"])
     with pytest.raises(ValueError, match=r"model\.virtual_pipeline_stages=.*one or more"):
         pattern_with_cuts({**config, "model": {**config["model"], "virtual_pipeline_stages": virtual}})
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, None, True])
-def test_ranks_are_whole_and_positive(size: object) -> None:
+def test_ranks_are_positive_integers(size: object) -> None:
     with pytest.raises(ValueError, match="one or more"):
         world_size({"launcher": {"nodes": 1, "nproc_per_node": size}})
 
 
 def test_a_model_without_ddp_has_no_fused_gradients(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
-    """Puzzle's stages and the sweep of precisions differentiate it: nothing has made its `main_grad`."""
+    """Puzzle's stages and the sweep of precisions differentiate it without a `main_grad`."""
     from nemo_ext.megatron import arguments, session
     from nemo_ext.puzzle.configs import stage_config
 
@@ -108,11 +108,11 @@ def test_a_model_without_ddp_has_no_fused_gradients(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_model_has_no_more_ids_than_rows() -> None:
-    """`convert` refuses it, after training."""
+    """`convert` would refuse it after training."""
     from nemo_ext.megatron.check import check_keys
 
     words = ["run_dir=unused", "data=mock", "model=olmo3_7b", "megatron.padded_vocab_size=50304"]
-    with pytest.raises(ValueError, match=r"model.vocab_size=100278: more ids than megatron.padded_vocab_size=50304"):
+    with pytest.raises(ValueError, match=r"model.vocab_size=100278 is above megatron.padded_vocab_size=50304"):
         check_keys(compose("train", words))
     for more in ("++model.vocab_size=null", "model.vocab_size=50280"):
         check_keys(compose("train", [*words, more]))

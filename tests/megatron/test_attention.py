@@ -1,4 +1,4 @@
-"""The core attention of the local back end against attention written out."""
+"""The core attention of the local back end compared with the definition of attention."""
 
 import math
 
@@ -47,7 +47,7 @@ def inputs(seq: int, batch: int = 2, heads: int = 4, groups: int = 2, dim: int =
 
 @pytest.mark.parametrize("window", [None, 1, 2, 5, 16, 40])
 @pytest.mark.parametrize("seq", [1, 7, 16, 33])
-def test_it_is_attention(megatron: None, seq: int, window: int | None) -> None:
+def test_it_computes_attention(megatron: None, seq: int, window: int | None) -> None:
     q, k, v = inputs(seq)
 
     output = core(window)(q, k, v, None)
@@ -58,7 +58,7 @@ def test_it_is_attention(megatron: None, seq: int, window: int | None) -> None:
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=5), window=st.sampled_from([None, 3]), tail=st.booleans()
 )
-def test_a_packed_sequence_attends_to_itself_alone(
+def test_a_packed_sequence_attends_only_to_itself(
     megatron: None, lengths: list[int], window: int | None, tail: bool
 ) -> None:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -76,7 +76,7 @@ def test_a_packed_sequence_attends_to_itself_alone(
     assert not output[sum(lengths) :].any()
 
 
-def test_a_query_shorter_than_its_context_is_the_end_of_it(megatron: None) -> None:
+def test_a_short_query_is_the_end_of_its_context(megatron: None) -> None:
     q, k, v = inputs(12)
 
     whole, last = (core()(query, k, v, None) for query in (q, q[-5:]))
@@ -84,7 +84,7 @@ def test_a_query_shorter_than_its_context_is_the_end_of_it(megatron: None) -> No
     assert torch.allclose(whole[-5:], last, atol=1e-6)
 
 
-def test_what_only_transformer_engine_has_is_refused(megatron: None) -> None:
+def test_features_of_only_transformer_engine_are_refused(megatron: None) -> None:
     from megatron.core.transformer.enums import AttnMaskType
 
     attention, (q, k, v) = core(), inputs(4)
@@ -131,7 +131,7 @@ def test_the_local_norm_is_torchs(megatron: None, normalization: str, zero_centr
     assert not list(LocalNorm(config, 16, affine=False).parameters())
 
 
-def test_the_local_norm_keeps_little_for_its_backward(megatron: None) -> None:
+def test_the_local_norm_stores_little_for_its_backward_pass(megatron: None) -> None:
     from megatron.core.transformer import TransformerConfig
 
     from nemo_ext.megatron.norms import LocalNorm

@@ -1,5 +1,5 @@
 """Our models in Megatron-Bridge. Names, sizes and layer specs are checked on models built here, without it; `make
-bridge` runs what needs Megatron-Bridge itself, in a process of its own."""
+bridge` runs the tests that need Megatron-Bridge itself, in a separate process."""
 
 import copy
 import json
@@ -25,10 +25,7 @@ from nemo_ext.checkpoint.description import Description, from_config, to_config
 from nemo_ext.checkpoint.formats import FORMATS, Format, choose, read
 from nemo_ext.job.config import compose
 
-SIGMOID = (
-    "megatron.moe_router_score_function=sigmoid",
-    "megatron.moe_router_enable_expert_bias=true",
-)
+SIGMOID = ("megatron.moe_router_score_function=sigmoid", "megatron.moe_router_enable_expert_bias=true")
 MODELS = {
     "NemotronForCausalLM": ("model=domyn_small_tiny",),
     "NemotronForCausalLM with biases": (
@@ -73,19 +70,19 @@ BuildSections = Callable[[Mapping[str, Any]], torch.nn.Module]
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
     global bridge
     from nemo_ext.megatron import bridge
 
 
 @pytest.fixture(scope="module")
 def megatron_bridge(imported: None) -> None:
-    """Fails where Megatron-Bridge cannot be imported: `make bridge` is not to pass without it."""
+    """Fails if Megatron-Bridge cannot be imported: `make bridge` must not pass without it."""
     assert bridge.MISSING is None, bridge.MISSING
 
 
 def described(name: str) -> tuple[Format, Description]:
-    """The model of that name, in its format."""
+    """The model with that name, in its format."""
     found, description = read(hf_config(name))
     assert found.architecture == name.split()[0]
     return found, description
@@ -97,7 +94,7 @@ def hf_config(name: str) -> dict[str, Any]:
 
 
 def live(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a model saves: parameters and persistent buffers, by name."""
+    """Parameters and persistent buffers of a model, by name."""
     saved = set(model.state_dict())
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     return {**dict(model.named_parameters()), **buffers}
@@ -162,7 +159,7 @@ def parsed(sections: Sections) -> Any:
 
 
 @every_model
-def test_a_provider_has_the_fields_that_megatron_makes_of_the_flags(megatron: None, name: str) -> None:
+def test_a_provider_has_the_fields_that_megatron_derives_from_the_flags(megatron: None, name: str) -> None:
     _, description = described(name)
     expected = parsed(to_config(description))
 
@@ -186,7 +183,7 @@ def test_a_provider_has_the_layer_spec_of_the_trainer(megatron: None, name: str)
 
 @pytest.fixture(scope="module")
 def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Modelling files that tests load are cached in a folder of the tests, not in the user's home."""
+    """Caches modelling files that tests load in a folder of the tests, not in the user's home."""
     import transformers.dynamic_module_utils
 
     with pytest.MonkeyPatch.context() as patch:
@@ -197,7 +194,7 @@ def modules_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def write_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """config.json and the code that goes beside it."""
+    """Writes config.json and its code."""
     (folder / "config.json").write_text(json.dumps(config))
     for code in read(config)[0].code:
         shutil.copyfile(str(files("nemo_ext.checkpoint.remote_code") / code), folder / code)
@@ -229,7 +226,9 @@ def test_published_decilm_configs_keep_their_blocks_as_objects() -> None:
     assert bridge.read_hf_config(SimpleNamespace(to_dict=lambda: values)) == (found, description)
 
 
-def test_without_megatron_bridge_nothing_is_registered_and_the_reason_is_data(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_megatron_bridge_nothing_is_registered_and_the_reason_is_stored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bridge, "MISSING", "megatron-bridge cannot be imported here: No module named 'x'")
 
     assert nemo_ext.register() == nemo_ext.Registration(
@@ -239,13 +238,13 @@ def test_without_megatron_bridge_nothing_is_registered_and_the_reason_is_data(mo
         nemo_ext.register(bridge=True)
 
 
-def test_registration_can_be_declined() -> None:
+def test_registration_can_be_disabled() -> None:
     registration = nemo_ext.register(bridge=False)
 
     assert registration.registered == () and "bridge=False" in registration.skipped["megatron-bridge"]
 
 
-def test_a_puzzle_childs_pipeline_is_cut_where_its_weights_are_even() -> None:
+def test_a_puzzle_childs_pipeline_is_divided_by_weights() -> None:
     sections = compose("describe", ["model=llama_nemotron_ultra_253b"])
     plain = bridge.provider_fields(from_config(sections))["hybrid_layer_pattern"]
 
@@ -279,8 +278,8 @@ def registered() -> nemo_ext.Registration:
 
 
 @needs_bridge
-def test_what_megatron_bridge_has_is_replaced_only_by_name() -> None:
-    """In a process of its own: a registration cannot be taken back."""
+def test_bridges_of_megatron_bridge_are_replaced_only_by_name() -> None:
+    """In a separate process, as a registration cannot be undone."""
     code = """
 import nemo_ext
 from nemo_ext.megatron.cpu import runtime
@@ -322,7 +321,7 @@ def write_weights(folder: Path, found: Format, description: Description) -> dict
 
 
 def converted(found: Format, description: Description, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The live model's tensors, by our own converter's rules."""
+    """The live model's tensors, converted by our own rules."""
     expected: dict[str, torch.Tensor] = {}
     for entry in found.entries(description):
         sources = [tensors[name] for name in entry.names]
@@ -383,7 +382,7 @@ def test_autobridge_loads_and_exports_every_tensor(
 
 
 @needs_bridge
-def test_a_model_with_padded_rows_exports_the_vocabulary_alone(
+def test_a_model_with_padded_rows_exports_only_the_vocabulary(
     megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
 ) -> None:
     from megatron.bridge import AutoBridge
@@ -402,7 +401,7 @@ def test_a_model_with_padded_rows_exports_the_vocabulary_alone(
 
 
 @needs_bridge
-def test_a_checkpoint_that_lacks_a_tensor_is_refused(
+def test_a_checkpoint_without_a_tensor_is_refused(
     megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
 ) -> None:
     from megatron.bridge import AutoBridge
@@ -416,13 +415,15 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused(
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     auto = AutoBridge.from_hf_pretrained(tmp_path)
 
-    with pytest.raises(ValueError, match=r"lacks 1 tensors, such as model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(
+        ValueError, match=r"1 tensors are missing from the checkpoint, such as model\.layers\.1\.mlp\.up_proj\.weight"
+    ):
         auto.load_hf_weights([provided(auto)])
 
 
 @needs_bridge
 @every_model
-def test_the_provider_gives_back_the_config_of_the_model(
+def test_the_provider_returns_the_config_of_the_model(
     megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path, name: str
 ) -> None:
     from megatron.bridge import AutoBridge
@@ -476,11 +477,11 @@ def test_moe_blocks_of_different_sizes_are_refused(
 
 PAGE = Path(__file__).parents[2] / "docs" / "bridge.md"
 (SNIPPET,) = re.findall(r"```py\n(from megatron\.bridge\.peft\.lora .*?)```", PAGE.read_text(), re.S)
-"""How docs/bridge.md says that LoRA is used."""
+"""LoRA as in docs/bridge.md."""
 
 
 def pretrained(folder: Path, name: str) -> Any:
-    """AutoBridge of a Hugging Face model with random weights that keep numbers of one size from block to block."""
+    """AutoBridge of a Hugging Face model with random weights that keep the magnitude of activations."""
     from megatron.bridge import AutoBridge
     from safetensors.torch import save_file
 
@@ -579,7 +580,7 @@ def test_an_adapter_behind_an_output_norm_is_refused(
 def test_an_adapter_of_mamba_that_tensor_ranks_divide_is_refused(
     megatron: None, modules_cache: None, registered: nemo_ext.Registration, tmp_path: Path
 ) -> None:
-    """As a model under tensor parallelism says it is; its parts lie apart there."""
+    """Simulated by the attributes of a tensor-parallel model, whose parts are not contiguous."""
     from megatron.bridge.peft.lora import LoRA
 
     auto = pretrained(tmp_path, "NemoExtBlocksForCausalLM")

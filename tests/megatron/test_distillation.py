@@ -1,4 +1,4 @@
-"""A student learns its teacher's logits: beside it or from files, on one rank or several, and nothing else changes."""
+"""A student learns its teacher's logits, in one process or from files, on one or more ranks; nothing else changes."""
 
 import importlib.util
 import io
@@ -25,12 +25,12 @@ from nemo_ext.checkpoint.beside import EXTRAS
 from nemo_ext.job import run_directory
 from nemo_ext.job.config import compose
 from nemo_ext.megatron.check import check
-from nemo_ext.megatron.distillation import same_tokens
+from nemo_ext.megatron.distillation import check_same_tokens
 from nemo_ext.megatron.divergence import kl_divergence
 from nemo_ext.megatron.session import build_model, load_weights, take_tensors
 
 pytestmark = pytest.mark.usefixtures("megatron")
-"""In the worker that has imported Megatron: runs that others begin with are made once."""
+"""In the worker that has imported Megatron, so that runs from which others start are made once."""
 
 Train = Callable[..., list[dict[str, Any]]]
 Build = Callable[..., torch.nn.Module]
@@ -60,7 +60,7 @@ def checkpoints(run_dir: Path) -> Path:
 
 
 def keys(run_dir: Path) -> set[str]:
-    """What the newest checkpoint holds, without the optimizer's state."""
+    """Keys in the newest checkpoint, without the optimizer's state."""
     folder = checkpoints(run_dir) / f"iter_{run_directory.last_checkpoint(run_dir):07d}"
     found = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     return {key for key, stored in found.items() if hasattr(stored, "size") and "optimizer." not in key}
@@ -68,7 +68,7 @@ def keys(run_dir: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a hybrid MoE model that is sure of its tokens, made without training."""
+    """A run of a hybrid MoE model with confident predictions, made without training."""
     from megatron.core import dist_checkpointing
 
     run_dir = tmp_path_factory.mktemp("teacher")
@@ -87,7 +87,7 @@ def teacher(megatron: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def online(single: Path, tmp_path_factory: pytest.TempPathFactory, train_ranks: Train) -> tuple[Path, list[Any]]:
-    """A run of a dense student beside the teacher, which is told by its eight most probable tokens."""
+    """A run of a dense student with an online teacher, whose eight most probable tokens are distinguished."""
     run_dir = tmp_path_factory.mktemp("online")
     return run_dir, train_ranks(run_dir, *SHORT, DENSE, f"distillation.teacher={single}", "distillation.top_k=8")
 
@@ -115,7 +115,7 @@ def reference(student: Tensor, teacher: Tensor, temperature: float, top_k: int |
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 7])
-def test_divergence_and_gradient_are_those_of_torch(temperature: float, top_k: int | None) -> None:
+def test_divergence_and_gradient_equal_those_of_torch(temperature: float, top_k: int | None) -> None:
     student, teacher = logits(5, 3, 40)
     weights = torch.rand(5, 3)
 
@@ -128,14 +128,14 @@ def test_divergence_and_gradient_are_those_of_torch(temperature: float, top_k: i
 
 
 @pytest.mark.parametrize("top_k", [40, 1000])
-def test_every_token_told_apart_is_the_whole_divergence(top_k: int) -> None:
+def test_top_k_of_the_full_vocabulary_is_the_full_divergence(top_k: int) -> None:
     student, teacher = logits(5, 3, 40)
 
     torch.testing.assert_close(kl_divergence(student, teacher, top_k=top_k), kl_divergence(student, teacher))
 
 
-def test_the_rest_keeps_its_mass() -> None:
-    """Renormalised over one token the divergence would be 0 whatever the student believes."""
+def test_the_remaining_tokens_keep_their_mass() -> None:
+    """Renormalised over one token, the divergence would be 0 for any student."""
     student, teacher = torch.tensor([[0.0, 0.0, 0.0, 0.0]]), torch.tensor([[3.0, 0.0, 0.0, 0.0]])
 
     got = kl_divergence(student, teacher, top_k=1)
@@ -175,11 +175,11 @@ def test_a_vocabulary_divided_among_ranks_has_the_same_divergence(
     on_ranks(Path(__file__).with_name("divergence_rank.py"), tmp_path)
 
 
-# A teacher beside its student, in this process
+# Online teacher, in this process
 
 
 def batch() -> Iterator[dict[str, Tensor]]:
-    """Two sequences, of which 104 tokens count."""
+    """Two sequences with 104 unmasked tokens."""
     tokens = torch.randint(0, VOCABULARY, (2, 65), generator=torch.Generator().manual_seed(1))
     mask = torch.ones(2, 64)
     mask[0, 40:] = 0
@@ -193,7 +193,7 @@ def config_of(teacher: Path, *overrides: str) -> dict[str, Any]:
 
 
 def gradients(student: torch.nn.Module, distillation: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Gradients of one step and what it logs."""
+    """Gradients and logged values of one step."""
     from nemo_ext.megatron.forward_step import forward_step
 
     student.zero_grad()
@@ -203,7 +203,7 @@ def gradients(student: torch.nn.Module, distillation: Any) -> tuple[dict[str, Te
     return {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}, logged
 
 
-def test_losses_are_weighted_and_the_teacher_stays_as_it_is(teacher: Path, build: Build) -> None:
+def test_losses_are_weighted_and_the_teacher_is_unchanged(teacher: Path, build: Build) -> None:
     from nemo_ext.megatron.distillation import OnlineTeacher
 
     student = build(DENSE, "megatron.seq_length=64")
@@ -228,8 +228,8 @@ def test_losses_are_weighted_and_the_teacher_stays_as_it_is(teacher: Path, build
     assert not any("teacher" in name for name, _ in student.named_modules())
 
 
-def test_a_teacher_knows_the_bounds_of_packs(teacher: Path, build: Build) -> None:
-    """The divergence over a pack is that of its samples by themselves, and not that of one long text."""
+def test_a_teacher_respects_the_bounds_of_packs(teacher: Path, build: Build) -> None:
+    """The divergence over a pack is that over its samples separately, not that over one long text."""
     from nemo_ext.megatron.distillation import OnlineTeacher
     from nemo_ext.megatron.forward_step import forward_step
 
@@ -254,7 +254,7 @@ def test_a_teacher_knows_the_bounds_of_packs(teacher: Path, build: Build) -> Non
         assert abs(divergence(whole)[0] - alone[0]) > 1e-2
 
 
-def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path, build: Build) -> None:
+def test_a_student_equal_to_its_teacher_has_no_gradient(teacher: Path, build: Build) -> None:
     from nemo_ext.megatron.distillation import OnlineTeacher
 
     student = build("megatron.seq_length=64", "megatron.moe_aux_loss_coeff=0")
@@ -272,7 +272,7 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn(teacher: Path, build
 
 
 @pytest.mark.slow
-def test_a_run_beside_its_teacher(online: tuple[Path, list[Any]], build: Build) -> None:
+def test_a_run_with_an_online_teacher(online: tuple[Path, list[Any]], build: Build) -> None:
     run_dir, lines = online
 
     assert losses(lines, "kl_to_teacher") == sorted(losses(lines, "kl_to_teacher"), reverse=True)
@@ -281,7 +281,7 @@ def test_a_run_beside_its_teacher(online: tuple[Path, list[Any]], build: Build) 
 
 
 @pytest.mark.deep
-def test_a_run_goes_on_from_its_checkpoint(online: tuple[Path, list[Any]], train_ranks: Train, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(online: tuple[Path, list[Any]], train_ranks: Train, tmp_path: Path) -> None:
     run_dir, whole = online
     shutil.copytree(checkpoints(run_dir), checkpoints(tmp_path))
     shutil.rmtree(checkpoints(tmp_path) / "iter_0000003")
@@ -295,7 +295,7 @@ def test_a_run_goes_on_from_its_checkpoint(online: tuple[Path, list[Any]], train
 
 
 @pytest.mark.slow
-def test_saved_log_probabilities_teach_what_the_teacher_would(
+def test_saved_log_probabilities_teach_the_same_as_the_teacher(
     online: tuple[Path, list[Any]], saved_logits: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
     cached = train_ranks(tmp_path, *SHORT, DENSE, f"megatron.logits_load_dir={saved_logits}")
@@ -309,7 +309,7 @@ def test_saved_log_probabilities_teach_what_the_teacher_would(
 
 @pytest.mark.slow
 def test_saving_does_not_train_the_teacher(single: Path, saved_logits: Path, build: Build) -> None:
-    """Neither its weights nor the bias by which its routers choose experts, which needs no gradient to change."""
+    """Neither its weights nor its routers' expert bias, which changes without a gradient."""
     before, after = (build("megatron.seq_length=64") for _ in range(2))
     load_weights(before, checkpoints(single) / "iter_0000010")
     load_weights(after, checkpoints(saved_logits.parent) / "iter_0000003")
@@ -330,7 +330,7 @@ def test_bf16(single: Path, train_ranks: Train, tmp_path: Path) -> None:
 
 
 def refusal(*overrides: str) -> str:
-    """What the check says; values of the section are set in a config that is composed once."""
+    """Message of the check for values of the section, set in a config that is composed once."""
     own = [word for word in overrides if "distillation." in word.split("=")[0]]
     others = [word for word in overrides if "distillation." not in word.split("=")[0]]
     config = compose("train", ["run_dir=unused", "data=mock", *others])
@@ -345,7 +345,7 @@ def refusal(*overrides: str) -> str:
 
 @pytest.fixture
 def there(tmp_path: Path) -> Path:
-    """What a check sees of a teacher: its config and a checkpoint whose weights it does not read."""
+    """Files of a teacher that a check reads: its config and a checkpoint without weights."""
     run_directory.write_config(tmp_path, compose("train", [f"run_dir={tmp_path}", "data=mock"]))
     (checkpoints(tmp_path) / "iter_0000001").mkdir(parents=True)
     (checkpoints(tmp_path) / "iter_0000001" / ".metadata").touch()
@@ -366,13 +366,13 @@ def there(tmp_path: Path) -> Path:
         ("distillation.top_k=2.5", "top_k=2.5"),
         ("distillation.teacher=3", "teacher=3"),
         ("distillation.teacher=nowhere", "distillation.teacher=nowhere: no such directory"),
-        ("+distillation.temprature=1", "distillation.temprature: nothing reads this key: did you mean 'temperature'"),
+        ("+distillation.temprature=1", "distillation.temprature: unknown key: did you mean 'temperature'"),
         ("megatron.padded_vocab_size=512", "has 384 rows of vocabulary and the student 512"),
         ("megatron.logits_load_dir=saved", "are both set: a run has one teacher"),
         ("megatron.logits_save_dir=saved", "Megatron refuses"),
     ],
 )
-def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> None:
+def test_an_invalid_setting_is_refused(there: Path, override: str, reason: str) -> None:
     assert reason in refusal(f"distillation.teacher={there}", override)
 
 
@@ -383,7 +383,7 @@ def test_a_wrong_setting_is_refused(there: Path, override: str, reason: str) -> 
         ("megatron.tensor_model_parallel_size=2", "sequence_parallel=true"),  # the teacher's experts, not the student's
     ],
 )
-def test_a_layout_that_does_not_hold_the_teacher_is_refused(there: Path, layout: str, reason: str) -> None:
+def test_a_layout_that_does_not_fit_the_teacher_is_refused(there: Path, layout: str, reason: str) -> None:
     found = refusal(DENSE, f"distillation.teacher={there}", *layout.split(), "launcher.nproc_per_node=2")
 
     assert found.startswith("distillation.teacher") and reason in found
@@ -407,22 +407,22 @@ def test_a_teacher_with_other_tokens_is_refused(there: Path, tmp_path_factory: p
         RustTokenizer(WordLevel(dict(zip(tokens, range(9), strict=False)), "a")).save(str(folder / "tokenizer.json"))
 
     write(own, "a", "b", "c")
-    same_tokens(run)  # nobody knows the teacher's
+    check_same_tokens(run)  # the teacher's tokens are unknown
     write(beside, "a", "b", "c")
-    same_tokens(run)
+    check_same_tokens(run)
     write(beside, "a", "c", "b", "d")
-    with pytest.raises(ValueError, match=r"3 tokens differ, 'b' is 2 there and 1 here; tokenize the data") as caught:
-        same_tokens(run)
+    with pytest.raises(ValueError, match=r"in 3 tokens: 'b' is 2 there and 1 here; tokenize the data") as caught:
+        check_same_tokens(run)
     assert str(own / "tokenizer.json") in str(caught.value) and str(beside / "tokenizer.json") in str(caught.value)
 
 
 def test_a_checkpoint_without_a_config_is_refused(there: Path) -> None:
     (there / run_directory.CONFIG).unlink()
 
-    assert "no config of the model lies beside it" in refusal(f"distillation.teacher={there}")
+    assert "has no model config next to it" in refusal(f"distillation.teacher={there}")
 
 
-def test_settings_that_nothing_reads_are_refused() -> None:
+def test_unused_settings_are_refused() -> None:
     assert "name one in distillation.teacher" in refusal("distillation.top_k=4")
     assert "megatron.logits_save_top_k" in refusal("distillation.top_k=4", "megatron.logits_load_dir=saved")
 
@@ -440,7 +440,7 @@ SAVING = ("megatron.logits_save_dir=saved", "megatron.logits_save_top_k=8", *FRO
         ("megatron.logits_load_dir=saved", "are both set"),
     ],
 )
-def test_saving_what_would_be_wrong_is_refused(override: str, reason: str) -> None:
+def test_saving_wrong_log_probabilities_is_refused(override: str, reason: str) -> None:
     assert reason in refusal(*SAVING, "launcher.nproc_per_node=2", override)
 
 
@@ -461,14 +461,14 @@ def test_files_of_other_sequences_are_refused(tmp_path: Path) -> None:
 
     check(compose("train", ["run_dir=unused", "data=mock", load]))
     assert "megatron.seed was 1234 in the run that saved it and is 5 here" in refusal(load, "megatron.seed=5")
-    assert "of other sequences: train.tokens" in refusal(load, "train.tokens=5120")
+    assert "from a different data order: train.tokens" in refusal(load, "train.tokens=5120")
     assert "kd_loss_alpha=1.5: give a share" in refusal(load, "megatron.logits_load_kd_loss_alpha=1.5")
     assert "logits_load_ignore_errors would" in refusal(load, "megatron.logits_load_ignore_errors=true")
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
     assert "no such directory" in refusal("megatron.logits_load_dir=nowhere")
-    assert "no log-probabilities in it" in refusal(f"megatron.logits_load_dir={tmp_path}")
+    assert "it contains no log-probabilities" in refusal(f"megatron.logits_load_dir={tmp_path}")
     (tmp_path / "cp0_dp0__3.tar").write_bytes(b"half a file")
     assert "cannot be read" in refusal(f"megatron.logits_load_dir={tmp_path}")
 

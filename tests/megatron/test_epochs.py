@@ -1,4 +1,4 @@
-"""Epochs of a stream, each in an order of its own: the first one Megatron's, all of them the same in a longer run."""
+"""Epochs of a stream, each in its own order: the first is Megatron's, and a longer run has the same ones."""
 
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,8 @@ def test_the_first_epoch_is_megatrons_and_later_ones_do_not_change_it(megatron: 
 
 
 @pytest.mark.parametrize("drawn", [None, {}])
-def test_data_written_again_to_the_same_path_have_a_new_index(
-    megatron: None, tmp_path: Path, drawn: dict[str, int] | None
-) -> None:
-    """Fewer documents, more, and as many of other lengths; the first cache stays in its folder."""
+def test_rewritten_data_have_a_new_index(megatron: None, tmp_path: Path, drawn: dict[str, int] | None) -> None:
+    """Fewer documents, more, or the same number with other lengths; the first cache stays in its folder."""
     for documents in (400, 200, 800):
         stream = stream_at(tmp_path / "a", documents)
         rows = sequences([stream], 110, drawn=drawn)
@@ -94,7 +92,7 @@ def run_of(words: list[str], steps: int, **data: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("shorter", "longer"), [(150, 237), (200, 300), (300, 350), (350, 450), (400, 470), (470, 500)]
 )
-def test_a_longer_run_is_told_where_megatron_orders_anew(
+def test_a_longer_run_gets_a_remark_where_megatron_reorders(
     megatron: None, tmp_path: Path, shorter: int, longer: int
 ) -> None:
     stream = stream_at(tmp_path / "a", 400)  # 237.4 sequences an epoch
@@ -107,7 +105,7 @@ def test_a_longer_run_is_told_where_megatron_orders_anew(
         assert f"{stream} {shorter / 237.5:.3g} -> {longer / 237.5:.3g}." in told
 
 
-def test_a_blend_is_told_by_stream(tmp_path: Path) -> None:
+def test_remarks_on_a_blend_name_its_streams(tmp_path: Path) -> None:
     a, b = stream_at(tmp_path / "a", 400), stream_at(tmp_path / "b", 4000)
 
     told = other_order(run_of(["0.5", a, "0.5", b], 400), run_of(["0.5", a, "0.5", b], 600))

@@ -21,7 +21,7 @@ SIZES = st.integers(1, 40)
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
     global ColumnParallelLinear, RowParallelLinear, Float8Product, in_float8, use_float8
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
@@ -29,14 +29,14 @@ def imported(megatron: None) -> None:
 
 
 def matrix(seed: int, rows: int, columns: int) -> torch.Tensor:
-    """With rows and columns of very different sizes, and zeros."""
+    """A matrix with rows and columns of very different magnitudes, and zeros."""
     random = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randint(-12, 12, (rows, 1), generator=random).float())
     return sizes * torch.randn(rows, columns, generator=random) * (torch.rand(rows, columns, generator=random) < 0.8)
 
 
 @given(st.integers(0, 999), SIZES, SIZES, BLOCKS, st.sampled_from([E4M3, E5M2]), st.booleans())
-def test_every_number_is_rounded_within_its_blocks_scale(
+def test_every_number_is_rounded_at_its_blocks_scale(
     seed: int, rows: int, columns: int, block: tuple[int, int] | None, dtype: torch.dtype, power_of_two: bool
 ) -> None:
     given = matrix(seed, rows, columns)
@@ -49,7 +49,7 @@ def test_every_number_is_rounded_within_its_blocks_scale(
         for left in range(0, columns, wide):
             here = (slice(top, top + high), slice(left, left + wide))
             largest = given[here].abs().max()
-            # Half a step of the mantissa, or of what is too small for a normal number of float8.
+            # Half a step of the mantissa, or of the smallest normal float8 number.
             bound = torch.maximum(
                 given[here].abs() * info.eps / 2, largest / info.max * info.smallest_normal * info.eps
             )
@@ -64,7 +64,7 @@ def test_every_number_is_rounded_within_its_blocks_scale(
 
 
 @given(st.integers(0, 999), SIZES, SIZES, SIZES)
-def test_the_product_of_float8_matrices_is_that_of_the_numbers_they_stand_for(
+def test_the_product_of_float8_matrices_is_that_of_their_dequantized_values(
     seed: int, rows: int, inner: int, columns: int
 ) -> None:
     left, right = quantise(matrix(seed, rows, inner)), quantise(matrix(seed + 1, columns, inner))
@@ -100,7 +100,7 @@ def test_a_linear_map_and_its_gradients_are_near_those_without_fp8(name: str, dt
         assert 0.01 < error < 0.08
 
 
-def test_smaller_blocks_keep_more_of_uneven_numbers() -> None:
+def test_smaller_blocks_are_more_exact_for_uneven_numbers() -> None:
     torch.manual_seed(0)
     inputs = torch.randn(64, 256)
     inputs[0, 0] = 1e5  # beside which all others vanish in a scale for the whole tensor
@@ -135,7 +135,7 @@ RULES = st.lists(
 
 
 @pytest.mark.parametrize("model", ["nemotron3_nano_tiny", "domyn_small_tiny", "llama_nemotron_tiny", "olmo3_tiny"])
-def test_those_layers_are_in_fp8_that_the_plan_names(model: str, build: Callable[..., Any]) -> None:
+def test_layers_selected_by_the_plan_are_in_fp8(model: str, build: Callable[..., Any]) -> None:
     sizes = Architecture.from_config(compose("describe", [f"model={model}"]))
     made = build(f"model={model}", "precision=fp32")
 
@@ -157,7 +157,7 @@ def test_a_weight_that_is_in_no_linear_layer_is_refused(build: Callable[..., Any
     made = build("model=nemotron3_nano_tiny", "precision=fp32")
     del made.decoder.layers[1].mlp.experts.local_experts
 
-    with pytest.raises(ValueError, match=r"block 1 fc1 is in no linear layer .*megatron\.moe_grouped_gemm=false"):
+    with pytest.raises(ValueError, match=r"block 1 fc1 is not in one of .*megatron\.moe_grouped_gemm=false"):
         use_float8(made, Precision(Plan.from_config({"default": "fp8"}), sizes), range(len(sizes.sizes)))
 
 
@@ -174,9 +174,7 @@ def test_the_model_computes_with_rounded_matrices(build: Callable[..., Any]) -> 
 
 
 @pytest.mark.slow
-def test_training_in_fp8_loses_next_to_nothing(
-    train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
-) -> None:
+def test_training_in_fp8_is_almost_as_good(train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path) -> None:
     words = [
         "precision=bf16",
         "train.tokens=2560",

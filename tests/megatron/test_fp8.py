@@ -33,7 +33,7 @@ NAMES = {
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
     global get_quant_config_or_none, stage_blocks
     from megatron.core.quantization.utils import get_quant_config_or_none
 
@@ -41,7 +41,7 @@ def imported(megatron: None) -> None:
 
 
 def part_of(name: str) -> tuple[int | None, str] | None:
-    """Block and part of a module with a matrix, told from its name alone."""
+    """Block and part of a module with a matrix, derived only from its name."""
     if name in ("output_layer", "embedding.word_embeddings"):
         return None, {"output_layer": "head"}.get(name, "embedding")
     found = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
@@ -74,7 +74,7 @@ RULES = st.lists(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_matrix_has_the_precision_that_the_plan_says(family: str, build: Callable[..., Any]) -> None:
+def test_every_matrix_has_the_precision_of_the_plan(family: str, build: Callable[..., Any]) -> None:
     model = build(f"model={family}")
     sizes = Architecture.from_config(compose("describe", [f"model={family}"]))
     names = matrices(model)
@@ -97,7 +97,7 @@ def test_every_matrix_has_the_precision_that_the_plan_says(family: str, build: C
 
 
 @given(st.lists(st.sampled_from("M*-E"), min_size=4, max_size=12), st.integers(1, 4), st.integers(1, 2), st.data())
-def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, data: st.DataObject) -> None:
+def test_a_stage_has_its_own_blocks(kinds: list[str], size: int, virtual: int, data: st.DataObject) -> None:
     stages = size * virtual
     if stages > len(kinds):
         return
@@ -112,7 +112,7 @@ def test_a_stage_knows_its_blocks(kinds: list[str], size: int, virtual: int, dat
 ENGINE = "model.backend=transformer_engine"
 
 
-def test_names_are_those_within_the_stage() -> None:
+def test_names_are_relative_to_the_stage() -> None:
     sizes = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"]))
     plan = Plan.from_config({"default": "fp8", "rules": ["* bf16"]})
     config = Precision(plan, sizes).recipe_config(range(2, 5))  # M*E
@@ -132,15 +132,15 @@ def test_names_are_those_within_the_stage() -> None:
             "in_proj: out 392 is not a multiple of 16 (tensorwise); use 384 or 400",
         ),
         (["precision=fp8_current", "megatron.fp8_format=e4m3"], "megatron.fp8_format and precision_plan are both set"),
-        (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed is Transformer Engine's"),
-        (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed is for the whole model"),
+        (["precision=fp8_delayed", "model.backend=local"], "precision_plan.recipe=delayed needs Transformer Engine"),
+        (["precision=fp8_delayed", "precision_plan.rules=[M bf16, - fp8]"], "delayed applies to the whole model"),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, head fp32]"],
-            "head in fp32: Megatron trains routers",
+            "head in fp32: Megatron supports fp32 only for routers",
         ),
         (
             ["precision=fp8_current", "precision_plan.rules=[M bf16, first 2.router fp32]"],
-            "some routers and others not",
+            "only some routers in fp32",
         ),
         (
             ["precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]", ENGINE],
@@ -149,7 +149,7 @@ def test_names_are_those_within_the_stage() -> None:
         (["precision=mxfp8", "precision_plan.rules=[M bf15]"], "expected a selector and one of"),
     ],
 )
-def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
+def test_invalid_plans_are_refused(words: list[str], said: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", *words])
     with pytest.raises(ValueError, match=r"\w") as raised:
         plan_flags(config)
@@ -159,24 +159,24 @@ def test_what_does_not_fit_is_refused(words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "more"), [("E.fc1 fp8", ["model.backend=local"]), ("E.shared_fc1 fp8", [ENGINE]), ("* fp8", [ENGINE])]
 )
-def test_fp8_that_needs_no_padded_experts_may_be_chosen_by_rules(rule: str, more: list[str]) -> None:
+def test_fp8_without_padded_experts_may_be_selected_by_rules(rule: str, more: list[str]) -> None:
     words = ["precision=fp8_current", "precision_plan.default=bf16", f"precision_plan.rules=[{rule}]", *more]
 
     assert "fp8_format" not in plan_flags(compose("train", ["run_dir=unused", "data=mock", *words]))
 
 
 @pytest.mark.parametrize("word", ["precision=fp8_delayed", "megatron.fp8_format=e4m3"])
-def test_fp8_is_not_left_out_silently(word: str) -> None:
+def test_fp8_is_not_ignored_silently(word: str) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model.backend=local", word])
 
-    with pytest.raises(ValueError, match=r"is Transformer Engine's, and model\.backend is local here"):
+    with pytest.raises(ValueError, match=r"needs Transformer Engine, and model\.backend is local here"):
         check_machine(config)
 
 
 @pytest.mark.parametrize("scaling", ["tensorwise", "blockwise", "mxfp8"])
 @pytest.mark.parametrize("form", ["e4m3", "hybrid"])
 def test_megatron_reads_the_recipe_for_transformer_engine(scaling: str, form: str) -> None:
-    """By the parser of its Transformer Engine layers, which needs no Transformer Engine."""
+    """The parser of its Transformer Engine layers does not need Transformer Engine."""
     from megatron.core.enums import Fp8Recipe
     from megatron.core.extensions.transformer_engine import TEQuantizationParams
 

@@ -1,4 +1,4 @@
-"""The same command on a machine with CUDA: both back ends, with Megatron's and our own modules on the device."""
+"""The same command on a machine with CUDA: both back ends, with Megatron's and our modules on the device."""
 
 import importlib.util
 import shutil
@@ -11,10 +11,7 @@ import torch
 
 from nemo_ext.job.run_directory import METRICS, truncate_metrics
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -83,7 +80,7 @@ def test_a_checkpoint_continues_on_the_other_back_end(train_ranks: Train, tmp_pa
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("precision", ["bf16", "fp8_current", "fp8_delayed", "fp8_blockwise"])
-def test_a_resumed_run_equals_an_undisturbed_one(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     train_ranks: Train, tmp_path: Path, precision: str, backend: str
 ) -> None:
     if backend == "local" and precision == "fp8_delayed":
@@ -100,7 +97,7 @@ def test_a_resumed_run_equals_an_undisturbed_one(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", FAMILIES)
-def test_fp8_learns_as_bf16_does(train_ranks: Train, tmp_path: Path, model: str, backend: str) -> None:
+def test_fp8_learns_like_bf16(train_ranks: Train, tmp_path: Path, model: str, backend: str) -> None:
     """With Transformer Engine, and with torch's products of float8 matrices."""
     words = [f"model={model}", f"model.backend={backend}", "train.tokens=25600", "megatron.lr=5e-4"]
     words.append("megatron.save_interval=50")

@@ -1,4 +1,4 @@
-"""Steps that go wrong are passed over, and ranks that stand still are named."""
+"""Bad steps are skipped, and stalled ranks are named."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def checkpoints(run_dir: Path, *steps: int) -> Path:
 
 @pytest.fixture
 def whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints of these tests have no files, and are sound."""
+    """Treats checkpoints of these tests, which have no files, as complete."""
     monkeypatch.setattr(sound, "problem_of", lambda folder: None)
 
 
@@ -68,7 +68,7 @@ def test_a_step_that_goes_wrong_ends_the_process_and_is_recorded(
     assert f"error: guard: {event.what} at step 70" in capsys.readouterr().err
 
 
-def test_nothing_is_guarded_by_default_and_a_spike_needs_64_steps(tmp_path: Path) -> None:
+def test_the_guard_is_off_by_default_and_a_spike_needs_64_steps(tmp_path: Path) -> None:
     for each in (Guard(), Guard(spike=5)):
         watch = Watch(each, tmp_path, 0)
         for step in range(1, 60):
@@ -78,7 +78,7 @@ def test_nothing_is_guarded_by_default_and_a_spike_needs_64_steps(tmp_path: Path
     assert guard.events(tmp_path) == []
 
 
-def test_losses_before_this_start_count_and_later_ones_do_not(tmp_path: Path) -> None:
+def test_only_losses_before_this_start_are_used(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(line(step, 2.0 + 0.01 * (step % 2) if step < 70 else 90.0)) + "\n" for step in range(1, 80))
     )
@@ -86,13 +86,13 @@ def test_losses_before_this_start_count_and_later_ones_do_not(tmp_path: Path) ->
         Watch(Guard(spike=5), tmp_path, 69)(line(70, 3.0))
 
 
-def test_going_back_takes_the_last_checkpoint_before_what_is_left_out(tmp_path: Path, whole: None) -> None:
+def test_a_start_resumes_from_the_last_checkpoint_before_the_skipped_steps(tmp_path: Path, whole: None) -> None:
     folder = checkpoints(tmp_path, 5, 10, 15)
     guard._write(tmp_path, [Event(step=16, what="a spike", skipped=(15, 17), at=0.0)])
 
     told = guard.turn_back(tmp_path, Guard())
 
-    assert told == "guard: a spike at step 16: back to step 10, then over the batches of steps 15 to 17"
+    assert told == "guard: a spike at step 16: resuming from step 10 and skipping the batches of steps 15 to 17"
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "10"
     assert sorted(each.name for each in folder.glob("iter_*")) == [
         "iter_0000005",
@@ -105,28 +105,28 @@ def test_going_back_takes_the_last_checkpoint_before_what_is_left_out(tmp_path: 
     assert flags["iterations_to_skip"] == [3, 15, 16, 17] and flags["rerun_mode"] == "disabled"
 
 
-def test_without_an_earlier_checkpoint_training_begins_anew(tmp_path: Path, whole: None) -> None:
+def test_without_an_earlier_checkpoint_training_starts_over(tmp_path: Path, whole: None) -> None:
     folder = checkpoints(tmp_path, 5)
     guard._write(tmp_path, [Event(step=5, what="a spike", skipped=(4, 5), at=0.0)])
 
-    assert "back to step 0" in (guard.turn_back(tmp_path, Guard()) or "")
+    assert "resuming from step 0" in (guard.turn_back(tmp_path, Guard()) or "")
     assert not (folder / "latest_checkpointed_iteration.txt").exists()
 
 
-def test_one_checkpoint_is_not_gone_back_to_for_ever(tmp_path: Path, whole: None) -> None:
+def test_returns_to_one_checkpoint_are_limited(tmp_path: Path, whole: None) -> None:
     checkpoints(tmp_path, 5)
     for step in (7, 8):
         guard._write(tmp_path, [*guard.events(tmp_path), Event(step=step, what="nan", skipped=(step, step), at=0.0)])
         guard.turn_back(tmp_path, Guard(most=2))
     guard._write(tmp_path, [*guard.events(tmp_path), Event(step=9, what="nan", skipped=(9, 9), at=0.0)])
 
-    with pytest.raises(ValueError, match=r"step 5 was gone back to 2 times already \(for steps 7, 8, 9\)"):
+    with pytest.raises(ValueError, match=r"already returned to step 5 2 times \(for steps 7, 8, 9\)"):
         guard.turn_back(tmp_path, Guard(most=2))
     guard.add_section(report := Report("run"), tmp_path)
     assert "| 8 | nan | 8 to 8 | 5 |" in report.markdown()
 
 
-def test_a_phase_has_losses_of_its_own(tmp_path: Path) -> None:
+def test_a_phase_has_its_own_losses(tmp_path: Path) -> None:
     watch = Watch(Guard(spike=5), tmp_path, 0, begins=(0, 80))
     for step in range(1, 200):
         watch(line(step, (2.0 if step <= 80 else 3.0) + 0.01 * (step % 2)))
@@ -135,7 +135,7 @@ def test_a_phase_has_losses_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "steps"), [(None, None), (5, [5]), ("17", [17]), ([3, "4"], [3, 4])])
-def test_steps_that_the_user_leaves_out(tmp_path: Path, given: object, steps: list[int] | None) -> None:
+def test_steps_that_the_user_skips(tmp_path: Path, given: object, steps: list[int] | None) -> None:
     config = compose("train", [f"run_dir={tmp_path}"])
     config["megatron"]["iterations_to_skip"] = given
     assert guard.guard_flags(config).get("iterations_to_skip") == steps
@@ -144,14 +144,14 @@ def test_steps_that_the_user_leaves_out(tmp_path: Path, given: object, steps: li
         guard.guard_flags(config)
 
 
-def test_a_last_step_that_is_left_out_is_saved_after_megatrons_loop(tmp_path: Path) -> None:
+def test_a_skipped_last_step_is_saved_after_megatrons_loop(tmp_path: Path) -> None:
     words = ("+megatron.iterations_to_skip=[200]", "+megatron.save_retain_interval=100")
     flags = guard.guard_flags(compose("train", [f"run_dir={tmp_path}", *words]))
     assert (flags["save_interval"], flags["save_retain_interval"]) == (51, None)
 
 
 @pytest.mark.parametrize(("stop", "skipped", "ends"), [(100, [99, 100], 98), (100, [99], 100), (300, [300], 300)])
-def test_a_run_that_ends_at_a_step_that_is_left_out_ends_before_it(
+def test_a_run_that_would_end_at_a_skipped_step_ends_before_it(
     tmp_path: Path, stop: int, skipped: list[int], ends: int
 ) -> None:
     words = (f"run_dir={tmp_path}", f"megatron.exit_interval={stop}", f"+megatron.iterations_to_skip={skipped}")
@@ -160,7 +160,7 @@ def test_a_run_that_ends_at_a_step_that_is_left_out_ends_before_it(
 
 def test_a_run_that_would_end_before_its_first_step_is_refused(tmp_path: Path) -> None:
     words = (f"run_dir={tmp_path}", "megatron.exit_interval=2", "+megatron.iterations_to_skip=[1,2]")
-    with pytest.raises(ValueError, match="exit_interval=2: all steps until then are left out"):
+    with pytest.raises(ValueError, match="exit_interval=2: all steps until then are skipped"):
         guard.guard_flags(compose("train", list(words)))
 
 
@@ -175,7 +175,7 @@ def test_stacks_are_of_the_last_start(tmp_path: Path) -> None:
     assert guard.stood(tmp_path, 2.0) is None
 
 
-def test_an_older_broken_checkpoint_and_other_folders_are_no_hindrance(tmp_path: Path, whole: None) -> None:
+def test_older_broken_checkpoints_and_other_folders_are_ignored(tmp_path: Path, whole: None) -> None:
     folder = checkpoints(tmp_path, 5, 10)
     for name in ("iter_0000010.broken", "iter_0000010_kept"):
         (folder / name).mkdir()
@@ -195,12 +195,12 @@ def test_an_older_broken_checkpoint_and_other_folders_are_no_hindrance(tmp_path:
         ("guard.nan=maybe", r"guard: nan"),
     ],
 )
-def test_a_wrong_setting_is_told(word: str, said: str) -> None:
+def test_an_invalid_setting_is_named(word: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Guard.from_config(compose("train", ["run_dir=unused", word]))
 
 
-def test_cluster_is_what_long_runs_need() -> None:
+def test_preset_cluster_is_for_long_runs() -> None:
     config = compose("train", ["run_dir=unused", "operation=cluster", "megatron.save_interval=50"])
 
     assert Guard.from_config(config) == Guard(nan=True, spike=10, minutes=25)
@@ -209,7 +209,7 @@ def test_cluster_is_what_long_runs_need() -> None:
 
 @pytest.fixture
 def faulty(fork_ranks: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
-    """`nemo-ext train` in this process, whose ranks have a fault at a step; without a fault they are forked."""
+    """`nemo-ext train` in this process, with a fault of the ranks at a step; ranks without a fault are forked."""
     from nemo_ext import launch
     from nemo_ext.job import ranks
 
@@ -242,7 +242,7 @@ TENSOR = ("megatron.tensor_model_parallel_size=2", "megatron.sequence_parallel=t
         pytest.param("spike", 72, 78, CLUSTER, marks=pytest.mark.deep, id="spike"),
     ],
 )
-def test_training_goes_over_a_bad_batch_as_if_told_to(
+def test_training_skips_a_bad_batch_as_iterations_to_skip_does(
     faulty: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
     kind: str,
@@ -257,13 +257,13 @@ def test_training_goes_over_a_bad_batch_as_if_told_to(
     plain = (word for word in more if word not in CLUSTER)
     told = faulty("told", SOUND, *plain, tokens, f"+megatron.iterations_to_skip=[{bad}]")
 
-    back = re.search(rf"at step {bad}: back to step (\d+), then over the batch of step {bad}\n", out)
+    back = re.search(rf"at step {bad}: resuming from step (\d+) and skipping the batch of step {bad}\n", out)
     assert back is not None and int(back[1]) in range(0, bad, 5), "the checkpoint before may not be written yet"
     found = [each for each in read_metrics(run / "metrics.jsonl") if "loss" in each]
     expected = [each for each in read_metrics(told / "metrics.jsonl") if "loss" in each]
     assert [each["step"] for each in found] == [step for step in range(1, steps + 1) if step != bad]
     assert [(each["step"], each["loss"]) for each in found] == [(each["step"], each["loss"]) for each in expected]
-    assert "## Steps that went wrong" in (run / "report.md").read_text()
+    assert "## Bad steps" in (run / "report.md").read_text()
     names = {each.name for each in (run / "checkpoints").glob("iter_*")}
     assert {f"iter_{step:07d}" for step in (*range(50, steps, 50), steps)} <= names
     assert more[0] != "operation=cluster" or len(names) <= 5, (
@@ -272,7 +272,7 @@ def test_training_goes_over_a_bad_batch_as_if_told_to(
 
 
 @pytest.mark.slow
-def test_a_rank_that_stands_still_is_named(faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stalled_rank_is_named(faulty: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         faulty("hangs", "hang:7:1", "guard.minutes=0.1")
 

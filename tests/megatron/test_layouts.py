@@ -1,7 +1,7 @@
-"""One matrix of what is trained and how ranks share it out: every layout learns what one rank learns.
+"""Matrix of trainings and layouts: in every layout, ranks learn the same as one rank.
 
-What is trained: text, packs, rows of mixed lengths, a student beside its teacher and from the teacher's files. Runs
-begin with weights of another one, because ranks of different layouts draw different weights from one seed.
+Trainings: text, packs, rows of mixed lengths, a student with an online teacher and from the teacher's files. Runs
+start from weights of another run, because ranks of different layouts draw different weights from one seed.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from nemo_ext.job import run_directory
 
 pytestmark = pytest.mark.usefixtures("megatron")
-"""In the worker that has imported Megatron: runs that others begin with are made once."""
+"""In the worker that has imported Megatron, so that runs from which others start are made once."""
 
 Train = Callable[..., list[dict[str, Any]]]
 
@@ -39,11 +39,11 @@ LAYOUTS = {
     "plain data": (),
     "plain pipeline": ("megatron.pipeline_model_parallel_size=2",),
 }
-"""On two ranks: pipeline stages recompute; experts apart, all else data-parallel with its optimizer shared out."""
+"""On two ranks: recomputing pipeline stages; expert parallelism with data parallelism and a distributed optimizer."""
 
 DENSE = ("model=llama_nemotron_tiny",)
 HYBRID = ("megatron.num_experts=4", "megatron.hidden_size=128", "model.pattern=ME*E")
-"""Students: without experts and Mamba, and with other experts than the teacher's eight."""
+"""Students: without experts and Mamba, and with a number of experts other than the teacher's eight."""
 STUDENTS = {"dense": DENSE, "hybrid": HYBRID}
 THREE_STEPS = ("train.tokens=1536", "train.warmup_tokens=0", "megatron.save_interval=2")
 ONE_STEP = ("train.tokens=512", "train.warmup_tokens=0")
@@ -59,7 +59,7 @@ def checkpoint(run_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Job:
-    """Three steps of a training: overrides, and what their config has as `data`."""
+    """Three steps of a training: overrides, and the section `data` of their config."""
 
     words: tuple[str, ...]
     data: Mapping[str, Any] | None = None
@@ -107,7 +107,7 @@ def job(request: pytest.FixtureRequest, single: Path, train_ranks: Train) -> Cal
 def alone(
     job: Callable[[str], Job], tmp_path_factory: pytest.TempPathFactory, train_ranks: Train
 ) -> Callable[[str], list[dict[str, Any]]]:
-    """What one rank logs of a training."""
+    """Losses logged by one rank in a training."""
     return cache(lambda name: train_ranks(tmp_path_factory.mktemp("alone"), *job(name).words, data=job(name).data))
 
 
@@ -124,7 +124,7 @@ SLOW = {
     *(("packs", "tensor"), ("packs", "expert"), ("mixed lengths", "pipeline"), ("files", "tensor")),
     *(("teacher dense null", "plain data"), ("teacher hybrid null", "tensor"), ("teacher hybrid 8", "plain pipeline")),
 }
-"""Each layout and each training; the rest is for `make deep`."""
+"""Each layout and each training; `make deep` runs the other combinations."""
 
 
 def pairs() -> Iterator[Any]:
@@ -135,7 +135,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("name", "layout"), [*pairs()])
-def test_two_ranks_learn_what_one_rank_learns(
+def test_two_ranks_learn_the_same_as_one(
     job: Callable[[str], Job], alone: Callable[[str], Any], train_ranks: Train, tmp_path: Path, name: str, layout: str
 ) -> None:
     expected = alone(name)
@@ -150,8 +150,8 @@ def test_two_ranks_learn_what_one_rank_learns(
 
 
 @pytest.mark.slow
-def test_parts_of_sequences_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
-    """Without attention, which needs Transformer Engine for it."""
+def test_parts_of_sequences_learn_the_same_as_one_rank(train_ranks: Train, tmp_path: Path) -> None:
+    """Without attention, for which it needs Transformer Engine."""
     train_ranks(tmp_path / "start", "model.pattern=ME-", *ONE_STEP)
     words = ("model.pattern=ME-", "train.tokens=1536", checkpoint(tmp_path / "start"))
 
@@ -180,7 +180,7 @@ def test_training_from_random_weights_learns(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(
+def test_a_checkpoint_of_one_rank_resumes_under_tensor_parallelism(
     single: Path, train_ranks: Train, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / run_directory.CHECKPOINTS
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_one_rank_goes_on_under_tensor_parallelism(
 def test_tensor_parallel_ranks_learn_the_same_weights(
     train_ranks: Train, tmp_path: Path, model: str, parameters: tuple[str, ...]
 ) -> None:
-    """Losses would hide a wrong gradient of a few weights."""
+    """A wrong gradient of a few weights would not be visible in losses."""
     family, two_steps = f"model={model}", ("train.tokens=1024", "train.warmup_tokens=0", "megatron.lr=1e-3")
     train_ranks(tmp_path / "start", family, *ONE_STEP)
 
@@ -225,7 +225,7 @@ def test_tensor_parallel_ranks_learn_the_same_weights(
 
 
 def saved_weights(run_dir: Path, names: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Whole weights of the newest checkpoint, whatever the layout that saved them, by parts of their names."""
+    """Complete weights of the newest checkpoint of any layout, selected by parts of their names."""
     folder = run_dir / run_directory.CHECKPOINTS / f"iter_{run_directory.last_checkpoint(run_dir):07d}"
     reader = FileSystemReader(str(folder))
     weights = {
@@ -238,7 +238,7 @@ def saved_weights(run_dir: Path, names: tuple[str, ...]) -> dict[str, torch.Tens
 
 
 @pytest.mark.slow
-def test_virtual_pipeline_stages_learn_what_one_rank_learns(train_ranks: Train, tmp_path: Path) -> None:
+def test_virtual_pipeline_stages_learn_the_same_as_one_rank(train_ranks: Train, tmp_path: Path) -> None:
     train_ranks(tmp_path / "start", "model.pattern=ME*EME-E", *ONE_STEP)
     start = ("train.tokens=1536", checkpoint(tmp_path / "start"))
 

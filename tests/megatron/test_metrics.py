@@ -17,7 +17,7 @@ from nemo_ext.megatron import rank
 
 
 class Scalars:
-    """Stands for TensorBoard: keeps what it is given."""
+    """Simulated TensorBoard that stores its scalars."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[str, float, int]] = []
@@ -80,7 +80,7 @@ def test_a_step_is_one_line_with_its_speed(tmp_path: Path) -> None:
     assert second["step"] == 2 and second["tokens"] == 200
 
 
-def test_where_megatron_gives_no_time_it_is_shared_by_the_steps_since_the_last_line(
+def test_without_megatrons_time_the_time_since_the_last_line_is_divided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = iter([100.0, 110.0])  # the metrics begin, step 5 is logged
@@ -93,7 +93,7 @@ def test_where_megatron_gives_no_time_it_is_shared_by_the_steps_since_the_last_l
     assert (line["seconds_per_step"], line["tokens_per_second"]) == (2.0, 50.0)
 
 
-def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None:
+def test_a_step_has_the_processor_seconds_of_steps_only(tmp_path: Path) -> None:
     from nemo_ext.megatron.metrics import CpuClock, MetricsWriter
 
     used = iter([0.0, 10.0, 12.0, 12.5, 40.0, 43.0])  # begin, the metrics', two steps, a checkpoint's ends, a step
@@ -118,7 +118,7 @@ def test_a_step_has_the_processor_seconds_of_steps_alone(tmp_path: Path) -> None
     assert [line["cpu_seconds_per_step"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 3.5]
 
 
-def test_an_evaluation_is_a_line_of_its_own_after_its_step(tmp_path: Path) -> None:
+def test_an_evaluation_is_a_separate_line_after_its_step(tmp_path: Path) -> None:
     metrics = writer(tmp_path / "m.jsonl")
     log_step(metrics, 1, 4.0)
     metrics.add_scalar("lm loss validation", 3.5, 1)
@@ -157,7 +157,7 @@ def test_a_resumed_run_writes_the_steps_after_its_checkpoint_again(tmp_path: Pat
     assert [line["loss"] for line in lines(tmp_path / "m.jsonl")] == [1.0, 2.0, 30.0]
 
 
-def test_energy_stands_in_the_step_after(tmp_path: Path) -> None:
+def test_energy_is_in_the_line_of_the_next_step(tmp_path: Path) -> None:
     metrics = writer(tmp_path / "m.jsonl")
     for step in (1, 2):
         log_step(metrics, step, 4.0)
@@ -178,10 +178,8 @@ def test_tensorboard_gets_everything(tmp_path: Path) -> None:
     assert scalars.seen[-1][0] == "flushed"
 
 
-def test_a_tensorboard_that_waits_for_ever_does_not_keep_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it does once its thread has ended on a full disk."""
+def test_a_hanging_tensorboard_does_not_block_a_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It hangs after its thread has ended on a full disk."""
     from nemo_ext.megatron import metrics as module
 
     class Stuck(Scalars):
@@ -196,7 +194,7 @@ def test_a_tensorboard_that_waits_for_ever_does_not_keep_a_rank(
     assert [line["step"] for line in lines(tmp_path / "m.jsonl")] == [1]
 
 
-def test_a_log_that_cannot_be_written_does_not_keep_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_cannot_be_written_does_not_block_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     class Full(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,5 +1,5 @@
-"""Long and short sequences in one run: the ratio in every window, the sequences those of Megatron's own datasets, the
-bounds those of sequences and documents, training in every layout."""
+"""Long and short sequences in one run: the ratio in every window, the sequences of Megatron's own datasets, the bounds
+of sequences and documents, and training in every layout."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -39,7 +39,7 @@ def test_any_window_has_the_ratio_to_one_row(share: Fraction, together: int, fir
     assert all(schedule.is_short(row) == schedule.is_short(row - row % together) for row in rows)
 
 
-def test_a_share_is_what_was_written() -> None:
+def test_a_share_keeps_its_written_value() -> None:
     schedule = MixedLengths(short=4, short_share=0.1).schedule
     assert schedule.share == Fraction(1, 10) and schedule.short_before(10**12) == 10**11
 
@@ -87,7 +87,7 @@ def arguments_of(streams: list[str], mixed: dict[str, Any] | None, seq_length: i
     return arguments
 
 
-def test_rows_are_the_sequences_of_megatrons_own_datasets(megatron: None, streams: list[str]) -> None:
+def test_rows_equal_the_sequences_of_megatrons_own_datasets(megatron: None, streams: list[str]) -> None:
     from nemo_ext.megatron.forward_step import build_datasets
 
     train, valid, _ = build_datasets(arguments_of(streams, {"short": 16, "short_share": 0.25}), [20, 4, 0])
@@ -132,7 +132,7 @@ def test_long_and_short_sequences_come_from_different_documents(megatron: None, 
     assert all(torch.equal(train[row]["tokens"], again[row]["tokens"]) for row in (0, 3, 500, 989))
 
 
-def test_bounds_of_documents_are_where_documents_end(megatron: None, streams: list[str]) -> None:
+def test_bounds_are_at_the_ends_of_documents(megatron: None, streams: list[str]) -> None:
     from nemo_ext.megatron.forward_step import build_datasets
 
     mixed = {"short": 16, "short_share": 0.5, "document_boundaries": True}

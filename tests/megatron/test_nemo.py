@@ -1,4 +1,4 @@
-"""The hook for NeMo 2's SSMConfig, without NeMo: what it would call, with what it would call it."""
+"""Hook for NeMo 2's SSMConfig, called like by NeMo, without NeMo."""
 
 import pickle
 import sys
@@ -14,13 +14,13 @@ PATTERN = "M*{kv=1}(-{ffn=96}-{linear})x2"
 
 @pytest.fixture(autouse=True, scope="module")
 def imported(megatron: None) -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Modules that import Megatron, which takes seconds: imported when tests run, not during collection."""
     global mamba_stack_spec, override_pattern
     from nemo_ext.megatron.nemo import mamba_stack_spec, override_pattern
 
 
 def configured(spec: Any, pattern: str) -> torch.nn.Module:
-    """The model as SSMConfig.configure_model of NeMo 2.7.3 makes it, argument by argument."""
+    """The model with the same arguments as in SSMConfig.configure_model of NeMo 2.7.3."""
     from megatron.core.models.mamba import MambaModel
     from megatron.core.transformer import TransformerConfig
 
@@ -60,7 +60,7 @@ def configured(spec: Any, pattern: str) -> torch.nn.Module:
     )
 
 
-def test_the_callable_builds_a_model_as_ssmconfig_does(megatron: None) -> None:
+def test_the_callable_builds_the_same_model_as_ssmconfig(megatron: None) -> None:
     model = configured(mamba_stack_spec(PATTERN), override_pattern(PATTERN))
     tokens = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(0))
 
@@ -89,7 +89,7 @@ def test_it_can_be_saved_with_a_model() -> None:
     assert pickle.loads(pickle.dumps(spec))().params == spec().params
 
 
-def test_a_mistake_shows_at_once() -> None:
+def test_a_mistake_is_reported_at_once() -> None:
     with pytest.raises(PatternError):
         mamba_stack_spec("*{kv=}")
     with pytest.raises(ValueError, match="norm_placement='after'"):

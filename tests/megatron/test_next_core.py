@@ -1,4 +1,4 @@
-"""The layer spec under the constructors of the next Megatron-Core, beside those of the one installed."""
+"""The layer spec under the constructors of the next Megatron-Core, compared with the installed one."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Build = Callable[..., torch.nn.Module]
 
 @pytest.fixture
 def next_core(megatron: None) -> Iterator[Callable[[], None]]:
-    """Called, it puts the next Megatron-Core in the place of the one installed."""
+    """Function that replaces the installed Megatron-Core with the next one."""
     from tests.megatron import next_core
 
     with ExitStack() as stack:
@@ -30,7 +30,7 @@ def next_core(megatron: None) -> Iterator[Callable[[], None]]:
 
 
 def stepped(network: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses of three steps, and the parameters after them."""
+    """Losses of three steps and the parameters after them."""
     optimizer, losses = torch.optim.AdamW(network.parameters(), lr=1e-3), list[float]()
     tokens = torch.randint(0, 257, (2, 33), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(32).expand(2, -1)
@@ -44,7 +44,7 @@ def stepped(network: torch.nn.Module) -> tuple[list[float], dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("words", MODELS.values(), ids=MODELS)
-def test_steps_are_the_same_to_the_last_bit(build: Build, next_core: Callable[[], None], words: str) -> None:
+def test_steps_are_identical_bit_for_bit(build: Build, next_core: Callable[[], None], words: str) -> None:
     network = build(words)
     start = {name: tensor.clone() for name, tensor in network.state_dict().items() if tensor is not None}
     before, expected = stepped(network)
@@ -69,7 +69,7 @@ def test_configs_of_blocks_have_their_values(build: Build, next_core: Callable[[
     assert network.config.num_query_groups != 1
 
 
-def test_blocks_are_replaced_left_out_and_shared_out(next_core: Callable[[], None]) -> None:
+def test_blocks_are_replaced_omitted_and_distributed(next_core: Callable[[], None]) -> None:
     from nemo_ext.blockwise.parent import Parent
     from nemo_ext.blockwise.sharded import SHARD, share_out
     from nemo_ext.megatron.session import build_model

@@ -1,5 +1,5 @@
-"""A packed sequence is what it is alone: logits and gradients of a hybrid with every kind of block and of a windowed
-dense model; the dataset of packs; training on packs in every layout."""
+"""Packed sequences do not affect each other: logits and gradients of a hybrid with every kind of block and of a
+windowed dense model; the dataset of packs; training on packs in every layout."""
 
 import shutil
 import sys
@@ -31,12 +31,12 @@ HYBRID = (
 )
 WINDOWED = ("model=olmo3_tiny", "precision=fp32", 'model.pattern="*{window=8}-*{window=4}-*-"')
 LENGTHS = [23, 1, 40, 9, 2, 21]
-"""Of the samples of one pack; with a window of 4 or 8, and chunks that no bound falls on."""
+"""Lengths of the samples of one pack; the windows are 4 or 8, and no bound is at the end of a chunk."""
 
 
 @pytest.fixture(autouse=True, scope="module")
 def eager() -> Iterator[None]:
-    """Compiling Megatron's small functions takes longer than the tests; so does importing the compiler."""
+    """Compiling Megatron's small functions and importing the compiler take longer than the tests."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -70,13 +70,13 @@ def run_packed(model: torch.nn.Module, samples: list[torch.Tensor], **changes: A
 
 
 def run_alone(model: torch.nn.Module, samples: list[torch.Tensor]) -> torch.Tensor:
-    """Logits `[tokens, vocabulary]` of each sample by itself."""
+    """Logits `[tokens, vocabulary]` of each sample, computed separately."""
     alone = [model(sample[None], torch.arange(len(sample))[None], None)[0] for sample in samples]
     return torch.cat(alone)
 
 
 @pytest.mark.parametrize("overrides", [HYBRID, WINDOWED], ids=["hybrid", "windowed"])
-def test_logits_and_gradients_of_a_pack_are_those_of_its_samples(build: Build, overrides: tuple[str, ...]) -> None:
+def test_logits_and_gradients_of_a_pack_equal_those_of_its_samples(build: Build, overrides: tuple[str, ...]) -> None:
     model, samples = build(*overrides).train(), samples_of(LENGTHS)
     weight = torch.randn(sum(LENGTHS), 384, generator=torch.Generator().manual_seed(1))
     found = {}
@@ -105,7 +105,7 @@ def test_logits_and_gradients_of_a_pack_are_those_of_its_samples(build: Build, o
 def test_without_its_bounds_a_block_mixes_samples(
     build: Build, overrides: tuple[str, ...], dropped: dict[str, Any]
 ) -> None:
-    """What the test above would see if a layer did not get them."""
+    """The failure that the previous test would find if a layer did not get the bounds."""
     model, samples = build(*overrides).eval(), samples_of(LENGTHS)
 
     with torch.no_grad():
@@ -116,7 +116,7 @@ def test_without_its_bounds_a_block_mixes_samples(
 
 @settings(max_examples=8)
 @given(lengths=st.lists(st.integers(1, 30), min_size=2, max_size=6), data=st.data())
-def test_a_change_in_one_sample_changes_no_other(
+def test_a_change_in_one_sample_does_not_change_others(
     hybrid: torch.nn.Module, lengths: list[int], data: st.DataObject
 ) -> None:
     model, samples = hybrid, samples_of(lengths, seed=len(lengths))
@@ -130,7 +130,7 @@ def test_a_change_in_one_sample_changes_no_other(
     difference = (after - before).abs().amax(1)
     inside = torch.zeros(sum(lengths), dtype=torch.bool)
     inside[start : start + lengths[changed]] = True
-    # Not to the last bit: an expert's matmul has other tokens beside a sample's own.
+    # Not bitwise: an expert's matmul also has tokens of other samples.
     assert difference[~inside].max() < 1e-5 < 1e-3 < difference[inside].max()
 
 
@@ -143,7 +143,7 @@ def rows_of(lengths: list[int], seed: int = 0) -> list[tuple[np.ndarray, np.ndar
     ]
 
 
-def test_a_row_trains_the_marked_tokens_and_is_filled_without_loss(megatron: None) -> None:
+def test_a_row_trains_the_marked_tokens_and_padding_has_no_loss(megatron: None) -> None:
     from nemo_ext.megatron.packed import packed_row
 
     row = packed_row([[10, 11, 12], [20, 21]], [[1, 0, 1], [0, 1]], seq_length=9)
@@ -167,7 +167,7 @@ def test_samples_are_aligned_by_repeating_their_last_token(megatron: None) -> No
 
 
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), room=st.integers(0, 70), align=st.integers(1, 4))
-def test_every_place_of_a_row_has_its_sequence(megatron: None, lengths: list[int], room: int, align: int) -> None:
+def test_every_position_of_a_row_has_its_sequence(megatron: None, lengths: list[int], room: int, align: int) -> None:
     from nemo_ext.megatron.packed import packed_row
 
     rows = rows_of(lengths)
@@ -223,7 +223,7 @@ def dataset_of(config: dict[str, Any], samples: int) -> Any:
     return build_datasets(parse_arguments(command_line(config), world_size=1), [samples, 4, 0])
 
 
-def test_every_epoch_has_every_pack_once_in_an_order_of_its_own(
+def test_every_epoch_has_every_pack_once_in_its_own_order(
     megatron: None, packs: Path, packed_config: PackedConfig
 ) -> None:
     from nemo_ext.megatron.packed import PackedDataset
@@ -237,7 +237,7 @@ def test_every_epoch_has_every_pack_once_in_an_order_of_its_own(
     keys = [tuple(train[number]["tokens"].tolist()) for number in range(2 * count)]
     first, second = keys[:count], keys[count:]
     assert sorted(first) == sorted(second) and first != second
-    # What a sample is depends on its number alone, so a resumed run goes on where it was.
+    # A sample depends only on its number, so a resumed run continues with the same samples.
     assert [tuple(again[number]["tokens"].tolist()) for number in (5, 3)] == [keys[5], keys[3]]
 
 
@@ -292,7 +292,7 @@ def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) ->
         all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packsother")])
 
 
-def test_a_later_phase_goes_on_in_the_packs(
+def test_a_later_phase_continues_in_the_packs(
     megatron: None, tmp_path: Path, packs_at: Callable[..., None], packed_config: PackedConfig
 ) -> None:
     from nemo_ext.data.packs.mixed_lengths import Reading

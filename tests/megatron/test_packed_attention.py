@@ -1,4 +1,4 @@
-"""Which packs Transformer Engine cannot attend over; sources in the module."""
+"""Packs that Transformer Engine's attention does not support; sources are in the module."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -58,7 +58,7 @@ def lack(
         (OLMO, ["data=mock"], {"version": "2.9", "gpu": A100}, None),
     ],
 )
-def test_packs_that_cannot_be_attended_over(
+def test_packs_that_attention_does_not_support(
     recipe: str, words: list[str], facts: dict[str, Any], said: str | None
 ) -> None:
     why = lack(recipe, *words, **facts)
@@ -67,7 +67,7 @@ def test_packs_that_cannot_be_attended_over(
 
 
 @pytest.mark.parametrize("recipe", ["olmo3/7b_think_sft", OLMO])
-def test_recipes_on_packs_choose_what_older_engines_have(recipe: str) -> None:
+def test_recipes_on_packs_avoid_features_of_new_engines(recipe: str) -> None:
     assert lack(recipe, version="2.10") is None
 
 

@@ -1,4 +1,4 @@
-"""Phases in Megatron's trainer: data in their places, the learning rate by tokens, kills in between."""
+"""Phases in Megatron's trainer: positions of data, the learning rate by tokens, interruptions."""
 
 import io
 import random
@@ -41,7 +41,7 @@ def planned(phases: dict[str, Any]) -> Plan:
 
 
 def rates(plan: Plan, style: str) -> list[float]:
-    """The learning rate of every step, samples counted as the trainer counts them."""
+    """The learning rate of every step, with samples counted like in the trainer."""
     from nemo_ext.megatron.phases import TokenSchedule
 
     group: dict[str, Any] = {"max_lr": 1e-3, "min_lr": 1e-5}
@@ -70,9 +70,9 @@ def rates(plan: Plan, style: str) -> list[float]:
 
 
 @pytest.mark.parametrize("style", ["WSD", "cosine", "linear"])
-def test_the_learning_rate_follows_tokens_whatever_the_phases(megatron: None, style: str) -> None:
+def test_the_learning_rate_follows_tokens_in_any_phases(megatron: None, style: str) -> None:
     alike = rates(planned({"all": {"tokens": 51200}}), style)
-    # The same tokens a step: the same rate, step by step. Twice as many: that of every second step.
+    # With the same tokens per step, the same rate at each step; with twice as many, the rate of every second step.
     longer = {"seq_length": 128, "global_batch_size": 4}
     assert rates(planned({"a": {"tokens": 20480}, "b": {"tokens": 30720, "megatron": longer}}), style) == pytest.approx(
         alike
@@ -82,19 +82,19 @@ def test_the_learning_rate_follows_tokens_whatever_the_phases(megatron: None, st
     assert max(alike) == pytest.approx(1e-3) and alike[0] == 0
 
 
-def test_a_phase_may_have_a_rate_of_its_own(megatron: None) -> None:
+def test_a_phase_may_have_its_own_rate(megatron: None) -> None:
     lr = {"start": 4e-4, "end": 0.0}
     found = rates(planned({"a": {"tokens": 25600}, "anneal": {"tokens": 25600, "lr": lr}}), "WSD")
     assert found[:50] == pytest.approx(rates(planned({"a": {"tokens": 51200}}), "WSD")[:50])
     assert found[50:] == pytest.approx([4e-4 * (1 - n / 50) for n in range(50)])
 
 
-def test_every_sample_is_its_phases_own(megatron: None) -> None:
-    from nemo_ext.megatron.phases import Part, PhasedDataset
+def test_every_sample_belongs_to_its_phase(megatron: None) -> None:
+    from nemo_ext.megatron.phases import PhasedDataset
 
     plan = planned({"a": {"tokens": 25600}, "b": {"tokens": 5120}, "c": {"tokens": 20480}})
     names = {"a": 0, "b": 1000, "c": 2000}
-    parts = [Part(phase, torch.arange(10**4) + names[phase.name]) for phase in plan.phases]  # type: ignore[arg-type]
+    parts: Any = [(phase, torch.arange(10**4) + names[phase.name]) for phase in plan.phases]
     samples = PhasedDataset(parts)
     assert len(samples) == 800
     assert [int(samples[n]) for n in (0, 399, 400, 479, 480, 799)] == [0, 399, 1000, 1079, 2000, 2319]
@@ -104,7 +104,7 @@ def test_every_sample_is_its_phases_own(megatron: None) -> None:
         later[399]
 
 
-def test_only_later_phases_may_change_in_a_run_that_has_begun() -> None:
+def test_only_later_phases_of_a_started_run_may_change() -> None:
     def run(a: int, b: int, c: int, *, own: str = "web", path_of_c: str = "late", **megatron: Any) -> dict[str, Any]:
         phases = {"a": {"tokens": a}, "b": {"tokens": b}, "c": {"tokens": c, "data": {"directory": "d"}}}
         return {
@@ -148,7 +148,7 @@ def read_by_phases(
     phases: dict[str, Any],
     data: dict[str, str] | None = None,
 ) -> dict[str, list[int]]:
-    """The tokens that each phase reads, segment by segment; the run's own blend is `half`."""
+    """The tokens of each phase, by segment; the run's own blend is `half`."""
     import nemo_ext.megatron.phases as module
     from nemo_ext.megatron.arguments import command_line, parse_arguments
 
@@ -173,7 +173,7 @@ def read_by_phases(
     return found
 
 
-def test_a_phase_reads_on_in_each_stream_whatever_its_blend(
+def test_a_phase_continues_in_each_stream_for_any_blend(
     megatron: None, monkeypatch: pytest.MonkeyPatch, streams: dict[str, list[str]]
 ) -> None:
     phases = {"one": {"tokens": 61440}, "two": {"tokens": 20480}, "three": {"tokens": 20480}}
@@ -183,7 +183,7 @@ def test_a_phase_reads_on_in_each_stream_whatever_its_blend(
     assert not one & two and not (one | two) & three, "a token came twice before all were read"
 
 
-def test_changing_a_later_phase_leaves_what_earlier_ones_read(
+def test_changing_a_later_phase_does_not_change_earlier_data(
     megatron: None, monkeypatch: pytest.MonkeyPatch, streams: dict[str, list[str]]
 ) -> None:
     # 0.8 epochs, then to 1.6 and 2.4 in all: Megatron's own order would be another one each time.
@@ -216,7 +216,7 @@ def steps(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, fork_ranks: Callable[..., None]) -> tuple[Path, str]:
-    """A whole run, its ranks forked, and what it printed."""
+    """A complete run with forked ranks, and its output."""
     folder, out = tmp_path_factory.mktemp("phases"), io.StringIO()
     words = ["nemo-ext", "train", *SMALL, f"run_dir={folder / 'run'}", f"data_root={folder / 'data'}"]
     code: object = None

@@ -1,4 +1,4 @@
-"""What a rank does for the processes that it starts."""
+"""Processes that a rank starts, and signals to them."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from nemo_ext.megatron.rank import keep_workers
 
 
 class Signalled(Dataset[int]):
-    """Numbers, with a SIGTERM to the worker that reads them."""
+    """Numbers, and a SIGTERM to the worker that reads them."""
 
     def __len__(self) -> int:
         return 3

@@ -1,4 +1,4 @@
-"""What Megatron has for runs that break: which of it works here, and what it needs."""
+"""Megatron's fault tolerance: the parts that work here, and the package that they need."""
 
 import importlib.metadata
 from collections.abc import Callable
@@ -20,11 +20,11 @@ ASYNCHRONOUS = ("megatron.async_save=true", "megatron.use_persistent_ckpt_worker
         (None, ("operation=cluster",), None),
         (None, ASYNCHRONOUS, "async_strategy=nvrx, Megatron's default, writes with nvidia-resiliency-ext"),
         (None, ("megatron.enable_ft_package=true",), "enable_ft_package needs nvidia-resiliency-ext"),
-        ("0.4.1", (), r"nvidia-resiliency-ext 0\.4\.1: Megatron-Core cannot be imported beside one before 0\.6\.0"),
+        ("0.4.1", (), r"nvidia-resiliency-ext 0\.4\.1: Megatron-Core fails to import with a version before 0\.6\.0"),
         ("0.7.0", (*ASYNCHRONOUS, "megatron.enable_ft_package=true"), None),
     ],
 )
-def test_the_package_is_there_if_it_is_asked_for_and_not_too_old(
+def test_the_package_is_required_in_a_recent_version(
     monkeypatch: pytest.MonkeyPatch, megatron: None, found: str | None, words: tuple[str, ...], said: str | None
 ) -> None:
     def version(name: str) -> str:
@@ -44,7 +44,7 @@ def test_the_package_is_there_if_it_is_asked_for_and_not_too_old(
             check(config)
 
 
-def test_what_only_other_launchers_and_loops_can_do_is_refused() -> None:
+def test_features_of_other_launchers_and_loops_are_refused() -> None:
     check_launcher(compose("train", ["run_dir=unused"]))
     with pytest.raises(ValueError, match="ranks need ft_launcher"):
         check_launcher(compose("train", ["run_dir=unused", "megatron.enable_ft_package=true"]))
@@ -52,7 +52,7 @@ def test_what_only_other_launchers_and_loops_can_do_is_refused() -> None:
         command_line(compose("train", ["run_dir=unused", "data=mock", "megatron.inprocess_restart=true"]))
 
 
-def test_stragglers_are_told_apart_by_their_batches_and_forward_passes(
+def test_stragglers_are_distinguished_by_their_batches_and_forward_passes(
     monkeypatch: pytest.MonkeyPatch, build: Callable[..., torch.nn.Module]
 ) -> None:
     build("model=domyn_small_tiny", "model.pattern=-")  # sets Megatron up

@@ -1,4 +1,4 @@
-"""What ranks are started with, from a composed config that stays as it was given."""
+"""Configs of ranks, derived from a composed config that does not change."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -12,7 +12,7 @@ from nemo_ext.megatron.run import Run
 
 @pytest.fixture
 def config(tmp_path: Path) -> dict[str, Any]:
-    """Two phases on text that is not tokenised yet, the second with a blend of its own, and an FP8 plan."""
+    """Two phases on text that is not tokenised yet, the second with its own blend, and an FP8 plan."""
     for name, count in (("x", 4), ("y", 8)):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{n} {"word " * 40}"}}\n' for n in range(count)))
     of = {name: {"source": {"kind": "jsonl", "path": str(tmp_path / f"{name}.jsonl")}, "tokens": 1000} for name in "xy"}
@@ -36,13 +36,13 @@ def config(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_leaves_its_config_as_it_was(config: dict[str, Any]) -> None:
+def test_a_run_does_not_modify_its_config(config: dict[str, Any]) -> None:
     before = deepcopy(config)
 
-    run = Run.of(config)
+    run = Run.from_config(config)
     tokenized = run.tokenized()
 
-    assert config == before and run.given is config
+    assert config == before and run.composed is config
     for each in (run, tokenized):
         (segment,) = each.segments
         assert segment["megatron"]["fp8_recipe"] == "blockwise" and segment["segment"]["phases"] == ["a", "b"]
@@ -53,9 +53,9 @@ def test_a_run_leaves_its_config_as_it_was(config: dict[str, Any]) -> None:
 
 
 def test_without_phases_ranks_start_once() -> None:
-    run = Run.of(compose("train", ["data=mock"]))
+    run = Run.from_config(compose("train", ["data=mock"]))
 
-    assert run.plan is None and run.segments == (run.config,) == (run.given,) and run.told_of_streams() == []
+    assert run.plan is None and run.segments == (run.config,) == (run.composed,) and run.stream_remarks() == []
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_without_phases_ranks_start_once() -> None:
         ("stability=5", "stability=5: it is a section"),
         ("evaluate=x", "evaluate='x': it is a section"),
         ("megatron.train_iters=[x]", "megatron.train_iters must be a whole number"),
-        ("megatron.lr=[]", "--lr wants a value; null leaves it out"),
+        ("megatron.lr=[]", "--lr requires a value; null omits it"),
     ],
 )
-def test_a_value_of_another_kind_is_one_line(word: str, error: str) -> None:
+def test_a_value_of_the_wrong_type_is_one_line(word: str, error: str) -> None:
     with pytest.raises(ValueError, match=error):
-        Run.of(compose("train", [word])).check()
+        Run.from_config(compose("train", [word])).check()

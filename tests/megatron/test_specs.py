@@ -256,7 +256,7 @@ def test_a_plain_megatron_run_takes_the_spec_from_its_command_line(megatron: Non
 
 
 def test_norms_of_transformer_engine_have_the_keys_of_local_ones(megatron: None) -> None:
-    """Theirs have an `_extra_state`, which checkpoints of the local back end have not."""
+    """Transformer Engine's norms have an `_extra_state`, which checkpoints of the local back end do not have."""
     from nemo_ext.megatron.specs import _without_extra_state
 
     class Norm(torch.nn.LayerNorm):

@@ -1,4 +1,4 @@
-"""z-loss, an embedding without weight decay, steps left out: beside torch's own functions and Megatron's optimizer."""
+"""z-loss, an embedding without weight decay, and skipped steps, compared with torch and Megatron's optimizer."""
 
 import math
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from nemo_ext.job.config import compose
 from nemo_ext.megatron.stability import Outliers, Stability, squared_log_denominator
 
 
-def test_z_loss_and_its_gradient_are_autograds_and_survive_overwritten_logits() -> None:
+def test_z_loss_and_its_gradient_equal_autograd_and_survive_overwritten_logits() -> None:
     torch.manual_seed(0)
     logits = torch.randn(5, 2, 16, dtype=torch.float64).float().requires_grad_()
     expected = logits.logsumexp(-1).square()
@@ -28,7 +28,7 @@ def test_z_loss_and_its_gradient_are_autograds_and_survive_overwritten_logits() 
     torch.testing.assert_close(gradient, wanted)
 
 
-def test_an_outlier_is_measured_against_the_steps_before() -> None:
+def test_an_outlier_is_compared_with_the_previous_steps() -> None:
     outliers = Outliers(6.0)
     for step in range(63):
         outliers.add(1.0 + 0.1 * (step % 2))
@@ -46,7 +46,7 @@ def test_an_outlier_is_measured_against_the_steps_before() -> None:
 
 
 def optimizer_of(settings: Stability) -> tuple[Any, torch.nn.Module]:
-    """Megatron's own optimizer, as its trainer makes it, of a model with an embedding and a linear layer."""
+    """Optimizer made like in Megatron's trainer, for a model with an embedding and a linear layer."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
@@ -85,7 +85,7 @@ def step(optimizer: Any, model: Any, scale: float) -> bool:
 
 
 @pytest.mark.parametrize("decay", [True, False])
-def test_weight_decay_leaves_the_embedding_out(decay: bool) -> None:
+def test_weight_decay_excludes_the_embedding(decay: bool) -> None:
     from nemo_ext.megatron.session import data_parallel
 
     with data_parallel():
@@ -121,13 +121,13 @@ def test_a_step_with_an_outlying_gradient_changes_no_weight() -> None:
         (["stability.skip_beyond=6", "megatron.clip_grad=0.0"], "needs the gradient norm"),
     ],
 )
-def test_a_wrong_setting_is_named(words: list[str], message: str) -> None:
+def test_an_invalid_setting_is_named(words: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Stability.from_config(compose("train", words))
 
 
 @pytest.mark.usefixtures("megatron")
-def test_z_loss_is_added_to_trainings_loss_and_logged_beside_the_lm_loss() -> None:
+def test_z_loss_is_added_to_the_loss_and_logged_separately() -> None:
     from megatron.core import parallel_state
 
     from nemo_ext.megatron.forward_step import LOSS, loss_function
@@ -158,7 +158,9 @@ def test_z_loss_is_added_to_trainings_loss_and_logged_beside_the_lm_loss() -> No
 
 
 @pytest.mark.slow
-def test_a_run_says_what_its_recipe_lacks_and_logs_its_z_loss(launched: Callable[..., str], tmp_path: Path) -> None:
+def test_a_run_names_missing_settings_of_its_recipe_and_logs_its_z_loss(
+    launched: Callable[..., str], tmp_path: Path
+) -> None:
     words = ("recipe=olmo3/7b_pretrain", "model=olmo3_tiny", "data=mock", "scale=laptop", "megatron.eval_iters=0")
 
     told = launched("train", *words, "train.tokens=16384", f"run_dir={tmp_path / 'run'}")

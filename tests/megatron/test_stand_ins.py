@@ -1,4 +1,4 @@
-"""Transformer Engine and apex where they can be imported: by modules of their names, as neither runs without a GPU."""
+"""Transformer Engine and apex replaced by modules with their names, as neither runs without a GPU."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ runtime.enable()
 
 
 def ran(engines: str, code: str, *words: str) -> list[str]:
-    """Lines that code prints in a process in which these engines can be imported."""
+    """Lines printed by code in a process in which these engines can be imported."""
     command = [sys.executable, "-c", PROGRAM + code, engines, *words]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-4000:]
@@ -66,7 +66,7 @@ print(optimizer.Adam.__module__, clipping.multi_tensor_applier.__name__)
 """
 
 
-def test_transformer_engine_is_what_the_blocks_are_made_of() -> None:
+def test_blocks_are_made_of_transformer_engine() -> None:
     *modules, experts, optimizer = ran("transformer_engine", BACKEND, "transformer_engine")
 
     assert modules == [
@@ -79,8 +79,8 @@ def test_transformer_engine_is_what_the_blocks_are_made_of() -> None:
     assert optimizer.startswith("transformer_engine.pytorch.optimizers ")
 
 
-def test_apex_is_the_optimizer_alone() -> None:
-    """Its norms refuse what ours can (sequence parallelism without weights, zero-centred ones), so blocks keep ours."""
+def test_apex_is_used_only_for_the_optimizer() -> None:
+    """Its norms refuse sequence parallelism without weights and zero-centred norms, so blocks keep ours."""
     *modules, _, optimizer = ran("apex,amp_C", BACKEND, "local")
 
     assert [module.split()[0] for module in modules] == ["layers", "attention", "norms", "layers"]

@@ -1,4 +1,4 @@
-"""What the trainer sets before it runs: writers of checkpoints and threads."""
+"""Settings that the trainer makes before it runs: resumed optimizers, checkpoint writers, threads."""
 
 import queue
 import shutil
@@ -66,9 +66,7 @@ def test_a_resumed_run_with_a_decoupled_rate_takes_both_rates_from_the_config(
     assert embedding[0]["loss"] == same[0]["loss"] and embedding[1]["loss"] != same[1]["loss"]
 
 
-def test_what_is_written_needs_no_process_unless_another_one_writes(
-    megatron: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_asynchronous_writing_has_a_helper_process(megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     from nemo_ext.megatron.trainer import write_checkpoints_without_helper
@@ -81,7 +79,7 @@ def test_what_is_written_needs_no_process_unless_another_one_writes(
     assert isinstance(filesystem_async.get_write_results_queue(), queue.Queue)
 
 
-def test_an_asynchronous_checkpoint_holds_what_was_when_it_was_begun(
+def test_an_asynchronous_checkpoint_has_the_weights_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
@@ -107,7 +105,7 @@ def test_an_asynchronous_checkpoint_holds_what_was_when_it_was_begun(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="threads are for machines without CUDA")
-def test_threads_are_those_of_the_user(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
+def test_threads_are_set_by_the_user(monkeypatch: pytest.MonkeyPatch, megatron: None) -> None:
     from nemo_ext.megatron.trainer import share_cores
 
     chosen: list[int] = []

@@ -1,4 +1,4 @@
-"""The report of a run, from its files alone."""
+"""The report of a run, made only from its files."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ def made_up_run(run_dir: Path, losses: list[float | None]) -> None:
     (run_dir / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_it_says_what_came_out(tmp_path: Path) -> None:
+def test_it_has_the_results(tmp_path: Path) -> None:
     made_up_run(tmp_path, [5.0, 4.0, 3.0])
 
     text = write_report(tmp_path).read_text()
@@ -42,11 +42,11 @@ def test_it_says_what_came_out(tmp_path: Path) -> None:
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_gpu_it_says_what_a_processor_second_trains(tmp_path: Path) -> None:
+def test_without_a_gpu_it_has_tokens_per_processor_second(tmp_path: Path) -> None:
     made_up_run(tmp_path, [5.0, 4.0, 3.0])
     assert "processor second" not in write_report(tmp_path).read_text()
     rows = run_directory.read_metrics(tmp_path / run_directory.METRICS)
-    # A neighbour slows the clock down, not the processor: 4000 tokens a step, of two ranks.
+    # Other work slows the clock, not the processor: 4000 tokens per step on two ranks.
     for row, seconds in zip([row for row in rows if "loss" in row], (0.8, 1.6, 3.2), strict=True):
         row |= {"seconds_per_step": seconds, "tokens_per_second": 4000 / seconds, "cpu_seconds_per_step": 0.5}
     (tmp_path / run_directory.METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -86,7 +86,7 @@ def test_a_loss_that_was_not_a_number_is_shown_as_such(tmp_path: Path) -> None:
     assert "training loss, last step | nan" in write_report(tmp_path).read_text()
 
 
-def test_without_a_step_there_is_nothing_to_report(tmp_path: Path) -> None:
+def test_a_report_without_steps_is_refused(tmp_path: Path) -> None:
     made_up_run(tmp_path, [])
 
     with pytest.raises(ValueError, match="no step is logged yet"):

@@ -16,7 +16,7 @@ UNFUSED = "NVTE_UNFUSED_ATTN"
 
 @pytest.fixture
 def build(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
-    """Builds a stage that is one of Megatron's own linear layers, without apex."""
+    """Builds a stage of one of Megatron's linear layers, without apex."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, layers
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
@@ -45,7 +45,7 @@ def build(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         yield stage
 
 
-def test_the_output_layer_alone_goes_without_fused_gradients_where_apex_is_missing(build: Callable[..., Any]) -> None:
+def test_without_apex_only_the_output_layer_has_no_fused_gradients(build: Callable[..., Any]) -> None:
     layer = build()
     assert layer.gradient_accumulation_fusion is False
     assert layer.config.gradient_accumulation_fusion is True  # which Transformer Engine's layers read
@@ -53,7 +53,7 @@ def test_the_output_layer_alone_goes_without_fused_gradients_where_apex_is_missi
         build(impl="local")
 
 
-def test_16_bit_models_have_no_unfused_attention_unless_it_is_asked_for(build: Callable[..., Any]) -> None:
+def test_16_bit_models_have_no_unfused_attention_by_default(build: Callable[..., Any]) -> None:
     for _ in range(2):  # virtual stages, a teacher: Megatron refuses what the first build left behind
         build()
         assert os.environ[UNFUSED] == "0"
@@ -66,7 +66,7 @@ def test_16_bit_models_have_no_unfused_attention_unless_it_is_asked_for(build: C
     assert UNFUSED not in os.environ
 
 
-def test_a_forward_pass_without_a_kernel_says_what_to_install(megatron: None) -> None:
+def test_a_forward_pass_without_a_kernel_names_the_package_to_install(megatron: None) -> None:
     from nemo_ext.megatron.transformer_engine import explained
 
     with pytest.raises(ValueError, match=r"install flash-attn .* megatron.attention_backend=unfused"), explained():
@@ -76,7 +76,7 @@ def test_a_forward_pass_without_a_kernel_says_what_to_install(megatron: None) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_cross_entropy_is_exact_for_bf16_alone(dtype: torch.dtype, megatron: None) -> None:
+def test_fused_cross_entropy_is_exact_only_for_bf16(dtype: torch.dtype, megatron: None) -> None:
     """Its backward pass writes BF16, to which autograd rounds the gradient of BF16 logits anyway."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy

@@ -1,4 +1,4 @@
-"""What an older Megatron-Core lacks is refused by name and version; this one's own place says its version."""
+"""Settings that an older Megatron-Core does not have are refused by name and version."""
 
 from pathlib import Path
 
@@ -14,32 +14,35 @@ def older(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "installed", lambda: (0, 18, 2))
 
 
-def test_the_version_is_that_of_the_source(megatron: None) -> None:
+def test_the_version_is_read_from_the_source(megatron: None) -> None:
     import megatron.core
 
     assert megatron.core.__version__.startswith(versions.spelled(versions.installed()))
     assert versions.lack(["logits_save_dir", "yarn_beta_fast", "dataloader_inter_document_masking"]) is None
 
 
-def test_what_an_older_one_lacks_is_named(older: None) -> None:
+def test_features_missing_from_an_older_version_are_named(older: None) -> None:
     assert (
-        versions.lack(["lr", "yarn_beta_fast"]) == "YaRN in hybrid models came with Megatron-Core 0.19, here is 0.18.2"
+        versions.lack(["lr", "yarn_beta_fast"])
+        == "YaRN in hybrid models came with Megatron-Core 0.19, but 0.18.2 is installed"
     )
     assert versions.lack(["lr", "tensor_model_parallel_size"]) is None
 
 
 @pytest.mark.parametrize("word", ["position_embedding_type=yarn", "moe_use_upcycling=true", "logits_save_top_p=0.9"])
-def test_so_is_what_an_older_one_takes_otherwise(older: None, word: str) -> None:
+def test_values_missing_from_an_older_version_are_named(older: None, word: str) -> None:
     config = compose("train", ["data=mock", "run_dir=unused", f"megatron.{word}"])
 
     with pytest.raises(versions.TooOld, match=rf"megatron\.{word.split('=')[0]}: .* came with Megatron-Core 0\.19"):
         check.check_version(config)
 
 
-def test_a_setting_of_ours_is_refused_before_anything_starts(older: None) -> None:
+def test_an_unsupported_setting_is_refused_before_anything_starts(older: None) -> None:
     words = ["data=local_text", "run_dir=unused", "+data.mixed_lengths={short: 64, document_boundaries: true}"]
 
-    with pytest.raises(ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, here is 0\.18\.2"):
+    with pytest.raises(
+        ValueError, match=r"document_boundaries: .* came with Megatron-Core 0\.19, but 0\.18\.2 is installed"
+    ):
         check.check_version(compose("train", words))
 
 

@@ -392,7 +392,7 @@ def test_trls_trainers_note_the_phases(tmp_path: Path) -> None:
 )
 def test_a_wrong_key_is_told_before_a_rank_starts(tmp_path: Path, override: str, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Run.of(compose("train", [f"run_dir={tmp_path}", "data=mock", override]))
+        Run.from_config(compose("train", [f"run_dir={tmp_path}", "data=mock", override]))
 
 
 def test_null_leaves_it_out() -> None:

@@ -160,9 +160,9 @@ def test_a_second_run_does_what_is_new(words: Callable[..., list[str]], ran: lis
     assert len(ran) == before + 4, (
         "what is there stays, whatever is asked of new samples; the optimum is that of kl=0.05"
     )
-    with pytest.raises(ValueError, match=r"was begun otherwise .*tokens: 20480 -> 40960"):
+    with pytest.raises(ValueError, match=r"was begun with other settings .*tokens: 20480 -> 40960"):
         job.run(compose("mixture", words(tokens="4e4")))
-    with pytest.raises(ValueError, match=r"was begun otherwise \(train: .*streams"):
+    with pytest.raises(ValueError, match=r"was begun with other settings \(train: .*streams"):
         job.run(compose("mixture", words(streams="[{name: code, weight: 1}, {name: web, weight: 1}]")))
 
 

@@ -35,7 +35,7 @@ def test_blocks_and_what_stands_outside_are_the_whole_model(model: str) -> None:
 
 def test_a_no_op_costs_nothing_and_a_linear_map_no_cache() -> None:
     whole = architecture("llama_nemotron_super_49b")
-    linear = block_costs(whole, Block.of("*", linear=True), Serving())
+    linear = block_costs(whole, Block.from_values("*", linear=True), Serving())
 
     assert set(block_costs(whole, None, Serving()).values()) == {0.0}
     assert linear["parameters"] == whole.hidden_size**2 + whole.hidden_size
@@ -54,7 +54,7 @@ def test_squared_relu_experts_have_two_matrices() -> None:
 
 
 def test_more_tokens_read_more_experts() -> None:
-    block = Block.of("E", experts=128, topk=6, ffn=64, shared=64)
+    block = Block.from_values("E", experts=128, topk=6, ffn=64, shared=64)
 
     assert expected_experts(block, 1) == pytest.approx(6)
     assert expected_experts(block, 2) == pytest.approx(12 - 36 / 128)
@@ -79,7 +79,7 @@ def test_a_new_token_attends_to_all_of_the_context() -> None:
 
 def test_narrower_blocks_cost_less_of_everything() -> None:
     whole = architecture("domyn_small_10b")
-    wide, narrow = (block_costs(whole, Block.of("-", ffn=width), Serving()) for width in (16384, 8192))
+    wide, narrow = (block_costs(whole, Block.from_values("-", ffn=width), Serving()) for width in (16384, 8192))
 
     for resource in ("parameters", "weight_bytes", "prefill_seconds", "decode_seconds"):
         assert narrow[resource] == pytest.approx(wide[resource] / 2, rel=0.01)

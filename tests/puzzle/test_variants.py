@@ -47,7 +47,7 @@ def test_variants_of_each_kind() -> None:
         *("keep", "experts6", "experts4", "experts2", "topk1", "ffn96", "ffn64", "linear", "no_op"),
     ]
     assert [v.name for v in mlp] == ["keep", "ffn448", "ffn384", "ffn256", "ffn128", "ffn56", "linear", "no_op"]
-    assert attention[1].block == Block.of("*", heads=6, kv=1, head_dim=32, window=None)
+    assert attention[1].block == Block.from_values("*", heads=6, kv=1, head_dim=32, window=None)
     assert [v.number for v in mlp] == [3] * 8
 
 

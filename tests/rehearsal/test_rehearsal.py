@@ -134,7 +134,7 @@ def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
     [
         (
             "model=domyn_small_tiny megatron.context_parallel_size=4 megatron.cp_comm_type=a2a",
-            "block 1 (*): 6 heads of a tensor-parallel rank are not a multiple of context_parallel_size 4, which "
+            "block 1 (*): 6 heads per tensor-parallel rank are not a multiple of context_parallel_size 4, which "
             "cp_comm_type=a2a needs: set megatron.cp_comm_type=p2p or all_gather",
         ),
         (
@@ -163,18 +163,18 @@ def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
         ),
         (
             "model=domyn_small_tiny megatron.global_batch_size=12",
-            "global_batch_size=12 does not divide by micro_batch_size x data parallel = 8 x 4",
+            "global_batch_size=12 is not divisible by micro_batch_size x data parallel = 8 x 4",
         ),
         (
             "model=olmo3_tiny megatron.pipeline_model_parallel_size=2 model.pattern=*-|*-|*-|*- "
             "megatron.micro_batch_size=1 megatron.global_batch_size=6",
-            "global_batch_size=6 makes 3 micro-batches, and 4 stages on 2 pipeline ranks (interleaved) want a multiple "
+            "global_batch_size=6 makes 3 micro-batches, and 4 stages on 2 pipeline ranks (interleaved) need a multiple "
             "of 2",
         ),
         (
             "model=domyn_small_tiny megatron.pipeline_model_parallel_size=4 model.pattern=*-||*|-",
-            "model.pattern has no block in stage 1 of 0 to 3, and Megatron-Core's gradients become NaN behind a stage "
-            "that only passes on: move a cut |",
+            "model.pattern has no block in stage 1 of 0 to 3, and Megatron-Core's gradients become NaN after an "
+            "empty stage: move a cut |",
         ),
     ],
     ids=["heads", "window", "fp8", "sequence", "sequence_parallel", "vocabulary", "batch", "interleaved", "empty"],

@@ -134,7 +134,7 @@ def test_the_job(
         ("precision=mxfp8", "holds scores of something else .precision_plan"),
         ("megatron.seed=5", "holds scores of something else .flags.seed: 1234 -> 5"),
         ("sensitivity.share=1.5", r"sensitivity: share=1\.5: input should be less than or equal to 1"),
-        ("precision=fp8_delayed", r"precision_plan\.recipe=delayed is Transformer Engine's"),
+        ("precision=fp8_delayed", r"precision_plan\.recipe=delayed needs Transformer Engine"),
     ):
         with pytest.raises(ValueError, match=said):
             sensitivity(run_dir, model, word)

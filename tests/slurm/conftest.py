@@ -1,4 +1,4 @@
-"""A real Slurm on this machine for the session: two nodes that are names for it, without systemd or cgroups."""
+"""A real Slurm on this machine for the session: two names of it as nodes, without systemd or cgroups."""
 
 import fcntl
 import os
@@ -72,7 +72,7 @@ class Slurm:
 
     Attributes:
         folder: its files.
-        environment: with which its commands find it.
+        environment: environment variables of its commands.
     """
 
     folder: Path
@@ -85,12 +85,12 @@ class Slurm:
         return done.stdout
 
     def state(self, job: str) -> str:
-        """Of a job: PENDING, RUNNING, COMPLETED ..."""
+        """State of a job: PENDING, RUNNING, COMPLETED ..."""
         words = self.call("scontrol", "show", "job", job).split()
         return next(word.removeprefix("JobState=") for word in words if word.startswith("JobState="))
 
     def processes(self) -> Iterator[tuple[psutil.Process, dict[str, str]]]:
-        """Processes of this cluster's jobs, with their environments; another one may be on the machine."""
+        """Processes of this cluster's jobs, with their environments; the machine may have other clusters."""
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 environment = process.environ()
@@ -98,7 +98,7 @@ class Slurm:
                     yield process, environment
 
     def lose(self, node: str) -> None:
-        """A node that fails: all that runs on it is gone, and Slurm knows."""
+        """Let a node fail: its processes are killed, and Slurm is informed."""
         jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         _end(self.folder / f"{node}.pid", signal.SIGKILL)
         # First slurmstepd, which would report the end of its processes; job ids are this cluster's own.
@@ -113,7 +113,7 @@ class Slurm:
         self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def repair(self, node: str) -> None:
-        """After `lose`: the node is back (ReturnToService=2)."""
+        """Restart a node after `lose` (ReturnToService=2)."""
         self.call("slurmd", "-N", node)
 
     def wait(self, until: Callable[[], object], *, seconds: float = 240.0, what: Callable[[], str] = str) -> None:
@@ -125,12 +125,12 @@ class Slurm:
 
     @staticmethod
     def outputs(folder: Path) -> str:
-        """What jobs and their ranks wrote below a folder."""
+        """Output of jobs and their ranks below a folder."""
         files = sorted((*folder.rglob("*.out"), *folder.rglob("*.log")))
         return "".join(f"\n== {path}\n{path.read_text(errors='replace')[-4000:]}" for path in files)
 
     def end_of(self, job: str, outputs: Path, *, seconds: float = 240.0) -> str:
-        """The state in which a job ends; where it does not, the outputs in a folder are shown."""
+        """Final state of a job; fails with the outputs in a folder if the job does not end."""
         end = time.monotonic() + seconds
         while (state := self.state(job)) not in ENDED:
             assert time.monotonic() < end, f"{state} after {seconds:g} s: {self.outputs(outputs)}"
@@ -140,7 +140,7 @@ class Slurm:
 
 @contextmanager
 def job_ids() -> Iterator[int]:
-    """The first of some job ids that no other cluster of tests on this machine has.
+    """First job id of a range that no other test cluster on this machine uses.
 
     Sessions reuse the same ids, and Ray's files are named by job: files of a killed session are removed.
     """
@@ -212,7 +212,7 @@ def cluster(first: int, control: int, *ports: int) -> Iterator[Slurm]:
 
 @pytest.fixture
 def nemo_ext(slurm: Slurm, tmp_path: Path) -> Iterator[Callable[..., str]]:
-    """Runs `nemo-ext` with the cluster; returns its output. What a failed test leaves does not stop the next."""
+    """Runs `nemo-ext` with the cluster; returns its output. Jobs of a failed test do not affect the next."""
 
     def call(*words: str, code: int = 0) -> str:
         command = [sys.executable, "-m", "nemo_ext.cli", *words]
@@ -235,7 +235,7 @@ def here(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., str]:
-    """`nemo_ext` in this process, which saves the start of another: for submit, status and cancel."""
+    """`nemo_ext` in this process, which is faster: for submit, status and cancel."""
 
     def call(*words: str, code: int = 0) -> str:
         with monkeypatch.context() as patched:
@@ -250,7 +250,7 @@ def here(
 
 @pytest.fixture
 def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Ranks start in a moment in this test's jobs; called, it says where they hold or that they fail."""
+    """Makes ranks of this test's jobs start quickly; the returned function sets where they pause or that they fail."""
 
     def say(*, holds_at: str = "", fails: bool = False) -> None:
         asked = {"STAND_IN_HOLDS_AT": holds_at, "STAND_IN_FAILS": "1" if fails else ""}
@@ -263,7 +263,7 @@ def standin(slurm: Slurm, standins: Any, monkeypatch: pytest.MonkeyPatch) -> Cal
 
 @pytest.fixture
 def vllm(slurm: Slurm, standins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """Arguments with which this test's jobs serve a model: a fast-starting program stands in for vLLM."""
+    """Serving arguments of this test's jobs: a fast-starting program replaces vLLM."""
     path = f"{standins.vllm(tmp_path)}{os.pathsep}{slurm.environment['PATH']}"
     monkeypatch.setitem(slurm.environment, "PATH", path)
     return ("cluster=testbed", "serving.engine=vllm", 'slurm.options=["--cpus-per-task=1"]')

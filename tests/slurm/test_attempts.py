@@ -35,11 +35,11 @@ def made(*steps: tuple[int, int]) -> list[Attempt]:
         ([(0, 5), (5, 9), (9, 12), (12, 13)], "started 4 times: max_restarts=3"),
     ],
 )
-def test_a_run_is_started_again_while_it_gets_on(steps: list[tuple[int, int]], said: str | None) -> None:
+def test_a_run_is_restarted_while_it_makes_progress(steps: list[tuple[int, int]], said: str | None) -> None:
     assert verdict(made(*steps), max_restarts=3, max_idle=2) == said
 
 
-def test_starts_that_ended_at_a_step_that_is_left_out_do_not_count() -> None:
+def test_starts_that_ended_at_a_skipped_step_do_not_count() -> None:
     passed = [replace(each, reason=f"{attempts.PASSED_OVER}nan") for each in made((0, 0), (0, 0))]
     assert verdict([*passed, *made((0, 0))], max_restarts=1, max_idle=2) is None
 
@@ -58,7 +58,7 @@ def test_a_start_without_an_end_was_killed(tmp_path: Path) -> None:
     assert not (tmp_path / "slurm" / "finished.json").exists(), "it has more steps now"
 
 
-def test_ranks_are_slurms_tasks() -> None:
+def test_ranks_are_tasks_of_slurm() -> None:
     slurm = {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8", "SLURM_NTASKS_PER_NODE": "4"}
 
     assert variables({**slurm, "MASTER_ADDR": "n1", "MASTER_PORT": "1"}) == {

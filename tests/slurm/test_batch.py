@@ -1,4 +1,4 @@
-"""slurm/train.sbatch on a real Slurm: what stops a run does not end it. But for one test, ranks are stand-ins."""
+"""slurm/train.sbatch on a real Slurm: interrupted runs are resumed. Except in one test, ranks are simulated."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.slurm]
 
 @pytest.fixture
 def submit(slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path) -> Callable[..., str]:
-    """sbatch with a script and words, as somebody does it by hand; returns the job's id."""
+    """sbatch with a script and words, as called by hand; returns the job's id."""
 
     def submitted(*words: str, nodes: int = 2, job: str = "train") -> str:
         options = (f"--nodes={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1", "--gpus-per-node=1", "--parsable")
@@ -47,7 +47,7 @@ def steps(run_dir: Path) -> dict[int, float]:
 
 
 def losses(rank: Any, count: int = STEPS) -> dict[int, float]:
-    """Those of ranks that nothing stopped."""
+    """Metrics of uninterrupted ranks."""
     found, state = {}, rank.START
     for step in range(1, count + 1):
         state = rank.following(state)
@@ -82,7 +82,7 @@ def test_a_time_limit_is_a_pause(
     assert steps(run_dir) == losses(standins.rank)
 
 
-def test_a_signal_while_it_composes_is_a_pause_too(
+def test_a_signal_during_composition_is_a_pause_too(
     slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     run_dir = tmp_path / "run"
@@ -98,13 +98,13 @@ def test_a_signal_while_it_composes_is_a_pause_too(
 
 
 def ranks(slurm: Any, job: str) -> Iterator[psutil.Process]:
-    """Processes of a job's steps, the batch step apart."""
+    """Processes of a job's steps except the batch step."""
     for process, environment in slurm.processes():
         if environment["SLURM_JOB_ID"] == job and "SLURM_STEP_ID" in environment:
             yield process
 
 
-def test_what_is_cancelled_while_it_saves_stays_so(
+def test_a_job_cancelled_during_a_save_stays_cancelled(
     slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     standin(holds_at="7")
@@ -148,7 +148,7 @@ def test_a_node_that_fails_is_replaced(
     assert steps(run_dir) == losses(standins.rank)
 
 
-def test_a_run_that_gets_nowhere_is_given_up(
+def test_a_run_without_progress_is_given_up(
     slurm: Any, submit: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     standin(fails=True)
@@ -163,7 +163,7 @@ def test_a_run_that_gets_nowhere_is_given_up(
     )
 
 
-def test_a_mistake_is_one_line_and_not_tried_again(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
+def test_a_mistake_is_one_line_and_not_retried(slurm: Any, submit: Callable[..., str], tmp_path: Path) -> None:
     job = submit("recipe=nemotron3_nano/quickstrat", f"run_dir={tmp_path / 'run'}", nodes=1)
 
     assert slurm.end_of(job, tmp_path) == "FAILED"
@@ -196,7 +196,7 @@ def test_submit_checks_then_runs(
 
 
 @pytest.mark.deep
-def test_megatron_goes_on_after_a_time_limit_as_if_there_were_none(
+def test_megatron_resumes_exactly_after_a_time_limit(
     slurm: Any, submit: Callable[..., str], train_ranks: Callable[..., list[dict[str, Any]]], tmp_path: Path
 ) -> None:
     """Megatron's own trainer on two nodes, whose real ranks handle the signal."""
@@ -232,7 +232,7 @@ def test_ranks_run_in_a_container_in_a_short_job(
     random_llama: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slurm's signal comes at once where the limit is shorter than the script's ten minutes, and stops nothing."""
+    """Slurm sends its signal at once if the limit is shorter than the script's ten minutes; nothing is interrupted."""
     run_dir, image, noted = tmp_path / "run", tmp_path / "nemo.sif", tmp_path / "noted.txt"
     program = tmp_path / "bin" / "singularity"
     program.parent.mkdir()

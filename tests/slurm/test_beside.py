@@ -12,7 +12,7 @@ from nemo_ext.slurm.ends import JOB
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """File with what squeue says; without it squeue fails."""
+    """File with the output of squeue; squeue fails without it."""
     said, squeue = tmp_path / "queue", tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text(f"#!/bin/sh\ncat {said}\n")
@@ -22,7 +22,7 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return said
 
 
-def test_a_server_is_asked_as_long_as_a_job_that_asks_it_is_queued(queue: Path, tmp_path: Path) -> None:
+def test_a_server_stays_while_a_job_that_uses_it_is_queued(queue: Path, tmp_path: Path) -> None:
     first, second = (tmp_path / name for name in ("first", "second"))
     for record, job in ((first, "5"), (second, "6_0")):
         (record / attempts.FOLDER).mkdir(parents=True)
@@ -38,11 +38,11 @@ def test_a_server_is_asked_as_long_as_a_job_that_asks_it_is_queued(queue: Path, 
     assert beside.asking(tmp_path / "first") == []
 
 
-def test_a_stage_waits_until_its_server_answers_or_has_left_the_queue(queue: Path, tmp_path: Path) -> None:
+def test_a_stage_waits_until_its_server_answers_or_left_the_queue(queue: Path, tmp_path: Path) -> None:
     said, address = list[str](), tmp_path / "judge" / "endpoint.json"
     address.parent.mkdir()
     beside.note_servers(tmp_path / "asks", {"9": str(address.parent)})
-    beside.wait(tmp_path / "asks", said.append, [15])  # told to stop
+    beside.wait(tmp_path / "asks", said.append, [15])  # asked to stop
     queue.write_text("5|RUNNING|None\n")
     beside.wait(tmp_path / "asks", said.append, [])
     assert said == [f"waiting for {address} of job 9"] * 2 + ["job 9 has left the queue"]

@@ -14,7 +14,7 @@ NAMES = sorted(path.stem for path in (Path(hydra_conf.__file__).parent / "cluste
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_cluster_of_the_package_is_whole(name: str) -> None:
+def test_every_cluster_of_the_package_is_complete(name: str) -> None:
     cluster = settings_of([f"cluster={name}"]).cluster
 
     assert cluster.name == name
@@ -29,7 +29,7 @@ def test_leonardo() -> None:
     assert cluster.variables()["HF_HUB_OFFLINE"] == "1"
 
 
-def test_what_the_user_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
 
     assert settings_of(["cluster=leonardo"]).cluster.variables()["OMP_NUM_THREADS"] == "3"
@@ -50,7 +50,7 @@ def test_a_command_enters_the_container(monkeypatch: pytest.MonkeyPatch) -> None
     assert inside.srun_options() == []
 
 
-def test_pyxis_is_options_of_srun() -> None:
+def test_pyxis_uses_options_of_srun() -> None:
     words = ["cluster=dgx_h100", "cluster.container.image=nvcr.io/nemo", "cluster.container.binds=[/lustre]"]
     cluster = settings_of(words).cluster
 
@@ -71,7 +71,7 @@ def test_times_as_slurm_writes_them(text: str, seconds: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "30", "24h", "UNLIMITED", "1:2:3:4", "-1:00"])
-def test_what_is_no_time_is_refused(text: str) -> None:
+def test_invalid_times_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="expected HH:MM:SS"):
         duration(text)
 
@@ -84,12 +84,12 @@ def test_what_is_no_time_is_refused(text: str) -> None:
         (["slurm.max_idle=0"], "max_idle=0"),
     ],
 )
-def test_wrong_settings_are_named(words: list[str], said: str) -> None:
+def test_invalid_settings_are_named(words: list[str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         settings_of(words)
 
 
-def test_words_are_the_sites_or_the_jobs() -> None:
+def test_words_come_from_the_site_or_the_job() -> None:
     words = [
         "recipe=olmo3/7b_pretrain",
         "cluster=leonardo",
@@ -102,7 +102,7 @@ def test_words_are_the_sites_or_the_jobs() -> None:
     assert split(words) == (words[1:5], [words[0], words[5]])
 
 
-def test_no_facts_are_needed() -> None:
+def test_facts_are_optional() -> None:
     cluster: Any = Cluster(name="x")
 
     assert (cluster.limit, cluster.node, cluster.variables()) == (None, None, {})
@@ -124,7 +124,7 @@ def test_a_slurm_command_does_not_see_its_callers_job(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(("said", "stays"), [("9|N/A", False), ("9|3\n8|2", True), ("", True)])
-def test_a_job_is_no_part_of_the_array_that_submitted_it(
+def test_a_job_does_not_inherit_the_array_that_submitted_it(
     said: str, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/sh\necho '{said}'\n")

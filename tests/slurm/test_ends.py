@@ -1,4 +1,4 @@
-"""Why a job ended, in the words that Slurm 22 and our ranks printed on the cluster of test_batch."""
+"""Why a job ended, from the output of Slurm 22 and our ranks on the cluster of test_batch."""
 
 import getpass
 import json
@@ -55,10 +55,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (RANKS, "FileNotFoundError: [Errno 2] No such file or directory: 'data_train.idx'"),
         (MEMORY, "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)"),
         ("error: run_dir=/proc/nope: no\n", "run_dir=/proc/nope: no"),
-        (
-            "srun: fatal: SLURM_MEM_PER_CPU: one of them\n",
-            "srun: fatal: SLURM_MEM_PER_CPU: one of them",
-        ),
+        ("srun: fatal: SLURM_MEM_PER_CPU: one of them\n", "srun: fatal: SLURM_MEM_PER_CPU: one of them"),
         (
             "srun: error: Node failure on n2\nslurmstepd-n2: error: *** JOB 9 ON n2 CANCELLED AT 2026-11-22T13:41:33 "
             "DUE TO NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS ***\n",
@@ -124,7 +121,7 @@ def test_the_first_error_of_the_last_start(tmp_path: Path, text: str, error: str
         "out of memory (StepId=4.batch exceeded memory limit (574062592 > 314572800), being killed)",
     ],
 )
-def test_errors_that_a_new_start_cannot_mend(error: str) -> None:
+def test_errors_that_a_restart_cannot_fix(error: str) -> None:
     assert lasts(error)
 
 
@@ -143,7 +140,7 @@ def test_errors_that_a_new_start_cannot_mend(error: str) -> None:
         "a word about a ValueError: that is no exception",
     ],
 )
-def test_errors_that_may_not_come_again(error: str) -> None:
+def test_errors_that_may_not_recur(error: str) -> None:
     assert not lasts(error)
 
 
@@ -174,7 +171,9 @@ def test_errors_that_may_not_come_again(error: str) -> None:
         ({"state": "OUT_OF_MEMORY", "reason": "OutOfMemory", "code": "0:125"}, "", "out of memory"),
     ],
 )
-def test_slurm_says_why(said: Path, tmp_path: Path, facts: dict[str, str], output: str | None, expected: str) -> None:
+def test_the_reason_comes_from_slurm(
+    said: Path, tmp_path: Path, facts: dict[str, str], output: str | None, expected: str
+) -> None:
     said.write_text(JOB.format(**{"nodes": "n1", "code": "0:0", **facts}) + "\n")
     if output is not None:
         (tmp_path / "7.out").write_text(output)
@@ -182,7 +181,7 @@ def test_slurm_says_why(said: Path, tmp_path: Path, facts: dict[str, str], outpu
     assert why(tmp_path, "7").startswith(expected)
 
 
-def test_accounting_says_who_cancelled(said: Path, tmp_path: Path) -> None:
+def test_accounting_names_the_user_who_cancelled(said: Path, tmp_path: Path) -> None:
     (said.parent / "bin" / "sacct").write_text(
         "#!/bin/sh\necho 'CANCELLED by 0|0:0|01:00:00|2026-11-22T13:41:33|n1|train r'\n"
     )
@@ -201,7 +200,7 @@ def state(folder: Path) -> str:
     return status.status_of(folder, {}).state
 
 
-def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
+def test_a_run_reports_why_it_stopped(said: Path, tmp_path: Path) -> None:
     failed = "a rank failed (exit code 1): ValueError: x"
     given_up = started(tmp_path / "a", reason=failed, given_up="max_restarts=3")
     idle = started(tmp_path / "d", reason=failed, given_up=f"3 starts without a new checkpoint ({failed})")
@@ -219,7 +218,7 @@ def test_a_run_says_why_it_stopped(said: Path, tmp_path: Path) -> None:
     assert state(killed) == "stopped: time limit of 00:10:00; no new checkpoint was saved"
 
 
-def test_a_run_on_a_full_disk_says_so(said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_on_a_full_disk_reports_it(said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(tmp_path / "a")
     monkeypatch.setattr(status, "no_room", lambda place: f"no space left in {place}")
 
@@ -229,7 +228,7 @@ def test_a_run_on_a_full_disk_says_so(said: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -> None:
-    """It does not say whether the job was queued again: what Slurm says is of the same end."""
+    """It does not state whether the job was requeued: Slurm's information is about the same end."""
     said.write_text(JOB.format(state="FAILED", reason="NonZeroExitCode", code="1:0", nodes="n1"))
     run = started(tmp_path / "a", reason="a rank failed (exit code 1): ValueError: x")
     record = run / "slurm" / attempts.ATTEMPTS
@@ -238,7 +237,7 @@ def test_a_start_of_an_older_record_has_one_reason(said: Path, tmp_path: Path) -
     assert state(run) == "stopped: a rank failed (exit code 1): ValueError: x"
 
 
-def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
+def test_the_end_of_a_newer_job_counts(said: Path, tmp_path: Path) -> None:
     """The job never started, so the reason of the previous start is not its reason."""
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)")
     (run / "slurm" / ends.JOB).write_text("12\n")
@@ -256,9 +255,7 @@ def test_a_newer_jobs_end_counts(said: Path, tmp_path: Path) -> None:
         ("evaluate r", "/no such/7.out", False),
     ],
 )
-def test_a_number_that_another_job_has_now_is_not_the_runs(
-    said: Path, tmp_path: Path, name: str, output: str, own: bool
-) -> None:
+def test_a_reused_job_id_is_not_the_runs(said: Path, tmp_path: Path, name: str, output: str, own: bool) -> None:
     run = started(tmp_path / "a", reason="time limit (SIGUSR2)", given_up="")
     (run / "slurm" / ends.JOB).write_text("7\n")
     (run / "slurm" / ends.SUBMITTED).write_text(f"sbatch '--job-name={name}' '--output={output}' train.sbatch\n")
@@ -288,7 +285,7 @@ def test_a_job_that_was_submitted_by_hand_has_its_starts_name_and_output(said: P
         assert ends.is_own(run / "slurm", "7") == own
 
 
-def test_who_cancelled_with_our_command_is_noted(said: Path, tmp_path: Path) -> None:
+def test_a_cancellation_with_our_command_is_recorded(said: Path, tmp_path: Path) -> None:
     run = started(tmp_path / "a")
     (said.parent / "bin" / "squeue").write_text("#!/bin/sh\necho '7|PENDING|JobHeldUser'\n")
     (said.parent / "bin" / "scancel").write_text("#!/bin/sh\n")

@@ -1,4 +1,4 @@
-"""Every command that is rendered for Slurm, to the letter: commands.txt; `NEMO_EXT_WRITE=1 pytest` writes it."""
+"""Every command that is rendered for Slurm, exactly: commands.txt; `NEMO_EXT_WRITE=1 pytest` writes it."""
 
 import os
 import shlex
@@ -39,7 +39,7 @@ SUBMITTED = {
         "calibration.data=data/sft",
     ],
     "sensitivity": [
-        *("job=sensitivity", "sensitivity.model=runs/mine", "run_dir=runs/mine_fp8", "launcher.nproc_per_node=4"),
+        *("job=sensitivity", "sensitivity.model=runs/mine", "run_dir=runs/mine_fp8", "launcher.nproc_per_node=4")
     ],
     "replicas of a server": [
         *("job=serve", "model=exports/nano", "serving.engine=vllm", "serving.replicas=8", "serving.least=6"),
@@ -92,7 +92,7 @@ def rendered(folder: Path) -> Iterator[str]:
     for site in ("leonardo", "dgx_h100", "testbed", "generic"):
         for name, words in SUBMITTED.items():
             if site == "generic" and "engine=nemo_rl" in words:
-                continue  # refused: it does not know how many GPUs a node has
+                continue  # refused: the GPUs per node are unknown
             yield f"# {name}, {site}"
             yield shlex.join(planned([f"cluster={site}", *words]).command())
     given = [f"{key}=/given" for key in ("start", "tokenizer", "math_tasks", "environment_tasks", "pairs")]
@@ -112,7 +112,7 @@ def rendered(folder: Path) -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_every_command_is_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_command_is_unchanged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("WORK", "FAST", "CINECA_SCRATCH"):
         monkeypatch.setenv(name, f"/{name.lower()}")
@@ -137,7 +137,7 @@ BATCH_SCRIPTS = pytest.mark.parametrize(
 
 
 @BATCH_SCRIPTS
-def test_a_script_whose_python_has_no_nemo_ext_says_so(script: Path, tmp_path: Path) -> None:
+def test_a_script_whose_python_has_no_nemo_ext_reports_it(script: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho No module named nemo_ext >&2; exit 1\n")
     python.chmod(0o755)
@@ -153,7 +153,7 @@ def test_a_script_whose_python_has_no_nemo_ext_says_so(script: Path, tmp_path: P
 def test_the_signal_before_the_limit_does_not_kill_a_script_that_has_no_handler_yet(
     script: Path, tmp_path: Path
 ) -> None:
-    """Slurm sends it at once where the limit is shorter than the margin."""
+    """Slurm sends it at once if the limit is shorter than the margin."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -USR2 $$\necho lives\n")
     python.chmod(0o755)

@@ -1,4 +1,4 @@
-"""docs/leonardo.md, walked on a Slurm whose partition and nodes are called and cut as Leonardo's."""
+"""The commands of docs/leonardo.md on a Slurm whose partition and nodes are like Leonardo's."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from nemo_ext.slurm import attempts
 
 PAGE = Path(__file__).parents[2] / "docs" / "leonardo.md"
 ELSEWHERE = ("ssh ", "cd $WORK && curl ", "git clone ", "uv venv ", "export HF_HOME=")
-"""Logging in, installing and downloading."""
+"""Login, installation and downloads."""
 
 
 def commands() -> list[str]:
@@ -30,7 +30,7 @@ def test_it_is_ten_commands() -> None:
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_the_page_leads_to_a_run(slurm: Any, tmp_path: Path) -> None:
+def test_the_commands_of_the_page_start_a_run(slurm: Any, tmp_path: Path) -> None:
     environment = {
         **slurm.environment,
         "WORK": str(tmp_path),

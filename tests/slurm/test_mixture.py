@@ -1,4 +1,4 @@
-"""A mixture on a real Slurm: small runs as an array, and one task that fits, trains on the optimum and writes it."""
+"""A mixture on a real Slurm: small runs as an array, then a task that fits, trains on the optimum and writes it."""
 
 import json
 from collections.abc import Callable

@@ -53,7 +53,7 @@ STAGES = {
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGE)) for n in PIPELINES])
 def test_every_stage_of_every_pipeline_composes_and_reads_what_one_before_it_writes(name: str) -> None:
-    """Or what the user gives."""
+    """An input may also be given by the user."""
     pipeline = read([f"pipeline={name}", *needed(name), "run_dir=r", "cluster=leonardo"])
     submissions = {stage.name: planned(stage.words) for stage in pipeline.stages}
 
@@ -140,7 +140,7 @@ def test_the_layout_of_rl_is_checked_by_the_training_above_it(monkeypatch: pytes
     assert ["when the job starts" in str(found) for found in said] == [False, True]
 
 
-def test_words_go_where_they_are_told() -> None:
+def test_words_reach_the_stages_they_name() -> None:
     given = ("train.scale=laptop", "cpt.megatron.lr=1e-5", "cluster=leonardo", "sft.cluster.qos=boost_qos_bprod")
     cpt, sft, export = (words_of("domyn_small", stage, *given) for stage in ("cpt", "sft", "export"))
 
@@ -153,7 +153,7 @@ def test_words_go_where_they_are_told() -> None:
     assert "slurm.nodes=2" in words_of("domyn_small", "grpo", "slurm.nodes=2"), "over the pipeline's own"
 
 
-def test_only_what_a_stage_makes_may_be_missing(tmp_path: Path) -> None:
+def test_only_outputs_of_stages_may_be_missing(tmp_path: Path) -> None:
     coming = makes("tokenize", compose("tokenize", ["data=local_text", f"data_root={tmp_path}"]))
     one = makes("tokenize", compose("tokenize", ["input=a.jsonl", f"output={tmp_path}/mine"]))
 
@@ -198,7 +198,7 @@ def pipeline_file(folder: Path, name: str, stages: dict[str, Any]) -> None:
     path.write_text("# @package _global_\n" + yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False))
 
 
-def test_findings_stand_once_with_their_stages_below_the_commands(
+def test_findings_are_printed_once_with_their_stages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "squeue").write_text("#!/bin/sh\n")
@@ -228,7 +228,7 @@ def test_findings_stand_once_with_their_stages_below_the_commands(
 
 @pytest.mark.slow
 @pytest.mark.slurm
-def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
+def test_a_chain_stops_at_a_failure_and_resumes_there(
     slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
     text = tmp_path / "texts.jsonl"

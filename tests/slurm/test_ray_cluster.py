@@ -1,4 +1,4 @@
-"""Ray on the nodes of a job: the commands, and clusters of a real Slurm that come and go."""
+"""Ray on the nodes of a job: the commands, and the start and end of clusters on a real Slurm."""
 
 import json
 import os
@@ -85,7 +85,7 @@ JOINS = "echo Ray runtime started.; cat"
 
 
 class Steps:
-    """Stand-in for srun: the shell command of every step, and the recorded requests."""
+    """Simulated srun: the shell command of every step, and the recorded requests."""
 
     def __init__(self, cluster: Cluster, **commands: str) -> None:
         self.cluster = cluster
@@ -140,7 +140,7 @@ def test_steps(runtime: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_jobs_on_one_machine_have_ports_and_tokens_of_their_own(tmp_path: Path) -> None:
+def test_jobs_on_one_machine_have_separate_ports_and_tokens(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"))
     options: dict[str, Any] = {"logs": tmp_path, "environment": os.environ}
     with ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_a_node_whose_step_ends_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_a_node_that_does_not_come_is_named(tmp_path: Path) -> None:
+def test_a_node_that_does_not_join_is_named(tmp_path: Path) -> None:
     steps = Steps(Cluster(name="site"), node="echo pulling the image; cat")
     with pytest.raises(ClusterError) as error, start(steps, tmp_path, [], wait=2):
         pass
@@ -194,7 +194,7 @@ def test_a_driver_that_hangs_after_a_loss_is_ended(tmp_path: Path) -> None:
 
 
 def processes(pattern: str) -> list[psutil.Process]:
-    """By what their command line has."""
+    """Processes whose command line contains a text."""
     return [
         process
         for process in psutil.process_iter(["cmdline"])
@@ -212,8 +212,8 @@ def left(job: str) -> list[str]:
 
 @pytest.mark.slow
 @one_at_a_time
-def test_what_a_worker_forgets_ends_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By itself: here no Slurm kills what is left of a step."""
+def test_processes_that_a_worker_left_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Slurm, which would kill remaining processes of a step."""
     pytest.importorskip("ray", minversion="2.49", reason="Ray is in the extra nemo_rl")
     monkeypatch.chdir(tmp_path)
     job = str(2**32 + os.getpid())

@@ -1,4 +1,4 @@
-"""What a rehearsal changes in the findings on a training job, and when there is none."""
+"""Changes that a rehearsal makes to the findings on a training job, and jobs without rehearsal."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def rank(peak: float, guess: float, stage: int = 0) -> dict[str, Any]:
 
 
 def kept(folder: Path, config: dict[str, Any], *ranks: dict[str, Any], aside: tuple[str, ...] = ()) -> None:
-    """A result from an earlier time."""
+    """An earlier result."""
     place = folder / key_of(one_phase(config))
     place.mkdir(parents=True)
     result = {"ranks": ranks, "pipeline": len(ranks), "set_aside": aside}
@@ -62,7 +62,7 @@ def kept(folder: Path, config: dict[str, Any], *ranks: dict[str, Any], aside: tu
         ([rank(65, 60)], "error", "activations 16.2): raise tensor, pipeline or context parallelism"),
     ],
 )
-def test_a_rehearsal_has_the_last_word_on_memory(
+def test_a_rehearsal_overrides_other_findings_on_memory(
     tmp_path: Path, config: dict[str, Any], ranks: list[dict[str, Any]], kind: str, said: str
 ) -> None:
     kept(tmp_path, config, *ranks)
@@ -81,7 +81,7 @@ def test_a_rehearsal_has_the_last_word_on_memory(
         ("stage 0 cannot be built or stepped: code -9 (log)", "warning", "not rehearsed: stage 0"),
     ],
 )
-def test_what_a_rehearsal_finds_is_one_line(
+def test_a_rehearsals_finding_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any], why: str, kind: str, said: str
 ) -> None:
     def run(folder: Path, limit: float | None) -> int:
@@ -97,7 +97,7 @@ def test_what_a_rehearsal_finds_is_one_line(
     assert not list(tmp_path.rglob("rehearsal.json")), "the next time it is tried again"
 
 
-def test_what_is_set_aside_is_said(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_settings_removed_for_a_rehearsal_are_named(tmp_path: Path, config: dict[str, Any]) -> None:
     kept(tmp_path, config, rank(40, 38), aside=("fp8", "distillation.teacher"))
 
     _, found = with_rehearsals([OTHER], [config], SETTINGS, tmp_path)
@@ -145,7 +145,9 @@ def test_when_a_job_is_rehearsed(words: list[str], wanted: bool) -> None:
     assert is_wanted(settings_of(words)) is wanted
 
 
-def test_without_torch_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]) -> None:
+def test_without_torch_a_rehearsal_reports_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
+) -> None:
     monkeypatch.setattr(rehearse, "find_spec", lambda name: None if name == "torch" else object())
 
     assert with_rehearsals([GUESS], [config], SETTINGS, tmp_path) == [
@@ -156,7 +158,7 @@ def test_without_torch_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert with_rehearsals([GUESS], [config], asked, tmp_path)[-1].kind == "error"
 
 
-def test_a_slow_one_is_given_up_and_its_processes_end(
+def test_a_slow_rehearsal_is_given_up_and_its_processes_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(rehearse, "SECONDS", 0.1)
@@ -169,7 +171,7 @@ def test_a_slow_one_is_given_up_and_its_processes_end(
     assert before.issuperset(psutil.Process().children())
 
 
-def test_a_site_says_what_rehearse_compares_with() -> None:
+def test_a_site_sets_the_limits_of_a_rehearsal() -> None:
     for words, memory in (((), None), (("cluster=leonardo",), 64), (("cluster=testbed",), None)):
         assert compose("rehearse", list(words))["rehearse"]["gpu_memory_gib"] == memory
 
@@ -179,7 +181,7 @@ TINY = ("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.bf16=true", "
 
 @pytest.mark.deep
 @pytest.mark.slurm
-def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
+def test_a_chain_is_rehearsed_once_and_ctrl_c_submits_nothing(
     slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "chain"
@@ -227,7 +229,7 @@ def test_a_chain_is_rehearsed_once_and_ctrl_c_queues_nothing(
     assert tight.count("error: memory: ") == 3 and "not submitted: fix the errors first" in tight
 
 
-def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -> None:
+def test_a_stage_of_puzzle_is_named_with_keys_that_reduce_it(tmp_path: Path) -> None:
     config = compose("puzzle", ["run_dir=r"])
     stages = [{**rank(peak, 0), "name": name} for name, peak in (("library", 30.0), ("distill", 70.0))]
     for stage in stages:
@@ -244,7 +246,7 @@ def test_a_stage_of_puzzle_is_named_with_what_makes_it_smaller(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("job", "section", "key"), [("train", "distillation", "teacher"), ("puzzle", "puzzle", "parent")]
 )
-def test_a_model_that_an_earlier_stage_makes_is_waited_for(
+def test_a_model_that_an_earlier_stage_makes_is_not_rehearsed_yet(
     job: str, section: str, key: str, tmp_path: Path, config: dict[str, Any]
 ) -> None:
     made = tmp_path / "sft"
@@ -268,7 +270,7 @@ def test_another_model_at_the_same_path_is_rehearsed_again(tmp_path: Path, confi
     assert key("olmo1/1b") == key("olmo1/1b") != key("olmo1/7b")
 
 
-def test_stages_without_a_model_say_so(tmp_path: Path) -> None:
+def test_stages_without_a_model_report_it(tmp_path: Path) -> None:
     config = compose("puzzle", ["run_dir=r", "puzzle.stages=[search]"])
     kept(tmp_path, config)
     said = Finding("note", "nothing to rehearse: no stage runs a model")

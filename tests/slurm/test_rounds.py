@@ -1,4 +1,4 @@
-"""Jobs that serve their models themselves, on Slurm: training in rounds, and averages that are evaluated."""
+"""Jobs on Slurm that serve their own models: training in rounds, and evaluation of averages."""
 
 import json
 import shutil
@@ -33,7 +33,7 @@ def errors(*words: str, coming: tuple[Path, ...] = ()) -> list[str]:
 
 @pytest.fixture
 def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A suite of a few sums, in the folder where the test works."""
+    """A suite of a few sums, in the test's working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sums.yaml").write_text("generator: arithmetic\ncount: 10\nmax_tokens: 4\n")
     file = tmp_path / "suite.yaml"
@@ -43,7 +43,7 @@ def suite(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def two(random_llama: Path, tmp_path: Path) -> str:
-    """Two models of one kind, as `from` names them."""
+    """Two models of one kind, as in the key `from`."""
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         shutil.copytree(random_llama, folder)
@@ -64,7 +64,7 @@ def two(random_llama: Path, tmp_path: Path) -> str:
         ((*SWEEP, "serving.gpus=8", "serving.replicas=2"), ["serving.gpus=8: a node of leonardo has 4", "replicas=2"]),
     ],
 )
-def test_what_is_wrong_is_said_before_the_queue(suite: Path, words: tuple[str, ...], said: list[str]) -> None:
+def test_mistakes_are_reported_before_submission(suite: Path, words: tuple[str, ...], said: list[str]) -> None:
     try:
         found = errors(*words)
     except ValueError as error:
@@ -85,10 +85,10 @@ def test_checkpoints_of_two_models_are_not_averaged(two: str, suite: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_megatrons_checkpoints_are_opened_before_the_queue(
+def test_megatrons_checkpoints_are_opened_before_submission(
     two: str, suite: Path, tmp_path: Path, random_llama: Path
 ) -> None:
-    """They are opened where they are there, and no earlier job makes them."""
+    """They are opened if they exist and no earlier job makes them."""
     settings = hf.Settings()
     plans = [hf.plan(tmp_path / name, tmp_path / f"{name}_megatron", settings) for name in "ab"]
     made = [hf.convert(each, settings, progress=False) for each in plans]
@@ -107,7 +107,7 @@ def test_megatrons_checkpoints_are_opened_before_the_queue(
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
 @pytest.mark.parametrize("job", [ONLINE, ("job=rl", "preset=dpo_delta", "engine=trl", "pairs.train=p", ONLINE[-1])])
-def test_arguments_that_trl_lacks_are_said_before_the_queue(job: tuple[str, ...], letter_tasks: Path) -> None:
+def test_arguments_that_trl_does_not_have_are_named_before_submission(job: tuple[str, ...], letter_tasks: Path) -> None:
     words = (*job, "model=m", "rl.schedule.steps=2")
     words = (*words, f"tasks.train.path={letter_tasks}") if job is ONLINE else words
 
@@ -119,7 +119,7 @@ def test_arguments_that_trl_lacks_are_said_before_the_queue(job: tuple[str, ...]
 
 
 def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path: Path) -> None:
-    """Only tasks and models of earlier stages may be missing; outputs are where the next stage looks."""
+    """Only tasks and models of earlier stages may be missing; the next stage finds their outputs."""
     tasks = tmp_path / "coming" / "tasks.jsonl"
     words = (*ONLINE, f"model={tmp_path}/coming/hf", f"tasks.train.path={tasks}", f"run_dir={tmp_path}/online")
 
@@ -131,7 +131,7 @@ def test_stages_that_follow_each_other(random_llama: Path, suite: Path, tmp_path
     assert not [one for one in findings(sweep.config, sweep.settings, coming=made) if one.kind == "error"]
 
 
-def test_one_node_and_a_models_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_served_on_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = settings_of(["job=online", "cluster=leonardo"])
     for words, gpus in ((), 1), (("serving.gpus=4",), 4), (("serving.device=cpu",), 0):
         config = compose("online", ["preset=rpo_online", "model=m", *words])
@@ -170,7 +170,7 @@ CPU = ("cluster=testbed", "serving.device=cpu", 'slurm.options=["--cpus-per-task
 @pytest.mark.deep
 @pytest.mark.slurm
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
-def test_rounds_go_on_after_a_time_limit(
+def test_rounds_resume_after_a_time_limit(
     slurm: Any, nemo_ext: Callable[..., str], speaker: Path, letter_tasks: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "online"
@@ -185,7 +185,7 @@ def test_rounds_go_on_after_a_time_limit(
     job = (run_dir / "slurm" / "job").read_text().strip()
     slurm.wait(lambda: (run_dir / "rounds/1/answers/generations.jsonl").is_file(), what=lambda: outputs(run_dir))
     first = (run_dir / "rounds/1/answers/generations.jsonl").read_bytes()
-    slurm.call("scancel", "--batch", "--signal=USR2", job)  # as before its time limit
+    slurm.call("scancel", "--batch", "--signal=USR2", job)  # like Slurm before the time limit
     slurm.wait(lambda: over(run_dir), what=lambda: outputs(run_dir), seconds=400)
 
     assert reasons(run_dir) == ["time limit (SIGUSR2)", "done"], outputs(run_dir)

@@ -43,7 +43,7 @@ def up(run_dir: Path) -> bool:
 
 
 @pytest.mark.slow
-def test_a_batch_job_brings_its_replicas_along(
+def test_a_batch_job_starts_its_replicas(
     slurm: Any, here: Callable[..., str], vllm: tuple[str, ...], rows: Path, tmp_path: Path
 ) -> None:
     out, record = tmp_path / "answers", tmp_path / "record"
@@ -58,7 +58,7 @@ def test_a_batch_job_brings_its_replicas_along(
 
 
 @pytest.mark.deep
-def test_an_evaluation_brings_its_replicas_along(
+def test_an_evaluation_starts_its_replicas(
     slurm: Any, here: Callable[..., str], served_folder: Path, tmp_path: Path
 ) -> None:
     """With our engine. Workers of an array share the samples; the last to end writes the whole table."""
@@ -93,7 +93,7 @@ def test_replicas_come_and_go_behind_one_endpoint(
     rows: Path,
     tmp_path: Path,
 ) -> None:
-    """k of N, a time limit, a node that fails with the balancer on it."""
+    """k of N replicas, a time limit, and the failure of the node with the balancer."""
     run_dir, asked = tmp_path / "serve", ("generate.max_tokens=16", "generate.temperature=0", "generate.part_rows=20")
     words = ("job=serve", f"model={tmp_path}/model", f"run_dir={run_dir}", "serving.replicas=2", "serving.least=1")
     slurm.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
@@ -119,7 +119,7 @@ def test_replicas_come_and_go_behind_one_endpoint(
     slurm.wait(lambda: any(out.glob("part-*")), what=lambda: "the first part")
     hold = tmp_path / "hold"
     hold.touch()
-    slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # as before its time limit
+    slurm.call("scancel", "--batch", "--signal=USR2", jobs[without])  # like Slurm before the time limit
     slurm.wait(lambda: len(attempts.read(without)) == 2, what=lambda: slurm.outputs(run_dir))
     assert working.poll() is None
     slurm.lose(node)
@@ -169,7 +169,7 @@ def test_a_replica_of_two_nodes(
 
 
 @pytest.mark.slow
-def test_a_stage_asks_the_server_beside_it_and_ends_it(
+def test_a_stage_uses_the_server_next_to_it_and_ends_it(
     slurm: Any, here: Callable[..., str], vllm: tuple[str, ...], rows: Path, tmp_path: Path
 ) -> None:
     ask = [f"input={rows}", f"output={tmp_path}/answers", "endpoint=${run_dir}/judge", "generate.max_tokens=4"]

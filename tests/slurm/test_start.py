@@ -1,4 +1,4 @@
-"""Start of a job: the meaning of its end."""
+"""Start of a job, and classification of its end."""
 
 import re
 import signal
@@ -70,7 +70,7 @@ def test_a_job_that_ends_well_before_its_limit_was_cancelled(
         ("", False, "unknown: "),
     ],
 )
-def test_a_start_says_which_driver_its_node_has(
+def test_a_start_reports_the_driver_of_its_node(
     said: str, container: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{said}'\n")
@@ -83,7 +83,7 @@ def test_a_start_says_which_driver_its_node_has(
     assert re.match(f"GPUs of .*: {expected}", start.gpu_line(container=container))
 
 
-def test_a_start_without_nvidia_smi_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_start_without_nvidia_smi_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "2")
 
@@ -95,7 +95,7 @@ def test_the_cuda_of_torch_is_read_without_importing_it() -> None:
 
 
 class Server(Work):
-    """A server that ends as after a mistake in its words, which name its folder and the signals that end it."""
+    """A server that ends with a user's mistake; its words name its folder and the signals that end it."""
 
     def prepare(self) -> Prepared:
         return Prepared(record=Path(self.words[0]), step=None, target=None)
@@ -110,7 +110,7 @@ class Server(Work):
 
 @pytest.fixture
 def own_signals() -> Iterator[None]:
-    """Handlers that a start sets are taken back."""
+    """Restores the handlers that a start sets."""
     before = {number: signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGALRM)}
     yield
     for number, handler in before.items():
@@ -119,7 +119,7 @@ def own_signals() -> Iterator[None]:
 
 @pytest.fixture
 def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: None) -> Path:
-    """A running job that Slurm does not queue again; returns a folder for it."""
+    """A running job that Slurm does not requeue; returns a folder for it."""
     for name, does in {"squeue": "echo 'RUNNING|0:20'", "scontrol": "echo 'not today' >&2; exit 1"}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / name).chmod(0o755)
@@ -130,10 +130,9 @@ def slurm_says_no(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_signals: 
 
 
 @pytest.mark.parametrize(
-    ("signals", "given_up"),
-    [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would recur in a new start")],
+    ("signals", "given_up"), [([signal.SIGUSR2], "scontrol requeue: not today"), ([], "it would recur in a new start")]
 )
-def test_what_the_time_limit_ends_is_queued_again_whatever_its_code(
+def test_a_job_ended_by_the_time_limit_is_requeued_for_any_exit_code(
     signals: list[int], given_up: str, slurm_says_no: Path
 ) -> None:
     words = [str(slurm_says_no / "run"), *(str(int(number)) for number in signals)]
@@ -145,7 +144,7 @@ def test_what_the_time_limit_ends_is_queued_again_whatever_its_code(
 
 
 class Failing(Server):
-    """A training that fails at the step that its words name, with an error that the next start would have too."""
+    """Training that fails at the step named in its words, with an error that would recur at the next start."""
 
     def prepare(self) -> Prepared:
         record = Path(self.words[0])
@@ -168,7 +167,7 @@ class Failing(Server):
 @pytest.mark.parametrize(
     ("step", "given_up"), [(0, "the error would recur in a new start"), (3, "scontrol requeue: not today")]
 )
-def test_a_start_without_a_step_is_not_tried_again_after_an_error_that_lasts(
+def test_a_start_without_a_step_is_not_retried_after_a_permanent_error(
     step: int, given_up: str, slurm_says_no: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = slurm_says_no / "run"

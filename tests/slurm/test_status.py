@@ -1,4 +1,4 @@
-"""Status of runs; Slurm's queue is a stand-in here, and real in test_batch."""
+"""Status of runs; Slurm's queue is simulated here and real in test_batch."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def run(folder: Path, *, job: str = "7", step: int = 30, reason: str = "", finis
 
 @pytest.fixture
 def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file with what squeue prints."""
+    """A file with the output of squeue."""
     programs = tmp_path / "bin"
     programs.mkdir()
     said = tmp_path / "queue.txt"
@@ -61,7 +61,7 @@ def test_states(tmp_path: Path) -> None:
     assert status_of(runs["finished"], {}).seconds_left is None
 
 
-def test_a_queued_job_says_why_its_starts_failed(tmp_path: Path) -> None:
+def test_a_queued_job_shows_why_its_starts_failed(tmp_path: Path) -> None:
     waits = {"7": "pending (BeginTime)"}
     failed = "a rank failed (exit code 1): ConnectionError: gone"
     for reason in (failed, "time limit (SIGUSR2)", failed, "node failure"):
@@ -114,7 +114,7 @@ def test_the_table(queue: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [one["state"] for one in json.loads(capsys.readouterr().out)] == ["running", "stopped: cancelled"]
 
 
-def test_logs_are_the_ranks_or_the_jobs(tmp_path: Path) -> None:
+def test_logs_are_of_the_ranks_or_the_job(tmp_path: Path) -> None:
     folder = run(tmp_path / "a")
     with pytest.raises(ValueError, match="no output of a job yet"):
         log_of(folder)

@@ -74,7 +74,7 @@ def test_a_run_directory_that_cannot_be_made_is_refused(place: str) -> None:
     assert said.endswith("; choose a writable directory")
 
 
-def test_what_slurm_reads_in_a_path_is_escaped_or_refused(tmp_path: Path) -> None:
+def test_special_characters_of_slurm_in_paths_are_escaped_or_refused(tmp_path: Path) -> None:
     (percent,) = (
         word for word in planned([*TASKS, f'slurm.folder="{tmp_path}/100%j é"']).command() if "--output=" in word
     )
@@ -174,7 +174,7 @@ def test_mistakes_about_the_site_are_named_together(tmp_path: Path, monkeypatch:
     ("free", "said"),
     [(1e9, ["error", "has 1.0 GB free; a checkpoint takes about 16.5 GB, and 50 are kept"]), (1e11, ["warning"])],
 )
-def test_a_disk_has_room_for_checkpoints(
+def test_too_little_disk_space_for_checkpoints_is_reported(
     free: float, said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
@@ -187,7 +187,7 @@ def test_a_disk_has_room_for_checkpoints(
     assert all(text in found.text for text in said[1:])
 
 
-def test_a_finished_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*TASKS, f"slurm.folder={tmp_path}"]
     attempts.finish(tmp_path, step=None, words=["generator=arithmetic", "output=t.jsonl"])
 
@@ -217,7 +217,7 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
         (
             ["time=30:00:00", "megatron.fp8_format=hybrid"],
             [
-                "normal of leonardo allows 24:00:00; no other one of this site does",
+                "normal of leonardo allows 24:00:00; no other quality of service of this site does",
                 "A100-64GB has no FP8; train in bf16",
             ],
         ),
@@ -236,13 +236,13 @@ def test_gpus_are_kept_on_nodes_of_another_size() -> None:
         (["megatron.tensor_model_parallel_size=3"], ["not a multiple of TP x PP x CP = 6"]),
     ],
 )
-def test_what_does_not_fit_a_site_is_refused(words: list[str], said: list[str]) -> None:
+def test_settings_that_do_not_fit_a_site_are_refused(words: list[str], said: list[str]) -> None:
     found = errors("recipe=domyn_small/cpt", "cluster=leonardo", *words)
 
     assert [text for text in said if not any(text in each for each in found)] == [], found
 
 
-def test_h100s_have_fp8() -> None:
+def test_h100s_support_fp8() -> None:
     words = ("recipe=domyn_small/cpt", "cluster=dgx_h100")
     assert not errors(*words, "megatron.fp8_format=hybrid")
     assert not errors(*words, "precision=fp8_blockwise")
@@ -251,7 +251,7 @@ def test_h100s_have_fp8() -> None:
     ]
 
 
-def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_files_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/bin")
     words = ("recipe=domyn_small/cpt", "cluster=leonardo")
@@ -272,8 +272,8 @@ def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert any("hf download domyn/small" in text for text in hub)
 
 
-def test_packs_that_are_there_are_found(tmp_path: Path) -> None:
-    """By their files: a prefix is none itself."""
+def test_existing_packs_are_found(tmp_path: Path) -> None:
+    """Their files are checked, as a prefix itself is not a file."""
     words = (
         "cluster=leonardo",
         "recipe=domyn_small/sft",
@@ -286,7 +286,7 @@ def test_packs_that_are_there_are_found(tmp_path: Path) -> None:
     assert not any("train.idx" in text for text in errors(*words, paths=True))
 
 
-def test_errors_end_it_before_slurm_is_asked(
+def test_errors_are_reported_before_slurm_is_called(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -297,7 +297,7 @@ def test_errors_end_it_before_slurm_is_asked(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_slurm_submit_reports_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -308,7 +308,7 @@ def test_without_slurm_it_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         checked(planned(["recipe=nemotron3_nano/quickstart", "data=mock", "cluster=testbed"]))
 
 
-def test_a_site_of_ones_own(tmp_path: Path) -> None:
+def test_a_site_of_the_user(tmp_path: Path) -> None:
     facts = yaml.safe_load((Path(hydra_conf.__file__).parent / "cluster" / "dgx_h100.yaml").read_text())
     (tmp_path / "cluster").mkdir()
     text = "# @package cluster\n" + yaml.safe_dump({**facts, "name": "mine", "partition": "gpu"})
@@ -364,13 +364,13 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
     ],
 )
-def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
+def test_other_jobs_are_checked_too(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:
     monkeypatch.delenv("NEMO_RL_ROOT", raising=False)
 
     assert any(said in text for text in errors("cluster=leonardo", *words))
 
 
-def test_experts_in_fp8_under_another_default_are_refused_before_the_queue() -> None:
+def test_experts_in_fp8_under_another_default_are_refused_before_submission() -> None:
     words = ("precision=fp8_current", "precision_plan.default=bf16", "precision_plan.rules=[E.fc1 fp8]")
     said = errors("model=nemotron3_nano_tiny", "cluster=dgx_h100", *words)
 
@@ -414,22 +414,22 @@ def row(recipe: str) -> str:
 
 
 @pytest.mark.deep
-def test_the_page_says_what_fits_where() -> None:
+def test_the_page_lists_where_recipes_fit() -> None:
     page = (REPOSITORY / "docs" / "clusters.md").read_text()
 
     for recipe in RECIPES:
         assert row(recipe) in page, f"docs/clusters.md should have\n{row(recipe)}"
 
 
-def test_a_run_of_the_whole_recipe_composes_alike() -> None:
-    """What is submitted is what `nemo-ext train` would run on the same nodes."""
+def test_a_run_of_the_complete_recipe_composes_the_same() -> None:
+    """The submitted config is the one `nemo-ext train` would run on the same nodes."""
     submission = planned(["recipe=domyn_small/cpt", "cluster=leonardo", "run_dir=r"])
 
     assert submission.config == compose("train", ["recipe=domyn_small/cpt", "run_dir=r", "operation=cluster"])
 
 
 @pytest.mark.parametrize("key", ["distillation.teacher", "megatron.logits_load_dir"])
-def test_a_teacher_that_an_earlier_job_makes_need_not_be_there(key: str, tmp_path: Path) -> None:
+def test_a_teacher_made_by_an_earlier_job_may_be_missing(key: str, tmp_path: Path) -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model=llama_nemotron_tiny", f"{key}={tmp_path}/teacher"])
 
     assert by_megatron(config, [tmp_path / "teacher"]) == []

@@ -1,4 +1,4 @@
-"""Jobs other than training, and arrays of them."""
+"""Jobs other than training, and their arrays."""
 
 import json
 import subprocess
@@ -61,7 +61,7 @@ def test_a_comma_in_quotes_does_not_sweep() -> None:
     assert [compose("train", run)["data_root"] for run in points("train", words)] == ["/a,b"] * 2
 
 
-def test_a_task_of_an_array_has_words_of_its_own() -> None:
+def test_a_task_of_an_array_has_its_own_words() -> None:
     sweep = ["--multirun", "recipe=olmo1/1b", "megatron.lr=1e-4,2e-4"]
 
     assert own_words("train", ["recipe=a"], {}) == ["recipe=a"]
@@ -74,7 +74,7 @@ def test_a_task_of_an_array_has_words_of_its_own() -> None:
     assert shard == ["output=o", "shard=3/8"]
 
 
-def test_puzzle_takes_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_puzzle_uses_the_nodes_of_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "2")
     monkeypatch.setattr(Task, "seconds_left", lambda self: None)
@@ -111,10 +111,10 @@ def test_a_sweep_is_an_array(
 
 @pytest.mark.deep
 @pytest.mark.slurm
-def test_a_task_goes_on_after_a_time_limit(
+def test_a_task_resumes_after_a_time_limit(
     slurm: Any, here: Callable[..., str], endpoint: Any, reply: type[Any], tmp_path: Path
 ) -> None:
-    """It is interrupted as by Ctrl-C, and its next start asks for what is not answered yet."""
+    """It is interrupted as by Ctrl-C; its next start sends only the unanswered requests."""
     rows, out, record = tmp_path / "rows.jsonl", tmp_path / "answers", tmp_path / "record"
     rows.write_text("".join(json.dumps({"prompt": f"Say {number}."}) + "\n" for number in range(40)))
     endpoint.models = ["m"]
@@ -152,7 +152,7 @@ def test_a_mistake_in_a_task_ends_it(slurm: Any, here: Callable[..., str], tmp_p
 def test_a_job_has_ranks_on_all_nodes(
     slurm: Any, here: Callable[..., str], tmp_path: Path, standin: Callable[..., None]
 ) -> None:
-    """Puzzle's requests to the batch process: ranks of a stage, which are interrupted, and of a training stage."""
+    """Puzzle's requests to the batch process: ranks of an interrupted stage, and of a training stage."""
     standin(holds_at="5")
     run_dir = tmp_path / "run"
     here(
@@ -175,7 +175,7 @@ def test_a_job_has_ranks_on_all_nodes(
 
 @pytest.mark.deep
 @pytest.mark.slurm
-def test_rl_goes_on_after_a_time_limit(
+def test_rl_resumes_after_a_time_limit(
     slurm: Any, nemo_ext: Callable[..., str], tmp_path: Path, random_llama: Path
 ) -> None:
     run_dir, tasks = tmp_path / "run", tmp_path / "tasks.jsonl"
@@ -212,7 +212,7 @@ def test_rl_goes_on_after_a_time_limit(
 
 @pytest.mark.deep
 @pytest.mark.slurm
-def test_puzzle_on_two_nodes_is_that_of_two_ranks(
+def test_puzzle_on_two_nodes_equals_two_ranks(
     slurm: Any, nemo_ext: Callable[..., str], train_ranks: Callable[..., object], tmp_path: Path
 ) -> None:
     parent, there, here = (tmp_path / name for name in ("parent", "there", "here"))

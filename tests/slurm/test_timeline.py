@@ -1,4 +1,4 @@
-"""The starts of a run in its report, and steps that were lost between them."""
+"""The starts of a run in its report, and the steps lost between them."""
 
 import json
 from pathlib import Path

@@ -14,8 +14,8 @@ from nemo_ext.job.settings import nearest
 
 __all__ = ["FORMATS", "CannotExpress", "Entry", "Format", "choose", "ignored", "named", "read"]
 
-FORMATS = {made.architecture: made for made in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
-"""Formats by class name; a model is written in the first one that can express it."""
+FORMATS = {entry.architecture: entry for entry in (NEMOTRON, NEMOTRON_H, LLAMA, OLMO, OLMO3, DECILM, BLOCKS)}
+"""Formats by class name; a model is written in the first format that can express it."""
 
 
 def named(architecture: str) -> Format:
@@ -55,8 +55,8 @@ def read(config: Mapping[str, Any]) -> tuple[Format, Description]:
     Raises:
         ValueError: the architecture is unknown, or a setting is unknown or cannot be expressed in Megatron.
     """
-    found, description, _ = _read(config)
-    return found, description
+    hf_format, description, _ = _read(config)
+    return hf_format, description
 
 
 def ignored(config: Mapping[str, Any]) -> list[str]:
@@ -76,7 +76,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Format, Description, list[str]]:
         raise ValueError(
             "config.json: quantization_config: quantised checkpoint: convert the original that it was made from"
         )
-    found = named(str(architectures[0]))
+    hf_format = named(str(architectures[0]))
     keys = Keys(config)
-    description = found.read(keys)
-    return found, description, ignored_keys(config, keys.read, found.known, found.architecture)
+    description = hf_format.read(keys)
+    return hf_format, description, ignored_keys(config, keys.read, hf_format.known, hf_format.architecture)

@@ -87,10 +87,7 @@ def _layers(description: Description) -> list[dict[str, dict[str, object]]]:
         )
         layers[number][part] = alone[part]
     return [
-        {
-            "attention": _complete(layer["attention"], _ATTENTION_KEYS),
-            "ffn": _complete(layer["ffn"], _FLAGS),
-        }
+        {"attention": _complete(layer["attention"], _ATTENTION_KEYS), "ffn": _complete(layer["ffn"], _FLAGS)}
         for layer in layers
     ]
 
@@ -101,7 +98,7 @@ def _plain(block: Block) -> Block:
         return block
     if block.kind == "*":
         window = block.size("window")
-        return Block.of("*", kv=block.size("kv"), **({"window": window} if window else {}))
+        return Block.from_values("*", kv=block.size("kv"), **({"window": window} if window else {}))
     return block
 
 
@@ -131,15 +128,12 @@ def _read(keys: Keys) -> Description:
             ) from None
         for block in pattern.blocks:
             if block.kind == "*" and not block.is_linear:
-                block = Block.of("*", **{"window": None, **dict(block.values), **whole})
+                block = Block.from_values("*", **{"window": None, **dict(block.values), **whole})
             blocks.append(block)
             numbers.append(number)
     gaps = (numbers, len(layers)) != attention_with_mlp(blocks)
     return read_llama(
-        keys,
-        blocks=blocks,
-        hf_layers=tuple(numbers) if gaps else None,
-        hf_layer_count=len(layers) if gaps else None,
+        keys, blocks=blocks, hf_layers=tuple(numbers) if gaps else None, hf_layer_count=len(layers) if gaps else None
     )
 
 

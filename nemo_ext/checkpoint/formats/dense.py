@@ -68,7 +68,7 @@ def dense_description(
         own: fields of `Description`.
     """
     if blocks is None:
-        layer = [*equal_attention(keys), Block.of("-", ffn=keys.integer("intermediate_size"))]
+        layer = [*equal_attention(keys), Block.from_values("-", ffn=keys.integer("intermediate_size"))]
         blocks = layer * keys.integer("num_hidden_layers")
     return described(keys, blocks, settings, **own)
 
@@ -77,7 +77,7 @@ def equal_attention(keys: Keys, *, window: int | None = None) -> list[Block]:
     """List with the attention block of a family whose attention blocks are all equal."""
     heads, hidden = keys.integer("num_attention_heads"), keys.integer("hidden_size")
     return [
-        Block.of(
+        Block.from_values(
             "*",
             heads=heads,
             kv=keys.integer("num_key_value_heads", heads),
@@ -126,10 +126,7 @@ def _write_nemotron(description: Description) -> dict[str, Any]:
         | write_rope(description.rope)
         | partial
         | biases(description)
-        | {
-            "hidden_act": "relu2",
-            "norm_eps": description.norm_epsilon,
-        }
+        | {"hidden_act": "relu2", "norm_eps": description.norm_epsilon}
     )
 
 
@@ -181,10 +178,7 @@ def _write_llama(description: Description) -> dict[str, Any]:
         facts
         | write_rope(description.rope)
         | biases(description)
-        | {
-            "hidden_act": "silu",
-            "rms_norm_eps": description.norm_epsilon,
-        }
+        | {"hidden_act": "silu", "rms_norm_eps": description.norm_epsilon}
     )
 
 
@@ -291,7 +285,7 @@ def _read_olmo3(keys: Keys) -> Description:
     if len(types) != count or not set(types) <= {"sliding_attention", "full_attention"}:
         raise ValueError(f"config.json: layer_types: expected {count} entries of sliding_attention or full_attention")
     window = keys.integer("sliding_window", 4096) if "sliding_attention" in types else None
-    mlp = Block.of("-", ffn=keys.integer("intermediate_size"))
+    mlp = Block.from_values("-", ffn=keys.integer("intermediate_size"))
     attention = {"sliding_attention": equal_attention(keys, window=window), "full_attention": equal_attention(keys)}
     return dense_description(
         keys,

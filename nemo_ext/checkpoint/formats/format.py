@@ -64,8 +64,8 @@ class Format:
         Raises:
             ValueError: the mapping cannot express a block.
         """
-        given = description.hf_layers if self.layers is attention_with_mlp else None
-        numbers = given or self.layers(description.blocks)[0]
+        stored = description.hf_layers if self.layers is attention_with_mlp else None
+        numbers = stored or self.layers(description.blocks)[0]
         for row in rows(description, stacked_experts=self.stacked_experts):
             if row.block is None:
                 names = [self.outside[module] + f".{parameter}" for module, parameter in row.roles]
@@ -205,10 +205,10 @@ def common_value(blocks: Sequence[Block], kind: str, name: str) -> int:
     Raises:
         CannotExpress: two blocks differ.
     """
-    found = {block.size(name) for block in blocks if block.kind == kind}
-    if len(found) != 1:
-        raise CannotExpress(f"blocks {kind!r} with different {name} ({', '.join(map(str, sorted(found)))})")
-    return found.pop()
+    sizes = {block.size(name) for block in blocks if block.kind == kind}
+    if len(sizes) != 1:
+        raise CannotExpress(f"blocks {kind!r} with different {name} ({', '.join(map(str, sorted(sizes)))})")
+    return sizes.pop()
 
 
 def common_facts(description: Description, model_type: str, architecture: str) -> dict[str, Any]:

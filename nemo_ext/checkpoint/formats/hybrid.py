@@ -205,7 +205,7 @@ def _pattern(keys: Keys) -> Pattern:
     types = keys.get("layers_block_type") or keys.get("layer_types")
     if not isinstance(types, list) or not set(types) <= set(_TYPES):
         raise ValueError(f"config.json: layers_block_type={types!r}: expected a list of {', '.join(_TYPES)}")
-    return Pattern(tuple(Block.of(_TYPES[kind]) for kind in types))
+    return Pattern(tuple(Block.from_values(_TYPES[kind]) for kind in types))
 
 
 def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
@@ -223,7 +223,9 @@ def _sizes(keys: Keys, kinds: set[str]) -> tuple[Block, ...]:
         if limit not in [list(known) for known in NO_LIMIT]:
             raise ValueError(f"config.json: time_step_limit={limit}: Megatron's mixer supports only 0 to infinity")
     return tuple(
-        Block.of(kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()} | full.get(kind, {}))
+        Block.from_values(
+            kind, **{name: keys.integer(key, usual) for key, (name, usual) in sizes.items()} | full.get(kind, {})
+        )
         for kind, sizes in SIZES.items()
         if kind in kinds
     )

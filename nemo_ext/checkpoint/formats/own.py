@@ -72,9 +72,9 @@ def _write(description: Description) -> dict[str, Any]:
 
 def _other_head_norm(description: Description) -> bool:
     """True if QK norm per head is not RMSNorm with weights, the only kind that this format supports."""
-    own = description.architecture
-    plain = own.normalization == "RMSNorm" and own.norm_affine and not description.zero_centred_norm
-    return own.qk_layernorm and own.qk_norm_scope == "head" and not plain
+    model = description.architecture
+    plain = model.normalization == "RMSNorm" and model.norm_affine and not description.zero_centred_norm
+    return model.qk_layernorm and model.qk_norm_scope == "head" and not plain
 
 
 def _block(block: Block) -> dict[str, Any]:
@@ -125,13 +125,11 @@ def _read_block(number: int, values: dict[str, Any]) -> Block:
         )
     unknown = sorted(values.keys() - {"kind", "linear", BIAS, *SIZES[kind]})
     if unknown:
-        raise ValueError(
-            f"config.json: block {number}: {', '.join(unknown)}: {KINDS[kind]} blocks have no such setting"
-        )
+        raise ValueError(f"config.json: block {number}: unknown keys of the {KINDS[kind]} block: {', '.join(unknown)}")
     if values.get("linear"):
-        return Block.of(kind, linear=True)
+        return Block.from_values(kind, linear=True)
     flags = {BIAS: True} if values.get("bias") else {}
-    return Block.of(kind, **{name: values.get(key) for key, name in SIZES[kind].items()}, **flags)
+    return Block.from_values(kind, **{name: values.get(key) for key, name in SIZES[kind].items()}, **flags)
 
 
 def _rope(keys: Keys) -> Rope | None:

@@ -12,7 +12,7 @@ from nemo_ext.checkpoint.description import Rope, yarn_concentration
 from nemo_ext.checkpoint.formats.format import Keys
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Llama 3's constants, the only ones that Megatron supports (rotary_pos_embedding.py, _apply_scaling)."""
+"""Llama 3's constants; Megatron supports no others (rotary_pos_embedding.py, _apply_scaling)."""
 DEFAULT_BASE = 10000
 _KINDS = {"rope_type": (str, "a name"), "type": (str, "a name"), "truncate": (bool, "true or false")}
 

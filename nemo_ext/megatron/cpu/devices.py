@@ -1,6 +1,6 @@
 """CPU stand-ins for the parts of `torch.cuda` that Megatron uses.
 
-Nothing is patched here: `patches.py` defines which name is replaced by which of these, and why.
+Nothing is patched here: `patches.py` lists which name each stand-in replaces, and why.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def instead(value: Any) -> Callable[[Any], Any]:
 
 
 class Stream:
-    """A CUDA stream on a device that runs everything in program order."""
+    """CUDA stream of a device that runs everything in program order."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -1,7 +1,7 @@
 """Short causal convolution of Mamba in plain torch, on [batch, length, channels].
 
 A tap is one multiply-add over whole rows: on a CPU this is far faster than a depthwise `F.conv1d`, which needs the
-channels first, and a tap that would cross from one packed sequence into another can be left out.
+channels first, and taps that would reach into another packed sequence can be skipped.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ ACTIVATIONS = (None, "silu", "swish")
 
 
 class _Taps(torch.autograd.Function):
-    """The convolution by taps [width, channels] (row a multiplies the token a steps back), in their dtype."""
+    """Convolution by taps [width, channels], in their dtype; row a multiplies the token a positions back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, taps: Tensor, bias: Tensor | None, run: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
-"""Torch kernels under the names of mamba_ssm and causal_conv1d, for where those are not installed.
+"""Torch kernels under the names of mamba_ssm and causal_conv1d, for machines without these packages.
 
-Megatron's Mamba mixer imports its kernels from those packages by name, and refuses packed sequences unless
-their `__version__` is high enough; both are met here. The functions take upstream's arguments (mamba_ssm's
-`ops/triton/ssd_combined.py`, causal_conv1d's `causal_conv1d_interface.py`); what they lack is a ValueError.
+Megatron's Mamba mixer imports its kernels from these packages by name, and refuses packed sequences unless their
+`__version__` is high enough; the stand-ins satisfy both. The functions take upstream's arguments (mamba_ssm's
+`ops/triton/ssd_combined.py`, causal_conv1d's `causal_conv1d_interface.py`); unsupported ones raise ValueError.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ from nemo_ext.megatron.cpu.mamba_scan import compute_dtype, ssd_chunk_scan
 MIXER = "megatron.core.ssm.mamba_mixer"
 
 # Lowest versions with which Megatron trains on packed sequences (`_check_mamba_sequence_packing_support` in its mixer).
-# Dynamic inference requires higher ones and is thus refused: its kernels are Megatron's own Triton kernels, which are
-# not replaced here.
+# Dynamic inference requires higher ones and is therefore refused: its kernels are Megatron's own Triton kernels, which
+# are not replaced here.
 MAMBA_SSM_VERSION = "2.0.0+nemo.ext"
 CAUSAL_CONV1D_VERSION = "1.4.0+nemo.ext"
 
@@ -49,10 +49,11 @@ def mamba_chunk_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`ssd_chunk_scan` with upstream's arguments.
 
-    `state_dtype` is upstream's dtype for states between chunks; here they are float32 whatever it says.
+    `state_dtype` is upstream's dtype for states between chunks; here they are always float32.
 
     Raises:
-        ValueError: For cu_seqlens or return_varlen_states, a state_dtype wider than the work, or bad shapes.
+        ValueError: cu_seqlens or return_varlen_states is set, state_dtype is wider than the computation, or shapes do
+            not fit.
     """
     _refuse("mamba_chunk_scan_combined", cu_seqlens=cu_seqlens, return_varlen_states=return_varlen_states)
     _check_state_dtype(state_dtype, x)
@@ -98,12 +99,12 @@ def mamba_split_conv1d_scan_combined(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Convolution, scan and gate on a mixer's input projection, z | x | B | C | dt in the last dimension.
 
-    With `rmsnorm_weight` the gate is around the norm of the result; then the output projection, if given, as in
-    transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
+    With `rmsnorm_weight` the result goes through the gated norm, then through the output projection if there is one, as
+    in transformers' mixers. `state_dtype` is as in `mamba_chunk_scan_combined`.
 
     Raises:
-        ValueError: For a missing headdim, an outproj_bias alone, a state_dtype wider than the work, or shapes that do
-            not fit.
+        ValueError: headdim is missing, outproj_bias is set alone, state_dtype is wider than the computation, or shapes
+            do not fit.
     """
     _check_state_dtype(state_dtype, zxbcdt)
     if D.dim() == 2:
@@ -164,7 +165,7 @@ def causal_conv1d_fn(
     """`causal_conv1d` on upstream's layout: x [batch, channels, length], states [batch, channels, width - 1].
 
     Raises:
-        ValueError: For return_final_states or final_states_out, or bad shapes.
+        ValueError: return_final_states or final_states_out is set, or shapes do not fit.
     """
     _refuse("causal_conv1d_fn", return_final_states=return_final_states, final_states_out=final_states_out)
     out = causal_conv1d(
@@ -187,7 +188,7 @@ def causal_conv1d_update(
     cache_seqlens: Tensor | None = None,
     conv_state_indices: Tensor | None = None,
 ) -> Tensor:
-    """The convolution of new tokens; updates the state with them.
+    """Convolution of new tokens; updates the state with them.
 
     Args:
         x: [batch, channels] or [batch, channels, tokens].
@@ -211,7 +212,7 @@ def causal_conv1d_update(
 
 
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
-    """The last inputs of each packed sequence, zeros before its start.
+    """Last inputs of each packed sequence, with zeros before its start.
 
     Args:
         x: [tokens, channels].
@@ -230,7 +231,7 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
 def _refuse(function: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and value is not False:
-            raise ValueError(f"{function}: the torch kernels lack {name}; unset it or install mamba_ssm")
+            raise ValueError(f"{function}: the torch kernels do not support {name}; unset it or install mamba_ssm")
 
 
 def _check_state_dtype(state_dtype: torch.dtype | None, inputs: Tensor) -> None:
@@ -262,15 +263,15 @@ STAND_INS: dict[str, dict[str, dict[str, object]]] = {
 
 
 def install() -> tuple[str, ...]:
-    """Puts the torch kernels in `sys.modules` where mamba_ssm is not installed, or has no GPU; may be called again.
+    """Puts the torch kernels in `sys.modules` if mamba_ssm is not installed or there is no GPU; repeatable.
 
-    causal_conv1d stands in only along with mamba_ssm, and with a GPU only if it is missing too.
+    causal_conv1d is replaced only together with mamba_ssm, and with a GPU only if it is missing too.
 
     Returns:
-        The packages served by stand-ins in this process; empty with a real mamba_ssm and a GPU.
+        Packages that are stand-ins in this process; empty with a real mamba_ssm and a GPU.
 
     Raises:
-        RuntimeError: If Megatron's mixer was already imported without these kernels.
+        RuntimeError: Megatron's mixer was already imported without these kernels.
     """
     served = tuple(name for name in STAND_INS if is_stand_in(name))
     device = torch.cuda.is_available()
@@ -279,8 +280,8 @@ def install() -> tuple[str, ...]:
     mixer = sys.modules.get(MIXER)
     if mixer is not None and not mixer.HAVE_MAMBA_SSM:
         raise RuntimeError(
-            f"{MIXER} was imported without mamba_ssm and will not look again: "
-            "call mamba_modules.install() before any import of it"
+            f"{MIXER} was already imported without mamba_ssm, which it looks up only once: "
+            "call mamba_modules.install() before importing it"
         )
     missing = tuple(name for name in STAND_INS if not device or importlib.util.find_spec(name) is None)
     for package in missing:
@@ -299,8 +300,8 @@ def is_stand_in(package: str) -> bool:
 
 def _module(name: str, attributes: dict[str, object]) -> ModuleType:
     module = ModuleType(name, __doc__)
-    # With a spec, so that importlib.util.find_spec sees a module like any other. Each is a package with an empty path,
-    # so importing anything that is not provided is an ImportError.
+    # The spec makes importlib.util.find_spec see an ordinary module. Each module is a package with an empty path, so
+    # importing a name that it does not provide is an ImportError.
     module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
     module.__path__ = []
     module.__package__ = name

@@ -1,7 +1,7 @@
 """Mamba-2's gated RMS norm in plain torch.
 
-The backward is written by hand: `F.rms_norm` under autograd takes 1.8 to 2.3 times the processor time and 1.7 to 2.3
-times the memory, its definition under autograd 1.5 to 1.8 times (2048 tokens x 256 and 8192 x 1024, float32).
+The backward pass is written by hand: `F.rms_norm` under autograd takes 1.8 to 2.3 times the processor time and 1.7 to
+2.3 times the memory, its definition under autograd 1.5 to 1.8 times (2048 tokens x 256 and 8192 x 1024, float32).
 """
 
 from typing import Any

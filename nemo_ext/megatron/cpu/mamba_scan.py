@@ -2,12 +2,12 @@
 
     state[t] = exp(dt[t] A) state[t-1] + dt[t] B[t] x[t],    y[t] = C[t] state[t] + D x[t],    out = y silu(z)
 
-Computed by chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time: time and memory are linear in the
-length, and the [chunk, chunk] matrices of the heads never exist for the whole sequence. The scan itself has a backward
-by hand, which computes them again from the inputs and one state per segment; step sizes, decays and the gate are left
-to autograd. benchmarks/README.md has what other ways cost.
+Computed in chunks (Dao & Gu 2024, arXiv:2405.21060, section 6), a few at a time: time and memory are linear in the
+length, and the [chunk, chunk] matrices of the heads never exist for the whole sequence. The backward pass of the scan
+is written by hand and recomputes them from the inputs and one state per segment; step sizes, decays and the gate are
+left to autograd. benchmarks/README.md has the cost of the alternatives.
 
-Work is done in float32 (float64 for float64 inputs), cumulative log decays in float64. In shape comments:
+The computation is in float32 (float64 for float64 inputs), cumulative log decays in float64. In shape comments:
 k chunks, b batch, g groups, q positions in a chunk, r heads of a group, p head_dim, n state.
 """
 
@@ -34,7 +34,7 @@ SEGMENT_ELEMENTS_ACCELERATOR = 1 << 25
 
 
 def compute_dtype(tensor: Tensor) -> torch.dtype:
-    """Returns the dtype the scan works in: float64 for float64 inputs, else float32."""
+    """Dtype of the computation: float64 for float64 inputs, else float32."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
@@ -51,7 +51,7 @@ def run_numbers(seq_idx: Tensor) -> Tensor:
 
 
 class _Segment:
-    """A few chunks of `_ChunkScan`: what its forward and backward both need.
+    """Intermediate tensors of a few chunks that forward and backward of `_ChunkScan` share.
 
     The states are kept as [state, heads * head_dim] per group, so B and C are never repeated over the heads and every
     product with a state is one wide matrix product.
@@ -68,7 +68,7 @@ class _Segment:
 
         log_decay = log_decay.transpose(3, 4).contiguous()
         self.decay = (log_decay[..., :, None] - log_decay[..., None, :]).exp2_()  # [k, b, g, r, q, q], may overflow
-        self.decay.view(-1, q, q).tril_()  # before anything is multiplied by what overflowed
+        self.decay.view(-1, q, q).tril_()  # removes overflowed values before any product
         if same is not None:
             self.decay.mul_(same[:, :, None, None])
         self.products = torch.bmm(self.C, self.B.mT).view(k, b, g, 1, q, q)
@@ -90,13 +90,13 @@ class _Segment:
 
 
 class _ChunkScan(torch.autograd.Function):
-    """The scan in chunks, segment by segment.
+    """Scan in chunks, segment by segment.
 
-    Takes the state before the first token [b, g, n, r, p]; bool [k, b, q, q], whether two tokens of a chunk are of one
-    sequence, or None; D [g, 1, r, 1 or p] or None; the gate z as x or None; x [k, b, g, q, r, p], dt [k, b, g, q, r],
-    B and C [k, b, g, q, n]; the binary logarithm of the decay from the start of the chunk up to and with a token, its
-    power, the decay after a token up to the end of the chunk (all as dt) and that over the chunk [k, b, g, r]. Returns
-    the result as x, and the last state.
+    Takes the state before the first token [b, g, n, r, p]; bool [k, b, q, q], whether two tokens of a chunk are in one
+    sequence, or None; D [g, 1, r, 1 or p] or None; the gate z shaped like x, or None; x [k, b, g, q, r, p], dt
+    [k, b, g, q, r], B and C [k, b, g, q, n]; then, shaped like dt, the base-2 logarithm of the decay from the start of
+    the chunk through a token, its power, and the decay after a token to the end of the chunk; and the decay over the
+    chunk [k, b, g, r]. Returns the result shaped like x, and the last state.
     """
 
     @staticmethod
@@ -148,9 +148,9 @@ class _ChunkScan(torch.autograd.Function):
 
 
 def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of a segment's x, dt, B, C, logarithm, decays (as `_ChunkScan` takes them) and entering state.
+    """Gradients of a segment's x, dt, B, C, log decay, three decays (as `_ChunkScan` takes them) and entering state.
 
-    `dy` is [k, b, g, q, r, p], `state_gradient` that of the state that leaves the segment.
+    `dy` is [k, b, g, q, r, p]; `state_gradient` is the gradient of the state after the segment.
     """
     k, b, g, q, r, p = dy.shape
     head_dy = dy.transpose(3, 4).reshape(-1, q, p)
@@ -187,7 +187,7 @@ def _segment_gradients(segment: _Segment, dy: Tensor, state_gradient: Tensor) ->
 
 
 def _segments(x: Tensor) -> list[slice]:
-    """Chunks of x [k, b, g, q, r, p] that are worked on at once."""
+    """Chunks of x [k, b, g, q, r, p] that are processed at once."""
     chunks, batch, groups, length, heads, _ = x.shape
     elements = SEGMENT_ELEMENTS_CPU if x.device.type == "cpu" else SEGMENT_ELEMENTS_ACCELERATOR
     at_once = max(1, elements // (batch * groups * heads * length * length))
@@ -211,7 +211,7 @@ def ssd_chunk_scan(
     initial_states: Tensor | None = None,
     return_final_states: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba-2's scan by chunks; time and memory are linear in the length, which may be anything from 1.
+    """Mamba-2's scan by chunks; time and memory are linear in the length, which is at least 1.
 
     Args:
         x: [batch, length, heads, head_dim].
@@ -246,7 +246,7 @@ def ssd_chunk_scan(
         work = compute_dtype(x)
         dt = dt.to(work) if dt_bias is None else dt.to(work) + dt_bias.to(work)
         dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
-        # Chunks of equal lengths, and as few zeros as possible behind the last token.
+        # Chunks of equal length, with as little padding after the last token as possible.
         chunks = -(-length // min(chunk_size, BLOCK_LENGTH))
         q = -(-length // chunks)
 
@@ -315,5 +315,5 @@ def _check_shapes(x: Tensor, B: Tensor, **others: Tensor | None) -> None:
     }
     for name, tensor in {"B": B, **others}.items():
         if tensor is not None and tensor.shape != expected[name]:
-            shape, wanted = tuple(tensor.shape), expected[name]
-            raise ValueError(f"{name} has shape {shape}, expected {wanted} where x is {tuple(x.shape)}")
+            shape = tuple(tensor.shape)
+            raise ValueError(f"{name} has shape {shape}, expected {expected[name]} where x is {tuple(x.shape)}")

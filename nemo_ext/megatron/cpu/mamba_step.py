@@ -1,4 +1,4 @@
-"""One decoding step of a Mamba-2 mixer in plain torch, under the names and arguments of Megatron's Triton kernels.
+"""Decoding step of a Mamba-2 mixer in plain torch, with the names and arguments of Megatron's Triton kernels.
 
 Upstream: `causal_conv1d_triton.py` and `mamba_ssm.py` in `megatron/core/ssm/ops/`. States are updated in place. Options
 that static inference does not use (states of speculative tokens, requests scattered over a larger state) raise
@@ -57,7 +57,7 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     intermediate_ssm_states: Tensor | None = None,
 ) -> Tensor:
-    """Scan over new tokens: state = exp(dt A) state + dt x B, output C state + D x, times silu(z) if given.
+    """Scan over new tokens: state = exp(dt A) state + dt x B, output (C state + D x) silu(z).
 
     Args:
         state: [batch, heads, head_dim, state].
@@ -80,7 +80,7 @@ def selective_state_update(
     """
     _refuse(state_batch_indices=state_batch_indices, intermediate_ssm_states=intermediate_ssm_states)
     work, heads = compute_dtype(x), x.shape[2]
-    each = heads // B.shape[2]
+    per_group = heads // B.shape[2]
     outputs = []
     for number in range(x.shape[1]):
         token, step = x[:, number].to(work), dt[:, number].to(work)
@@ -88,7 +88,7 @@ def selective_state_update(
             step = step + dt_bias.to(work)
         if dt_softplus:
             step = F.softplus(step)
-        into, out_of = (t[:, number].to(work).repeat_interleave(each, dim=1)[:, :, None] for t in (B, C))
+        into, out_of = (t[:, number].to(work).repeat_interleave(per_group, dim=1)[:, :, None] for t in (B, C))
         decayed = state.to(work) * torch.exp(step[..., None] * A.to(work))
         new = decayed + (step * token)[..., None] * into
         state.copy_(new)

@@ -1,6 +1,6 @@
-"""Table of named patches for all places where Megatron requires CUDA, applied only where CUDA is absent.
+"""Table of named patches for all places where Megatron requires CUDA, applied only on machines without it.
 
-A row gives the targets, their replacement, and why and where upstream needs it. `tests/megatron/cpu/test_patches.py`
+A row has the targets, their replacement, and why and where upstream needs it. `tests/megatron/cpu/test_patches.py`
 trains without each row in turn and fails when upstream no longer needs it. For Megatron-Core 0.19 and 0.20.
 """
 
@@ -20,14 +20,14 @@ from nemo_ext.megatron.cpu import devices, mamba_step
 
 @dataclass(frozen=True)
 class Patch:
-    """One row of the table.
+    """Row of the table of patches.
 
     Attributes:
         name: short name, for `apply(without=...)` and the logs.
         targets: objects to replace, `module:attribute` or `module:Class.attribute`.
         make: makes the replacement from the original.
         why: failure without the patch, and the files under `megatron/` that need it.
-        applies: returns True if this machine needs the row; by default where CUDA is absent.
+        applies: returns True if this machine needs the row; by default, if it has no CUDA.
     """
 
     name: str
@@ -152,8 +152,8 @@ PATCHES: tuple[Patch, ...] = (
         "checkpoint_worker",
         (WORKER,),
         devices.instead(checkpoint_worker),
-        "the worker of use_persistent_ckpt_worker is a process of its own, where nothing is patched, and divides by "
-        "device_count(): it dies and its rank waits for ever: core/dist_checkpointing/strategies/async_utils.py",
+        "the worker of use_persistent_ckpt_worker is a separate, unpatched process that divides by device_count(): it "
+        "dies and its rank waits forever: core/dist_checkpointing/strategies/async_utils.py",
     ),
     Patch(
         "compile_helpers",
@@ -172,7 +172,7 @@ def apply(without: Collection[str] = ()) -> list[str]:
     Call it before Megatron builds anything.
 
     Args:
-        without: names of rows, or single targets, to leave out.
+        without: names of rows, or single targets, to skip.
 
     Raises:
         ValueError: `without` names neither a row nor a target.
@@ -198,7 +198,7 @@ def apply(without: Collection[str] = ()) -> list[str]:
 
 
 def leave_uncompiled() -> None:
-    """Keeps Megatron's small fused functions (`core/jit.py`) uncompiled where CUDA is absent.
+    """Keeps Megatron's small fused functions (`core/jit.py`) uncompiled on machines without CUDA.
 
     They are bound to torch.compile when their modules are imported, before `--disable-jit-fuser` is read: every process
     would import torch's compiler and run a C++ compiler, which costs more than the functions save. Has no effect if
@@ -224,7 +224,7 @@ def restore(keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """Applies the rows that this machine needs for a `with` block; patches applied before stay."""
+    """Applies the rows that this machine needs for a `with` block; earlier patches are kept."""
     before = tuple(_originals)
     apply()
     try:

@@ -1,4 +1,4 @@
-"""Single entry point that lets Megatron run on this machine, whatever it lacks."""
+"""Entry point for running Megatron on machines without CUDA or mamba_ssm, and checks of the GPUs of ranks."""
 
 import os
 import platform
@@ -13,13 +13,13 @@ _stores: list[object] = []
 
 
 def check_gpu() -> None:
-    """Refuse a process without a GPU in a job that has some: it would train on the CPU.
+    """Refuse a rank without a usable GPU in a job that has GPUs: it would train on the CPU.
 
-    The site's file says whether nodes have GPUs (`nemo_ext.slurm.cluster`); without one, Slurm does. An empty
+    Whether nodes have GPUs comes from the site's file (`nemo_ext.slurm.cluster`), else from Slurm. An empty
     CUDA_VISIBLE_DEVICES hides them on purpose.
 
     Raises:
-        ValueError: with torch's reason, or with what this rank sees of its node.
+        ValueError: gives torch's reason, or the number of GPUs that this rank sees.
     """
     import torch
 
@@ -33,10 +33,8 @@ def check_gpu() -> None:
                 "if each task is bound to one GPU"
             )
         return
-    asked = next(
-        (os.environ[name] for name in (GPUS, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS") if name in os.environ), ""
-    )
-    if asked in ("", "0", "none") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+    gpus = next((os.environ[name] for name in (GPUS, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS") if name in os.environ), "")
+    if gpus in ("", "0", "none") or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     try:
         torch.cuda.init()
@@ -44,17 +42,17 @@ def check_gpu() -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().partition("\n")[0]
     raise ValueError(
-        f"this job has GPUs ({asked}), but torch {torch.__version__} cannot use one on {platform.node()}: {reason}; "
+        f"this job has GPUs ({gpus}), but torch {torch.__version__} cannot use one on {platform.node()}: {reason}; "
         "check nvidia-smi on that node and, in a Singularity or Apptainer container, that --nv is set; "
         f"{GPUS}=none (submit: +cluster.environment.{GPUS}=none) trains on CPUs deliberately"
     )
 
 
 def check_ranks() -> None:
-    """Refuse ranks some of which have a GPU and some not: gloo and NCCL ranks would wait for each other.
+    """Refuse a run in which only some ranks have a GPU: gloo and NCCL ranks would wait for each other.
 
-    All ranks of the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) call it. Where the site's file
-    says what nodes have, `check_gpu` is enough.
+    All ranks of the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`) call it. If the site's file states
+    the GPUs of nodes, `check_gpu` is enough.
 
     Raises:
         ValueError: on all ranks.
@@ -76,18 +74,18 @@ def check_ranks() -> None:
     if store.add("read", 1) == world:
         store.set("all_read", "")
     if 0 < count < world:
-        if rank == 0:  # the others read from its process
+        if rank == 0:  # other ranks read from its process
             with suppress(RuntimeError):
                 store.wait(["all_read"], timedelta(seconds=60))
         raise ValueError(
             f"{count} of {world} ranks have a GPU that torch {torch.__version__} can use; rank {rank} on "
-            f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; CUDA_VISIBLE_DEVICES= on "
-            "all of them trains on CPUs deliberately"
+            f"{platform.node()} has {'one' if able else 'none: check nvidia-smi there'}; to train on CPUs, set "
+            "CUDA_VISIBLE_DEVICES= on all of them"
         )
 
 
 def enable() -> list[str]:
-    """Installs replacements for what this machine lacks; on a full GPU install, none.
+    """Installs stand-ins for missing kernels and for CUDA; none on a full GPU installation.
 
     Call it before anything imports Megatron's Mamba mixer, which binds the kernels' names at import.
 

@@ -161,7 +161,7 @@ def width_of_bytes(description: Description, size: float, precision: str) -> int
 def _alone(description: Description, width: int) -> Architecture:
     """A model of one fused block; it has biases if any FFN block of the description brings some."""
     bias = _brings_bias(description, range(len(description.blocks)))
-    return description.architecture.with_pattern(Pattern((Block.of("-", ffn=width, bias=bias),)))
+    return description.architecture.with_pattern(Pattern((Block.from_values("-", ffn=width, bias=bias),)))
 
 
 def _cut(
@@ -241,7 +241,7 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
 
 def _fused_block(description: Description, group: Group) -> Block:
     width = sum(description.blocks[number].size("ffn") for number in group.blocks)
-    return Block.of("-", ffn=width, bias=_brings_bias(description, group.blocks))
+    return Block.from_values("-", ffn=width, bias=_brings_bias(description, group.blocks))
 
 
 def _brings_bias(description: Description, numbers: Sequence[int]) -> bool:

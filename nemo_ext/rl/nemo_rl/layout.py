@@ -130,7 +130,7 @@ class Plan:
     def told(self) -> str:
         """The layout in one line."""
         how, generation = self.training.layout, self.generation
-        line = f"layout: training {how.told()} on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
+        line = f"layout: training {how.describe()} on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
         line += ", activations recomputed" if how.recompute == "full" else ""
         line += f", about {self.training.bytes / GIB:.0f} GiB a GPU" if self.training.bytes else ""
         if generation is None:

@@ -11,11 +11,7 @@ from nemo_ext.megatron.cpu.mamba_convolution import causal_conv1d
 
 
 def convolution(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    seq_idx: Tensor | None = None,
-    before: Tensor | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None, seq_idx: Tensor | None = None, before: Tensor | None = None
 ) -> Tensor:
     """A causal depthwise convolution, tap by tap."""
     width = weight.shape[1]

@@ -127,11 +127,7 @@ def gradients_of(
     generator = torch.Generator().manual_seed(1)
     weights = [torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (out, state)]
     (out * weights[0].to(out.dtype)).sum().add((state * weights[1].to(state.dtype)).sum()).backward()
-    return (
-        out.detach(),
-        state.detach(),
-        {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None},
-    )
+    return (out.detach(), state.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
 
 
 def assert_scan_equals_recurrence(case: Case) -> None:

@@ -1,4 +1,4 @@
-"""Token by token the same as over the whole sequence."""
+"""Decoding step of Mamba: token by token it gives the same as over the whole sequence."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_the_convolution_under_the_packages_own_name(kept: int) -> None:
     whole = causal_conv1d(x.transpose(1, 2), weight, offset, activation="silu").transpose(1, 2)
     assert torch.allclose(torch.cat([first[..., None], rest], -1), whole, atol=1e-6)
     assert torch.equal(state, x[..., -kept:])
-    with pytest.raises(ValueError, match="torch kernels lack cache_seqlens"):
+    with pytest.raises(ValueError, match="torch kernels do not support cache_seqlens"):
         mamba_modules.causal_conv1d_update(x, state, weight, cache_seqlens=torch.ones(3))
 
 

@@ -1,4 +1,4 @@
-"""A rank in a job with GPUs that has none."""
+"""Checks of ranks without a GPU in a job that has GPUs."""
 
 import os
 import re

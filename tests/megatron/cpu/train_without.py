@@ -73,7 +73,7 @@ def trial(target: str, config: dict[str, Any]) -> str | None:
 
 
 def check_random_states() -> None:
-    """What a missing random-state patch breaks without an error: separate states, the default state put back."""
+    """Checks what a missing random-state patch breaks silently: separate states, and restoring the default state."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     tracker = CudaRNGStatesTracker()
@@ -89,7 +89,7 @@ def check_random_states() -> None:
 
 
 def check_mamba_step() -> None:
-    """What generating needs and training does not: the functions that the mixer calls for one token."""
+    """Calls the functions of the mixer for one token, which generation needs and training does not."""
     from megatron.core.ssm import mamba_mixer
 
     head, state = torch.ones(1, 1, 2, 4), torch.ones(1, 1, 1, 8)
@@ -98,7 +98,7 @@ def check_mamba_step() -> None:
 
 
 def check_parallel_load() -> None:
-    """What `ckpt_fully_parallel_load` makes of a tensor that another data-parallel rank reads."""
+    """Loads a tensor that another data-parallel rank reads, as `ckpt_fully_parallel_load` does."""
     from megatron.core.dist_checkpointing.exchange_utils import _get_empty_tensor_for_exchange
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 

@@ -60,9 +60,11 @@ def libraries(draw: st.DrawFn) -> list[list[Variant]]:
     found = []
     for number, kind in enumerate(kinds):
         key = "kv" if kind == "*" else "ffn"
-        each = [Variant(number, f"{key}{width}", Block.of(kind, **{key: width})) for width in widths]
-        whole = Variant(number, KEEP, Block.of(kind))
-        found.append([whole, *each, Variant(number, LINEAR, Block.of(kind, linear=True)), Variant(number, NO_OP, None)])
+        each = [Variant(number, f"{key}{width}", Block.from_values(kind, **{key: width})) for width in widths]
+        whole = Variant(number, KEEP, Block.from_values(kind))
+        found.append(
+            [whole, *each, Variant(number, LINEAR, Block.from_values(kind, linear=True)), Variant(number, NO_OP, None)]
+        )
     return found
 
 
@@ -81,7 +83,7 @@ def test_every_variant_is_in_one_shard_and_shards_are_even(found: list[list[Vari
 
 
 def test_a_block_s_variants_are_not_all_dealt_to_one_shard() -> None:
-    found = [[Variant(n, f"ffn{w}", Block.of("-", ffn=w)) for w in (64, 32)] for n in range(8)]
+    found = [[Variant(n, f"ffn{w}", Block.from_values("-", ffn=w)) for w in (64, 32)] for n in range(8)]
     # Every second variant would be all the wide ones.
     assert [Counter(v.name for each in shard.share(found) for v in each) for shard in every(2)] == 2 * [
         Counter({"ffn64": 4, "ffn32": 4})

@@ -1,4 +1,4 @@
-"""Modules of Transformer Engine's names whose classes are empty: Megatron-Bridge imports Transformer Engine always.
+"""Modules with Transformer Engine's names and empty classes: Megatron-Bridge always imports Transformer Engine.
 
 For PYTHONPATH, where it cannot run: `make bridge`, and workers in tests/rl/nemo_rl.
 """
@@ -20,7 +20,7 @@ FUNCTIONS = {"_SplitAlongDim", "general_gemm"}
 
 
 def is_module(name: str) -> bool:
-    """Whether a name is that of a module rather than a class or a function."""
+    """True if a name belongs to a module rather than a class or a function."""
     return name.islower() and name not in FUNCTIONS
 
 
