@@ -130,7 +130,7 @@ def read(words: Sequence[str]) -> Pipeline:
         if name not in known:
             raise ValueError(f"{word}: no stage or job is called {name}: {nearest(name, known)}")
     if config["run_dir"] is None:
-        raise ValueError("run_dir=null: a pipeline needs a directory, such as run_dir=runs/mine")
+        raise ValueError("run_dir=null: name a directory")
     check_place("run_dir", config["run_dir"])
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):

@@ -181,7 +181,7 @@ def test_only_what_a_stage_makes_may_be_missing(tmp_path: Path) -> None:
             ["pipeline=quickstart", "slurm.shards=2"],
             "slurm.shards=2: can only be set for one stage: write STAGE.slurm.shards=2",
         ),
-        (["pipeline=quickstart", "run_dir=null"], "run_dir=null: a pipeline needs a directory"),
+        (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, words: list[str], said: str) -> None:
@@ -283,7 +283,7 @@ def test_a_chain_stops_at_a_failure_and_goes_on_from_there(
     assert last.is_file()
     assert attempts.finished(root / "last") is not None
     assert submit().count("finished before") == 3
-    assert "finished with other words (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
+    assert "finished with other arguments (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
 
 
 @pytest.mark.deep
