@@ -91,7 +91,10 @@ def test_sharded_ranks_hold_their_part_of_the_parent(tmp_path: Path) -> None:
     ("words", "why"),
     [
         (["puzzle.parent=/nowhere"], "puzzle.parent=/nowhere: no such directory"),
-        (["puzzle.distill.batch=5", "launcher.nproc_per_node=2"], "puzzle.distill.batch=5: 2 ranks cannot share"),
+        (
+            ["puzzle.distill.batch=5", "launcher.nproc_per_node=2"],
+            "puzzle.distill.batch=5: is not divisible by the 2 ranks",
+        ),
         (["puzzle.calibration.sequences=8", "launcher.nproc_per_node=2"], "are too few for 2 ranks"),
     ],
 )

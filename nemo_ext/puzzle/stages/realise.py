@@ -1,4 +1,4 @@
-"""The child made by a choice of variants: its description, and its checkpoint from parent and library."""
+"""Child of a choice of variants: its description, and its checkpoint from parent and library."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,10 +30,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
         ValueError: the choice is not one variant per block, or the child has no block.
     """
     if [variant.number for variant in choice] != list(range(len(parent.blocks))):
-        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in their order")
+        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in order")
     blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
     if not blocks:
-        raise ValueError("a child without any block: every chosen variant is a no-op")
+        raise ValueError("the child has no block: every chosen variant is a no-op")
     architecture = parent.architecture.with_pattern(Pattern(blocks))
     routed = any(block.kind == "E" and not block.is_linear for block in blocks)
     return replace(
@@ -46,10 +46,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
 
 
 def _shortened(architecture: Architecture, block: Block) -> Block:
-    """The block without the values that the model implies anyway."""
+    """The block without values that the model implies."""
     values = dict(block.values)
     for name, _ in block.values:
-        # Where the model sets windows by layer number, a block that moves up keeps its own.
+        # If the model sets windows by layer number, a block that changes its number keeps its window.
         if name == "window" and architecture.window_attn_skip_freq is not None:
             continue
         without = Block(block.kind, tuple((key, value) for key, value in values.items() if key != name))
@@ -59,11 +59,11 @@ def _shortened(architecture: Architecture, block: Block) -> Block:
 
 
 def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
-    """Work that writes a child's checkpoint: kept blocks from the parent, others from the library.
+    """Work items that write a child's checkpoint: kept blocks from the parent, others from the library.
 
     Args:
-        reader: the parent's checkpoint.
-        parent: the parent's description.
+        reader: reader of the parent's checkpoint.
+        parent: description of the parent.
         choice: one variant for each block.
         library: library of initial or trained weights.
     """

@@ -1,4 +1,4 @@
-"""Block-wise distillation and the child that comes of it."""
+"""Block-wise distillation, and the child made of its variants."""
 
 import itertools
 import json
@@ -39,11 +39,11 @@ def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path
 
     assert [(r.block, r.variant) for r in results] == [(v.number + 1, v.name) for v in trainable(found)]
     for result in results:
-        # Fewer of independent random heads or experts have next to nothing to learn from random tokens.
+        # Fewer random heads or experts can learn almost nothing from random tokens.
         if not result.variant.startswith(("kv", "experts")):
             assert result.last < 0.9 * result.first, result
     after = parent.model.state_dict()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent stays as it is
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent is unchanged
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     assert own.name == "step_000003_0of1.pt"
     state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
     own.unlink()
-    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: not there"):
+    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: missing"):
         distill(parent, found, library, parts, data, training)
     for rank in range(ranks):
         with monkeypatch.context() as there:
@@ -120,15 +120,15 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
 
 
 @pytest.mark.slow
-def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+def test_sharded_states_train_the_same_as_whole_states(on_ranks: Callable[..., None], tmp_path: Path) -> None:
     words = ["run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_tiny", 'model.pattern="M*E-"']
     (tmp_path / "config.json").write_text(json.dumps(compose("train", words)))
     on_ranks(Path(__file__).with_name("distill_rank.py"), tmp_path)
 
     files = [file.relative_to(tmp_path / "initial") for file in (tmp_path / "initial").rglob("*.safetensors")]
     assert len(files) == 4
-    # Of BF16, and of half a step: the parts' norms add up in another order, and where a gradient is about 0 Adam's
-    # steps are of any size.
+    # Tolerances of BF16 and of half a step: norms are summed in another order, and where a gradient is about 0, Adam's
+    # steps have any size.
     ulp = {"rtol": 2**-7, "atol": Training().lr / 2}
     for way, other, tolerance in (
         ("shared_1e+09", "plain_1e+09", {"rtol": 0, "atol": 0}),
@@ -142,7 +142,7 @@ def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callab
     clipped, free = (load_file(tmp_path / f"plain_{clip}" / files[0]) for clip in ("0.05", "1e+09"))
     with pytest.raises(AssertionError):
         torch.testing.assert_close(clipped, free, **ulp)
-    # Two ranks: groups M, E, - and -, of which each goes on from the one before; * is on the way. Then M E - and -.
+    # Two ranks: groups M, E, - and -, each from the inputs of the previous one; * runs in between. Then M E - and -.
     assert json.loads((tmp_path / "done.json").read_text()) == [
         {"runs": [7, 7, 5, 0], "files": {"block_003": 2 * 4, "block_004": 2 * 5}},  # a checkpoint after three steps
         {"runs": [0, 0, 4, 14], "files": {}},
@@ -178,11 +178,11 @@ def test_a_group_killed_while_its_files_are_written_is_written_again(
     assert all(trained.has(variant) for variant in trainable(found))
 
 
-def test_a_checkpoint_of_another_training_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_checkpoint_with_other_settings_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
     build(parent, description, found, library, calibration=[])
-    with pytest.raises(ValueError, match="data end after 2"):
+    with pytest.raises(ValueError, match="the data have only 2"):
         distill(
             parent,
             found,
@@ -191,15 +191,15 @@ def test_a_checkpoint_of_another_training_is_refused(opened: Callable[..., Any],
             lambda start: itertools.islice(data(0), 2),
             Training(steps=3, save_interval=1),
         )
-    with pytest.raises(ValueError, match="is of another training"):
+    with pytest.raises(ValueError, match="from a distillation with other settings"):
         distill(parent, found, library, trained, data, Training(steps=4))
 
 
-def test_too_little_data_is_told(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_too_little_data_is_reported(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library = Library(tmp_path / "library")
     build(parent, description, found, library, calibration=[])
-    with pytest.raises(ValueError, match="wants 3 batches, the data end after 2"):
+    with pytest.raises(ValueError, match="needs 3 batches, but the data have only 2"):
         distill(
             parent,
             found,
@@ -214,7 +214,7 @@ def test_too_little_data_is_told(opened: Callable[..., Any], tmp_path: Path) -> 
     "model",
     ["nemotron3_nano_tiny", *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama_nemotron_tiny", "olmo3_tiny"))],
 )
-def test_a_child_s_checkpoint_computes_what_the_replaced_parent_does(
+def test_a_child_s_checkpoint_computes_the_same_as_the_replaced_parent(
     model: str, opened: Callable[..., Any], build_sections: Callable[..., Any], tmp_path: Path
 ) -> None:
     from megatron.core import dist_checkpointing

@@ -1,4 +1,4 @@
-"""The library and replace-one-block scores on small random models."""
+"""Block library and replace-one-block scores on small random models."""
 
 import json
 from collections.abc import Callable
@@ -19,18 +19,18 @@ def calibration() -> list[torch.Tensor]:
     return [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(3)]
 
 
-def test_the_library_is_made_once_and_knows_its_blocks(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_library_is_built_once_and_records_its_blocks(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
     library = Library(tmp_path)
 
     first = build(parent, description, found, library, calibration=calibration())
     again = build(parent, description, found, library, calibration=calibration())
 
-    assert first == sum(len(each) - 2 for each in found)  # keep and no_op have no weights of their own
+    assert first == sum(len(each) - 2 for each in found)  # keep and no_op have no files
     assert again == 0
     assert (tmp_path / "block_004" / "ffn256.safetensors").is_file()
     (tmp_path / "block_004" / "ffn256.safetensors").rename(tmp_path / "block_004" / "linear.safetensors")
-    with pytest.raises(ValueError, match=r"holds -\{ffn=256\}, not -\{linear\}"):
+    with pytest.raises(ValueError, match=r"has weights of -\{ffn=256\}, not of -\{linear\}"):
         library.read(next(v for v in found[3] if v.name == "linear"))
 
 
@@ -40,7 +40,7 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
     with torch.no_grad():
         layers[3].mlp.linear_fc2.weight[:, 7] = 0.0
         layers[0].mixer.out_proj.weight[:, 16:32] = 0.0  # the second head
-        layers[2].mlp.router.expert_bias[5] = -100.0  # nobody chooses it
+        layers[2].mlp.router.expert_bias[5] = -100.0  # never chosen
 
     measured = importance(parent, description, calibration())
 
@@ -50,7 +50,7 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
     assert (measured[2].experts == 0).nonzero().flatten().tolist() == [5]
 
 
-def test_scores_are_those_of_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_scores_match_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*-"')
     library = Library(tmp_path / "library")
     build(parent, description, found, library, calibration=[])
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_whole_model(opened: Callable[..., Any], tmp_pat
         assert by_name[number + 1, "no_op"].kl > 1e-4
 
 
-def test_scoring_goes_on_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_scoring_resumes_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
     build(parent, description, found, library, calibration=[])
@@ -92,7 +92,7 @@ def test_scoring_goes_on_after_a_kill_with_the_same_result(opened: Callable[...,
         score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
     done = read_scores(tmp_path / "scores.jsonl")
     with open(tmp_path / "scores.jsonl", "a") as file:
-        file.write('{"block": 2, "vari')  # what a kill leaves of a line
+        file.write('{"block": 2, "vari')  # an incomplete line after a kill
     resumed = score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
 
     assert [score.block for score in done] == [1] * len(found[0])
@@ -107,7 +107,7 @@ def test_scores_of_another_calibration_set_are_not_mixed(opened: Callable[..., A
     keep = [[found[0][0]]]
     score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration(), file)
 
-    with pytest.raises(ValueError, match="holds scores of 90 tokens, the calibration set has 30"):
+    with pytest.raises(ValueError, match="has scores on 90 tokens, but the calibration set has 30"):
         score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration()[:1], file)
     with pytest.raises(ValueError, match="calibration set is empty"):
         score_blocks(parent, keep, lambda v: parent.layers[v.number], [], file)
