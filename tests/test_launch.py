@@ -348,7 +348,7 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
     launch.train(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
     before = (tmp_path / run_directory.CONFIG).read_text()
 
-    with pytest.raises(ValueError, match="holds a run of a model of other sizes"):
+    with pytest.raises(ValueError, match="has a run of a model of other sizes"):
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.hidden_size=96"]))
 
     assert (tmp_path / run_directory.CONFIG).read_text() == before
