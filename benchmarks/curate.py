@@ -1,12 +1,12 @@
-"""`nemo-ext curate` beside plain datatrove on the same rules and MinHash: ratios of time and memory, in one run.
+"""`nemo-ext curate` compared with datatrove on the same rules and MinHash: ratios of time and memory, in one run.
 
     python benchmarks/curate.py FOLDER [--documents 100000] [--rounds 3] [--only rules] [--text-dedup PYTHON]
 
-Wants xxhash<4, for datatrove. Documents are sentences of docstrings in paragraphs; a tenth are near copies. Both sides
-apply Gopher's, C4's and FineWeb's rules on words between white space (datatrove's own filters), then MinHash (5-grams,
-14 bands of 8), and write compressed JSONL. Sides take turns; the medians of their times are compared, and the largest
-process of each. `rules` and `minhash` are timed alone as well. With `--text-dedup`, the interpreter of an environment
-that has text-dedup, its MinHash reads the same documents.
+Requires xxhash<4, for datatrove. Documents are paragraphs of docstring sentences; a tenth are near copies. Both sides
+apply Gopher's, C4's and FineWeb's rules on whitespace-separated words (datatrove's own filters), then MinHash (5-grams,
+14 bands of 8), and write compressed JSONL. Sides alternate; median times and the largest process of each are compared.
+`rules` and `minhash` are also timed separately. With `--text-dedup`, the interpreter of an environment with text-dedup,
+its MinHash runs on the same documents.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def ours(source: Path, output: Path, what: str, workers: int) -> None:
 
 
 def theirs(source: Path, output: Path, what: str, workers: int) -> None:
-    """Run datatrove's own pipeline and executor on the documents, in files of the same size as our units."""
+    """Run datatrove's pipeline and executor on the documents, in files of the same size as our units."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import (
         MinhashDedupBuckets,
@@ -117,7 +117,7 @@ def cut(source: Path) -> None:
 
 
 def text_dedup(source: Path, output: Path, python: str, workers: int) -> str:
-    """Seconds and documents kept of text-dedup's MinHash (0.4) on the same documents, or its last words."""
+    """Seconds and kept documents of text-dedup's MinHash (0.4) on the same documents, or its error."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(
         f"""[input]
@@ -168,7 +168,7 @@ def kept(output: Path) -> int:
 
 
 def main() -> None:
-    """Time both sides in turns and print a table."""
+    """Time both sides alternately and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--documents", type=int, default=100_000)

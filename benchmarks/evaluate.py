@@ -1,10 +1,10 @@
-"""Cost of evaluating over generating alone, against one stand-in endpoint, in one run.
+"""Cost of evaluation compared with generation, against one stand-in endpoint, in one run.
 
     python benchmarks/evaluate.py [--seconds 0.5] [--problems 2000] [--concurrency 64] [--json FILE]
 
-`nemo-ext evaluate` asks generated sums, keeps and scores every answer and writes its reports; `nemo-ext generate` sends
-the same messages and keeps the answers. Turn by turn, three times each; what a fifth of the problems takes is taken
-away, and with it the start; medians.
+`nemo-ext evaluate` asks generated sums, stores and scores every answer and writes its reports; `nemo-ext generate`
+sends the same messages and stores the answers. They alternate three times; the time of a run with a fifth of the
+problems is subtracted, which removes the start; medians.
 """
 
 import argparse

@@ -1,9 +1,9 @@
-"""Seconds per variant of Puzzle's scores and block-wise distillation, of one checkout or several in turns.
+"""Seconds per variant of Puzzle's scores and block-wise distillation, for one checkout or several alternately.
 
     python benchmarks/puzzle_stages.py PARENT . ../before --turns 3 --words precision=bf16
 
 PARENT is a run directory or a converted checkpoint. Two of its blocks are scored and trained on random tokens. Each
-measurement is a process, and checkouts take turns, so that a slowdown of the machine affects all.
+measurement is a process, and checkouts alternate, so that a slowdown of the machine affects all.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from statistics import median
 
 
 def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[str, float]:
-    """Seconds per variant of scores and of distillation, and the processor's, in this process."""
+    """Wall-clock and processor seconds per variant of scores and distillation, in this process."""
     import torch
 
     from nemo_ext.blockwise.sharded import open_parent
@@ -78,14 +78,14 @@ def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[s
 
 
 def main() -> None:
-    """Measures the checkouts in turns, and prints a line for each figure."""
+    """Measure the checkouts alternately, and print a line per figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parent", help="run directory or converted checkpoint")
     parser.add_argument("checkouts", nargs="*", default=["."], help="folders of nemo_ext")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--sequences", type=int, default=8, help="of the calibration set, in batches of four")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of the calibration set, in batches of four")
     parser.add_argument("--steps", type=int, default=4, help="of distillation")
-    parser.add_argument("--words", nargs="*", default=[], help="words of the command, such as precision=bf16")
+    parser.add_argument("--words", nargs="*", default=[], help="arguments of the command, such as precision=bf16")
     parser.add_argument("--here", action="store_true", help="measure this process's checkout once, as JSON")
     given = parser.parse_args()
     if given.here:

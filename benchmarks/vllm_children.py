@@ -1,13 +1,12 @@
-"""Puzzle children against their parent in vLLM: tokens a second, beside what the cost model foretells.
+"""Puzzle children compared with their parent in vLLM: tokens per second, measured and predicted by the cost model.
 
     python benchmarks/vllm_children.py [--batch 8] [--prompt 128] [--new-tokens 64] [--rounds 3] [--json FILE]
 
-Wants vLLM and nemo_ext in one environment (`make vllm` makes one for CPUs). A Llama of 130 M parameters with random
-weights and children of it, all as NemoExtBlocksForCausalLM, which our plug-in serves, answer in float32 without
-compilation, each engine in a process of its own, turn by turn.
-The cost model (`nemo_ext.puzzle.cost`) gets the FLOP/s of a matrix product and the bandwidth of reading a large tensor,
-both measured here before the engines run, and counts every new token at full context, as Puzzle's search does.
-Speed-ups over the parent are compared, found and foretold.
+Requires vLLM and nemo_ext in one environment (`make vllm` makes one for CPUs). A Llama of 130 M parameters with random
+weights and its children, all as NemoExtBlocksForCausalLM of our plug-in, run in float32 without compilation,
+alternately in separate processes. The cost model (`nemo_ext.puzzle.cost`) gets the FLOP/s of a matrix product and the
+bandwidth of reading a large tensor, both measured before, and counts every new token at full context, as in Puzzle's
+search. Measured and predicted speed-ups over the parent are compared.
 """
 
 import argparse
@@ -37,7 +36,7 @@ CHILDREN = {
 
 
 def described(pattern: str) -> Any:
-    """The description of a model with this pattern."""
+    """Description of a model with this pattern."""
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.job.config import compose
 
@@ -47,7 +46,7 @@ def described(pattern: str) -> Any:
 
 
 def write_model(pattern: str, folder: Path) -> None:
-    """Writes a Hugging Face folder with random weights."""
+    """Write a Hugging Face folder with random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -67,7 +66,7 @@ def write_model(pattern: str, folder: Path) -> None:
 
 
 def machine_rates() -> tuple[float, float]:
-    """FLOP/s of a matrix product in float32, and bytes/s of reading a large tensor."""
+    """Measure FLOP/s of a float32 matrix product, and bytes/s of reading a large tensor."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -81,8 +80,8 @@ def machine_rates() -> tuple[float, float]:
     return flops, large.nbytes / seconds("large @ one", large=large, one=one)
 
 
-def foretold(pattern: str, given: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
-    """Seconds of a batch's prompts and of one more token of each of its sequences, by the cost model."""
+def predicted(pattern: str, given: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
+    """Seconds of a batch's prompts, and of one new token per sequence, by the cost model."""
     from nemo_ext.puzzle.cost import Serving, block_costs, outside_costs, request_seconds
 
     context = given.prompt + given.new_tokens
@@ -97,7 +96,7 @@ def foretold(pattern: str, given: argparse.Namespace, rates: tuple[float, float]
 
 
 def serve(folder: str, given: argparse.Namespace) -> None:
-    """Prints the seconds of prompts and of a token, medians of the rounds, as JSON."""
+    """Print median seconds of the prompts and of a token over rounds, as JSON."""
     from vllm import LLM, SamplingParams
 
     context = given.prompt + given.new_tokens
@@ -138,7 +137,7 @@ def main() -> None:
     patterns = {"parent": PARENT, **CHILDREN}
     rates = machine_rates()
     print(f"{rates[0] / 1e9:.0f} GFLOP/s, {rates[1] / 1e9:.1f} GB/s", file=sys.stderr)
-    told = {name: foretold(pattern, given, rates) for name, pattern in patterns.items()}
+    told = {name: predicted(pattern, given, rates) for name, pattern in patterns.items()}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryDirectory() as made:
@@ -162,8 +161,8 @@ def main() -> None:
 
 
 def table(told: dict[str, Any], found: dict[str, Any]) -> str:
-    """Markdown: parameters as a share of the parent's, and speed-ups over it, found / foretold."""
-    lines = ["| child | parameters | prompts | new tokens | tokens a second |", "|:--|--:|--:|--:|--:|"]
+    """Markdown table of parameters relative to the parent, and speed-ups over it, measured / predicted."""
+    lines = ["| child | parameters | prompts | new tokens | tokens per second |", "|:--|--:|--:|--:|--:|"]
     for name in list(told)[1:]:
         cells = [f"{told[name]['parameters'] / told['parent']['parameters']:.2f}"]
         for key in ("prefill_seconds", "decode_seconds", "request_seconds"):
