@@ -110,18 +110,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=2)
     options = parser.parse_args()
-    given = cases(options.answers, options.tests)
+    arguments = cases(options.answers, options.tests)
     sides = {"ours": our_side(options.concurrency), "Gym": gyms_side(options.concurrency)}
-    verdicts = {name: side(given) for name, side in sides.items()}
+    verdicts = {name: side(arguments) for name, side in sides.items()}
     assert verdicts["ours"] == verdicts["Gym"], "the verdicts differ"
-    print(f"{sum(verdicts['ours'])} of {len(given)} answers are right, says either")
+    print(f"{sum(verdicts['ours'])} of {len(arguments)} answers are right, says either")
     ratios = []
     for number in range(options.rounds):
         rates = {}
         for name, side in sides.items():
             began = time.perf_counter()
-            side(given)
-            rates[name] = len(given) / (time.perf_counter() - began)
+            side(arguments)
+            rates[name] = len(arguments) / (time.perf_counter() - began)
         ratios.append(rates["ours"] / rates["Gym"])
         print(f"round {number}: ours {rates['ours']:.1f}/s, Gym {rates['Gym']:.1f}/s, ratio {ratios[-1]:.2f}")
     print(f"median ratio {statistics.median(ratios):.2f} ({options.answers} answers, {options.tests} tests each)")

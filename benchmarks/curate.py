@@ -30,18 +30,18 @@ def make(path: Path, documents: int) -> None:
     from curate_faults import sentences
 
     chance, known = random.Random(0), sentences()
-    made: list[str] = []
+    texts: list[str] = []
     with open(path, "w", encoding="utf-8") as out:
         for number in range(documents):
-            if made and chance.random() < 0.1:
-                words = chance.choice(made).split(" ")
+            if texts and chance.random() < 0.1:
+                words = chance.choice(texts).split(" ")
                 words[chance.randrange(len(words))] = "another"
                 text = " ".join(words)
             else:
                 lines = (" ".join(chance.choice(known) for _ in range(4)) for _ in range(chance.randint(2, 8)))
                 text = "\n".join(lines)
-                made.append(text)
-                made = made[-1000:]
+                texts.append(text)
+                texts = texts[-1000:]
             out.write(json.dumps({"id": str(number), "text": text}) + "\n")
 
 
@@ -177,30 +177,30 @@ def main() -> None:
     parser.add_argument("--only", choices=("rules", "minhash", "all"))
     parser.add_argument("--text-dedup")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    source = given.folder.absolute() / "documents.jsonl"
-    if given.side:
-        side, what, output = given.side
-        {"ours": ours, "theirs": theirs}[side](source, Path(output), what, given.workers)
+    arguments = parser.parse_args()
+    source = arguments.folder.absolute() / "documents.jsonl"
+    if arguments.side:
+        side, what, output = arguments.side
+        {"ours": ours, "theirs": theirs}[side](source, Path(output), what, arguments.workers)
         print(
             resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )
         return
-    given.folder.mkdir(parents=True)
-    make(source, given.documents)
+    arguments.folder.mkdir(parents=True)
+    make(source, arguments.documents)
     cut(source)
     print("| | ours, s | datatrove, s | ours / datatrove | kept | MB of the largest process |")
     print("|---|---|---|---|---|---|")
-    for what in (given.only,) if given.only else ("rules", "minhash", "all"):
+    for what in (arguments.only,) if arguments.only else ("rules", "minhash", "all"):
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         memory, numbers = dict[str, float](), dict[str, int]()
-        for turn in range(given.rounds):
+        for turn in range(arguments.rounds):
             for side in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):
-                output = given.folder.absolute() / side
+                output = arguments.folder.absolute() / side
                 shutil.rmtree(output, ignore_errors=True)
-                again = ["--side", side, what, str(output), "--workers", str(given.workers)]
+                again = ["--side", side, what, str(output), "--workers", str(arguments.workers)]
                 began = time.monotonic()
-                command = [sys.executable, __file__, str(given.folder), *again]
+                command = [sys.executable, __file__, str(arguments.folder), *again]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
                 seconds[side].append(time.monotonic() - began)
                 memory[side] = max(map(int, done.stdout.split()[-2:])) / 1024
@@ -209,9 +209,9 @@ def main() -> None:
         row = [what, f"{one:.1f}", f"{other:.1f}", f"{one / other:.2f}"]
         row += [f"{numbers['ours']:,} / {numbers['theirs']:,}", f"{memory['ours']:.0f} / {memory['theirs']:.0f}"]
         print(f"| {' | '.join(row)} |", flush=True)
-    if given.text_dedup:
-        output = given.folder.absolute() / "text_dedup"
-        print(f"text-dedup's MinHash: {text_dedup(source, output, given.text_dedup, given.workers)}")
+    if arguments.text_dedup:
+        output = arguments.folder.absolute() / "text_dedup"
+        print(f"text-dedup's MinHash: {text_dedup(source, output, arguments.text_dedup, arguments.workers)}")
 
 
 if __name__ == "__main__":

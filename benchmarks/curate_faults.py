@@ -261,22 +261,22 @@ class Found:
 def judged(output: Path, planted: Planted) -> dict[str, Found]:
     """Results by fault."""
     dropped = {stage: {line["id"] for line in lines(output / "dropped" / stage)} for stage in STAGES}
-    kept = {line["id"]: line["text"] for line in lines(output / "documents")}
-    found = {}
+    documents = {line["id"]: line["text"] for line in lines(output / "documents")}
+    results = {}
     numbers = Counter(planted.faults.values())
     for fault, stage in DROPS.items():
         if numbers[fault]:
             mine = {name for name in dropped[stage] if planted.faults.get(name) == fault}
             others = {name for name in dropped[stage] if DROPS.get(planted.faults.get(name, "")) != stage}
-            found[f"{stage}: {fault}"] = Found(numbers[fault], len(mine), len(others))
+            results[f"{stage}: {fault}"] = Found(numbers[fault], len(mine), len(others))
     replaced = wrong = there = 0
     for name, texts in planted.personal.items():
-        if name in kept:
+        if name in documents:
             there += len(texts)
-            replaced += sum(text not in kept[name] for text in texts)
+            replaced += sum(text not in documents[name] for text in texts)
     for name, text in planted.harmless.items():
-        wrong += name in kept and text not in kept[name]
-    found["personal: addresses and numbers"] = Found(there, replaced, wrong)
+        wrong += name in documents and text not in documents[name]
+    results["personal: addresses and numbers"] = Found(there, replaced, wrong)
     near, wrong = dropped["near_duplicates"], 0
     bands: dict[str, list[bool]] = defaultdict(list)
     for name, (_, similarity) in planted.copies.items():
@@ -287,14 +287,16 @@ def judged(output: Path, planted: Planted) -> dict[str, Found]:
                     break
     wrong = len([name for name in near if name not in planted.copies])
     for name in sorted(bands, reverse=True):
-        found[f"near_duplicates: similarity {name}"] = Found(len(bands[name]), sum(bands[name]), wrong)
-    pages = {name: text for name, text in kept.items() if name.startswith("boilerplate")}
+        results[f"near_duplicates: similarity {name}"] = Found(len(bands[name]), sum(bands[name]), wrong)
+    pages = {name: text for name, text in documents.items() if name.startswith("boilerplate")}
     left = sum(BOILERPLATE in text for text in pages.values())
-    found["same_paragraphs: boilerplate"] = Found(len(pages) - 1, len(pages) - left, 0)
-    passages = {name: text for name, text in planted.passages.items() if name in kept}
+    results["same_paragraphs: boilerplate"] = Found(len(pages) - 1, len(pages) - left, 0)
+    passages = {name: text for name, text in planted.passages.items() if name in documents}
     there = len(passages)
-    found["same_passages: passages"] = Found(there, sum(text not in kept[name] for name, text in passages.items()), 0)
-    return found
+    results["same_passages: passages"] = Found(
+        there, sum(text not in documents[name] for name, text in passages.items()), 0
+    )
+    return results
 
 
 def table(found: Mapping[str, Found]) -> str:

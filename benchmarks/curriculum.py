@@ -65,15 +65,15 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=250)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         prompts, profile, rollouts = folder / "prompts.jsonl", folder / "profile.parquet", folder / "rollouts.jsonl"
-        make_prompts(prompts, given.prompts, given.bytes)
-        if given.rollouts:
-            make_rollouts(rollouts, given.prompts, given.rollouts)
+        make_prompts(prompts, arguments.prompts, arguments.bytes)
+        if arguments.rollouts:
+            make_rollouts(rollouts, arguments.prompts, arguments.rollouts)
         else:
-            make_profile(profile, given.prompts)
+            make_profile(profile, arguments.prompts)
         os.sync()
         begin = time.monotonic()
         with open(folder / "copy", "wb") as copy:
@@ -81,8 +81,8 @@ def main() -> None:
             os.fsync(copy.fileno())
         copied = time.monotonic() - begin
         (folder / "copy").unlink()
-        source = f"rollouts={rollouts}" if given.rollouts else f"profile={profile}"
-        words = [f"prompts={prompts}", source, f"output={folder / 'made'}", f"workers={given.workers}"]
+        source = f"rollouts={rollouts}" if arguments.rollouts else f"profile={profile}"
+        words = [f"prompts={prompts}", source, f"output={folder / 'made'}", f"workers={arguments.workers}"]
         program = "import sys; from nemo_ext.cli import main; main(['curriculum', *sys.argv[1:]])"
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         subprocess.run([sys.executable, "-c", program, *words], check=True)
@@ -90,9 +90,9 @@ def main() -> None:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         result = {
-            "prompts": given.prompts,
+            "prompts": arguments.prompts,
             "gigabytes": round(prompts.stat().st_size / 1e9, 2),
-            "rollouts": given.prompts * given.rollouts,
+            "rollouts": arguments.prompts * arguments.rollouts,
             "seconds": round(seconds, 1),
             "processor seconds of all processes": round(processor, 1),
             "machine load at the end": round(os.getloadavg()[0], 1),
@@ -100,8 +100,8 @@ def main() -> None:
             "peak resident GB of the largest process": round(usage.ru_maxrss / 1e6, 2),
         }
         print(json.dumps(result, indent=1))
-        if given.json:
-            given.json.write_text(json.dumps(result) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result) + "\n")
     finally:
         shutil.rmtree(folder)
 

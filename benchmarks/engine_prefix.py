@@ -52,17 +52,17 @@ def measure(folder: Path, count: int) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    async def answer(engine: Engine, at_a_time: int, asked: Asked) -> list[list[int]]:
-        made, left = [[] for _ in asked], iter(range(len(asked)))
+    async def answer(engine: Engine, at_a_time: int, requests: Asked) -> list[list[int]]:
+        answers, left = [[] for _ in requests], iter(range(len(requests)))
 
         async def worker() -> None:
             for number in left:
-                prompt, new = asked[number]
+                prompt, new = requests[number]
                 tokens = engine.generate(prompt, Sampling(max_tokens=new, temperature=0))
-                made[number] = [token.id async for token in tokens]
+                answers[number] = [token.id async for token in tokens]
 
         await asyncio.gather(*(worker() for _ in range(at_a_time)))
-        return made
+        return answers
 
     def counted(engine: Any, read: list[int]) -> None:
         """Counts the prompt tokens that the model reads, including padding."""
@@ -74,8 +74,8 @@ def measure(folder: Path, count: int) -> None:
 
         engine._forward = noted
 
-    found = {}
-    for number, (name, (at_a_time, asked)) in enumerate(
+    results = {}
+    for number, (name, (at_a_time, requests)) in enumerate(
         workloads(AutoTokenizer.from_pretrained(folder), count).items()
     ):
         engine, read = Engine(model), []  # each workload starts without a cached prefix
@@ -83,11 +83,11 @@ def measure(folder: Path, count: int) -> None:
             asyncio.run(answer(engine, 2, [([5, 6, 7], 4)] * 2))
         counted(engine, read)
         began, processor = time.perf_counter(), time.process_time()
-        made = asyncio.run(answer(engine, at_a_time, asked))
+        answers = asyncio.run(answer(engine, at_a_time, requests))
         seconds = {"seconds": time.perf_counter() - began, "processor": time.process_time() - processor}
-        found[name] = {**seconds, "answers": made, "read": sum(read)}
+        results[name] = {**seconds, "answers": answers, "read": sum(read)}
         engine.close()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def main() -> None:

@@ -72,22 +72,22 @@ def main() -> None:
     parser.add_argument(
         "--data", type=Path, help="folder of the quickstart's tokenised data (default: made first, untimed)"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[Path, list[tuple[float, float]]] = {each: [] for each in given.checkouts}
+        times_by_checkout: dict[Path, list[tuple[float, float]]] = {each: [] for each in arguments.checkouts}
         torch = []
-        for turn in range(int(given.data is not None), given.turns + 1):
+        for turn in range(int(arguments.data is not None), arguments.turns + 1):
             torch.append(import_of_torch())
-            for checkout, times in found.items():
+            for checkout, times in times_by_checkout.items():
                 run_dir = Path(folder) / "run"
-                times.append(first_step(checkout, run_dir, given.data or Path(folder) / "data"))
+                times.append(first_step(checkout, run_dir, arguments.data or Path(folder) / "data"))
                 shutil.rmtree(run_dir)
             if not turn:  # also tokenises the data
                 torch.clear()
-                for times in found.values():
+                for times in times_by_checkout.values():
                     times.clear()
     print(f"import torch: {median(torch):.1f} processor seconds")
-    for checkout, times in found.items():
+    for checkout, times in times_by_checkout.items():
         clock, processors = (median(each) for each in zip(*times, strict=True))
         print(f"{checkout}: {clock:.1f} s to the first step, {processors:.1f} processor seconds")
 

@@ -167,32 +167,32 @@ def main() -> None:
     parser.add_argument("--datatrove-python", help="a Python with datatrove[io], aiofiles, aiosqlite and httpx")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--inside", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends child processes
-    if given.inside:
-        name, url, file, out, concurrency = given.inside
+    if arguments.inside:
+        name, url, file, out, concurrency = arguments.inside
         rows = list(map(json.loads, Path(f"{file}.jsonl").read_text().splitlines()))
         answers = {"bare": bare, "datatrove": datatrove}[name](url, rows, Path(out), int(concurrency))
         Path(out, "read.json").write_text(json.dumps(answers))
         return
     jobs: dict[str, Job] = {"ours": partial(ours, False), "ours, number found": partial(ours, True)}
-    jobs["openai client"] = partial(inside, "bare", given.client_python)
-    if given.swarm_python:
-        jobs["domyn-swarm"] = partial(swarm, given.swarm_python)
-    if given.datatrove_python:
-        jobs["datatrove"] = partial(inside, "datatrove", given.datatrove_python)
+    jobs["openai client"] = partial(inside, "bare", arguments.client_python)
+    if arguments.swarm_python:
+        jobs["domyn-swarm"] = partial(swarm, arguments.swarm_python)
+    if arguments.datatrove_python:
+        jobs["datatrove"] = partial(inside, "datatrove", arguments.datatrove_python)
     print("Skipped, as no Python was given:", *sorted({"domyn-swarm", "datatrove"} - jobs.keys()) or ["none"])
     results = {}
-    for label in [given.only] if given.only else SETTINGS:
+    for label in [arguments.only] if arguments.only else SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            found = results[label] = run(jobs, SETTINGS[label], given.rounds, Path(folder))
+            found = results[label] = run(jobs, SETTINGS[label], arguments.rounds, Path(folder))
         print(f"\n{label}: {SETTINGS[label]}; load at the end {os.getloadavg()[0]:.1f}\n\n{TABLE}")
         for name, each in found.items():
             ratios = [found[first]["rows/s"] / each["rows/s"] for first in jobs if first.startswith("ours")]
             cells = [f"{value:.2f}" for value in (each["start"], each["rows/s"], *ratios, each["endpoint"])]
             print(f"| {name} | {' | '.join(cells)}{' (may limit the rate)' * (each['endpoint'] > 0.8)} |")
-    if given.json:
-        given.json.write_text(json.dumps({"settings": SETTINGS, "medians": results}, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"settings": SETTINGS, "medians": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -90,25 +90,25 @@ def rows(name: str, run_dir: Path) -> list[dict[str, Any]]:
     """Rows of the parent, the published child and ours."""
     config = compose("puzzle", [f"recipe=puzzle/llama_nemotron_{name}", "data=mock", "run_dir=unused"])
     chosen, architecture = settings(config["puzzle"]), from_config(config).architecture
-    plausible, found, serving = Plausible(run_dir), variants(architecture, chosen.variants), chosen.serving
-    depths = len(found) // 2 - 1
+    plausible, by_block, serving = Plausible(run_dir), variants(architecture, chosen.variants), chosen.serving
+    depths = len(by_block) // 2 - 1
     scores = [
         Score(
             n + 1, v.name, plausible.score(each[0].block.kind, n // 2 / depths, share_of(v, each[0].block)), 0.0, 0.0, 1
         )
-        for n, each in enumerate(found)
+        for n, each in enumerate(by_block)
         for v in each
         if each[0].block is not None
     ]
     costs = Costs(
         outside_costs(architecture, serving),
-        {(v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving)) for e in found for v in e},
+        {(v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving)) for e in by_block for v in e},
     )
     problem = state_problem(scores, costs, chosen.search, serving)
     solution = solve(problem, 1e-3, time_limit=600)
-    ours = [each[choice].block for each, choice in zip(found, solution.choice, strict=True)]
+    ours = [each[choice].block for each, choice in zip(by_block, solution.choice, strict=True)]
     theirs = from_config(compose("describe", [f"model={TARGETS[name]}"])).architecture
-    made = []
+    result = []
     for label, of, blocks, score in (
         ("parent", architecture, list(architecture.sizes), 0.0),
         ("published", theirs, list(theirs.sizes), published_score(TARGETS[name], architecture, plausible)),
@@ -116,10 +116,10 @@ def rows(name: str, run_dir: Path) -> list[dict[str, Any]]:
     ):
         total = totals(of, blocks, serving)
         wide = [block.size("ffn") for block in blocks if block is not None and block.kind == "-"]
-        made.append(
+        result.append(
             {"target": name, "model": label, **total, "ffn_width": sum(wide), "ffns": len(wide), "score": score}
         )
-    return made
+    return result
 
 
 def table(made: Sequence[dict[str, Any]]) -> str:

@@ -68,28 +68,30 @@ def compared(one: list[Answer], other: list[Answer]) -> dict[str, Any]:
     return {"equal": 1 - len(places) / len(one), "places": places, "gaps": gaps, "largest_error": max(errors)}
 
 
-def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[dict[str, Any], dict[Any, list[float]]]:
+def measure(
+    models: list[Path], dtype: str, arguments: argparse.Namespace
+) -> tuple[dict[str, Any], dict[Any, list[float]]]:
     """Comparisons of answers, and tokens per second by model, engine and concurrency, for all rounds."""
     from transformers import PreTrainedTokenizerFast
 
     from nemo_ext.serving.text import TokenBytes
 
-    found: dict[tuple[str, str, int], list[Answer]] = {}
+    answers: dict[tuple[str, str, int], list[Answer]] = {}
     rates, servers = defaultdict(list), {}
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for model, engine in itertools.product(models, ("ours", "vLLM")):
             words = [f"serving.dtype={dtype}", "serving.max_length=1024"]
-            words += ["serving.engine=vllm", f"serving.vllm={given.vllm}"] if engine == "vLLM" else []
+            words += ["serving.engine=vllm", f"serving.vllm={arguments.vllm}"] if engine == "vLLM" else []
             start = ours(model, Path(folder), f"{engine}-{model.name}", *words)
             servers[model.name, engine] = stack.enter_context(start)
         names = TokenBytes(PreTrainedTokenizerFast.from_pretrained(models[0]))
         for (model, engine), at_a_time in itertools.product(servers, AT_A_TIME):
-            more = {"max_tokens": given.new_tokens, "logprobs": 5}
+            more = {"max_tokens": arguments.new_tokens, "logprobs": 5}
             more |= {"return_tokens_as_token_ids": True} if engine == "vLLM" else {}
-            _, made = asyncio.run(post(servers[model, engine], requests(given.prompts, 0, **more), at_a_time))
-            found[model, engine, at_a_time] = [tokens_of(each, names) for each in made]
-        for turn, at_a_time in itertools.product(range(given.rounds + 1), AT_A_TIME):
-            asked = requests(given.prompts, 10 * turn + at_a_time, max_tokens=given.new_tokens, ignore_eos=True)
+            _, made = asyncio.run(post(servers[model, engine], requests(arguments.prompts, 0, **more), at_a_time))
+            answers[model, engine, at_a_time] = [tokens_of(each, names) for each in made]
+        for turn, at_a_time in itertools.product(range(arguments.rounds + 1), AT_A_TIME):
+            asked = requests(arguments.prompts, 10 * turn + at_a_time, max_tokens=arguments.new_tokens, ignore_eos=True)
             for key, server in servers.items():
                 seconds, made = asyncio.run(post(server, asked, at_a_time))
                 rate = sum(each["usage"]["completion_tokens"] for each in made) / seconds
@@ -97,9 +99,11 @@ def measure(models: list[Path], dtype: str, given: argparse.Namespace) -> tuple[
                 rates[*key, at_a_time] += [rate] if turn else []  # the first round is warm-up
     pairs = {}
     for model, number in itertools.product([model.name for model in models], AT_A_TIME):
-        pairs[f"{model}, ours and vLLM, {number} at a time"] = [found[model, side, number] for side in ("ours", "vLLM")]
+        pairs[f"{model}, ours and vLLM, {number} at a time"] = [
+            answers[model, side, number] for side in ("ours", "vLLM")
+        ]
     for model, engine in servers:
-        pairs[f"{model}, {engine}, 1 and 8 at a time"] = [found[model, engine, number] for number in AT_A_TIME]
+        pairs[f"{model}, {engine}, 1 and 8 at a time"] = [answers[model, engine, number] for number in AT_A_TIME]
     return {name: compared(*pair) for name, pair in pairs.items()}, rates
 
 
@@ -130,19 +134,19 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size, help=f"default: {size}")
     parser.add_argument("--vllm", default="{}", help="serving.vllm, such as '{enforce_eager: true}'")
     parser.add_argument("--json", type=Path, help="file for the results")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     # By default, vLLM reserves a core for its HTTP server and takes much of the memory.
-    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{given.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": f"0-{arguments.threads - 1}", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends the servers
     results = {}
-    for dtype in given.dtypes:
-        comparisons, rates = measure(given.models, dtype, given)
+    for dtype in arguments.dtypes:
+        comparisons, rates = measure(arguments.models, dtype, arguments)
         results[dtype] = {"compared": comparisons, "rates": {", ".join(map(str, key)): x for key, x in rates.items()}}
         print(f"\n{dtype}, load at the end {os.getloadavg()[0]:.1f}\n")
-        print(tables(comparisons, rates, [model.name for model in given.models]), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(results, indent=1) + "\n")
+        print(tables(comparisons, rates, [model.name for model in arguments.models]), flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

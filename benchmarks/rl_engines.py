@@ -83,21 +83,21 @@ def with_cpu_workers(runs: Any) -> None:
 
 def report(folder: Path, plot: Path | None) -> None:
     """Print the table, and draw the plot."""
-    found: dict[str, list[np.ndarray]] = {}
+    rewards_by_engine: dict[str, list[np.ndarray]] = {}
     for line in map(json.loads, (folder / "rewards.jsonl").read_text().splitlines()):
-        found.setdefault(line["name"], []).append(np.array(line["rewards"]))
+        rewards_by_engine.setdefault(line["name"], []).append(np.array(line["rewards"]))
     interval = loaded("test_learning").interval
     print("| engine | runs | steps | first 10 steps | last 20 steps | TRL's interval for these | in it |")
     print("|---" * 7 + "|")
-    for name, runs in found.items():
+    for name, runs in rewards_by_engine.items():
         steps = min(map(len, runs))
         first, last = ([rewards[begin:end].mean() for rewards in runs] for begin, end in ((0, 10), (steps - 20, steps)))
-        low, high = interval([rewards[steps - 20 : steps].mean() for rewards in found["TRL"]])
+        low, high = interval([rewards[steps - 20 : steps].mean() for rewards in rewards_by_engine["TRL"]])
         inside = "" if name == "TRL" else ", ".join("yes" if low <= value <= high else "no" for value in last)
         cells = (", ".join(f"{value:.3f}" for value in values) for values in (first, last))
         print(f"| {name} | {len(runs)} | {steps} | {' | '.join(cells)} | {low:.3f} to {high:.3f} | {inside} |")
     if plot is not None:
-        draw(found, plot)
+        draw(rewards_by_engine, plot)
 
 
 def draw(found: dict[str, list[np.ndarray]], plot: Path) -> None:

@@ -109,7 +109,7 @@ async def post(server: Server, asked: list[dict[str, Any]], at_a_time: int) -> t
     import aiohttp
 
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    numbers, made = itertools.count(), [{} for _ in asked]
+    numbers, responses = itertools.count(), [{} for _ in asked]
 
     async def worker(session: aiohttp.ClientSession) -> None:
         while (number := next(numbers)) < len(asked):
@@ -118,12 +118,12 @@ async def post(server: Server, asked: list[dict[str, Any]], at_a_time: int) -> t
             async with session.post(f"{server.url}/{path}", json=body) as response:
                 said = await response.text()
             assert response.status == 200, said
-            made[number] = json.loads(said)
+            responses[number] = json.loads(said)
 
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=3600)) as session:
         began = time.perf_counter()
         await asyncio.gather(*(worker(session) for _ in range(at_a_time)))
-        return time.perf_counter() - began, made
+        return time.perf_counter() - began, responses
 
 
 def ask(server: Server, count: int, tokens: int, at_a_time: int) -> tuple[float, list[str]]:
@@ -142,8 +142,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each server (default: 1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="file for the results")
-    given = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends the servers
     rates: dict[tuple[int, str], list[float]] = {}
     texts: dict[tuple[int, str], list[str]] = {}
@@ -152,17 +152,17 @@ def main() -> None:
         make_model(model := folder / "tiny")
         # By default, the cache takes most of the memory, and a batch has 8192 tokens, which is slower here.
         batching = ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "1024"]
-        own, python = stack.enter_context(ours(model, folder)), given.transformers_python
+        own, python = stack.enter_context(ours(model, folder)), arguments.transformers_python
         turns = {
-            "ours": (own, given.at_a_time),
+            "ours": (own, arguments.at_a_time),
             "ours, sequentially": (own, 1),
-            "transformers serve": (stack.enter_context(theirs(python, model, folder, "plain")), given.at_a_time),
+            "transformers serve": (stack.enter_context(theirs(python, model, folder, "plain")), arguments.at_a_time),
             "transformers serve, continuous batching": (
                 stack.enter_context(theirs(python, model, folder, "batching", *batching)),
-                given.at_a_time,
+                arguments.at_a_time,
             ),
         }
-        for number, (tokens, count) in itertools.product(range(-1, given.rounds), REQUESTS.items()):
+        for number, (tokens, count) in itertools.product(range(-1, arguments.rounds), REQUESTS.items()):
             for name, (server, at_a_time) in turns.items():
                 seconds, said = ask(server, count, tokens, at_a_time)
                 if number >= 0:  # after a warm-up of all
@@ -178,8 +178,8 @@ def main() -> None:
         same = sum(map(str.__eq__, texts[tokens, "ours"], texts[tokens, name])) / REQUESTS[tokens]
         results.append({"tokens": tokens, "name": name, "requests/s": rate, "ours / its": ratio, "same": same})
         print(f"| {tokens} | {name} | {rate:.2f} | {rate * tokens:.0f} | {ratio:.2f} | {same:.0%} |")
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

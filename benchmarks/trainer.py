@@ -114,9 +114,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
     parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        RANKS[given.rank[0]](given.rank[1])
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        RANKS[arguments.rank[0]](arguments.rank[1])
         return
     from nemo_ext.data.training import tokenize_streams
     from nemo_ext.job.config import compose
@@ -125,22 +125,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
         for kind in RANKS:
-            words = [f"recipe={given.recipe}", f"run_dir={folder}/{kind}", f"data_root={folder}/data"]
+            words = [f"recipe={arguments.recipe}", f"run_dir={folder}/{kind}", f"data_root={folder}/data"]
             words += ["launcher.nproc_per_node=1", "megatron.eval_iters=0", "train.validate_at_start=false"]
             words += ["megatron.log_interval=1", "megatron.save_interval=100000", "memory_profile=null"]
             config = compose("train", words)
-            config["megatron"]["exit_interval"] = given.steps
+            config["megatron"]["exit_interval"] = arguments.steps
             tokenize_streams(config.get("data"))
             configs[kind] = prepare(config)
         found: dict[str, list[list[float]]] = {kind: [] for kind in RANKS}
-        for number in range(given.rounds):
+        for number in range(arguments.rounds):
             for kind in sorted(RANKS, reverse=bool(number % 2)):
                 found[kind].append(seconds(kind, configs[kind]))
                 print(f"round {number + 1}, {kind}: {median(found[kind][-1]) * 1e3:.1f} ms per step", flush=True)
     medians = {kind: median(each for round_ in rounds for each in round_) for kind, rounds in found.items()}
     print(f"ours / plain: {medians['ours'] / medians['plain']:.3f}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -80,32 +80,32 @@ def machine_rates() -> tuple[float, float]:
     return flops, large.nbytes / seconds("large @ one", large=large, one=one)
 
 
-def predicted(pattern: str, given: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
+def predicted(pattern: str, arguments: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
     """Seconds of a batch's prompts, and of one new token per sequence, by the cost model."""
     from nemo_ext.puzzle.cost import Serving, block_costs, outside_costs, request_seconds
 
-    context = given.prompt + given.new_tokens
-    sizes = {"batch": given.batch, "prompt": given.prompt, "context": context}
+    context = arguments.prompt + arguments.new_tokens
+    sizes = {"batch": arguments.batch, "prompt": arguments.prompt, "context": context}
     precision = {"precision": "fp32", "cache_precision": "fp32"}
     serving = Serving(**sizes, **precision, flops=rates[0], bandwidth=rates[1])
     description = described(pattern)
     costs = [block_costs(description.architecture, block, serving) for block in description.blocks]
     costs.append(outside_costs(description.architecture, serving))
     found = {name: sum(cost[name] for cost in costs) for name in ("parameters", "prefill_seconds", "decode_seconds")}
-    return found | {"request_seconds": request_seconds(found, new_tokens=given.new_tokens)}
+    return found | {"request_seconds": request_seconds(found, new_tokens=arguments.new_tokens)}
 
 
-def serve(folder: str, given: argparse.Namespace) -> None:
+def serve(folder: str, arguments: argparse.Namespace) -> None:
     """Print median seconds of the prompts and of a token over rounds, as JSON."""
     from vllm import LLM, SamplingParams
 
-    context = given.prompt + given.new_tokens
+    context = arguments.prompt + arguments.new_tokens
     engine = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "max_model_len": context}
-    engine |= {"max_num_seqs": given.batch, "max_num_batched_tokens": given.batch * given.prompt}
+    engine |= {"max_num_seqs": arguments.batch, "max_num_batched_tokens": arguments.batch * arguments.prompt}
     model = LLM(folder, skip_tokenizer_init=True, disable_log_stats=True, **engine)
     prompts = [
-        {"prompt_token_ids": [(step * 7 + row * 131) % 8000 for step in range(given.prompt)]}
-        for row in range(given.batch)
+        {"prompt_token_ids": [(step * 7 + row * 131) % 8000 for step in range(arguments.prompt)]}
+        for row in range(arguments.batch)
     ]
 
     def seconds(tokens: int) -> float:
@@ -115,10 +115,10 @@ def serve(folder: str, given: argparse.Namespace) -> None:
         return time.perf_counter() - began
 
     seconds(2)
-    prompt, whole = (statistics.median(seconds(tokens) for _ in range(3)) for tokens in (1, given.new_tokens))
+    prompt, whole = (statistics.median(seconds(tokens) for _ in range(3)) for tokens in (1, arguments.new_tokens))
     found = {
         "prefill_seconds": prompt,
-        "decode_seconds": (whole - prompt) / (given.new_tokens - 1),
+        "decode_seconds": (whole - prompt) / (arguments.new_tokens - 1),
         "request_seconds": whole,
     }
     print(json.dumps(found))
@@ -130,34 +130,36 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.folder:
-        return serve(given.folder, given)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        return serve(arguments.folder, arguments)
 
     patterns = {"parent": PARENT, **CHILDREN}
     rates = machine_rates()
     print(f"{rates[0] / 1e9:.0f} GFLOP/s, {rates[1] / 1e9:.1f} GB/s", file=sys.stderr)
-    told = {name: predicted(pattern, given, rates) for name, pattern in patterns.items()}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
+    predictions = {name: predicted(pattern, arguments, rates) for name, pattern in patterns.items()}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryDirectory() as made:
         for number, pattern in enumerate(patterns.values()):
             write_model(pattern, Path(made) / str(number))
-        for turn in range(given.rounds):
+        for turn in range(arguments.rounds):
             for number, name in enumerate(patterns):
                 words = [sys.executable, __file__, *sys.argv[1:], "--folder", f"{made}/{number}"]
                 ended = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False)
                 if ended.returncode:
                     sys.exit(f"{name}: {ended.stderr[-3000:]}")
-                found[name].append(json.loads(ended.stdout.splitlines()[-1]))
-                print(f"round {turn + 1}: {name}: {found[name][-1]}", file=sys.stderr)
+                measured[name].append(json.loads(ended.stdout.splitlines()[-1]))
+                print(f"round {turn + 1}: {name}: {measured[name][-1]}", file=sys.stderr)
     seconds = {
         name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        for name, rounds in found.items()
+        for name, rounds in measured.items()
     }
-    print(table(told, seconds))
-    if given.json:
-        given.json.write_text(json.dumps({"rates": rates, "foretold": told, "rounds": found}, indent=2) + "\n")
+    print(table(predictions, seconds))
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"rates": rates, "foretold": predictions, "rounds": measured}, indent=2) + "\n"
+        )
 
 
 def table(told: dict[str, Any], found: dict[str, Any]) -> str:

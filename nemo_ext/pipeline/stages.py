@@ -317,13 +317,13 @@ def _last_of_each_key(words: Sequence[str]) -> list[str]:
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
 
 
-def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
+def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> bool:
     """True if a stage, with all tasks of an array, has finished with these arguments.
 
     Args:
         base: folder of the stage, for messages.
         records: folders whose `slurm` holds the record of starts.
-        own: arguments of the job.
+        arguments: arguments of the job.
 
     Raises:
         ValueError: it finished with other arguments.
@@ -331,7 +331,7 @@ def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
     ends = [attempts.finished(record) for record in records]
     if any(end is None for end in ends):
         return False
-    changed = attempts.other_words(ends[0] or (), own)
+    changed = attempts.other_words(ends[0] or (), arguments)
     if len(ends) == 1 and changed:
         raise ValueError(
             f"{base}: finished with other arguments ({', '.join(changed)}): use the same ones, choose another run_dir, "

@@ -48,9 +48,9 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity, what="a score")}
     result = json.loads(workspace.result.read_text())
     low = set(result["tried"][-1]["fp8"])
-    kept = [unit for unit in every if unit.selector not in low]
-    named = named_rule(kept, plan, architecture) if kept else None
-    rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(kept)
+    in_bf16 = [unit for unit in every if unit.selector not in low]
+    named = named_rule(in_bf16, plan, architecture) if in_bf16 else None
+    rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(in_bf16)
     proposed = [rule.text for rule in with_rules(plan, rules).rules]
     _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": proposed}, chosen)
     losses = {name: lost(score, scores[REFERENCE], chosen.metric) for name, score in scores.items()}
@@ -58,13 +58,13 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     for unit in every:
         groups.setdefault(unit.group, []).append(losses[unit.selector])
     metric, where = "KL" if chosen.metric == "kl" else "loss", "BF16" if config["megatron"].get("bf16") else "FP32"
-    report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, kept, every, named, chosen))
+    report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, in_bf16, every, named, chosen))
     report.add(f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.")
     report.code(workspace.proposal.read_text(), "yaml")
     size = (min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2)
     layout: Any = {"columns": 2, "width_ratios": [max(2.0, len(every) / 14), 1.6]}
     left, right = report.picture(f"{metric} of each {chosen.per} in FP8", PICTURE, *size, **layout)
-    _draw_units(left, every, kept, [losses[unit.selector] for unit in every])
+    _draw_units(left, every, in_bf16, [losses[unit.selector] for unit in every])
     tidy(left, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats per token", legend=True)
     _draw_plans(right, result["plans"], chosen)
     about = f"On validation data; weights not in FP8 were measured in {where}."
@@ -77,7 +77,7 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     _groups(report, groups, losses, every)
     report.add(_finding(groups, chosen))
     ranked = sorted(every, key=lambda unit: -losses[unit.selector])[:12]
-    rows = [_row(unit, scores, "BF16" if unit in kept else "FP8") for unit in ranked]
+    rows = [_row(unit, scores, "BF16" if unit in in_bf16 else "FP8") for unit in ranked]
     report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
     return report.write(workspace.run_dir / REPORT)
 

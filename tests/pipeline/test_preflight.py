@@ -26,7 +26,7 @@ def wrong(tmp_path: Path) -> Chain:
         given = [f"tokenize.{word}" for word in tokenize.split()] + [f"pretrain.{word}" for word in pretrain.split()]
         pipeline = read([*words[0].split(), *given])
         submissions: dict[str, Submission] = {}
-        found: Sequence[object] = ()
+        problems: Sequence[object] = ()
         for stage in pipeline.stages:
             before = pipeline.before(stage)
             coming = [
@@ -36,11 +36,11 @@ def wrong(tmp_path: Path) -> Chain:
                 for place in makes(submissions[each.name].settings.job, config)
             ]
             made = submissions[stage.name] = planned(stage.words, coming=coming)
-            found = [
+            problems = [
                 *findings(made.config, made.settings, coming=coming),
                 *_other_tokenizers(before, submissions, made),
             ]
-        return [one.text for one in found if one.kind == "error"]
+        return [one.text for one in problems if one.kind == "error"]
 
     return errors
 

@@ -48,24 +48,24 @@ def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
         ranks = rehearse_puzzle(compose("rehearse_puzzle", given), tmp_path / "ranks")["ranks"]
         return {rank["name"]: rank for rank in ranks}
 
-    found = peaks()
+    whole = peaks()
     words = ("launcher.nproc_per_node=4", "puzzle.distill.inputs=unused", "puzzle.stages=[distill]")
     shared = peaks(*words, "puzzle.heal.tokens=0")
     more = peaks("puzzle.calibration.sequences=40", "puzzle.stages=[score]", "puzzle.heal.tokens=0")
 
-    assert list(found) == ["library", "distill", "score", "compare", "heal"], "no training of the parent, which exists"
-    assert found["heal"]["peak"]["teacher"] > 0
-    peak, part = found["distill"]["peak"], shared["distill"]["peak"]
+    assert list(whole) == ["library", "distill", "score", "compare", "heal"], "no training of the parent, which exists"
+    assert whole["heal"]["peak"]["teacher"] > 0
+    peak, part = whole["distill"]["peak"], shared["distill"]["peak"]
     # Masters and two moments in FP32; some Mamba parameters are FP32 in any case.
     assert peak["optimizer"] / 6 == pytest.approx(peak["variants"], rel=1e-3)
     assert part["variants"] == peak["variants"] and part["optimizer"] == pytest.approx(peak["optimizer"] / 4, rel=0.01)
     sent = {each["operation"]: each["bytes"] for each in shared["distill"]["collectives"]}
     assert sent["reduce_scatter_base"] == pytest.approx(2 * sent["allgather_base"], rel=0.01), "FP32 one way, BF16 back"
     # The forward pass starts at the group's first block.
-    assert shared["distill"]["flops"]["forward"] < found["distill"]["flops"]["forward"] / 4
+    assert shared["distill"]["flops"]["forward"] < whole["distill"]["flops"]["forward"] / 4
     hidden, length = parent["megatron"]["hidden_size"], 256
     one_more = 8 * length * hidden * 2  # of 8 sequences
-    assert more["score"]["peak_bytes"] - found["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
+    assert more["score"]["peak_bytes"] - whole["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
 
 
 @pytest.mark.slow

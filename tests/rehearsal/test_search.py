@@ -88,10 +88,10 @@ def test_arguments_reproduce_the_timed_layout(model: str) -> None:
 
 
 def test_a_layout_that_does_not_fit_by_rehearsal_is_dropped_and_counted() -> None:
-    asked = []
+    rehearsed = []
 
     def rehearse(words: list[str], number: int) -> dict[str, Any]:
-        asked.append(words)
+        rehearsed.append(words)
         if number == 1:
             raise ValueError("Megatron says no")
         return {"ranks": [{"peak_bytes": 60 * GIB if number == 2 else 50 * GIB}]}
@@ -100,7 +100,7 @@ def test_a_layout_that_does_not_fit_by_rehearsal_is_dropped_and_counted() -> Non
 
     assert [line.get("fits") for line in said["tried"]] == [None, False, True, True]
     assert said["tried"][0]["error"] == "Megatron says no"
-    assert len({tuple(words) for words in asked}) == 4
+    assert len({tuple(words) for words in rehearsed}) == 4
     assert [result["number"] for result in results] == [2, 3, 4]
 
 

@@ -357,24 +357,24 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
 def differences(rank: Mapping[str, Any]) -> list[str]:
     """Differences between a rehearsal and the real rank, as texts."""
-    found, real = [], rank["real"]
+    texts, real = [], rank["real"]
     counted = {(group, operation): [count, size] for group, operation, count, size in real["collectives"]}
     calls: Counter[str] = Counter()
     for (_, operation), (count, _) in counted.items():
         calls[GLOO[operation]] += count
     if calls != real["profiled"]:
-        found.append(f"counted {dict(calls)}, by torch's profiler {real['profiled']}")
+        texts.append(f"counted {dict(calls)}, by torch's profiler {real['profiled']}")
     for name in ("said", "here"):
         record = rank[name]
         sent = {(each["group"], each["operation"]): [each["count"], each["bytes"]] for each in record["collectives"]}
         for key in sorted(counted.keys() | sent.keys()):
             if counted.get(key) != sent.get(key):
-                found.append(f"{name}: {key}: {counted.get(key)} and not {sent.get(key)}")
+                texts.append(f"{name}: {key}: {counted.get(key)} and not {sent.get(key)}")
         pairs = [("parameters", record["parameters"]), ("gradients", record["peak"].get("gradients", 0))]
         if record["rank"] == rank["rank"]:  # the optimizer shards of other ranks differ by the padding of buffers
             pairs.append(("optimizer", record["peak"].get("optimizer", 0)))
-        found += [f"{name}: {key}: {real[key]} and not {value}" for key, value in pairs if real[key] != value]
-    return found
+        texts += [f"{name}: {key}: {real[key]} and not {value}" for key, value in pairs if real[key] != value]
+    return texts
 
 
 def ratios(rank: Mapping[str, Any]) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str
     if groups % fewer:
         raise ValueError(f"{groups} KV heads cannot be pooled to {fewer}: expected a divisor")
     queries_per_group, merged = heads // groups, groups // fewer
-    made = {}
+    result = {}
     for name in ("weight", "bias"):
         fused = tensors.get(f"self_attention.linear_qkv.{name}")
         if fused is None:
@@ -92,12 +92,12 @@ def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str
         grouped = fused.reshape(groups, queries_per_group + 2, head_dim, *fused.shape[1:])
         queries = grouped[:, :queries_per_group].reshape(fewer, merged * queries_per_group, head_dim, *fused.shape[1:])
         pooled = grouped[:, queries_per_group:].reshape(fewer, merged, 2, head_dim, *fused.shape[1:]).mean(1)
-        made[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
+        result[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
     # A QK norm over the full width has one weight per key channel.
     width = tensors.get("self_attention.k_layernorm.weight")
     if width is not None and width.shape[0] == groups * head_dim:
-        made["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
-    return made
+        result["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
+    return result
 
 
 def _narrower_mlp(
@@ -139,14 +139,14 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
     import torch
 
     first, second = (tensors[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
-    made: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     channels = second.float().norm(dim=1) if importance.channels is None else importance.channels
     if variant.size("experts") < parent.size("experts"):
         mass = second.float().square().sum((1, 2)) if importance.experts is None else importance.experts
         kept = _largest(mass, variant.size("experts"))
         first, second, channels = first[kept], second[kept], channels[kept]
         router = ("mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
-        made |= {name: tensors[name][kept] for name in router if name in tensors}
+        result |= {name: tensors[name][kept] for name in router if name in tensors}
     if variant.size("ffn") < parent.size("ffn"):
         halves = first.shape[1] // second.shape[2]  # 2 for gated experts
         width = variant.size("ffn")
@@ -154,7 +154,7 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
         cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
         first = torch.stack(cut)
         second = torch.stack([e[:, k] for e, k in zip(second, narrow, strict=True)])
-    return made | {
+    return result | {
         "mlp.experts.experts.linear_fc1.weight": first,
         "mlp.experts.experts.linear_fc2.weight": second,
     }

@@ -58,18 +58,18 @@ def test_uniform_pruning_below_its_minimum_is_refused(architecture: Architecture
 
 
 def test_greedy_dropping_takes_the_lowest_scores_first(architecture: Architecture) -> None:
-    cost, found = cost_of(architecture), variants(architecture)
-    scores = {number: float((number * 5) % len(found)) for number in range(len(found))}
+    cost, by_block = cost_of(architecture), variants(architecture)
+    scores = {number: float((number * 5) % len(by_block)) for number in range(len(by_block))}
     most = 0.6 * cost(architecture.sizes)
 
-    made = greedy(found, lambda variant: scores[variant.number], cost, most)
+    made = greedy(by_block, lambda variant: scores[variant.number], cost, most)
 
     dropped = {variant.number for variant in made if variant.block is None}
     kept = set(scores) - dropped
     assert max(scores[number] for number in dropped) < min(scores[number] for number in kept)
     assert cost([variant.block for variant in made]) <= most
     last = max(dropped, key=lambda number: scores[number])  # one fewer would not have been enough
-    assert cost([found[v.number][0].block if v.number == last else v.block for v in made]) > most
+    assert cost([by_block[v.number][0].block if v.number == last else v.block for v in made]) > most
 
 
 def test_greedy_dropping_keeps_at_least_one_block(architecture: Architecture) -> None:

@@ -50,9 +50,9 @@ def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path
     "call", [pytest.param(call, marks=() if call in (5, 11) else pytest.mark.slow) for call in range(2, 15, 3)]
 )
 def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     whole, parts = Library(tmp_path / "whole"), Library(tmp_path / "parts")
     calls, steps = 0, 0
 
@@ -66,19 +66,19 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
         nonlocal steps
         steps += number
 
-    every = distill(parent, found, library, whole, data, Training(steps=5))
+    every = distill(parent, by_block, library, whole, data, Training(steps=5))
     training = Training(steps=5, together=1, save_interval=2)
     inputs = BlockInputs(tmp_path / "inputs")
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, parts, data, training, inputs=inputs, advance=stop)
+        distill(parent, by_block, library, parts, data, training, inputs=inputs, advance=stop)
     first = {file: file.stat().st_mtime_ns for file in parts.folder.rglob("*.safetensors")}
-    again = distill(parent, found, library, parts, data, training, inputs=inputs, advance=count)
+    again = distill(parent, by_block, library, parts, data, training, inputs=inputs, advance=count)
 
     assert all(file.stat().st_mtime_ns == time for file, time in first.items())
-    assert steps == 5 * len(trainable(found))
+    assert steps == 5 * len(trainable(by_block))
     assert again == every
     assert not (parts.folder / "in_training.pt").exists() and not inputs.folder.exists()
-    for variant in trainable(found):
+    for variant in trainable(by_block):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -87,10 +87,10 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
 def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     ranks: int, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library, whole, parts = (Library(tmp_path / name) for name in ("library", "whole", "parts"))
-    build(parent, description, found, library, calibration=[])
-    distill(parent, found, library, whole, data, training := Training(steps=5, save_interval=3))
+    build(parent, description, by_block, library, calibration=[])
+    distill(parent, by_block, library, whole, data, training := Training(steps=5, save_interval=3))
     steps = itertools.count()
 
     def stop(count: int) -> None:
@@ -98,13 +98,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, parts, data, training, advance=stop)
+        distill(parent, by_block, library, parts, data, training, advance=stop)
     (own,) = (parts.folder / "in_training.parts").iterdir()
     assert own.name == "step_000003_0of1.pt"
     state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
     own.unlink()
     with pytest.raises(ValueError, match=r"step_000003_0of1.pt: missing"):
-        distill(parent, found, library, parts, data, training)
+        distill(parent, by_block, library, parts, data, training)
     for rank in range(ranks):
         with monkeypatch.context() as there:
             there.setattr(data_parallel, "number", lambda rank=rank: rank)
@@ -112,9 +112,9 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
             part = tree_map(lambda each: data_parallel.part_of(each) if getattr(each, "ndim", 0) else each, state)
             torch.save(part, own.with_name(f"step_000003_{rank}of{ranks}.pt"))
     torch.save(index | {"ranks": ranks}, parts.folder / "in_training.pt")
-    distill(parent, found, library, parts, data, training)
+    distill(parent, by_block, library, parts, data, training)
 
-    for variant in trainable(found):
+    for variant in trainable(by_block):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -154,10 +154,10 @@ def test_sharded_states_train_the_same_as_whole_states(on_ranks: Callable[..., N
 def test_a_group_killed_while_its_files_are_written_is_written_again(
     opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
-    last = trainable(found)[-1]
+    build(parent, description, by_block, library, calibration=[])
+    last = trainable(by_block)[-1]
     write = Library.write
 
     def full(self: Library, variant: Any, *args: Any, **notes: str) -> None:
@@ -168,31 +168,31 @@ def test_a_group_killed_while_its_files_are_written_is_written_again(
     with monkeypatch.context() as patch:
         patch.setattr(Library, "write", full)
         with pytest.raises(OSError, match="disk full"):
-            distill(parent, found, library, trained, data, Training(steps=3))
+            distill(parent, by_block, library, trained, data, Training(steps=3))
     assert not trained.has(last)
 
     def nothing(start: int) -> Iterator[torch.Tensor]:
         return iter(()) if start == 3 else data(start)  # all steps are done
 
-    distill(parent, found, library, trained, nothing, Training(steps=3))
-    assert all(trained.has(variant) for variant in trainable(found))
+    distill(parent, by_block, library, trained, nothing, Training(steps=3))
+    assert all(trained.has(variant) for variant in trainable(by_block))
 
 
 def test_a_checkpoint_with_other_settings_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     with pytest.raises(ValueError, match="the data have only 2"):
         distill(
             parent,
-            found,
+            by_block,
             library,
             trained,
             lambda start: itertools.islice(data(0), 2),
             Training(steps=3, save_interval=1),
         )
     with pytest.raises(ValueError, match="from a distillation with other settings"):
-        distill(parent, found, library, trained, data, Training(steps=4))
+        distill(parent, by_block, library, trained, data, Training(steps=4))
 
 
 def test_too_little_data_is_reported(opened: Callable[..., Any], tmp_path: Path) -> None:

@@ -129,9 +129,9 @@ def measure(parent: Parent, description: Description, file: Path, **changes: Any
 
 def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("nemotron3_nano_tiny", "-*-M-E")
-    told: list[int] = []
+    advanced: list[int] = []
 
-    first, built = measure(parent, description, tmp_path / "measured.jsonl", advance=told.append)
+    first, built = measure(parent, description, tmp_path / "measured.jsonl", advance=advanced.append)
     written = (tmp_path / "measured.jsonl").read_bytes()
     again, built_again = measure(parent, description, tmp_path / "measured.jsonl")
 
@@ -141,7 +141,7 @@ def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
         *("M{heads=16,head_dim=16,state=32,groups=2}", "M{linear}", str(description.blocks[5]), "E{linear}"),
     ]
     assert set(first) == {*built, OUTSIDE, "no_op"}
-    assert sum(told) == len(distinct_blocks(variants(description.architecture, CHOICES))) + 1 == len(built) + 1
+    assert sum(advanced) == len(distinct_blocks(variants(description.architecture, CHOICES))) + 1 == len(built) + 1
     assert again == first and built_again == [] and (tmp_path / "measured.jsonl").read_bytes() == written
     for key, measured in first.items():
         assert (measured.prefill_seconds > 0) == (measured.decode_seconds > 0) == (key != "no_op")

@@ -208,14 +208,14 @@ def same(one: Library, other: Library, variants: Sequence[Variant]) -> bool:
 
 @pytest.mark.parametrize("rest", ["in shards", "without a shard"])
 def test_shards_train_the_same_as_one_process(rest: str, opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     whole, parts = Library(tmp_path / "whole"), Library(tmp_path / "parts")
-    expected = distill(parent, found, library, whole, data, Training(steps=5))
+    expected = distill(parent, by_block, library, whole, data, Training(steps=5))
     training = Training(steps=5, together=2, save_interval=2)
     shards = every(3)
-    shares = {shard: shard.select([trainable([each]) for each in found]) for shard in shards}
+    shares = {shard: shard.select([trainable([each]) for each in by_block]) for shard in shards}
 
     def stop(count: int) -> None:
         if (parts.folder / "in_training_1of3.pt").exists():
@@ -239,20 +239,20 @@ def test_shards_train_the_same_as_one_process(rest: str, opened: Callable[..., A
     if rest == "in shards":
         for shard in shards[1:]:
             distill(parent, shares[shard], library, parts, noted, training, shard=shard)
-        assert distill(parent, found, library, parts, lambda start: iter(()), training) == expected
+        assert distill(parent, by_block, library, parts, lambda start: iter(()), training) == expected
     else:
-        assert distill(parent, found, library, parts, noted, training, advance=count) == expected
-        assert steps == 5 * len(trainable(found))
+        assert distill(parent, by_block, library, parts, noted, training, advance=count) == expected
+        assert steps == 5 * len(trainable(by_block))
     assert first[0] == 2 and set(first[1:]) == {0}  # where the interrupted one was
 
-    assert same(whole, parts, trainable(found))
+    assert same(whole, parts, trainable(by_block))
     assert not list(parts.folder.glob("in_training*"))
 
 
 def test_a_checkpoint_whose_variants_shards_have_trained_is_kept(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     training = Training(steps=4, save_interval=2)
 
     def stop(count: int) -> None:
@@ -260,29 +260,29 @@ def test_a_checkpoint_whose_variants_shards_have_trained_is_kept(opened: Callabl
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, trained, data, training, advance=stop)
-    distill(parent, found, library, trained, data, training, shard=Shard(0, 1))
+        distill(parent, by_block, library, trained, data, training, advance=stop)
+    distill(parent, by_block, library, trained, data, training, shard=Shard(0, 1))
     assert (trained.folder / "in_training.pt").exists()  # a shard must not touch it
-    distill(parent, found, library, trained, lambda start: iter(()), training)
+    distill(parent, by_block, library, trained, lambda start: iter(()), training)
     assert not (trained.folder / "in_training.pt").exists()
 
 
 def test_scores_of_shards_match_one_process(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     calibration = [next(data(step)) for step in range(2)]
-    order = [(v.number + 1, v.name) for each in found for v in each]
+    order = [(v.number + 1, v.name) for each in by_block for v in each]
 
     def score(variants: Sequence[Sequence[Variant]], name: str) -> None:
         score_blocks(parent, variants, lambda v: library.layer(parent, v), calibration, tmp_path / name)
 
-    score(found, "whole.jsonl")
+    score(by_block, "whole.jsonl")
     for shard in (Shard(2, 3), Shard(0, 3)):
-        score(shard.select(found), f"part{shard.number}.jsonl")
+        score(shard.select(by_block), f"part{shard.number}.jsonl")
     parts = sorted(tmp_path.glob("part*"))
     collect_scores(tmp_path / "scores.jsonl", parts, order)
-    score(found, "scores.jsonl")  # scores of the missing shard
+    score(by_block, "scores.jsonl")  # scores of the missing shard
     collect_scores(tmp_path / "scores.jsonl", [], order)
 
     assert (tmp_path / "scores.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
