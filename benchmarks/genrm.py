@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from grpo import nemo_ext
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.statistics import bootstrap
@@ -36,13 +37,6 @@ LONGEST = 12
 SAMPLING = "{temperature: 0.0, max_tokens: 40}"
 CONTROLS = {"without": "{thinking: 0, answer: 0, thinking_bonus: 0, answer_bonus: 0}", "with": "{}"}
 draw = random.Random(1)
-
-
-def nemo_ext(*words: str) -> None:
-    """Run one command, which must succeed."""
-    done = subprocess.run([sys.executable, "-m", "nemo_ext.cli", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"nemo-ext {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
 
 
 def said() -> str:

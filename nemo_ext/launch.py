@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_end_with_launcher,
+            # torchrun gets SIGTERM if the launcher dies, so that no rank remains.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
             env=rank_environment(ranks),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -260,11 +262,6 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             file=sys.stderr,
         )
         sys.exit(1)
-
-
-def _end_with_launcher() -> None:
-    """Runs in torchrun's process before exec: it gets SIGTERM if the launcher dies, so that no rank remains."""
-    end_with_parent(signal.SIGTERM)
 
 
 def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:

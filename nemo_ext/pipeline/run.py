@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -152,15 +153,13 @@ def report(words: Sequence[str]) -> int:
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
     if not any(attempts.read(record) for record in records):
         raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
-    states = {stage.name: _state_without_checks(pipeline.run_dir / stage.name) for stage in pipeline.stages}
+    states = {}
+    for stage in pipeline.stages:
+        record = pipeline.run_dir / stage.name
+        begun = "begun" if any(attempts.read(each) for each in _records(record)) else "waiting"
+        states[stage.name] = begun if _finished_at(record) is None else "finished"
     notice(f"report: {write_report(pipeline, states)}")
     return 0
-
-
-def _state_without_checks(record: Path) -> str:
-    if _finished_at(record) is not None:
-        return "finished"
-    return "begun" if any(attempts.read(each) for each in _records(record)) else "waiting"
 
 
 def planned(pipeline: Pipeline) -> list[Work]:
@@ -477,7 +476,8 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
             stderr=log,
             # Ctrl-C reaches the job once, from us.
             start_new_session=True,
-            preexec_fn=_end_with_us,
+            # If the command is killed, the job gets SIGTERM, at which it saves.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
             pass_fds=(lock,),
         )
         _wait(process, shown, received)
@@ -518,8 +518,3 @@ def _wait(process: subprocess.Popen[bytes], shown: _Shown, received: list[int]) 
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         shown.update()
-
-
-def _end_with_us() -> None:
-    """Runs in the job's process before exec: if the command is killed, the job gets SIGTERM, at which it saves."""
-    end_with_parent(signal.SIGTERM)

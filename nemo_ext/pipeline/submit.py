@@ -195,7 +195,7 @@ def _note_servers(
     for record in submissions[stage.name].records:
         beside.note_servers(record, servers)
         if stage.server:
-            beside.note_users(record, asking)
+            beside.note_asking(record, asking)
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:

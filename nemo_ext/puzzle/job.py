@@ -65,7 +65,7 @@ def check(config: Mapping[str, Any]) -> Settings:
     for stage in chosen.stages or ():
         if stage not in STAGES:
             raise ValueError(f"puzzle.stages: unknown stage {stage!r}: {nearest(stage, STAGES)}")
-    if any(chosen.stages is None or stage in chosen.stages for stage in ("compare", "baselines", "evaluate")):
+    if any(chosen.runs(stage) for stage in ("compare", "baselines", "evaluate")):
         check_validation(config, "puzzle")
     ranks, selected = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
     if "distill" in selected and chosen.distill.steps and chosen.distill.batch % ranks:
@@ -120,7 +120,7 @@ class Job:
         self.workspace = Workspace(self.config, self.chosen)
         if (
             self.chosen.heal.teacher == "cached"
-            and self._selected("heal")
+            and self.chosen.runs("heal")
             and (why := versions.lack(["logits_save_dir"]))
         ):
             raise versions.TooOld(f"puzzle.heal.teacher=cached: {why}; set it to online")
@@ -132,7 +132,7 @@ class Job:
             return
         with only_run_in(self.workspace.run_dir):
             refuse_beside_shards(self.workspace.run_dir)
-            selected = [stage for stage in STAGES if self._selected(stage)]
+            selected = [stage for stage in STAGES if self.chosen.runs(stage)]
             self._check()
             self._write_config()
             if any(stage in ON_RANKS for stage in selected):
@@ -170,9 +170,6 @@ class Job:
         """Raises ValueError if existing results do not match the config, before any work is done."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
-
-    def _selected(self, stage: str) -> bool:
-        return self.chosen.stages is None or stage in self.chosen.stages
 
     def _write_config(self) -> None:
         """Writes the config that ranks read."""
@@ -221,7 +218,7 @@ class Job:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
         parent = description_of(self.workspace.parent)
-        if self.chosen.heal.tokens and self._selected("heal"):
+        if self.chosen.heal.tokens and self.chosen.runs("heal"):
             # Find an invalid flag now rather than after all other stages.
             from nemo_ext.megatron import check as megatron_check
 

@@ -118,11 +118,6 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
     return f"{difference['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
-def _tested(difference: Mapping[str, Any] | None) -> str:
-    """A paired difference with its interval and p value."""
-    return "" if difference is None else f"{_with_interval(difference)}, p = {difference['p']:.2g}"
-
-
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
     """Draws the loss above the parent's against parameters, with intervals: the child's states and the baselines."""
     from matplotlib import colormaps
@@ -160,7 +155,7 @@ def _comparison(report: Report, rows: Sequence[Mapping[str, Any]], resource: str
             row["name"],
             f"{row['loss']:.4f}",
             _with_interval(row.get("from_parent")) or f"{row['loss'] - parent['loss']:+.4f}",
-            _tested(row.get("from_child")),
+            "" if (tested := row.get("from_child")) is None else f"{_with_interval(tested)}, p = {tested['p']:.2g}",
             f"{row['costs'][resource] / parent['costs'][resource]:.1%}" if parent["costs"][resource] else "-",
             "" if "score" not in row else f"{row['score']:.4f}",
         ]

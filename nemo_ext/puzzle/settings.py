@@ -253,6 +253,10 @@ class Settings:
             stages = " or ".join(f"'puzzle.stages=[{stage}]'" for stage in SHARDED)
             raise ValueError(f"puzzle.shard={self.shard} requires a single stage: add {stages}")
 
+    def runs(self, stage: str) -> bool:
+        """True if a stage is selected."""
+        return self.stages is None or stage in self.stages
+
 
 def settings(section: Mapping[str, Any]) -> Settings:
     """Check and parse section `puzzle` of a composed config.

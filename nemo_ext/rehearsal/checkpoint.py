@@ -45,6 +45,7 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
     sharded, _ = extract_sharded_base(state)
     stage = parallel_state.get_pipeline_model_parallel_world_size()
     world = arguments.world_size // stage
+    data_parallel = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     groups = _groups(optimizer, world)
     entries: dict[str, dict[str, Any]] = {}
     for tensor in _tensors(sharded):
@@ -57,7 +58,7 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
         replicas = 1
         if buckets is None and arguments.ckpt_fully_parallel_save:
             expert = ".experts." in tensor.key
-            replicas = parallel_state.get_expert_data_parallel_world_size() if expert else _data_parallel()
+            replicas = parallel_state.get_expert_data_parallel_world_size() if expert else data_parallel
         line = entries.setdefault(
             tensor.key,
             {
@@ -84,12 +85,6 @@ def _groups(optimizer: Any, world: int) -> dict[str, int]:
             name = f"{before}optimizer.distributed.dp_group_idx_{each.data_parallel_group_idx}."
             counts[name] = world // each.data_parallel_group.size()
     return counts
-
-
-def _data_parallel() -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
 
 
 def _tensors(state: Any) -> Iterable[Any]:

@@ -42,13 +42,13 @@ def rehearse_puzzle(
         ValueError: an invalid setting, or a model or layout that cannot be built, with the name of the stage.
     """
     chosen = check(config)
-    parent = _parent(config, chosen)
+    parent = from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
     folder.mkdir(parents=True, exist_ok=True)
     built = [
         each for block in variants(parent.architecture, chosen.variants) for each in block if each.block is not None
     ]
     distils = chosen.distill.steps and any(variant.name != KEEP for variant in built)
-    wanted = [name for name in STAGES if _runs(chosen, name) and (name != "distill" or distils)]
+    wanted = [name for name in STAGES if chosen.runs(name) and (name != "distill" or distils)]
     trained = _training(config, chosen, parent, folder)
     ranks = world_size(config)
     aside = ["the teacher's saved tokens, in heal"] if "heal" in trained and chosen.heal.teacher == "cached" else []
@@ -95,22 +95,13 @@ def rehearse_puzzle(
     }
 
 
-def _runs(chosen: Settings, stage: str) -> bool:
-    return chosen.stages is None or stage in chosen.stages
-
-
-def _parent(config: Mapping[str, Any], chosen: Settings) -> Description:
-    """Description of the parent, from the folder `puzzle.parent` or, without one, from the recipe that trains it."""
-    return from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
-
-
 def _training(config: Mapping[str, Any], chosen: Settings, parent: Description, folder: Path) -> dict[str, Any]:
     """Configs of the training runs (`parent` and `heal`), by stage."""
     runs = {}
-    if chosen.parent is None and _runs(chosen, "parent"):
+    if chosen.parent is None and chosen.runs("parent"):
         runs["parent"] = parent_run(config, folder / "parent")
     heal = chosen.heal
-    if heal.tokens and _runs(chosen, "heal"):
+    if heal.tokens and chosen.runs("heal"):
         distillation = None
         if heal.teacher == "online":
             write_config(folder, to_config(parent))

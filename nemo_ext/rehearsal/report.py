@@ -120,7 +120,7 @@ def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float 
     if results[0]["imbalance"] > 1:
         report.add(f"The experts of these ranks receive {results[0]['imbalance']:g} times the mean number of tokens.")
     rows = [
-        (_name(rank), sent["group"].lower(), sent["operation"], sent["count"], size(sent["bytes"]))
+        [_name(rank), sent["group"].lower(), sent["operation"], sent["count"], size(sent["bytes"])]
         for rank in results[0]["ranks"]
         for sent in rank["collectives"]
     ]

@@ -291,16 +291,13 @@ class Search:
 
     def _divides_sequence(self, context: int) -> bool:
         """True if Megatron can divide the sequence by this context-parallel size; windows require `cp_comm_type`."""
-        windows = any(block.kind == "*" and not block.is_linear and block.size("window") for block in self.blocks)
+        windows = any(
+            block.kind == "*" and not block.is_linear and block.size("window") for block in self.architecture.sizes
+        )
         return not self.length % (2 * context) and (not windows or bool(self.megatron.get("cp_comm_type")))
 
-    @property
-    def blocks(self) -> tuple[Any, ...]:
-        """Blocks with their full sizes."""
-        return tuple(self.architecture.sizes)
-
     def _fits_blocks(self, tensor: int, context: int, expert: int) -> bool:
-        scans = [block for block in self.blocks if block.kind == "M" and not block.is_linear]
+        scans = [block for block in self.architecture.sizes if block.kind == "M" and not block.is_linear]
         if any(block.size("heads") % (tensor * context) or block.size("groups") % tensor for block in scans):
             return False
         layout = Layout(

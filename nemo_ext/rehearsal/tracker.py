@@ -137,7 +137,8 @@ class Tracker(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Run a collective on empty tensors, as torch has no fake kernels for some; its bytes are counted."""
-        groups = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject) and _is_group(each)]
+        objects = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject)]
+        groups = [each for each in objects if "ProcessGroup" in str(each._type())]
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"
         sizes = [each.nbytes for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.add_collective(name, func._overloadpacket.__name__.strip("_"), 1, max(sizes, default=0))
@@ -145,10 +146,6 @@ class Tracker(TorchDispatchMode):
         args = [[] if isinstance(each, list) and all(isinstance(n, int) for n in each) else each for each in args]
         with unset_fake_temporarily():
             return func(*tree_map_only(torch.Tensor, _empty, args), **tree_map_only(torch.Tensor, _empty, dict(kwargs)))
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def uniform(blocks: Sequence[Block], cost: Callable[[Sequence[Block | None]], fl
         raise CannotReach(f"uniform width pruning cannot reach {limit:,.0f}: the parts without a width cost more")
     ffn = bisect_right(every, limit, key=lambda step: cost(_narrowed(blocks, heads=heads, kv=heads, ffn=step)))
     return [
-        Variant(number, KEEP if new == old else f"uniform_{_width(new)}", new)
+        Variant(number, KEEP if new == old else f"uniform_{WIDTHS[new.kind]}{new.size(WIDTHS[new.kind])}", new)
         for number, (old, new) in enumerate(zip(blocks, _narrowed(blocks, heads=heads, kv=heads, ffn=ffn), strict=True))
     ]
 
@@ -62,10 +62,6 @@ def _narrow(block: Block, steps: Mapping[str, int]) -> Block:
     return Block(block.kind, tuple({**dict(block.values), name: width}.items()))
 
 
-def _width(block: Block) -> str:
-    return f"{WIDTHS[block.kind]}{block.size(WIDTHS[block.kind])}"
-
-
 def greedy(
     by_block: Sequence[Sequence[Variant]],
     score: Callable[[Variant], float],
@@ -86,30 +82,9 @@ def greedy(
         CannotReach: the limit is not met even without all removable blocks, or no block would remain.
     """
     no_ops = [variant for each in by_block for variant in each if variant.name == NO_OP]
-    return _dropped(by_block, sorted(no_ops, key=score), cost, limit)
-
-
-def last(
-    by_block: Sequence[Sequence[Variant]], cost: Callable[[Sequence[Block | None]], float], limit: float
-) -> list[Variant]:
-    """Drop blocks from the end until a cost limit is met (depth pruning); otherwise as `greedy`.
-
-    Raises:
-        CannotReach: as in `greedy`.
-    """
-    no_ops = [variant for each in by_block for variant in each if variant.name == NO_OP]
-    return _dropped(by_block, no_ops[::-1], cost, limit)
-
-
-def _dropped(
-    by_block: Sequence[Sequence[Variant]],
-    no_ops: Sequence[Variant],
-    cost: Callable[[Sequence[Block | None]], float],
-    limit: float,
-) -> list[Variant]:
     choice = [each[0] for each in by_block]
     spent = cost([each.block for each in choice])
-    for variant in no_ops:
+    for variant in sorted(no_ops, key=score):
         if spent <= limit:
             break
         without = [*choice[: variant.number], variant, *choice[variant.number + 1 :]]

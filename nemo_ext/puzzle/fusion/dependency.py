@@ -89,7 +89,12 @@ def measure_dependency(
     shares = torch.tensor([sum(batch.numel() for batch in calibration), checksum(calibration)])
     tokens, check = data_parallel.summed(shares).tolist()
     identity = (count, tokens, check % 2**32)
-    _check_same(known.values(), identity, file)
+    for row in known.values():
+        if (row.blocks, row.tokens, row.checksum) != identity:
+            raise ValueError(
+                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), this "
+                f"run has {count} blocks and {tokens} tokens (checksum {identity[2]}): remove the file"
+            )
     todo = [i for i in range(count - 1) if i not in known]
     advance((count - 1 - len(todo)) * len(calibration))
     for start in range(0, len(todo), TOGETHER):
@@ -110,15 +115,6 @@ def measure_dependency(
         for later, distance in row.distances.items():
             matrix[row.block - 1][later - 1] = distance
     return matrix
-
-
-def _check_same(rows: Iterable[Row], identity: tuple[int, int, int], file: Path) -> None:
-    for row in rows:
-        if (row.blocks, row.tokens, row.checksum) != identity:
-            raise ValueError(
-                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), this "
-                f"run has {identity[0]} blocks and {identity[1]} tokens (checksum {identity[2]}): remove the file"
-            )
 
 
 def checksum(calibration: Iterable[Tensor]) -> int:

@@ -219,7 +219,9 @@ def fused(description: Description, groups: Sequence[Group]) -> Description:
     inside = {number for group in groups for number in group.blocks}
     for number, block in enumerate(description.architecture.pattern.blocks):
         if number in starts:
-            blocks.append(_fused_block(description, starts[number]))
+            numbers = starts[number].blocks
+            width = sum(description.blocks[n].size("ffn") for n in numbers)
+            blocks.append(Block.of("-", ffn=width, bias=_creates_bias(description, numbers)))
         elif number not in inside:
             blocks.append(block)
     architecture = description.architecture.with_pattern(Pattern(tuple(blocks)))
@@ -237,11 +239,6 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
                 raise ValueError(f"block {number + 1} is in two groups")
             taken.add(number)
     return {group.first: group for group in groups}
-
-
-def _fused_block(description: Description, group: Group) -> Block:
-    width = sum(description.blocks[number].size("ffn") for number in group.blocks)
-    return Block.of("-", ffn=width, bias=_creates_bias(description, group.blocks))
 
 
 def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:

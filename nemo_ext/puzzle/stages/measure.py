@@ -336,17 +336,15 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
     if not file.is_file():
         return {}
     with file.open() as opened:
-        _check_conditions(file, opened.readline(), taken_under)
-    measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
-    return {each.block: each for each in measured}
-
-
-def _check_conditions(file: Path, line: str, expected: Mapping[str, Any]) -> None:
+        line = opened.readline()
     try:
         recorded = {**json.loads(line)["conditions"]}
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(f"{file}:1: not the conditions of measurements: choose another file") from None
-    check_same(recorded, expected, f"{file} was measured under other conditions", "choose another file, or remove it")
+    changed = f"{file} was measured under other conditions"
+    check_same(recorded, taken_under, changed, "choose another file, or remove it")
+    measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
+    return {each.block: each for each in measured}
 
 
 def _write(file: Path, taken_under: Mapping[str, Any], known: Mapping[str, Measured]) -> None:

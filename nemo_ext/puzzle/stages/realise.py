@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
@@ -14,9 +12,6 @@ from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import Slot, Work
 from nemo_ext.puzzle.stages.library import Library
 from nemo_ext.puzzle.variants import KEEP, Variant
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def child(parent: Description, choice: Sequence[Variant]) -> Description:
@@ -82,8 +77,4 @@ def _work(reader: TorchDistReader, library: Library, variant: Variant | None, pi
         source = name if variant is None else f"decoder.layers.{variant.number}.{name}"
         return Work((Slot(piece, reader.tensors[source].dtype),), lambda: [reader.read(source)], (source,))
     dtype = reader.tensors["embedding.word_embeddings.weight"].dtype
-    return Work((Slot(piece, dtype),), partial(_from_library, library, variant, name), (str(library.file(variant)),))
-
-
-def _from_library(library: Library, variant: Variant, name: str) -> "list[Tensor]":
-    return [library.read(variant)[name]]
+    return Work((Slot(piece, dtype),), lambda: [library.read(variant)[name]], (str(library.file(variant)),))

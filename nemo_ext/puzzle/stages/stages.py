@@ -32,13 +32,13 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.statistics import difference
 from nemo_ext.megatron.session import data_parallel as process_group
-from nemo_ext.puzzle.choice.baselines import CannotReach, at_random, greedy, last, uniform
+from nemo_ext.puzzle.choice.baselines import CannotReach, at_random, greedy, uniform
 from nemo_ext.puzzle.choice.choose import Costs
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
 from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
 from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
-from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
+from nemo_ext.puzzle.latencies import Latency, blocks_to_measure, read_table
 from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.stages import evaluate
@@ -47,6 +47,7 @@ from nemo_ext.puzzle.stages.distill import distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.measure import (
     OUTSIDE,
+    Measured,
     block_key,
     distinct_blocks,
     initial_layer,
@@ -233,24 +234,13 @@ class Stages:
             },
         )
         if self.chosen.measure.table is not None:
-            costs = self._with_table(costs, Path(self.chosen.measure.table))
+            blocks = blocks_to_measure(self.variants)
+            costs = _with_latencies(costs, read_table(Path(self.chosen.measure.table), architecture, blocks, serving))
         if not self.chosen.measure.enabled:
             data_parallel.written(lambda: costs.write(self.workspace.costs))
             return
         parent = self.parent  # loading it is collective: on every rank
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
-
-    def _with_table(self, costs: Costs, file: Path) -> Costs:
-        """Costs with the latencies of a table."""
-        blocks = blocks_to_measure(self.variants)
-        table = read_table(file, self.description.architecture, blocks, self.chosen.serving)
-        return Costs(
-            measured_costs(costs.outside, table[OUTSIDE]),
-            {
-                key: (block, own if block is None else measured_costs(own, table[str(block)]))
-                for key, (block, own) in costs.variants.items()
-            },
-        )
 
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
         """Costs with latencies measured on this machine, by one rank."""
@@ -264,13 +254,7 @@ class Stages:
                 min_seconds=self.chosen.measure.min_seconds,
                 advance=advance,
             )
-        return Costs(
-            measured_costs(costs.outside, measured[OUTSIDE]),
-            {
-                key: (block, measured_costs(own, measured[block_key(block)]))
-                for key, (block, own) in costs.variants.items()
-            },
-        )
+        return _with_latencies(costs, measured)
 
     def compare(self) -> None:
         """Evaluate the choices of the search; the one with the lowest loss on calibration data becomes the child.
@@ -367,7 +351,7 @@ class Stages:
         methods: dict[str, Callable[[], tuple[list[Variant], Library]]] = {
             "uniform width pruning": pruned,
             "greedy dropping": dropped,
-            "last blocks dropped": lambda: (last(self.variants, cost, limit), self.best),
+            "last blocks dropped": lambda: (greedy(self.variants, lambda v: -v.number, cost, limit), self.best),
             **{f"random choice {seed}": partial(random_choice, seed) for seed in range(1, RANDOM_CHOICES + 1)},
         }
         for name, make in methods.items():
@@ -491,6 +475,17 @@ class Stages:
         loaded = load_tokenizer(tokenizer)
         texts = (loaded.decode(row[1:].tolist()) for tokens in self.validation for row in tokens)
         return int(data_parallel.summed(torch.tensor(sum(len(text.encode(errors="replace")) for text in texts))))
+
+
+def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[str, Latency]) -> Costs:
+    """Costs with measured latencies by `block_key`; no-ops have none."""
+    return Costs(
+        measured_costs(costs.outside, latencies[OUTSIDE]),
+        {
+            key: (block, own if block is None else measured_costs(own, latencies[block_key(block)]))
+            for key, (block, own) in costs.variants.items()
+        },
+    )
 
 
 def _compared(

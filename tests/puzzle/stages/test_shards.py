@@ -92,7 +92,7 @@ def test_a_block_s_variants_are_not_all_in_one_shard() -> None:
     ("overrides", "message"),
     [
         ((DISTILL, "puzzle.shard=4/4"), "puzzle.shard=4/4: 4 shards are numbered 0/4 to 3/4"),
-        ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected one shard at least"),
+        ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected at least one shard"),
         ((DISTILL, "puzzle.shard=a/b"), "puzzle.shard=a/b: expected I/N"),
         ((DISTILL, "puzzle.shard=-1/4"), "puzzle.shard=-1/4: expected I/N"),
         ((DISTILL, "puzzle.shard=3"), "puzzle: shard=3: "),
