@@ -1,10 +1,10 @@
-"""The code verifier beside NeMo Gym's code_gen on the same programs and tests, in one run: answers a second, ratios.
+"""The code verifier compared with NeMo Gym's code_gen on the same programs and tests, in one run: answers per second.
 
     python benchmarks/code_verifier.py [--answers 64] [--tests 10] [--rounds 3] [--concurrency 2]
 
 Answers are right and wrong solutions of our small tasks, in both styles. Gym's side
-is what its server does after reading a request: its Ray function `check_correctness_remote`, as many at once. Both
-stop at an answer's first failing test; verdicts are compared before anything is timed. Gym's side has no sandbox.
+is its server's work after reading a request: the Ray function `check_correctness_remote`, with the same concurrency.
+Both stop at an answer's first failing test; verdicts are compared before timing. Gym's side has no sandbox.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from nemo_ext.rl.verifiers import code
 
 @dataclass(frozen=True)
 class Case:
-    """An answer with its tests, for either side."""
+    """An answer with its tests."""
 
     answer: str
     reference: code.Reference
@@ -46,7 +46,7 @@ def cases(answers: int, tests: int) -> list[Case]:
 
 
 def for_gym(reference: dict[str, Any]) -> dict[str, Any]:
-    """A reference in LiveCodeBench's form."""
+    """Reference in LiveCodeBench's format."""
     tests = reference["tests"]
     if reference["style"] == "stdin":
         return {
@@ -60,7 +60,7 @@ def for_gym(reference: dict[str, Any]) -> dict[str, Any]:
 
 
 def gyms_side(concurrency: int) -> Callable[[Sequence[Case]], list[bool]]:
-    """Gym's verifier, Ray and all."""
+    """Verify with Gym's verifier, including Ray."""
     import nemo_gym
     import ray
 
@@ -84,7 +84,7 @@ def gyms_side(concurrency: int) -> Callable[[Sequence[Case]], list[bool]]:
 
 
 def our_side(concurrency: int) -> Callable[[Sequence[Case]], list[bool]]:
-    """The same through our verifier."""
+    """Verify with our verifier."""
     sandbox = Sandbox(concurrency=concurrency)
     print(sandbox.describe())
 
@@ -103,25 +103,25 @@ def our_side(concurrency: int) -> Callable[[Sequence[Case]], list[bool]]:
 
 
 def main() -> None:
-    """Runs the rounds and prints the table."""
+    """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=64)
     parser.add_argument("--tests", type=int, default=10)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--concurrency", type=int, default=2)
     options = parser.parse_args()
-    given = cases(options.answers, options.tests)
+    arguments = cases(options.answers, options.tests)
     sides = {"ours": our_side(options.concurrency), "Gym": gyms_side(options.concurrency)}
-    verdicts = {name: side(given) for name, side in sides.items()}
-    assert verdicts["ours"] == verdicts["Gym"], "the two do not agree"
-    print(f"{sum(verdicts['ours'])} of {len(given)} answers are right, says either")
+    verdicts = {name: side(arguments) for name, side in sides.items()}
+    assert verdicts["ours"] == verdicts["Gym"], "the verdicts differ"
+    print(f"{sum(verdicts['ours'])} of {len(arguments)} answers are right, says either")
     ratios = []
     for number in range(options.rounds):
         rates = {}
         for name, side in sides.items():
             began = time.perf_counter()
-            side(given)
-            rates[name] = len(given) / (time.perf_counter() - began)
+            side(arguments)
+            rates[name] = len(arguments) / (time.perf_counter() - began)
         ratios.append(rates["ours"] / rates["Gym"])
         print(f"round {number}: ours {rates['ours']:.1f}/s, Gym {rates['Gym']:.1f}/s, ratio {ratios[-1]:.2f}")
     print(f"median ratio {statistics.median(ratios):.2f} ({options.answers} answers, {options.tests} tests each)")

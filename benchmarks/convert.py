@@ -1,10 +1,10 @@
-"""Conversion beside a plain copy of the same safetensors bytes, in one run: GB/s, their ratio, and memory.
+"""Conversion compared with a plain copy of the same safetensors bytes, in one run: GB/s, ratios, and memory.
 
     python benchmarks/convert.py [--gigabytes 2] [--shard 0.25] [--model olmo1_1b] [--rounds 3] [--folder DIR]
 
-The checkpoint is a model with fewer of its blocks, bf16, random numbers. The copy loads each file with safetensors,
-saves it again and has the disk confirm it (fsync), as a conversion does with its files. Every round does the copy and
-all conversions, one after the other; medians are reported.
+The checkpoint is a model with fewer blocks, in bf16, with random weights. The copy loads each file with safetensors,
+saves it again and calls fsync, as a conversion does with its files. Every round runs the copy and all conversions in
+sequence; medians are reported.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def make_checkpoint(folder: Path, model: str, gigabytes: float, shard: float) ->
 
 
 def copy(source: Path, to: Path) -> None:
-    """The yardstick: the same bytes through safetensors, file by file, on the disk in the end as a conversion's are."""
+    """Baseline: copy the same bytes with safetensors, file by file, followed by fsync as in a conversion."""
     to.mkdir()
     for file in sorted(source.glob("*.safetensors")):
         save_file(load_file(file), to / file.name)
@@ -75,7 +75,7 @@ def copy(source: Path, to: Path) -> None:
 
 
 def measured(job: Callable[[], object]) -> tuple[float, float]:
-    """Seconds that a job takes, and by how many MB its anonymous memory grows (mapped files are not counted)."""
+    """Seconds of a job, and growth of its anonymous memory in MB (without mapped files)."""
     peak = start = anonymous_memory()
     done = threading.Event()
 
@@ -101,13 +101,13 @@ def anonymous_memory() -> int:
 
 
 def main() -> None:
-    """Runs the rounds and prints the table."""
+    """Run the rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--shard", type=float, default=0.25, help="GB of a file")
+    parser.add_argument("--shard", type=float, default=0.25, help="GB per file")
     parser.add_argument("--model", default="olmo1_1b")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write (a temporary folder)")
+    parser.add_argument("--folder", type=Path, default=None, help="folder to write to (default: a temporary one)")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(dir=options.folder, prefix="convert_benchmark_"))
     try:

@@ -1,12 +1,12 @@
-"""`nemo-ext curate` beside plain datatrove on the same rules and MinHash: ratios of time and memory, in one run.
+"""`nemo-ext curate` compared with datatrove on the same rules and MinHash: ratios of time and memory, in one run.
 
     python benchmarks/curate.py FOLDER [--documents 100000] [--rounds 3] [--only rules] [--text-dedup PYTHON]
 
-Wants xxhash<4, for datatrove. Documents are sentences of docstrings in paragraphs; a tenth are near copies. Both sides
-apply Gopher's, C4's and FineWeb's rules on words between white space (datatrove's own filters), then MinHash (5-grams,
-14 bands of 8), and write compressed JSONL. Sides take turns; the medians of their times are compared, and the largest
-process of each. `rules` and `minhash` are timed alone as well. With `--text-dedup`, the interpreter of an environment
-that has text-dedup, its MinHash reads the same documents.
+Requires xxhash<4, for datatrove. Documents are paragraphs of docstring sentences; a tenth are near copies. Both sides
+apply Gopher's, C4's and FineWeb's rules on whitespace-separated words (datatrove's own filters), then MinHash (5-grams,
+14 bands of 8), and write compressed JSONL. Sides alternate; median times and the largest process of each are compared.
+`rules` and `minhash` are also timed separately. With `--text-dedup`, the interpreter of an environment with text-dedup,
+its MinHash runs on the same documents.
 """
 
 import argparse
@@ -30,18 +30,18 @@ def make(path: Path, documents: int) -> None:
     from curate_faults import sentences
 
     chance, known = random.Random(0), sentences()
-    made: list[str] = []
+    texts: list[str] = []
     with open(path, "w", encoding="utf-8") as out:
         for number in range(documents):
-            if made and chance.random() < 0.1:
-                words = chance.choice(made).split(" ")
+            if texts and chance.random() < 0.1:
+                words = chance.choice(texts).split(" ")
                 words[chance.randrange(len(words))] = "another"
                 text = " ".join(words)
             else:
                 lines = (" ".join(chance.choice(known) for _ in range(4)) for _ in range(chance.randint(2, 8)))
                 text = "\n".join(lines)
-                made.append(text)
-                made = made[-1000:]
+                texts.append(text)
+                texts = texts[-1000:]
             out.write(json.dumps({"id": str(number), "text": text}) + "\n")
 
 
@@ -57,7 +57,7 @@ def ours(source: Path, output: Path, what: str, workers: int) -> None:
 
 
 def theirs(source: Path, output: Path, what: str, workers: int) -> None:
-    """Run datatrove's own pipeline and executor on the documents, in files of the same size as our units."""
+    """Run datatrove's pipeline and executor on the documents, in files of the same size as our units."""
     from datatrove.executor import LocalPipelineExecutor
     from datatrove.pipeline.dedup import (
         MinhashDedupBuckets,
@@ -117,7 +117,7 @@ def cut(source: Path) -> None:
 
 
 def text_dedup(source: Path, output: Path, python: str, workers: int) -> str:
-    """Seconds and documents kept of text-dedup's MinHash (0.4) on the same documents, or its last words."""
+    """Seconds and kept documents of text-dedup's MinHash (0.4) on the same documents, or its error."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "config.toml").write_text(
         f"""[input]
@@ -168,7 +168,7 @@ def kept(output: Path) -> int:
 
 
 def main() -> None:
-    """Time both sides in turns and print a table."""
+    """Time both sides alternately and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--documents", type=int, default=100_000)
@@ -177,30 +177,30 @@ def main() -> None:
     parser.add_argument("--only", choices=("rules", "minhash", "all"))
     parser.add_argument("--text-dedup")
     parser.add_argument("--side", nargs=3, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    source = given.folder.absolute() / "documents.jsonl"
-    if given.side:
-        side, what, output = given.side
-        {"ours": ours, "theirs": theirs}[side](source, Path(output), what, given.workers)
+    arguments = parser.parse_args()
+    source = arguments.folder.absolute() / "documents.jsonl"
+    if arguments.side:
+        side, what, output = arguments.side
+        {"ours": ours, "theirs": theirs}[side](source, Path(output), what, arguments.workers)
         print(
             resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         )
         return
-    given.folder.mkdir(parents=True)
-    make(source, given.documents)
+    arguments.folder.mkdir(parents=True)
+    make(source, arguments.documents)
     cut(source)
     print("| | ours, s | datatrove, s | ours / datatrove | kept | MB of the largest process |")
     print("|---|---|---|---|---|---|")
-    for what in (given.only,) if given.only else ("rules", "minhash", "all"):
+    for what in (arguments.only,) if arguments.only else ("rules", "minhash", "all"):
         seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
         memory, numbers = dict[str, float](), dict[str, int]()
-        for turn in range(given.rounds):
+        for turn in range(arguments.rounds):
             for side in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):
-                output = given.folder.absolute() / side
+                output = arguments.folder.absolute() / side
                 shutil.rmtree(output, ignore_errors=True)
-                again = ["--side", side, what, str(output), "--workers", str(given.workers)]
+                again = ["--side", side, what, str(output), "--workers", str(arguments.workers)]
                 began = time.monotonic()
-                command = [sys.executable, __file__, str(given.folder), *again]
+                command = [sys.executable, __file__, str(arguments.folder), *again]
                 done = subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
                 seconds[side].append(time.monotonic() - began)
                 memory[side] = max(map(int, done.stdout.split()[-2:])) / 1024
@@ -209,9 +209,9 @@ def main() -> None:
         row = [what, f"{one:.1f}", f"{other:.1f}", f"{one / other:.2f}"]
         row += [f"{numbers['ours']:,} / {numbers['theirs']:,}", f"{memory['ours']:.0f} / {memory['theirs']:.0f}"]
         print(f"| {' | '.join(row)} |", flush=True)
-    if given.text_dedup:
-        output = given.folder.absolute() / "text_dedup"
-        print(f"text-dedup's MinHash: {text_dedup(source, output, given.text_dedup, given.workers)}")
+    if arguments.text_dedup:
+        output = arguments.folder.absolute() / "text_dedup"
+        print(f"text-dedup's MinHash: {text_dedup(source, output, arguments.text_dedup, arguments.workers)}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""What `nemo-ext curate` finds of faults that are planted in a corpus: recall and precision of every stage.
+"""Recall and precision of every stage of `nemo-ext curate` on faults planted in a corpus.
 
     python benchmarks/curate_faults.py FOLDER [--each 200] [--line 200] [--workers 2]
 
-Clean documents are sentences of the docstrings of packages that are there, in paragraphs. Each fault is planted in
-`--each` documents of their own; one more is a single line of `--line` MB. Near copies are made by replacing words, and
-sorted by the exact Jaccard similarity of their 5-grams with what they are copies of.
+Clean documents are paragraphs of docstring sentences of installed packages. Each fault is planted in `--each` separate
+documents; one more is a single line of `--line` MB. Near copies are made by replacing words, and sorted by the exact
+Jaccard similarity of their 5-grams with the original.
 """
 
 import argparse
@@ -41,7 +41,7 @@ DROPS = {
     "symbols": "gopher_quality",
     "benchmark leak": "decontamination",
 }
-"""Faults by the stage that has to drop them."""
+"""Faults by the stage that must drop them."""
 SENTENCES = {
     "fr": (
         "Le conseil municipal se réunit chaque mardi pour discuter du budget. Nous avons vu le musée avec nos amis. "
@@ -90,7 +90,7 @@ BOILERPLATE = "We use cookies to make this page better; by reading on you agree 
 
 @dataclass
 class Planted:
-    """Faults by the id of their document, and what is to be found in the text that stays."""
+    """Faults by the id of their document, and texts that must be replaced in kept documents."""
 
     faults: dict[str, str] = field(default_factory=dict)
     copies: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -103,7 +103,7 @@ PACKAGES = ("numpy", "scipy", "matplotlib", "rich", "pydantic", "hydra")
 
 
 def sentences(packages: tuple[str, ...] = PACKAGES) -> list[str]:
-    """Different sentences of six words and more, of the docstrings of packages that are there."""
+    """Distinct sentences of at least six words from docstrings of installed packages."""
     source = DocstringsSource(packages=packages)
     found: dict[str, None] = {}
     report = ReadReport()
@@ -127,14 +127,14 @@ def jaccard(one: str, other: str) -> float:
 
 
 def make(folder: Path, *, each: int, line: float, seed: int = 0, packages: tuple[str, ...] = PACKAGES) -> Planted:
-    """Write the corpus and the lists that stages need.
+    """Write the corpus and the lists for stages.
 
     Args:
         folder: folder to write.
-        each: documents of a fault, and a tenth of the clean ones.
+        each: number of documents per fault, and a tenth of the clean ones.
         line: MB of the long line.
-        seed: seed of everything.
-        packages: packages whose docstrings the sentences are of.
+        seed: random seed.
+        packages: packages whose docstrings are used.
     """
     chance, known, planted = random.Random(seed), sentences(packages), Planted()
     made: list[dict[str, str]] = []
@@ -209,7 +209,7 @@ def make(folder: Path, *, each: int, line: float, seed: int = 0, packages: tuple
 
 
 def words(folder: Path, name: str, workers: int) -> list[str]:
-    """Words of the command that curates the corpus."""
+    """Arguments of the command that curates the corpus."""
     blocks = {
         "length": "{kind: length, least: 20, most: 1000000}",
         "encoding": "{kind: encoding}",
@@ -233,7 +233,7 @@ def words(folder: Path, name: str, workers: int) -> list[str]:
 
 
 def lines(place: Path) -> Iterator[dict[str, str]]:
-    """Records of the compressed files below a folder."""
+    """Records of the compressed files in a folder."""
     for path in sorted(place.rglob("*.jsonl.zst")):
         with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
             yield from map(json.loads, io.BufferedReader(stream))
@@ -241,7 +241,7 @@ def lines(place: Path) -> Iterator[dict[str, str]]:
 
 @dataclass
 class Found:
-    """Planted and found faults of one kind, and what was found wrongly."""
+    """Counts of planted and found faults of one kind, and of false positives."""
 
     planted: int
     found: int
@@ -249,34 +249,34 @@ class Found:
 
     @property
     def recall(self) -> float:
-        """Share of the planted that was found."""
+        """Fraction of planted faults that were found."""
         return self.found / max(1, self.planted)
 
     @property
     def precision(self) -> float:
-        """Share of what was found that was planted."""
+        """Fraction of found faults that were planted."""
         return self.found / max(1, self.found + self.wrong)
 
 
 def judged(output: Path, planted: Planted) -> dict[str, Found]:
-    """What was found of each fault."""
+    """Results by fault."""
     dropped = {stage: {line["id"] for line in lines(output / "dropped" / stage)} for stage in STAGES}
-    kept = {line["id"]: line["text"] for line in lines(output / "documents")}
-    found = {}
+    documents = {line["id"]: line["text"] for line in lines(output / "documents")}
+    results = {}
     numbers = Counter(planted.faults.values())
     for fault, stage in DROPS.items():
         if numbers[fault]:
             mine = {name for name in dropped[stage] if planted.faults.get(name) == fault}
             others = {name for name in dropped[stage] if DROPS.get(planted.faults.get(name, "")) != stage}
-            found[f"{stage}: {fault}"] = Found(numbers[fault], len(mine), len(others))
+            results[f"{stage}: {fault}"] = Found(numbers[fault], len(mine), len(others))
     replaced = wrong = there = 0
     for name, texts in planted.personal.items():
-        if name in kept:
+        if name in documents:
             there += len(texts)
-            replaced += sum(text not in kept[name] for text in texts)
+            replaced += sum(text not in documents[name] for text in texts)
     for name, text in planted.harmless.items():
-        wrong += name in kept and text not in kept[name]
-    found["personal: addresses and numbers"] = Found(there, replaced, wrong)
+        wrong += name in documents and text not in documents[name]
+    results["personal: addresses and numbers"] = Found(there, replaced, wrong)
     near, wrong = dropped["near_duplicates"], 0
     bands: dict[str, list[bool]] = defaultdict(list)
     for name, (_, similarity) in planted.copies.items():
@@ -287,18 +287,20 @@ def judged(output: Path, planted: Planted) -> dict[str, Found]:
                     break
     wrong = len([name for name in near if name not in planted.copies])
     for name in sorted(bands, reverse=True):
-        found[f"near_duplicates: similarity {name}"] = Found(len(bands[name]), sum(bands[name]), wrong)
-    pages = {name: text for name, text in kept.items() if name.startswith("boilerplate")}
+        results[f"near_duplicates: similarity {name}"] = Found(len(bands[name]), sum(bands[name]), wrong)
+    pages = {name: text for name, text in documents.items() if name.startswith("boilerplate")}
     left = sum(BOILERPLATE in text for text in pages.values())
-    found["same_paragraphs: boilerplate"] = Found(len(pages) - 1, len(pages) - left, 0)
-    passages = {name: text for name, text in planted.passages.items() if name in kept}
+    results["same_paragraphs: boilerplate"] = Found(len(pages) - 1, len(pages) - left, 0)
+    passages = {name: text for name, text in planted.passages.items() if name in documents}
     there = len(passages)
-    found["same_passages: passages"] = Found(there, sum(text not in kept[name] for name, text in passages.items()), 0)
-    return found
+    results["same_passages: passages"] = Found(
+        there, sum(text not in documents[name] for name, text in passages.items()), 0
+    )
+    return results
 
 
 def table(found: Mapping[str, Found]) -> str:
-    """The table."""
+    """Results as a Markdown table."""
     rows = ["| stage: fault | planted | found | recall | found wrongly | precision |", "|---|---|---|---|---|---|"]
     rows += [
         f"| {name} | {each.planted} | {each.found} | {each.recall:.3f} | {each.wrong} | {each.precision:.3f} |"

@@ -2,10 +2,10 @@
 
     python benchmarks/curriculum.py [--prompts 10000000] [--rollouts 0] [--workers 2] [--bytes 250] [--json FILE]
 
-The prompts are records of about `bytes` bytes in four domains with a profile of pass rates of 16 rollouts; without
-`--rollouts` the profile is there already, with it so many rollouts for each prompt are written and grouped first. The
-job runs as `nemo-ext curriculum` does, in a process of its own; beside it, in the same run, a plain copy of the same
-file (cat, then sync) says what the disk does.
+The prompts are records of about `bytes` bytes in four domains with a profile of pass rates of 16 rollouts. With
+`--rollouts`, that number of rollouts per prompt is written and grouped first; otherwise the profile exists already. The
+job runs as `nemo-ext curriculum` in a separate process; a plain copy of the same file (cat, then sync) in the same run
+shows the speed of the disk.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def make_prompts(path: Path, count: int, size: int) -> None:
 
 
 def make_profile(path: Path, count: int) -> None:
-    """Write pass rates: many prompts always or never solved, the others anywhere."""
+    """Write pass rates: many prompts always or never solved, the rest uniform."""
     draw = np.random.default_rng(0)
     successes = draw.binomial(ROLLOUTS, draw.beta(0.6, 0.6, count))
     columns = {"id": [f"p{n}" for n in range(count)], "rollouts": np.full(count, ROLLOUTS)}
@@ -47,7 +47,7 @@ def make_profile(path: Path, count: int) -> None:
 
 
 def make_rollouts(path: Path, count: int, each: int) -> None:
-    """Write rollouts in the order in which a sampler would."""
+    """Write rollouts in the order of a sampler."""
     draw = np.random.default_rng(0)
     with open(path, "w", buffering=1 << 20) as file:
         for begin in range(0, count, 10_000):
@@ -65,15 +65,15 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, default=250)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
-    folder = Path(tempfile.mkdtemp(dir=given.folder))
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(dir=arguments.folder))
     try:
         prompts, profile, rollouts = folder / "prompts.jsonl", folder / "profile.parquet", folder / "rollouts.jsonl"
-        make_prompts(prompts, given.prompts, given.bytes)
-        if given.rollouts:
-            make_rollouts(rollouts, given.prompts, given.rollouts)
+        make_prompts(prompts, arguments.prompts, arguments.bytes)
+        if arguments.rollouts:
+            make_rollouts(rollouts, arguments.prompts, arguments.rollouts)
         else:
-            make_profile(profile, given.prompts)
+            make_profile(profile, arguments.prompts)
         os.sync()
         begin = time.monotonic()
         with open(folder / "copy", "wb") as copy:
@@ -81,8 +81,8 @@ def main() -> None:
             os.fsync(copy.fileno())
         copied = time.monotonic() - begin
         (folder / "copy").unlink()
-        source = f"rollouts={rollouts}" if given.rollouts else f"profile={profile}"
-        words = [f"prompts={prompts}", source, f"output={folder / 'made'}", f"workers={given.workers}"]
+        source = f"rollouts={rollouts}" if arguments.rollouts else f"profile={profile}"
+        words = [f"prompts={prompts}", source, f"output={folder / 'made'}", f"workers={arguments.workers}"]
         program = "import sys; from nemo_ext.cli import main; main(['curriculum', *sys.argv[1:]])"
         before, begin = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
         subprocess.run([sys.executable, "-c", program, *words], check=True)
@@ -90,18 +90,18 @@ def main() -> None:
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         processor = usage.ru_utime + usage.ru_stime - before.ru_utime - before.ru_stime
         result = {
-            "prompts": given.prompts,
+            "prompts": arguments.prompts,
             "gigabytes": round(prompts.stat().st_size / 1e9, 2),
-            "rollouts": given.prompts * given.rollouts,
+            "rollouts": arguments.prompts * arguments.rollouts,
             "seconds": round(seconds, 1),
             "processor seconds of all processes": round(processor, 1),
-            "load of the machine at the end": round(os.getloadavg()[0], 1),
+            "machine load at the end": round(os.getloadavg()[0], 1),
             "seconds of a copy": round(copied, 1),
             "peak resident GB of the largest process": round(usage.ru_maxrss / 1e6, 2),
         }
         print(json.dumps(result, indent=1))
-        if given.json:
-            given.json.write_text(json.dumps(result) + "\n")
+        if arguments.json:
+            arguments.json.write_text(json.dumps(result) + "\n")
     finally:
         shutil.rmtree(folder)
 

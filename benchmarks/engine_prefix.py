@@ -1,10 +1,10 @@
-"""The engine's sharing of prefixes and its roomy cache against the engine of another checkout, in one run.
+"""The engine with shared prefixes and a larger cache, compared with the engine of another checkout, in one run.
 
-    git worktree add /tmp/before 1fd06db~1    # before they came
+    git worktree add /tmp/before 1fd06db~1    # before the change
     python benchmarks/engine_prefix.py FOLDER --other /tmp/before [--rounds 3]
 
-A model (Hugging Face folder) answers prompts of 256 tokens of docstrings with 16 new tokens each, greedily, in float32;
-both engines turn by turn, each in a process of its own. Answers are compared.
+A model (Hugging Face folder) answers prompts of 256 docstring tokens with 16 new tokens each, greedily, in float32; the
+engines alternate, each in a separate process. Answers are compared.
 """
 
 import argparse
@@ -23,7 +23,7 @@ Asked = list[tuple[list[int], int]]
 
 
 def workloads(tokenizer: Any, count: int) -> dict[str, tuple[int, Asked]]:
-    """By name the number of requests at a time, and prompts with the number of new tokens."""
+    """Workloads by name: number of concurrent requests, and prompts with numbers of new tokens."""
     from nemo_ext.evaluation.generators.sources import python_sources
 
     texts = (row["text"] for row in python_sources(120, seed=0, part="docstrings", characters=2000))
@@ -44,7 +44,7 @@ def workloads(tokenizer: Any, count: int) -> dict[str, tuple[int, Asked]]:
 
 
 def measure(folder: Path, count: int) -> None:
-    """Prints seconds and answers of every workload as JSON."""
+    """Print seconds and answers of every workload as JSON."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -52,20 +52,20 @@ def measure(folder: Path, count: int) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
-    async def answer(engine: Engine, at_a_time: int, asked: Asked) -> list[list[int]]:
-        made, left = [[] for _ in asked], iter(range(len(asked)))
+    async def answer(engine: Engine, at_a_time: int, requests: Asked) -> list[list[int]]:
+        answers, left = [[] for _ in requests], iter(range(len(requests)))
 
         async def worker() -> None:
             for number in left:
-                prompt, new = asked[number]
+                prompt, new = requests[number]
                 tokens = engine.generate(prompt, Sampling(max_tokens=new, temperature=0))
-                made[number] = [token.id async for token in tokens]
+                answers[number] = [token.id async for token in tokens]
 
         await asyncio.gather(*(worker() for _ in range(at_a_time)))
-        return made
+        return answers
 
     def counted(engine: Any, read: list[int]) -> None:
-        """Notes the tokens of prompts that the model reads, padding included."""
+        """Counts the prompt tokens that the model reads, including padding."""
         forward = engine._forward
 
         def noted(ids: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
@@ -74,26 +74,26 @@ def measure(folder: Path, count: int) -> None:
 
         engine._forward = noted
 
-    found = {}
-    for number, (name, (at_a_time, asked)) in enumerate(
+    results = {}
+    for number, (name, (at_a_time, requests)) in enumerate(
         workloads(AutoTokenizer.from_pretrained(folder), count).items()
     ):
-        engine, read = Engine(model), []  # each workload begins without a prefix
+        engine, read = Engine(model), []  # each workload starts without a cached prefix
         if not number:
             asyncio.run(answer(engine, 2, [([5, 6, 7], 4)] * 2))
         counted(engine, read)
         began, processor = time.perf_counter(), time.process_time()
-        made = asyncio.run(answer(engine, at_a_time, asked))
+        answers = asyncio.run(answer(engine, at_a_time, requests))
         seconds = {"seconds": time.perf_counter() - began, "processor": time.process_time() - processor}
-        found[name] = {**seconds, "answers": made, "read": sum(read)}
+        results[name] = {**seconds, "answers": answers, "read": sum(read)}
         engine.close()
-    print(json.dumps(found))
+    print(json.dumps(results))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--other", type=Path, help="the other checkout; without it, this one is measured alone")
+    parser.add_argument("--other", type=Path, help="the other checkout (default: only this one is measured)")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

@@ -1,9 +1,9 @@
-"""Seconds from `nemo-ext train` (the quickstart) to its first step, of one checkout or several in turns.
+"""Seconds from `nemo-ext train` (the quickstart) to its first step, for one checkout or several alternately.
 
     python benchmarks/first_step.py . ../before --turns 5
 
-Beside them, the processor seconds of all its processes until then, and of `import torch`, which a busy machine changes
-less than the time on the clock.
+Also the processor seconds of all its processes until then and of `import torch`, on which the load of the machine has
+less influence.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nemo_ext.job.run_directory import METRICS, read_metrics
 
 
 def first_step(checkout: Path, run_dir: Path, data: Path) -> tuple[float, float]:
-    """Seconds on the clock and of the processors until metrics.jsonl has the first step."""
+    """Wall-clock and processor seconds until metrics.jsonl has the first step."""
     words = ["train", f"run_dir={run_dir}", f"data_root={data}"]
     before = time.perf_counter()
     with subprocess.Popen(
@@ -45,19 +45,19 @@ def first_step(checkout: Path, run_dir: Path, data: Path) -> tuple[float, float]
 
 
 def _processor_seconds(root: int) -> dict[int, float]:
-    """Processor seconds so far by process, of a process and those below it."""
+    """Processor seconds so far of a process and its descendants, by process."""
     found = {}
     for process in [psutil.Process(root), *psutil.Process(root).children(recursive=True)]:
         try:
             spent = process.cpu_times()
-        except psutil.Error:  # ended meanwhile
+        except psutil.Error:  # ended in the meantime
             continue
         found[process.pid] = spent.user + spent.system
     return found
 
 
 def import_of_torch() -> float:
-    """Processor seconds of `import torch` in a process of its own."""
+    """Processor seconds of `import torch` in a separate process."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     subprocess.run([sys.executable, "-c", "import torch"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -65,27 +65,29 @@ def import_of_torch() -> float:
 
 
 def main() -> None:
-    """Prints the medians of every checkout."""
+    """Print the medians of every checkout."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(".")])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--data", type=Path, help="folder of the quickstart's tokenised data; else made first, untimed")
-    given = parser.parse_args()
+    parser.add_argument(
+        "--data", type=Path, help="folder of the quickstart's tokenised data (default: made first, untimed)"
+    )
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[Path, list[tuple[float, float]]] = {each: [] for each in given.checkouts}
+        times_by_checkout: dict[Path, list[tuple[float, float]]] = {each: [] for each in arguments.checkouts}
         torch = []
-        for turn in range(int(given.data is not None), given.turns + 1):
+        for turn in range(int(arguments.data is not None), arguments.turns + 1):
             torch.append(import_of_torch())
-            for checkout, times in found.items():
+            for checkout, times in times_by_checkout.items():
                 run_dir = Path(folder) / "run"
-                times.append(first_step(checkout, run_dir, given.data or Path(folder) / "data"))
+                times.append(first_step(checkout, run_dir, arguments.data or Path(folder) / "data"))
                 shutil.rmtree(run_dir)
-            if not turn:  # it tokenises the data
+            if not turn:  # also tokenises the data
                 torch.clear()
-                for times in found.values():
+                for times in times_by_checkout.values():
                     times.clear()
     print(f"import torch: {median(torch):.1f} processor seconds")
-    for checkout, times in found.items():
+    for checkout, times in times_by_checkout.items():
         clock, processors = (median(each) for each in zip(*times, strict=True))
         print(f"{checkout}: {clock:.1f} s to the first step, {processors:.1f} processor seconds")
 

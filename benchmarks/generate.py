@@ -1,14 +1,14 @@
-"""Rows a second of batch jobs against one stand-in endpoint, in one run.
+"""Rows per second of batch jobs against one stand-in endpoint, in one run.
 
     python benchmarks/generate.py [--only quick|slow] [--swarm-python PYTHON] [--datatrove-python PYTHON] [--json FILE]
 
-`nemo-ext generate`, with as many requests at a time as the others and with the number it finds itself; a few lines of
-asyncio with the openai client, which keep nothing; and, where a Python that has them is named, domyn-swarm's runner (as
-its command line has it) and datatrove's InferenceRunner (with checkpoints). The endpoint (benchmarks/stand_in.py)
-answers after 20 ms; in the second setting after 2 s, and one row in twenty after 20 s, the same ones for everybody.
+`nemo-ext generate`, with the same concurrency as the peers and with adapted concurrency; a few lines of asyncio with
+the openai client, which store nothing; and, if a Python with them is given, domyn-swarm's runner (as on its command
+line) and datatrove's InferenceRunner (with checkpoints). The endpoint (benchmarks/stand_in.py) answers after 20 ms; in
+the second setting after 2 s, and one row in twenty after 20 s, the same rows for all.
 
-Each job is a process of its own, turn by turn; medians are reported. Its start is measured on one row that is answered
-at once, and taken away. Every answer is checked. The cores that the endpoint kept busy say whether it limits a rate.
+Jobs run alternately in separate processes; medians are reported. The start is measured on one row that is answered
+immediately, and subtracted. Every answer is checked. The endpoint's busy cores show whether it limits a rate.
 """
 
 import argparse
@@ -35,11 +35,11 @@ SETTINGS = {
 }
 TABLE = "| | start, s | rows/s | ours / its | number found / its | endpoint, cores |\n|---|---|---|---|---|---|"
 Job = Callable[[str, Path, Path, int], list[dict]]
-"""Asks a URL for the rows of FILE.jsonl and FILE.parquet, so many at a time; gives ids and answers it has written."""
+"""Function that sends the rows of FILE.jsonl and FILE.parquet to a URL with a concurrency; returns ids and answers."""
 
 
 def bare(url: str, rows: Sequence[dict], out: Path, concurrency: int) -> list[dict]:
-    """The openai client and a semaphore; over aiohttp, which is faster, where that is installed too."""
+    """The openai client and a semaphore; with aiohttp, which is faster, if it is installed."""
     import openai
 
     async def ask() -> list[dict]:
@@ -86,7 +86,7 @@ def called(*words: object) -> None:
 
 
 def inside(name: str, python: str, url: str, file: Path, out: Path, concurrency: int) -> list[dict]:
-    """A job of this file, in another Python."""
+    """Run a job of this file in another Python."""
     called(python, __file__, "--inside", name, url, file, out, concurrency)
     return json.loads((out / "read.json").read_text())
 
@@ -111,7 +111,7 @@ def swarm(python: str, url: str, file: Path, out: Path, concurrency: int) -> lis
 
 @contextmanager
 def endpoint(seconds: float, slow_share: float = 0, slow_seconds: float = 0) -> Iterator[tuple[str, Callable]]:
-    """URL of a stand-in, and a function that gives the seconds of processor time it has used."""
+    """Start a stand-in; yields its URL and a function that returns its processor seconds."""
     import psutil
 
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -127,7 +127,7 @@ def endpoint(seconds: float, slow_share: float = 0, slow_seconds: float = 0) -> 
 
 
 def timed(job: Job, url: str, file: Path, concurrency: int) -> float:
-    """Seconds of a job, whose answers are checked."""
+    """Seconds of a job, after checking its answers."""
     from stand_in import answer_to
 
     with tempfile.TemporaryDirectory() as out:
@@ -148,7 +148,7 @@ def run(jobs: dict[str, Job], setting: dict[str, float], rounds: int, folder: Pa
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(some), folder / f"{name}.parquet")
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in jobs}
     with endpoint(0) as (at_once, _), endpoint(*delays) as (url, processor):
-        for job in jobs.values():  # reads the files of its imports once
+        for job in jobs.values():  # warms the file cache for its imports
             timed(job, at_once, folder / "one", concurrency)
         for name, job in [*jobs.items()] * rounds:
             start, before = timed(job, at_once, folder / "one", concurrency), processor()
@@ -167,32 +167,32 @@ def main() -> None:
     parser.add_argument("--datatrove-python", help="a Python with datatrove[io], aiofiles, aiosqlite and httpx")
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument("--inside", nargs=5, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was started ends too
-    if given.inside:
-        name, url, file, out, concurrency = given.inside
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends child processes
+    if arguments.inside:
+        name, url, file, out, concurrency = arguments.inside
         rows = list(map(json.loads, Path(f"{file}.jsonl").read_text().splitlines()))
         answers = {"bare": bare, "datatrove": datatrove}[name](url, rows, Path(out), int(concurrency))
         Path(out, "read.json").write_text(json.dumps(answers))
         return
     jobs: dict[str, Job] = {"ours": partial(ours, False), "ours, number found": partial(ours, True)}
-    jobs["openai client"] = partial(inside, "bare", given.client_python)
-    if given.swarm_python:
-        jobs["domyn-swarm"] = partial(swarm, given.swarm_python)
-    if given.datatrove_python:
-        jobs["datatrove"] = partial(inside, "datatrove", given.datatrove_python)
-    print("Left out, as no Python is named:", *sorted({"domyn-swarm", "datatrove"} - jobs.keys()) or ["none"])
+    jobs["openai client"] = partial(inside, "bare", arguments.client_python)
+    if arguments.swarm_python:
+        jobs["domyn-swarm"] = partial(swarm, arguments.swarm_python)
+    if arguments.datatrove_python:
+        jobs["datatrove"] = partial(inside, "datatrove", arguments.datatrove_python)
+    print("Skipped, as no Python was given:", *sorted({"domyn-swarm", "datatrove"} - jobs.keys()) or ["none"])
     results = {}
-    for label in [given.only] if given.only else SETTINGS:
+    for label in [arguments.only] if arguments.only else SETTINGS:
         with tempfile.TemporaryDirectory() as folder:
-            found = results[label] = run(jobs, SETTINGS[label], given.rounds, Path(folder))
+            found = results[label] = run(jobs, SETTINGS[label], arguments.rounds, Path(folder))
         print(f"\n{label}: {SETTINGS[label]}; load at the end {os.getloadavg()[0]:.1f}\n\n{TABLE}")
         for name, each in found.items():
             ratios = [found[first]["rows/s"] / each["rows/s"] for first in jobs if first.startswith("ours")]
             cells = [f"{value:.2f}" for value in (each["start"], each["rows/s"], *ratios, each["endpoint"])]
             print(f"| {name} | {' | '.join(cells)}{' (may limit the rate)' * (each['endpoint'] > 0.8)} |")
-    if given.json:
-        given.json.write_text(json.dumps({"settings": SETTINGS, "medians": results}, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"settings": SETTINGS, "medians": results}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A generative reward model on one machine, end to end: trained, served, and the judge of RLHF with length control.
+"""A generative reward model on one machine, end to end: trained, served, and used as judge of RLHF with length control.
 
     python benchmarks/genrm.py [--folder DIR] [--steps 16]
 
-Tiny Llamas. Answers are runs of one letter, "gggg" or "bb"; a good answer has g's, whatever its length. The
-reward model is first fitted to the form of a judgement, right in three of four cases, then trained by
-`nemo-ext rl preset=genrm_training` on labelled comparisons, and served by `nemo-ext serve`. The policy is trained by
-`preset=nemotron3_rlhf` with that endpoint as its judge, with the paper's length control and without. Reported: the
-judge's agreement before and after its training, and of the policy's answers in its first and its last steps the share
-of good ones and the length, with 95 % bootstrap intervals over answers.
+The models are tiny Llamas. Answers are runs of one letter, "gggg" or "bb"; an answer of g's is good, whatever its
+length. The reward model is first fitted to the format of judgements that are right in three of four cases, then trained
+by `nemo-ext rl preset=genrm_training` on labelled comparisons, and served by `nemo-ext serve`. The policy is trained by
+`preset=nemotron3_rlhf` with that endpoint as judge, with the paper's length control and without. Reported: the judge's
+agreement before and after training, and the fraction of good answers and their length in the policy's first and last
+steps, with 95 % bootstrap intervals over answers.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from grpo import nemo_ext
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.statistics import bootstrap
@@ -38,32 +39,25 @@ CONTROLS = {"without": "{thinking: 0, answer: 0, thinking_bonus: 0, answer_bonus
 draw = random.Random(1)
 
 
-def nemo_ext(*words: str) -> None:
-    """One command; it must succeed."""
-    done = subprocess.run([sys.executable, "-m", "nemo_ext.cli", *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"nemo-ext {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
-
-
 def said() -> str:
-    """An answer of a random letter and length."""
+    """Answer of a random letter and length."""
     return draw.choice("gb") * draw.randint(1, LONGEST)
 
 
 def judgement(first: str, second: str) -> str:
-    """What a right judge says of two answers."""
+    """Correct judgement of two answers."""
     scores = [5 if answer[0] == "g" else 1 for answer in (first, second)]
     ranking = 3 if scores[0] == scores[1] else 1 if scores[0] > scores[1] else 6
     return json.dumps({"score_1": scores[0], "score_2": scores[1], "ranking": ranking})
 
 
 def compared() -> tuple[str, str, str]:
-    """A prompt and two answers."""
+    """Random comparison: a prompt and two answers."""
     return f"Say {draw.randint(0, 99)}.", said(), said()
 
 
 def labelled() -> list[dict]:
-    """A comparison with a judgement that is right in three of four cases."""
+    """Comparison with a judgement that is right in three of four cases."""
     prompt, *answers = compared()
     shown = answers if draw.random() < 0.75 else [said(), said()]
     asked = instructed_messages((Message(role="user", content=prompt),), *answers)
@@ -71,12 +65,12 @@ def labelled() -> list[dict]:
 
 
 def conversation() -> list[dict]:
-    """A prompt and an answer."""
+    """Conversation of a prompt and an answer."""
     return [{"role": "user", "content": f"Say {draw.randint(0, 99)}."}, {"role": "assistant", "content": said()}]
 
 
 def fit(folder: Path, make: Callable[[], list[dict]], steps: int, vocabulary: int) -> None:
-    """A tiny model, and a tokenizer, that answers as the conversations do."""
+    """Train a tiny model and a tokenizer on conversations."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -117,7 +111,7 @@ def fit(folder: Path, make: Callable[[], list[dict]], steps: int, vocabulary: in
 
 
 def train_judge(folder: Path, steps: int) -> None:
-    """GRPO of the reward model on comparisons with their true labels."""
+    """Train the reward model by GRPO on comparisons with true labels."""
     records, tasks = folder / "comparisons.jsonl", folder / "comparisons_tasks.jsonl"
     lines = []
     for number in range(800):
@@ -137,7 +131,7 @@ def train_judge(folder: Path, steps: int) -> None:
 
 
 def train_policy(folder: Path, run_dir: Path, steps: int, control: str) -> None:
-    """RLHF with the served judge."""
+    """Train the policy by RLHF with the served judge."""
     tasks = folder / "chat.jsonl"
     records = ({"id": str(n), "environment": "chat", "prompt": f"Say {n}."} for n in range(100))
     tasks.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -154,7 +148,7 @@ def train_policy(folder: Path, run_dir: Path, steps: int, control: str) -> None:
 
 
 def steps_of(run_dir: Path, first: int, last: int) -> list[dict]:
-    """Rollouts of some steps."""
+    """Rollouts of a range of steps."""
     found = map(json.loads, (run_dir / "rollouts.jsonl").read_text().splitlines())
     return [line for line in found if first <= line["step"] <= last]
 
@@ -167,9 +161,9 @@ def interval(values: list[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is there")
+    parser.add_argument("--folder", type=Path, help="folder for all files; existing ones are reused")
     parser.add_argument("--steps", type=int, default=16, help="steps of each run")
-    parser.add_argument("--fit", type=int, default=250, help="steps of fitting the judge")
+    parser.add_argument("--fit", type=int, default=250, help="steps for fitting the judge")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder, steps = arguments.folder or Path(temporary), arguments.steps

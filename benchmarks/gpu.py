@@ -1,17 +1,17 @@
-"""Ratios on one GPU, each of things measured in one run, as a Markdown table.
+"""Ratios on one GPU, each measured within one run, as a Markdown table.
 
-    python benchmarks/gpu.py --output gpu.md             # sizes of real models; 20 GB of GPU memory by calculation
-    python benchmarks/gpu.py --device cpu --small        # tries the script where there is no GPU; its times say nothing
+    python benchmarks/gpu.py --output gpu.md             # sizes of real models; estimated 20 GB of GPU memory
+    python benchmarks/gpu.py --device cpu --small        # tries the script without a GPU; its times are meaningless
 
-- fp8: a step (forward and backward) of linear maps in FP8 against BF16, with Transformer Engine where it is
-  installed, else with torch's scaled matrix products.
-- ffn_fusion: FFNs one after the other against one wide FFN (FFN Fusion, arXiv:2503.18908) for few tokens.
+- fp8: a step (forward and backward) of linear layers in FP8 against BF16, with Transformer Engine if it is installed,
+  otherwise with torch's scaled matrix products.
+- ffn_fusion: FFNs in sequence against one wide FFN (FFN Fusion, arXiv:2503.18908) for few tokens.
 - attention: Transformer Engine's kernels (fused by cuDNN, flash, unfused) against torch's: causal, window, packed.
 - head: an output layer with an odd number of rows against padded ones.
 - ssd: Mamba-2's scan in torch (nemo_ext/megatron/cpu) against the Triton kernels of mamba_ssm.
 
-Sides take turns; a time is the median of all rounds with the quartiles beside it, on a GPU by CUDA events. A side that
-cannot run here says why in the table.
+Sides alternate; times are medians of all rounds with quartiles, measured on a GPU by CUDA events. The table has the
+reason for a side that cannot run.
 """
 
 import argparse
@@ -30,13 +30,13 @@ PACKAGES = ("torch", "triton", "transformer-engine", "mamba-ssm")
 
 
 def markdown(tables: list[Table], device: str) -> str:
-    """All tables, below what they were measured on."""
+    """Machine and all tables as Markdown."""
     name = platform.processor() or platform.machine() if device == "cpu" else torch.cuda.get_device_name()
     packages = ", ".join(f"{package} {_version(package)}" for package in PACKAGES)
     lines = [f"On {name}; {packages}."]
-    lines += ["Times in milliseconds: median (quartiles). Ratio: how many times as fast as the first row."]
+    lines += ["Times in milliseconds: median (quartiles). Ratio: speed relative to the first row."]
     if device == "cpu":
-        lines += ["", "On a CPU, to try the script: no figure here says anything about a GPU."]
+        lines += ["", "On a CPU, to try the script: the figures do not apply to GPUs."]
     for table in tables:
         lines += ["", f"**{table.title}**", ""]
         lines += ["| | ms | ratio | |", "|:--|:--|:--|:--|"] if table.rows else []
@@ -61,21 +61,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="toy sizes, to try the script")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
-    parser.add_argument("--output", type=Path, default=Path("gpu.md"), help="where the tables go (default gpu.md)")
+    parser.add_argument("--output", type=Path, default=Path("gpu.md"), help="file for the tables (default: gpu.md)")
     return parser.parse_args(arguments)
 
 
 def write(path: Path, text: str) -> None:
-    """A whole file or none."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".part")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Runs the parts, one after the other; the file has those that are done."""
+    """Run the parts in sequence; the file has the finished ones."""
     if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("no CUDA device here: try the script with --device cpu --small")
+        raise SystemExit("there is no CUDA device: try the script with --device cpu --small")
     torch.manual_seed(0)
     sizes = SMALL if arguments.small else Sizes()
     machine = Machine(arguments.device, sizes.rounds)
@@ -86,7 +86,7 @@ def main(arguments: argparse.Namespace) -> None:
             for table in PARTS[part](sizes, machine):
                 tables.append(table)
                 write(arguments.output, markdown(tables, arguments.device))
-        except Exception as error:  # of an installed engine that is broken, or results that disagree
+        except Exception as error:  # a broken engine, or results that disagree
             reason = " ".join(str(error).split())[:300]
             tables.append(Table(part, [("all", None, f"cannot run: {type(error).__name__}: {reason}")]))
         write(arguments.output, markdown(tables, arguments.device))

@@ -1,12 +1,12 @@
 """Ten checks on one GPU, in two commands of at most five minutes; the most useful checks come first.
 
-    python benchmarks/gpu_checks.py runs/gpu prepare     # optional, on any machine: what needs no GPU
+    python benchmarks/gpu_checks.py runs/gpu prepare     # optional, on any machine: steps without a GPU
     python benchmarks/gpu_checks.py runs/gpu first       # attention packs losses puzzle
     python benchmarks/gpu_checks.py runs/gpu second      # nano head checkpoint resume shared steps
-    python benchmarks/gpu_checks.py runs/gpu head steps  # these checks alone
+    python benchmarks/gpu_checks.py runs/gpu head steps  # only these checks
 
-Results are in OUT/report.md after every case, logs in OUT/CHECK/CASE/log.txt. A case that is done is not run again,
-unless its folder is deleted; Ctrl-C or the time limit ends what is running, and the same command resumes with the rest.
+OUT/report.md is updated after every case; logs are in OUT/CHECK/CASE/log.txt. A finished case is not run again unless
+its folder is deleted; Ctrl-C or the time limit ends running cases, and the same command resumes with the rest.
 """
 
 import argparse
@@ -40,26 +40,26 @@ from nemo_ext.megatron.run import Run
 HERE = Path(__file__).parent
 GIB = 1 << 30
 COUNTED = 12
-"""Last steps of a run whose median is its speed."""
+"""Number of last steps whose median is the speed of a run."""
 TOGETHER, AHEAD = 8, 3
-"""Processes at a time: cases that share the GPU; cases that are timed, of which one has the GPU and two import."""
+"""Concurrent processes: of cases that share the GPU, and of timed cases (one has the GPU, two import)."""
 LOSSES = ("loss of step 1", "mean of the last 10", "validation", "against its reference")
 TIMED = (*LOSSES[:2], "ms per step", "tokens/s", "MFU", "GiB rehearsed", "GiB measured")
-OVER = "not run: the time was over"
+OVER = "not run: time limit reached"
 OUT = "OUT"
-"""Stands for the output folder in the words of a case."""
+"""Placeholder for the output folder in the arguments of a case."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One process.
+    """One process of a check.
 
     Attributes:
         name: name within its check.
         words: overrides of a training run, or a command.
-        command: whether `words` are a command of Python instead of a training run.
-        environment: environment variables added.
-        reference: case of the same check that its validation loss is compared with.
+        command: whether `words` is a Python command instead of a training run.
+        environment: additional environment variables.
+        reference: case of the same check whose validation loss is the reference.
         rehearse: whether `prepare` rehearses its memory.
     """
 
@@ -77,9 +77,9 @@ class Check:
 
     Attributes:
         title: the question.
-        cases: in the order of their worth.
-        alone: whether each case has the GPU to itself, because it is timed.
-        result: file of a case, relative to its folder, that belongs into the report.
+        cases: cases, most useful first.
+        alone: whether each case has the GPU to itself, for timing.
+        result: file for the report, relative to a case's folder.
     """
 
     title: str
@@ -109,7 +109,7 @@ CPU = "fp32 on the CPU"
 
 
 def losses() -> tuple[Case, ...]:
-    """Every family's smallest model by precision and back end: same weights, same batches."""
+    """Cases for losses of every family's smallest model by precision and back end, with equal weights and batches."""
 
     def case(model: str, side: str, words: Sequence[str], environment: Mapping[str, str]) -> Case:
         reference = None if side == CPU else f"{model}, {CPU}"
@@ -121,7 +121,7 @@ def losses() -> tuple[Case, ...]:
 
 
 def packs() -> tuple[Case, ...]:
-    """Packed sequences with full attention, windows, and Mamba, with Transformer Engine and without."""
+    """Cases for packed sequences with full attention, windows and Mamba, with and without Transformer Engine."""
     wide = ("megatron.hidden_size=512", "megatron.num_attention_heads=4", "megatron.num_query_groups=2")
     common = (
         "data=packed",
@@ -143,7 +143,7 @@ def packs() -> tuple[Case, ...]:
 
 
 def full_width(name: str, pattern: str | None, length: int, batch: int, steps: int = 20) -> tuple[str, ...]:
-    """Words of a model at its full width, with the blocks of `pattern` alone, on synthetic data."""
+    """Arguments of a full-width model with only the blocks of `pattern`, on synthetic data."""
     rows = ("megatron.padded_vocab_size=32768", "++model.vocab_size=null")
     cut = () if pattern is None else (f"model.pattern={pattern}", *rows)
     return (
@@ -186,7 +186,7 @@ PUZZLE = (
 
 
 def measured(part: str) -> Check:
-    """A check that is a part of gpu.py."""
+    """Check that runs a part of gpu.py."""
     words = (str(HERE / "gpu.py"), "--parts", part, "--output", f"{OUT}/{part}/times/{part}.md")
     titles = {
         "attention": "Which attention loads, and is it right?",
@@ -196,7 +196,7 @@ def measured(part: str) -> Check:
 
 
 def tested(title: str, *words: str) -> Check:
-    """A check that is tests of the marker `gpu`."""
+    """Check that runs tests with the marker `gpu`."""
     pytest = ("-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *words)
     return Check(title, (Case("tests", pytest, command=True),))
 
@@ -260,16 +260,16 @@ COMMANDS = {"first": tuple(FIRST), "second": tuple(SECOND)}
 
 
 def spelled(text: str) -> str:
-    """A folder's name."""
+    """Name as a folder name."""
     return "".join(letter if letter.isalnum() else "_" for letter in text)
 
 
 class Session:
-    """The checks of one command: runs cases until the deadline and keeps the report.
+    """Checks of one command: runs cases until the deadline and updates the report.
 
     Args:
         out: output folder.
-        seconds: until all processes are ended.
+        seconds: time limit, after which all processes are ended.
     """
 
     def __init__(self, out: Path, seconds: float):
@@ -285,11 +285,11 @@ class Session:
         return self.out / name / spelled(case.name)
 
     def run(self, names: Sequence[str]) -> None:
-        """Run checks by name; neighbours that share the GPU run at the same time."""
+        """Run checks by name; adjacent checks that share the GPU run concurrently."""
         for alone, group in groupby(names, lambda name: CHECKS[name].alone):
             cases = [(name, case) for name in group for case in CHECKS[name].cases]
             todo = [(name, case) for name, case in cases if not (self.folder(name, case) / "done").exists()]
-            todo.sort(key=lambda pair: not alone and not pair[1].command)  # several runs each: the longest
+            todo.sort(key=lambda pair: not alone and not pair[1].command)  # with several runs each, the longest
             pool = ThreadPoolExecutor(AHEAD if alone else TOGETHER)
             try:
                 for future in [pool.submit(self.one, name, case, alone) for name, case in todo]:
@@ -302,11 +302,11 @@ class Session:
         self.report()
 
     def one(self, name: str, case: Case, alone: bool) -> None:
-        """Run a case, or say why it was not run."""
+        """Run a case, or record why it was not run."""
         folder = self.folder(name, case)
         folder.mkdir(parents=True, exist_ok=True)
         if not case.command and not self.over():
-            for path in folder.iterdir():  # a run that was ended begins again, so that its figures are of one run
+            for path in folder.iterdir():  # an interrupted run starts over, so that its figures are from one run
                 if path.name != "rehearsal":
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
         lock = self.out / ".gpu" if alone else None
@@ -331,12 +331,12 @@ class Session:
         self.report()
 
     def process(self, command: Sequence[str], folder: Path, environment: Mapping[str, str], watched: bool) -> str:
-        """Run a command until it ends or the deadline; empty, or the line that says why it failed."""
+        """Run a command until its end or the deadline; returns an error message or an empty string."""
         if self.over():
             return OVER
         log = folder / "log.txt"
         with log.open("wb") as stream:
-            # In a new session, so that its helpers end with it.
+            # In a new session, so that its child processes end with it.
             process = subprocess.Popen(
                 command,
                 stdout=stream,
@@ -359,18 +359,18 @@ class Session:
         if watched:
             (folder / "usage.json").write_text(json.dumps(usage.most) + "\n")
         if late or self.ended:
-            return "not done when the time was over"
+            return "not finished at the time limit"
         if process.returncode == 0:
             return ""
         lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
         return (lines or [f"exit status {process.returncode}"])[-1].strip().replace("|", "/")[:300]
 
     def over(self) -> bool:
-        """Whether no process may start any more."""
+        """True if it is too late to start a process."""
         return self.ended or time.monotonic() > self.deadline - 1
 
     def end(self) -> None:
-        """End everything that runs."""
+        """End all running processes."""
         self.ended = True
         for process in list(self.running):
             kill(process)
@@ -381,13 +381,13 @@ class Session:
             begun = [name for name in CHECKS if (self.out / name).is_dir()]
             text = "\n".join(self.section(name, CHECKS[name]) for name in begun)
             if later := [name for name in CHECKS if name not in begun]:
-                text += f"\nNot begun: {', '.join(later)}.\n"
+                text += f"\nNot started: {', '.join(later)}.\n"
             temporary = self.out / "report.part"
             temporary.write_text(text)
             temporary.replace(self.out / "report.md")
 
     def section(self, name: str, check: Check) -> str:
-        """One check as Markdown."""
+        """Section of a check as Markdown."""
         lines = [f"## {name}: {check.title}", ""]
         if any(not case.command for case in check.cases):
             columns = TIMED if check.alone else LOSSES
@@ -425,7 +425,7 @@ class Session:
         return [*ends, "" if loss is None else f"{loss:.4f}", off]
 
     def prepare(self) -> None:
-        """Run what needs no GPU: data, losses on the CPU, rehearsals."""
+        """Run the steps without a GPU: data, losses on the CPU, rehearsals."""
         self.write_data(list(CHECKS))
         for name, check in CHECKS.items():
             for case in check.cases:
@@ -442,7 +442,7 @@ class Session:
         self.report()
 
     def write_data(self, names: Sequence[str]) -> None:
-        """Tokenise the corpus and write packs, once, before several processes need them."""
+        """Tokenise the corpus and write packs, before several processes need them."""
         if {"losses", "puzzle"} & set(names):
             Run.from_config(compose("train", [f"run_dir={self.out}/unused", f"data_root={self.out}/data"])).tokenized()
         if "packs" in names:
@@ -453,7 +453,7 @@ class Session:
 
 
 def write_packs(prefix: Path, seed: int) -> None:
-    """Write packs of 1,024 tokens, of samples that repeat a phrase: there is something to learn."""
+    """Write packs of 1,024 tokens, of samples that repeat a phrase, which a model can learn."""
     prefix.parent.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(seed)
 
@@ -467,10 +467,10 @@ def write_packs(prefix: Path, seed: int) -> None:
 
 
 class Usage:
-    """How a process and its children use the GPU from the first step to their end.
+    """GPU usage of a process and its children from the first step to their end.
 
     Attributes:
-        most: largest value of each sample.
+        most: maximum of each sampled value.
     """
 
     def __init__(self, session: int):
@@ -479,7 +479,7 @@ class Usage:
         self.began: float | None = None
 
     def sample(self) -> None:
-        """Take a sample; without nvidia-smi, of time and open devices alone."""
+        """Take a sample; without nvidia-smi, only of time and open devices."""
         self.began = self.began or time.monotonic()
         values = {"seconds_since_the_first_step": round(time.monotonic() - self.began, 1)}
         values["processes_with_the_device_open"] = sum(map(self._holds, Path("/proc").glob("[0-9]*")))
@@ -498,14 +498,14 @@ class Usage:
 
 
 def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and what it started."""
+    """End a process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def validation(folder: Path) -> float | None:
-    """The last validation loss of a run."""
+    """Last validation loss of a run."""
     found = [line["val_loss"] for line in read_metrics(folder / METRICS) if "val_loss" in line]
     return found[-1] if found else None
 
@@ -521,7 +521,7 @@ def speed(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def rehearsed_bytes(folder: Path) -> float | None:
-    """Peak memory of the fullest rank by the rehearsal, if there is one."""
+    """Rehearsed peak memory of the fullest rank, or None."""
     path = folder / "rehearsal.json"
     if not path.exists():
         return None
@@ -530,7 +530,7 @@ def rehearsed_bytes(folder: Path) -> float | None:
 
 
 def last_line(log: Path) -> str:
-    """The end of a log, such as pytest's numbers of tests, after a comma."""
+    """Last line of a log, such as pytest's summary, after a comma."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     return f", {lines[-1].strip('= ')}" if lines else ""
 
@@ -544,7 +544,7 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="output folder")
     choices = ("prepare", *COMMANDS, *CHECKS)
     parser.add_argument("checks", nargs="+", choices=choices, metavar="CHECK", help=", ".join(choices))
-    parser.add_argument("--limit", type=float, help="seconds for the command (default 290; prepare: none)")
+    parser.add_argument("--limit", type=float, help="time limit in seconds (default: 290; prepare: none)")
     arguments = parser.parse_args()
     names = [name for word in arguments.checks for name in COMMANDS.get(word, (word,)) if name != "prepare"]
     preparing = "prepare" in arguments.checks
@@ -562,7 +562,7 @@ def main() -> None:
         raise SystemExit("interrupted; the same command resumes") from None
     notice(f"{session.out / 'report.md'}")
     if session.failed:
-        raise SystemExit(f"{len(session.failed)} cases failed or were not done")
+        raise SystemExit(f"{len(session.failed)} cases failed or did not finish")
 
 
 if __name__ == "__main__":

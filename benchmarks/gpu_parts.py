@@ -1,4 +1,4 @@
-"""What gpu.py compares: each part gives tables of sides that are measured in turns."""
+"""Parts of gpu.py; each gives tables of alternately measured sides."""
 
 import importlib.util
 import os
@@ -18,19 +18,20 @@ from nemo_ext.megatron.float8 import E5M2, SCALINGS, float8_linear
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured; the defaults are of models that are trained.
+    """Measured sizes; the defaults are those of trained models.
 
     Attributes:
-        tokens: of a training step.
-        hidden: of Domyn-Small, likewise `ffn`, `qkv` (48 query and 2 x 8 key and value heads of 128) and `heads_width`.
-        fusion_hidden: of Llama-Nemotron Ultra 253B, whose widest fused FFN on one of eight tensor-parallel ranks is
-            `fusion_blocks` x `fusion_ffn`.
-        length: tokens of a scan; it has the heads, states and groups of Nemotron 3 Nano.
-        sequence: tokens of attention with Domyn-Small's heads (query, key and value) of `attention_dim`, and with a
-            window of half of them; in the packed form they are `packed` sequences.
+        tokens: tokens of a training step.
+        hidden: hidden size of Domyn-Small; also `ffn`, `qkv` (48 query and 2 x 8 key and value heads of 128) and
+            `heads_width`.
+        fusion_hidden: hidden size of Llama-Nemotron Ultra 253B, whose widest fused FFN on one of eight tensor-parallel
+            ranks is `fusion_blocks` x `fusion_ffn`.
+        length: tokens of a scan with the heads, states and groups of Nemotron 3 Nano.
+        sequence: tokens of attention with Domyn-Small's query, key and value heads of `attention_dim`, also with a
+            window of half the length, and packed as `packed` sequences.
         head_hidden: hidden size of OLMo 3 32B.
         head_rows: rows of its vocabulary on one of two ranks: as published, and padded to multiples of 32 and 64.
-        rounds: measured.
+        rounds: number of measured rounds.
     """
 
     tokens: int = 8192
@@ -81,7 +82,7 @@ SMALL = Sizes(
 
 
 def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """FP8 against BF16, for Domyn-Small's FFN and its attention projections."""
+    """Compare FP8 with BF16 for Domyn-Small's FFN and attention projections."""
     shapes = {
         f"FFN {sizes.hidden} -> {sizes.ffn} -> {sizes.hidden}, squared ReLU": [
             (sizes.hidden, sizes.ffn),
@@ -98,18 +99,18 @@ def fp8(sizes: Sizes, machine: Machine) -> Iterator[Table]:
         steps = engine_steps(maps, sizes, machine) if engine else torch_steps(maps, sizes, machine)
         if machine.device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
             steps = {name: step for name, step in steps.items() if name.startswith("BF16")}
-            table.remarks.append("This GPU has no FP8 (compute capability 8.9 or later has).")
+            table.remarks.append("This GPU has no FP8, which needs compute capability 8.9 or later.")
         compare(table, steps, machine)
         table.remarks.append(
             "Transformer Engine's Linear."
             if engine
-            else "Transformer Engine is not used (no CUDA, or not installed), but nemo_ext.megatron.float8."
+            else "Uses nemo_ext.megatron.float8 instead of Transformer Engine (no CUDA, or not installed)."
         )
         yield table
 
 
 def chained(maps: list[tuple[int, int]], linears: list[Callable[[Tensor], Tensor]], x: Tensor, other: Tensor) -> Tensor:
-    """An FFN where the second map takes what the first gives, else both maps on inputs of their own."""
+    """An FFN if the second layer fits the output of the first, otherwise both layers on separate inputs."""
     first = linears[0](x)
     if maps[0][1] == maps[1][0]:
         return linears[1](torch.relu(first).square())
@@ -117,14 +118,14 @@ def chained(maps: list[tuple[int, int]], linears: list[Callable[[Tensor], Tensor
 
 
 def in_fp8(x: Tensor, weight: Tensor) -> Tensor:
-    """What training without Transformer Engine computes: e4m3, gradients in e5m2."""
+    """FP8 training without Transformer Engine: e4m3, gradients in e5m2."""
     return float8_linear(x, weight, SCALINGS["tensorwise"], gradients=E5M2)
 
 
 def torch_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> dict[str, Step]:
     x, other = (machine.random(sizes.tokens, width, grad=True) for width in (maps[0][0], maps[1][0]))
     weights = [(machine.random(out, into) / into**0.5).detach().requires_grad_() for into, out in maps]
-    sides = {"BF16": F.linear, "FP8, one scale a tensor": in_fp8, "the same, compiled": torch.compile(in_fp8)}
+    sides = {"BF16": F.linear, "FP8, per-tensor scale": in_fp8, "the same, compiled": torch.compile(in_fp8)}
     steps = {}
     for name, product in sides.items():
         linears = [lambda t, w=weight, p=product: p(t, w) for weight in weights]
@@ -134,7 +135,7 @@ def torch_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> 
 
 
 def engine_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) -> dict[str, Step]:
-    """Steps of Transformer Engine's Linear, with every scaling that the installed version has."""
+    """Steps of Transformer Engine's Linear with every scaling of the installed version."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe
 
@@ -162,7 +163,7 @@ def engine_steps(maps: list[tuple[int, int]], sizes: Sizes, machine: Machine) ->
 
 
 def ffn(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """A SwiGLU FFN with its norm, by the names of Megatron's checkpoint."""
+    """Tensors of a SwiGLU FFN with its norm, by the names in Megatron's checkpoint."""
     normed = F.rms_norm(x, x.shape[-1:], weights["linear_fc1.layer_norm_weight"], 1e-5)
     gate, up = F.linear(normed, weights["linear_fc1.weight"]).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, weights["linear_fc2.weight"])
@@ -170,7 +171,7 @@ def ffn(x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def ffn_fusion(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """FFNs one after the other against the one that `nemo_ext.puzzle.fusion.fusion` makes of them."""
+    """Compare FFNs in sequence with the FFN into which `nemo_ext.puzzle.fusion.fusion` merges them."""
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.job.config import compose
     from nemo_ext.puzzle.fusion.fusion import fuse_weights
@@ -195,20 +196,20 @@ def ffn_fusion(sizes: Sizes, machine: Machine) -> Iterator[Table]:
         x = machine.random(tokens, hidden)
         beside = x + torch.stack([ffn(x, part) for part in parts]).float().sum(0)
         difference = ((x + ffn(x, whole) - beside).abs().max() / beside.abs().max()).item()
-        if not difference < 0.03:  # a few steps of BF16
+        if not difference < 0.03:  # a few BF16 rounding steps
             raise RuntimeError(f"the fused FFN differs from its parts by {difference:.1%} of the largest output")
         table = Table(f"{count} FFNs of width {width}, hidden {hidden}, SwiGLU, bf16, tokens: {tokens}, forward")
         steps = {
-            "one after the other": lambda x=x: one_after_the_other(x),
+            "in sequence": lambda x=x: one_after_the_other(x),
             f"fused, width {count * width}": lambda x=x: x + ffn(x, whole),
         }
         compare(table, steps, machine)
-        table.remarks.append(f"Fused equals side by side up to {difference:.1%} of the largest output.")
+        table.remarks.append(f"The fused FFN equals the parallel ones up to {difference:.1%} of the largest output.")
         yield table
 
 
 def ssd(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """The torch scan against mamba_ssm's."""
+    """Compare the torch scan with mamba_ssm's."""
     from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
     chunk, grouped = 128, (1, sizes.length, sizes.groups, sizes.state)
@@ -240,12 +241,12 @@ def ssd(sizes: Sizes, machine: Machine) -> Iterator[Table]:
     if table.rows[1][1] is not None:
         with torch.no_grad():
             one, other = torch_scan(x).float(), triton_scan(x).float()
-        table.remarks.append(f"They differ by {((one - other).abs().max() / other.abs().max()).item():.1%} at most.")
+        table.remarks.append(f"They differ by at most {((one - other).abs().max() / other.abs().max()).item():.1%}.")
     yield table
 
 
 def attention(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """Transformer Engine's attention kernels against torch's, with the differences of their outputs."""
+    """Compare Transformer Engine's attention kernels with torch's, including their outputs."""
     yield attention_table("causal", None, 1, sizes, machine)
     yield attention_table(f"window of {sizes.sequence // 2}", sizes.sequence // 2, 1, sizes, machine)
     yield attention_table(f"{sizes.packed} packed sequences", None, sizes.packed, sizes, machine)
@@ -259,7 +260,7 @@ def attention(sizes: Sizes, machine: Machine) -> Iterator[Table]:
 
 
 def attention_table(title: str, window: int | None, count: int, sizes: Sizes, machine: Machine) -> Table:
-    """The kernels for `count` sequences of equal length."""
+    """Table of the kernels for `count` sequences of equal length."""
     length, (heads, groups), width = sizes.sequence, sizes.attention_heads, sizes.attention_dim
     table = Table(
         f"Attention, {title}: {length} tokens, {heads} / {groups} heads x {width}, bf16, forward and backward"
@@ -276,7 +277,7 @@ def attention_table(title: str, window: int | None, count: int, sizes: Sizes, ma
         table.remarks.append(f"{name}: differs from torch's by {off.item():.2%} of the largest output.")
         return training_step(forward, q, [k, v])
 
-    for kernel in ("FUSED", "FLASH", "UNFUSED"):  # one after the other: the choice is kept from call to call
+    for kernel in ("FUSED", "FLASH", "UNFUSED"):  # in sequence, as the choice persists between calls
         name = f"Transformer Engine, {kernel.lower()}"
         compare(table, {name: made_at_first(partial(step, kernel, name))}, machine)
     return table
@@ -301,7 +302,7 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def engine_attention(
     kernel: str, heads: int, k: Tensor, v: Tensor, window: int | None, count: int
 ) -> Callable[[Tensor], Tensor]:
-    """The same by one of Transformer Engine's kernels alone: FUSED (cuDNN), FLASH or UNFUSED."""
+    """Attention by one of Transformer Engine's kernels: FUSED (cuDNN), FLASH or UNFUSED."""
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.attention.dot_product_attention import dot_product_attention as chosen
 
@@ -326,7 +327,7 @@ def engine_attention(
 
 
 def head(sizes: Sizes, machine: Machine) -> Iterator[Table]:
-    """An output layer with an odd number of rows against padded ones."""
+    """Compare an output layer with an odd number of rows with padded ones."""
     table = Table(f"Output layer: {sizes.tokens} tokens, hidden {sizes.head_hidden}, bf16, forward and backward")
     x = machine.random(sizes.tokens, sizes.head_hidden, grad=True)
     steps = {}

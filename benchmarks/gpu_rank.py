@@ -1,4 +1,4 @@
-"""A training run of one rank; with a lock file, it imports ahead and then waits for the GPU.
+"""Training run of one rank; with a lock file, it first imports, then waits for the GPU.
 
 python benchmarks/gpu_rank.py LOCK|- KEY=VALUE...
 """
@@ -13,11 +13,11 @@ from nemo_ext.job.parent import end_with_parent
 from nemo_ext.megatron.rank import guard_helper
 
 locked: list[TextIO] = []
-"""Open until the process ends."""
+"""Lock file, open until the process ends."""
 
 
 def wait() -> None:
-    """Take the lock unless it is `-`."""
+    """Acquire the lock unless it is `-`."""
     if sys.argv[1] != "-":
         stream = open(sys.argv[1], "w")  # noqa: SIM115
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Timing sides against each other on one machine, for gpu.py."""
+"""Timing of compared sides on one machine, for gpu.py."""
 
 import statistics
 import time
@@ -10,31 +10,31 @@ from torch import Tensor
 
 Step = Callable[[], object]
 UNCOUNTED = 3
-"""Rounds before the first that counts."""
+"""Number of warm-up rounds."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: the median and the quartiles of all rounds."""
+    """Milliseconds: median and quartiles of all rounds."""
 
     median: float
     low: float
     high: float
 
     @classmethod
-    def of(cls, values: list[float]) -> "Timing":
+    def from_values(cls, values: list[float]) -> "Timing":
         low, median, high = statistics.quantiles(values, n=4)
         return cls(median, low, high)
 
 
 @dataclass
 class Table:
-    """One comparison; ratios are against its first row.
+    """One comparison; ratios are relative to the first row.
 
     Attributes:
-        title: what is compared.
-        rows: side, time and remark; without a time the remark says why.
-        remarks: that stand below it.
+        title: title of the table.
+        rows: side, time and remark; without a time the remark is the reason.
+        remarks: texts below the table.
     """
 
     title: str
@@ -44,27 +44,27 @@ class Table:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where steps run and how they are timed.
+    """Device on which steps run and are timed.
 
     Attributes:
         device: `cuda`, timed by events, or `cpu`, by the clock.
-        rounds: that count.
+        rounds: number of counted rounds.
     """
 
     device: str
     rounds: int
 
     def random(self, *shape: int, dtype: torch.dtype = torch.bfloat16, grad: bool = False) -> Tensor:
-        """Normal numbers."""
+        """Tensor of normally distributed numbers."""
         return torch.randn(shape, device=self.device).to(dtype).requires_grad_(grad)
 
     def measure(self, steps: Mapping[str, Step]) -> dict[str, Timing]:
-        """Times of all steps; every round runs each once."""
+        """Time all steps; every round runs each once."""
         rounds = range(UNCOUNTED + self.rounds)
         each = self._by_clock if self.device == "cpu" else self._by_events
-        # All results are read after the last round: a GPU that waits for its host would be timed waiting.
+        # Read all results after the last round, as times must not include the GPU waiting for the host.
         found = [{name: each(step) for name, step in steps.items()} for _ in rounds]
-        return {name: Timing.of([times[name]() for times in found[UNCOUNTED:]]) for name in steps}
+        return {name: Timing.from_values([times[name]() for times in found[UNCOUNTED:]]) for name in steps}
 
     def _by_clock(self, step: Step) -> Callable[[], float]:
         began = time.perf_counter()
@@ -86,13 +86,13 @@ class Machine:
 
 
 def compare(table: Table, steps: Mapping[str, Step], machine: Machine) -> None:
-    """Measures the steps that run here into the table; a step that fails says how."""
+    """Measure all steps and add them to the table; a failed step is added with its error."""
     runs, failed = {}, {}
     for name, step in steps.items():
         try:
             step()
             runs[name] = step
-        except Exception as error:  # whatever an optional library raises on this machine
+        except Exception as error:  # any error of an optional library
             reason = (str(error).strip().splitlines() or [""])[0]
             failed[name] = f"cannot run: {type(error).__name__}: {reason[:160]}"
     timings = machine.measure(runs) if runs else {}
@@ -100,7 +100,7 @@ def compare(table: Table, steps: Mapping[str, Step], machine: Machine) -> None:
 
 
 def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, parameters: list[Tensor]) -> Step:
-    """One forward and backward."""
+    """One forward and backward pass."""
     grad = torch.randn_like(forward(x))
 
     def step() -> None:
@@ -112,7 +112,7 @@ def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, parameters: li
 
 
 def made_at_first(make: Callable[[], Step]) -> Step:
-    """A step that is made in its first call, where `compare` catches what is missing."""
+    """A step that is built in its first call, so that `compare` catches errors."""
     made: list[Step] = []
 
     def step() -> object:

@@ -1,13 +1,12 @@
-"""GRPO on one machine, end to end: a tiny model is fine-tuned, then rewarded, with and without a curriculum.
+"""GRPO on one machine, end to end: SFT of a tiny model, then GRPO with and without a curriculum.
 
     python benchmarks/grpo.py [--folder DIR] [--seeds 3] [--steps 100]
 
-Everything goes through the commands that a user has: tasks with right answers (`rl_tasks`), conversations to packs
-(`sft_data`), Megatron's trainer (`train`), an export (`convert`), one pass of rollouts for pass rates, an order from
-easy to hard without what was always or never solved (`curriculum`), and GRPO with TRL (`rl`), in random order and in
-the curriculum's, for the same number of steps. Two environments: JSON by a schema, and instructions to follow.
-Reported: rewards of validation tasks before and after, whose prompts are trained on nowhere, with 95 % intervals over
-the seeds, and a plot of the training rewards.
+It uses the commands of users: tasks with correct answers (`rl_tasks`), packs of conversations (`sft_data`), Megatron's
+trainer (`train`), an export (`convert`), rollouts for pass rates, an order from easy to hard without tasks that are
+always or never solved (`curriculum`), and GRPO with TRL (`rl`), in random and curriculum order, for the same number of
+steps. Two environments: JSON by a schema, and following instructions. Reported: rewards on held-out validation tasks
+before and after, with 95 % intervals over the seeds, and a plot of the training rewards.
 """
 
 import argparse
@@ -33,19 +32,19 @@ ORDERS = ("random", "curriculum")
 
 
 def nemo_ext(*words: str) -> None:
-    """One command; it must succeed."""
+    """Run one command, which must succeed."""
     done = subprocess.run([sys.executable, "-m", "nemo_ext.cli", *words], capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"nemo-ext {' '.join(words)}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
 
 
 def records(path: Path) -> Iterator[dict]:
-    """The lines of a file."""
+    """Records of a JSONL file."""
     return map(json.loads, path.read_text().splitlines())
 
 
 def make_tasks(folder: Path) -> None:
-    """Tasks to validate on, tasks to train on and conversations for SFT that have no prompt in common with them."""
+    """Make validation tasks, training tasks and conversations for SFT, without common prompts."""
     taken: set[str] = set()
     for split, seed, count in (
         ("validation", VALIDATION_SEED, 48),
@@ -73,7 +72,7 @@ def make_tasks(folder: Path) -> None:
 
 
 def make_model(folder: Path) -> None:
-    """A random Llama of 0.9 M parameters with a tokenizer trained on the conversations."""
+    """Make a random Llama of 0.9 M parameters with a tokenizer trained on the conversations."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -102,7 +101,7 @@ def make_model(folder: Path) -> None:
 
 
 def fine_tune(folder: Path, steps: int) -> None:
-    """SFT with Megatron's trainer, and the export."""
+    """Run SFT with Megatron's trainer, and export the model."""
     nemo_ext("convert", f"from={folder / 'base'}", f"to={folder / 'megatron'}")
     (model,) = (folder / "megatron" / "model").glob("*.yaml")
     sources = ", ".join(f"{{name: {name}, path: {folder / 'sft' / name}.jsonl, task: {name}}}" for name in GENERATORS)
@@ -122,7 +121,7 @@ def fine_tune(folder: Path, steps: int) -> None:
 
 
 def rl(folder: Path, run_dir: Path, seed: int, steps: int, *words: str, generations: int = GENERATIONS) -> None:
-    """One run of GRPO, OLMo 3's RL-Zero in small."""
+    """Run GRPO with OLMo 3's RL-Zero preset at small scale."""
     nemo_ext(
         *("rl", "preset=rl_zero", f"model={folder / 'sft_model'}", f"run_dir={run_dir}", f"seed={seed}"),
         *(f"rl.prompts_per_step={RESPONSES // generations}", f"rl.generations_per_prompt={generations}"),
@@ -138,12 +137,12 @@ def rl(folder: Path, run_dir: Path, seed: int, steps: int, *words: str, generati
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="keep everything here, and go on with what is there")
+    parser.add_argument("--folder", type=Path, help="folder for all files; existing ones are reused")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--sft-steps", type=int, default=180)
     parser.add_argument("--learning-rate", default="3e-4")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at once")
+    parser.add_argument("--jobs", type=int, default=2, help="concurrent runs")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.folder or Path(temporary)
@@ -170,14 +169,14 @@ def main() -> None:
 
 @contextmanager
 def timed(what: str) -> Iterator[None]:
-    """Prints how long it took."""
+    """Prints the duration."""
     began = time.perf_counter()
     yield
     print(f"{what}: {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def profile(folder: Path, steps: int) -> None:
-    """Pass rates of all tasks, by a run that learns nothing, and the order from easy to hard."""
+    """Measure pass rates of all tasks with a run that does not learn, and order them from easy to hard."""
     tasks = folder / "train.jsonl"
     passes = len(tasks.read_text().splitlines()) // (RESPONSES // PROFILE_GENERATIONS)
     words = (f"tasks.train.path={tasks}", "trl.learning_rate=0.0")
@@ -190,7 +189,7 @@ def profile(folder: Path, steps: int) -> None:
 
 
 def train(folder: Path, order: str, seed: int, steps: int, learning_rate: str) -> None:
-    """One seed's run in random order or the curriculum's, validated before and after."""
+    """Train one seed in random or curriculum order, validated before and after."""
     orders = {
         "random": (f"tasks.train.path={folder / 'train.jsonl'}", f"tasks.train.seed={seed}"),
         "curriculum": (f"tasks.train.curriculum={folder / 'curriculum'}",),
@@ -205,7 +204,7 @@ def train(folder: Path, order: str, seed: int, steps: int, learning_rate: str) -
 
 
 def report(folder: Path, seeds: int) -> None:
-    """A table of validation rewards and a plot of training rewards."""
+    """Write a table of validation rewards and a plot of training rewards."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -233,7 +232,7 @@ def report(folder: Path, seeds: int) -> None:
 
 
 def interval(values: np.ndarray) -> str:
-    """The mean with a 95 % interval of Student's t."""
+    """Mean with a 95 % interval of Student's t."""
     from scipy.stats import t
 
     if len(values) < 2:

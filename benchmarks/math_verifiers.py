@@ -1,9 +1,9 @@
-"""The math verifier beside NeMo Gym's math_with_judge, without its judge, and TRL's accuracy_reward on one table.
+"""The math verifier compared with NeMo Gym's math_with_judge (without judge) and TRL's accuracy_reward on one table.
 
     python benchmarks/math_verifiers.py [--cases tests/rl/verifiers/math_cases.csv] [--only math gym trl]
 
-The table's verdicts are by mathematics. Each answer is given in a box to the verifiers' own functions, with their own
-time limits. Printed: false rewards, false negatives, the 99th percentile and the maximum of seconds for one answer.
+The table has the mathematically correct verdicts. Each boxed answer is passed to the verifiers' own functions, with
+their time limits. Printed: false rewards, false negatives, 99th percentile and maximum of seconds per answer.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def gym() -> Verifier:
 def trl() -> Verifier:
     from trl.rewards import accuracy_reward
 
-    # None where it cannot read the reference: the sample is not used.
+    # None if it cannot parse the reference: the sample is not used.
     return lambda reference, response: bool(accuracy_reward([[{"content": response}]], [f"${reference}$"])[0])
 
 

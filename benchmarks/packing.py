@@ -1,12 +1,11 @@
-"""Packing beside TRL's, on the same samples and from disk to disk, in one run: seconds, fill and memory.
+"""Packing compared with TRL's, on the same samples and from disk to disk, in one run: seconds, fill and memory.
 
     python benchmarks/packing.py [--samples 200000] [--median 300] [--lengths FILE.npy] [--capacity 262144] [--rounds 3]
 
-TRL packs a Hugging Face dataset of `input_ids` and `assistant_masks` with its best-fit-decreasing strategy, as it is
-(batches of 1000 samples) and over the whole dataset at once (`batch_size=None`); ours packs sample files of the same
-ids and masks. Reading what is packed and writing what is made are in the time, making the input is not. Every contender
-runs in a process of its own, turn by turn; medians are reported. Memory is the growth of resident memory over what the
-imports took, and the part of it that is not a file's.
+TRL packs a Hugging Face dataset of `input_ids` and `assistant_masks` with its best-fit-decreasing strategy, by
+default (batches of 1000 samples) and over the whole dataset (`batch_size=None`); ours packs sample files of the same
+ids and masks. Times include reading samples and writing packs, but not making the input. Sides alternate in separate
+processes; medians are reported. Memory is the growth of resident memory after the imports, and its anonymous part.
 """
 
 import argparse
@@ -50,11 +49,11 @@ def make_input(folder: Path, lengths: np.ndarray, *, trl: bool) -> None:
 
 
 Run = Callable[[], Callable[[], float]]
-"""Packs, and gives what tells the fill."""
+"""Function that packs; returns the data for the fill."""
 
 
 def ours(folder: Path, capacity: int) -> Run:
-    """Sample files to packs on disk."""
+    """Pack sample files on disk."""
     from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
     from nemo_ext.data.packs.sample_files import open_samples
 
@@ -68,7 +67,7 @@ def ours(folder: Path, capacity: int) -> Run:
 
 
 def theirs(folder: Path, capacity: int, *, whole: bool) -> Run:
-    """A dataset to packs in the cache beside it."""
+    """Pack a dataset into its cache."""
     import datasets
     from trl import pack_dataset
 
@@ -90,7 +89,7 @@ def resident() -> tuple[int, int]:
 
 
 def measured(run: Run) -> dict[str, float]:
-    """Seconds, fill, and how far memory grew."""
+    """Seconds, fill, and growth of memory."""
     before = resident()
     peaks, done = list(before), threading.Event()
 
@@ -111,9 +110,9 @@ def measured(run: Run) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=200_000, help="how many, with log-normal lengths")
-    parser.add_argument("--median", type=int, default=300, help="of their lengths, in tokens")
-    parser.add_argument("--lengths", type=Path, help="a .npy of lengths instead")
+    parser.add_argument("--samples", type=int, default=200_000, help="number of samples, with log-normal lengths")
+    parser.add_argument("--median", type=int, default=300, help="median of their lengths in tokens")
+    parser.add_argument("--lengths", type=Path, help=".npy file of lengths instead")
     parser.add_argument("--capacity", type=int, default=262_144)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--one", nargs=2, metavar=("CONTENDER", "FOLDER"), help=argparse.SUPPRESS)
@@ -126,7 +125,7 @@ def main() -> None:
         return
     with_trl = all(importlib.util.find_spec(name) is not None for name in ("trl", "datasets"))
     if not with_trl:
-        print("TRL is not installed, so it is left out: pip install trl (in an environment of its own)")
+        print("TRL is not installed and therefore skipped: pip install trl (in a separate environment)")
     if arguments.lengths:
         lengths = np.load(arguments.lengths).astype(np.int64)
     else:

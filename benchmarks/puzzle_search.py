@@ -3,17 +3,16 @@
     pip install 'pulp[cbc]>=4'
     python benchmarks/puzzle_search.py [--seeds 5] [--gap 1e-4] [--limit 120] [--blocks 126] [--raw] [--json FILE]
 
-A problem has 126 blocks of 6 attention x 9 FFN variants, costs by arithmetic from the 405B parent's sizes with 1 %
-noise on the times, scores that grow with what is removed and with the block's sensitivity, and five limits that bind
-together.
+A problem has 126 blocks of 6 attention x 9 FFN variants, costs computed from the 405B parent's sizes with 1 % noise on
+the times, scores that grow with the removed part and the block's sensitivity, and five active limits.
 
 - ours: `nemo_ext.puzzle.choice.search.solve`, everything from the problem to the solution.
-- HiGHS: SciPy's `milp` on all variables, rows divided by their limits; the time of `milp` alone.
-- CBC: PuLP with one thread, rows and objective scaled as ours are (`--raw`: as they stand in the file); the time of
-  `solve` alone, which writes and reads CBC's files, without building the model.
+- HiGHS: SciPy's `milp` on all variables, rows divided by their limits; only the time of `milp`.
+- CBC: PuLP with one thread, rows and objective scaled as ours (`--raw`: unscaled); only the time of `solve`, which
+  writes and reads CBC's files, without building the model.
 
-All get the same gap and time limit. The run fails if two finished sides differ by more than the gap, or any side beats
-the bound of another. The ratio of a side that did not finish is marked `>`: a lower bound.
+All get the same gap and time limit. The run fails if two finished sides differ by more than the gap, or if a side is
+better than the bound of another. The ratio of an unfinished side is marked `>`, as it is a lower bound.
 """
 
 import argparse
@@ -57,7 +56,7 @@ SHARES = {"parameters": 0.62, "memory_bytes": 0.58, "cache_bytes": 0.5, "prefill
 
 @dataclass(frozen=True)
 class Side:
-    """What one solver made of a problem; `bound` is -inf where it does not say."""
+    """Result of one solver; `bound` is -inf if it gives none."""
 
     score: float
     bound: float
@@ -66,7 +65,7 @@ class Side:
 
 
 def ultra_problem(seed: int, blocks: int) -> Problem:
-    """A random problem with the structure of Puzzle's on Llama-3.1-405B, FP8 on one node of 8 H100s."""
+    """Random problem with the structure of Puzzle's on Llama-3.1-405B, FP8 on one node of 8 H100s."""
     rng = np.random.default_rng(seed)
     costs = {
         f"{attention}+{ffn}": block_costs(heads, width, rng.normal(1, 0.01, 2))
@@ -91,7 +90,7 @@ def ultra_problem(seed: int, blocks: int) -> Problem:
 
 
 def block_costs(heads: int | None, width: float | None, noise: np.ndarray) -> dict[str, float]:
-    """Costs of one layer; `heads` are KV heads, `width` the FFN's share, None a linear, 0 a no-op."""
+    """Costs of one layer; `heads` are KV heads, `width` the fraction of the FFN width, None a linear, 0 a no-op."""
     linear = HIDDEN * HIDDEN
     attention = linear if heads is None else 2 * HIDDEN * (HEADS + heads) * HEAD_DIM if heads else 0
     parameters = attention + (linear if width is None else 3 * HIDDEN * int(FFN * width))
@@ -158,7 +157,7 @@ def by_cbc(problem: Problem, *, gap: float, limit: float, raw: bool) -> Side:
         program += row <= bound.upper / unit
     solver = pulp.COIN_CMD(msg=False, gapRel=gap, threads=1, timeLimit=limit)
     if not solver.available():
-        raise SystemExit("PuLP finds no CBC: pip install 'pulp[cbc]>=4'")
+        raise SystemExit("PuLP does not find CBC: pip install 'pulp[cbc]>=4'")
     start = time.perf_counter()
     stats = program.solve(solver)
     seconds = time.perf_counter() - start
@@ -166,14 +165,14 @@ def by_cbc(problem: Problem, *, gap: float, limit: float, raw: bool) -> Side:
         return Side(math.inf, -math.inf, seconds, False)
     choice = [max(range(len(chosen)), key=lambda index: chosen[index].value()) for chosen in variables]
     finished = stats.status in (pulp.LpSolveStatus.Optimal, pulp.LpSolveStatus.GapLimit)
-    # When it finishes, the bound in CBC's log may be its best solution; then the gap is all that is known.
+    # After it has finished, the bound in CBC's log may be its best solution; then only the gap is known.
     bound = -math.inf if finished or stats.best_bound is None else stats.best_bound / scale
     return Side(problem.score(choice), bound, seconds, finished)
 
 
 def check(sides: dict[str, Side], gap: float) -> None:
-    """Fails if the sides contradict each other."""
-    # Solvers call rows kept up to 1e-6 of the scaled bound, which may be worth a little score.
+    """Fail if the sides contradict each other."""
+    # Solvers accept violations of rows up to 1e-6 of the scaled bound, which may change the score slightly.
     slack = 1e-6
     for name, side in sides.items():
         for other_name, other in sides.items():
@@ -189,9 +188,9 @@ def main() -> None:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--blocks", type=int, default=126)
     parser.add_argument("--gap", type=float, default=1e-4)
-    parser.add_argument("--limit", type=float, default=120.0, help="seconds for each side and seed")
-    parser.add_argument("--raw", action="store_true", help="give CBC the numbers as they stand in the file")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--limit", type=float, default=120.0, help="time limit in seconds per side and seed")
+    parser.add_argument("--raw", action="store_true", help="give CBC the unscaled numbers")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     arguments = parser.parse_args()
     gap, limit = arguments.gap, arguments.limit
     rows: list[dict[str, Any]] = []

@@ -1,9 +1,9 @@
-"""Seconds per variant of Puzzle's scores and block-wise distillation, of one checkout or several in turns.
+"""Seconds per variant of Puzzle's scores and block-wise distillation, for one checkout or several alternately.
 
     python benchmarks/puzzle_stages.py PARENT . ../before --turns 3 --words precision=bf16
 
 PARENT is a run directory or a converted checkpoint. Two of its blocks are scored and trained on random tokens. Each
-measurement is a process, and checkouts take turns, so that a slowdown of the machine affects all.
+measurement is a process, and checkouts alternate, so that a slowdown of the machine affects all.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from statistics import median
 
 
 def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[str, float]:
-    """Seconds per variant of scores and of distillation, and the processor's, in this process."""
+    """Wall-clock and processor seconds per variant of scores and distillation, in this process."""
     import torch
 
     from nemo_ext.blockwise.sharded import open_parent
@@ -39,18 +39,18 @@ def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[s
         opened = open_parent(stage_config(config, description, 1), Path(parent), None)
         every = variants(description.architecture, chosen.variants)
         half = len(every) // 2
-        found = [each if number in (half, half + 1) else [] for number, each in enumerate(every)]
+        by_block = [each if number in (half, half + 1) else [] for number, each in enumerate(every)]
         generator = torch.Generator().manual_seed(1)
         length, size = int(config["megatron"]["seq_length"]), description.vocab_size
         tokens = [torch.randint(size, (4, length), generator=generator) for _ in range(sequences // 4)]
         library, trained = Library(Path(folder) / "initial"), Library(Path(folder) / "trained")
-        build(opened, description, found, library, calibration=[])
+        build(opened, description, by_block, library, calibration=[])
         opened.logits(tokens[0])  # not counted
 
         began = time.perf_counter(), time.process_time()
         scores = score_blocks(
             opened,
-            [each for each in found if each],
+            [each for each in by_block if each],
             lambda v: library.layer(opened, v),
             tokens,
             Path(folder) / "scores",
@@ -59,14 +59,14 @@ def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[s
         training = {"steps": steps, "batch": 4, "together": 64, "save_interval": steps}
         results = distill(
             opened,
-            found,
+            by_block,
             library,
             trained,
             lambda step: iter([tokens[n % len(tokens)] for n in range(step, steps)]),
             settings({**config["puzzle"], "distill": training}).distill,
         )
         distilled = time.perf_counter(), time.process_time()
-    count = len(trainable(found)) * steps
+    count = len(trainable(by_block)) * steps
     return {
         "score": (scored[0] - began[0]) / len(scores),
         "score, processor": (scored[1] - began[1]) / len(scores),
@@ -78,34 +78,34 @@ def measure(parent: str, sequences: int, steps: int, words: list[str]) -> dict[s
 
 
 def main() -> None:
-    """Measures the checkouts in turns, and prints a line for each figure."""
+    """Measure the checkouts alternately, and print a line per figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parent", help="run directory or converted checkpoint")
     parser.add_argument("checkouts", nargs="*", default=["."], help="folders of nemo_ext")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--sequences", type=int, default=8, help="of the calibration set, in batches of four")
+    parser.add_argument("--sequences", type=int, default=8, help="sequences of the calibration set, in batches of four")
     parser.add_argument("--steps", type=int, default=4, help="of distillation")
-    parser.add_argument("--words", nargs="*", default=[], help="words of the command, such as precision=bf16")
+    parser.add_argument("--words", nargs="*", default=[], help="arguments of the command, such as precision=bf16")
     parser.add_argument("--here", action="store_true", help="measure this process's checkout once, as JSON")
-    given = parser.parse_args()
-    if given.here:
-        print(json.dumps(measure(given.parent, given.sequences, given.steps, given.words)))
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(json.dumps(measure(arguments.parent, arguments.sequences, arguments.steps, arguments.words)))
         return
-    found: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in given.checkouts}
-    for _ in range(given.turns):
-        for checkout in given.checkouts:
-            words = [given.parent, "--here", f"--sequences={given.sequences}", f"--steps={given.steps}"]
+    results: dict[str, list[dict[str, float]]] = {checkout: [] for checkout in arguments.checkouts}
+    for _ in range(arguments.turns):
+        for checkout in arguments.checkouts:
+            words = [arguments.parent, "--here", f"--sequences={arguments.sequences}", f"--steps={arguments.steps}"]
             done = subprocess.run(
-                [sys.executable, __file__, *words, "--words", *given.words],
+                [sys.executable, __file__, *words, "--words", *arguments.words],
                 env={**os.environ, "PYTHONPATH": str(Path(checkout).resolve())},
                 stdout=subprocess.PIPE,
                 check=True,
                 text=True,
             )
-            found[checkout].append(json.loads(done.stdout.splitlines()[-1]))
-    for name in found[given.checkouts[0]][0]:
-        first = median(turn[name] for turn in found[given.checkouts[0]])
-        for checkout, turns in found.items():
+            results[checkout].append(json.loads(done.stdout.splitlines()[-1]))
+    for name in results[arguments.checkouts[0]][0]:
+        first = median(turn[name] for turn in results[arguments.checkouts[0]])
+        for checkout, turns in results.items():
             values = [turn[name] for turn in turns]
             print(f"{name}, {checkout}: {median(values):.4f} ({min(values):.4f} to {max(values):.4f}), "
                   f"{median(values) / first:.2f} of the first")  # fmt: skip

@@ -1,11 +1,11 @@
-"""Puzzle's targets of Llama-Nemotron: what the published children cost by our cost model, and what our search chooses.
+"""Puzzle's targets of Llama-Nemotron: cost of the published children by our cost model, and choices of our search.
 
     python benchmarks/puzzle_targets.py RUN_DIR [--json FILE]
 
-RUN_DIR is a compression whose scores are taken as plausible ones: `nemo-ext puzzle 'puzzle.stages=[parent,library,
+RUN_DIR is a compression whose scores serve as plausible ones: `nemo-ext puzzle 'puzzle.stages=[parent,library,
 distill,score]' run_dir=RUN_DIR` on a small parent. A block of the large parent gets the scores of the small one's block
-of its kind at the same relative depth, widths between those that were scored by interpolation. The targets' limits and
-serving shapes are those of hydra_conf/recipe/puzzle/llama_nemotron_*.yaml; everything runs in a minute without weights.
+of its kind at the same relative depth, interpolated between scored widths. Limits and serving scenarios are those of
+hydra_conf/recipe/puzzle/llama_nemotron_*.yaml. It takes a minute and no weights.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TARGETS = {"super": "llama_nemotron_super_49b", "ultra": "llama_nemotron_ultra_2
 
 
 class Plausible:
-    """Scores of a small parent, by kind, relative depth and share of the FFN width."""
+    """Scores of a small parent, by kind, relative depth and fraction of the FFN width."""
 
     def __init__(self, run_dir: Path) -> None:
         sizes = description_of(run_dir / "parent").architecture.sizes
@@ -47,8 +47,8 @@ class Plausible:
                     points.append((int(name.removeprefix("ffn")) / block.size("ffn"), score))
             self.curves[block.kind].append(sorted(points))
 
-    def of(self, kind: str, depth: float, share: float) -> float:
-        """Score of a block at a depth from 0 to 1 that keeps this share of its width; 0 is no block."""
+    def score(self, kind: str, depth: float, share: float) -> float:
+        """Score of a block at a depth from 0 to 1 that keeps this fraction of its width; 0 for a removed block."""
         curves = self.curves[kind]
         points = curves[round(depth * (len(curves) - 1))]
         after = max(1, bisect_left([place for place, _ in points], share))
@@ -57,21 +57,21 @@ class Plausible:
 
 
 def share_of(variant: Variant, parent: Any) -> float:
-    """Share of the FFN width that a variant keeps; 1 for attention that is kept."""
+    """Fraction of the FFN width that a variant keeps; 1 for kept attention."""
     if variant.block is None:
         return 0.0
     return variant.block.size("ffn") / parent.size("ffn") if parent.kind == "-" else 1.0
 
 
 def totals(architecture: Architecture, blocks: Sequence[Any], serving: Serving) -> dict[str, float]:
-    """All resources of a model of these blocks, and its time for a batch of requests."""
+    """All resources of a model of these blocks, and the seconds of a batch of requests."""
     each = [block_costs(architecture, block, serving) for block in blocks]
     made = {name: sum(one[name] for one in each) + outside_costs(architecture, serving)[name] for name in RESOURCES}
     return made | {"request_seconds": request_seconds(made, new_tokens=serving.context - serving.prompt)}
 
 
 def published_score(target: str, architecture: Architecture, plausible: Plausible) -> float | None:
-    """Sum of the plausible scores of the published choice; None where fusion has changed its layers."""
+    """Sum of the plausible scores of the published choice; None if fusion has changed its layers."""
     given = json.loads((ROOT / "hydra_conf" / "model" / "block_configs" / f"{target}.json").read_text())
     layers, sizes = given["block_configs"], architecture.sizes
     if 2 * len(layers) != len(sizes):
@@ -81,32 +81,34 @@ def published_score(target: str, architecture: Architecture, plausible: Plausibl
         depth, whole = number / (len(layers) - 1), sizes[2 * number + 1].size("ffn")
         ffn = layer["ffn"]
         share = 0.0 if ffn.get("no_op") else ffn_width(ffn["ffn_mult"], given["hidden_size"]) / whole
-        score += plausible.of("*", depth, 0.0 if layer["attention"].get("no_op") else 1.0)
-        score += plausible.of("-", depth, min(1.0, share))
+        score += plausible.score("*", depth, 0.0 if layer["attention"].get("no_op") else 1.0)
+        score += plausible.score("-", depth, min(1.0, share))
     return score
 
 
 def rows(name: str, run_dir: Path) -> list[dict[str, Any]]:
-    """The parent, the published child and ours."""
+    """Rows of the parent, the published child and ours."""
     config = compose("puzzle", [f"recipe=puzzle/llama_nemotron_{name}", "data=mock", "run_dir=unused"])
     chosen, architecture = settings(config["puzzle"]), from_config(config).architecture
-    plausible, found, serving = Plausible(run_dir), variants(architecture, chosen.variants), chosen.serving
-    depths = len(found) // 2 - 1
+    plausible, by_block, serving = Plausible(run_dir), variants(architecture, chosen.variants), chosen.serving
+    depths = len(by_block) // 2 - 1
     scores = [
-        Score(n + 1, v.name, plausible.of(each[0].block.kind, n // 2 / depths, share_of(v, each[0].block)), 0.0, 0.0, 1)
-        for n, each in enumerate(found)
+        Score(
+            n + 1, v.name, plausible.score(each[0].block.kind, n // 2 / depths, share_of(v, each[0].block)), 0.0, 0.0, 1
+        )
+        for n, each in enumerate(by_block)
         for v in each
         if each[0].block is not None
     ]
     costs = Costs(
         outside_costs(architecture, serving),
-        {(v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving)) for e in found for v in e},
+        {(v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving)) for e in by_block for v in e},
     )
     problem = state_problem(scores, costs, chosen.search, serving)
     solution = solve(problem, 1e-3, time_limit=600)
-    ours = [each[choice].block for each, choice in zip(found, solution.choice, strict=True)]
+    ours = [each[choice].block for each, choice in zip(by_block, solution.choice, strict=True)]
     theirs = from_config(compose("describe", [f"model={TARGETS[name]}"])).architecture
-    made = []
+    result = []
     for label, of, blocks, score in (
         ("parent", architecture, list(architecture.sizes), 0.0),
         ("published", theirs, list(theirs.sizes), published_score(TARGETS[name], architecture, plausible)),
@@ -114,14 +116,14 @@ def rows(name: str, run_dir: Path) -> list[dict[str, Any]]:
     ):
         total = totals(of, blocks, serving)
         wide = [block.size("ffn") for block in blocks if block is not None and block.kind == "-"]
-        made.append(
+        result.append(
             {"target": name, "model": label, **total, "ffn_width": sum(wide), "ffns": len(wide), "score": score}
         )
-    return made
+    return result
 
 
 def table(made: Sequence[dict[str, Any]]) -> str:
-    """The rows in Markdown, times as multiples of the parent's speed."""
+    """Rows as Markdown, with times as speed-ups over the parent."""
     heading = ["target", "model", "B parameters", "memory, GB", "attention", "FFNs", "width of all, k"]
     heading += ["prompts, x faster", "decoding, x", "requests, x", "sum of scores"]
     lines = []
@@ -147,7 +149,7 @@ def table(made: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, help="a compression with scores")
-    parser.add_argument("--json", type=Path, help="also write the rows here")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
     given = parser.parse_args()
     made = [row for name in TARGETS for row in rows(name, given.run_dir)]
     print(table(made))

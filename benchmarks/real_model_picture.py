@@ -1,9 +1,9 @@
-"""Loss and accuracy against parameters, of the real model's pipeline: parent, children and choices at the same cost.
+"""Picture of loss and accuracy against parameters in the real model's pipeline: parent, children, baselines.
 
     python benchmarks/real_model_picture.py RUN_DIR docs/images/real_model.png
 
-RUN_DIR is that of `nemo-ext pipeline pipeline=smollm2_135m`. Lines are 95 % intervals: of losses above the parent's on
-the same sequences, and of the mean accuracy over benchmarks.
+RUN_DIR is the run directory of `nemo-ext pipeline pipeline=smollm2_135m`. Bars are 95 % intervals: of losses above the
+parent's on the same sequences, and of the mean accuracy over benchmarks.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MARKS = {
 
 
 def rows_of(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
-    """Kinds and figures of all models whose loss was measured, the parent once."""
+    """Kinds and figures of all models with a measured loss, with the parent once."""
     rows = {}
     for folder in sorted((run_dir / "puzzle").glob("child_*")):
         for file in ("evaluation.json", "baselines.json"):
@@ -37,7 +37,7 @@ def rows_of(run_dir: Path) -> list[tuple[str, dict[str, Any]]]:
 
 
 def main() -> None:
-    """Draws the picture."""
+    """Draw the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     parser.add_argument("picture", type=Path, metavar="PICTURE")

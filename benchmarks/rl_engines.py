@@ -1,13 +1,13 @@
-"""GRPO with NeMo-RL beside GRPO with TRL: the same model, tasks and settings through `nemo-ext rl`, on a CPU.
+"""GRPO with NeMo-RL compared with GRPO with TRL: the same model, tasks and settings with `nemo-ext rl`, on a CPU.
 
     NEMO_RL_ROOT=nemo-rl python benchmarks/rl_engines.py --folder DIR run nemo_rl --name "NeMo-RL 0.7.0" --seed 1
     python benchmarks/rl_engines.py --folder DIR run trl --name TRL --seed 1      # and 2, 3, ...
     python benchmarks/rl_engines.py --folder DIR report --plot rewards.png
 
-Model, tasks, settings and the stand-ins for NeMo-RL's workers and vLLM are those of `tests/rl/nemo_rl` (wants TRL and
-docs/rl/nemo_rl.md's environment): a Llama of two layers after a little SFT, sums and JSON by a schema, 8 prompts x 8
-responses a step. Reported: mean rewards of the first and last steps, TRL's 95 % interval for one more run, and whether
-NeMo-RL's runs end in it; with --plot, the rewards of all steps.
+Model, tasks, settings and the stand-ins for NeMo-RL's workers and vLLM are those of `tests/rl/nemo_rl` (requires TRL
+and the environment of docs/rl/nemo_rl.md): a Llama of two layers after a little SFT, sums and JSON by a schema, 8
+prompts x 8 responses per step. Reported: mean rewards of the first and last steps, TRL's 95 % prediction interval for
+one run, and whether NeMo-RL's runs end in it; with --plot, the rewards of all steps.
 """
 
 import argparse
@@ -25,11 +25,11 @@ import numpy as np
 
 TESTS = Path(__file__).parents[1] / "tests" / "rl" / "nemo_rl"
 SMOOTH = 10
-"""Steps of the plot's moving mean."""
+"""Window of the plot's moving mean, in steps."""
 
 
 def loaded(name: str) -> ModuleType:
-    """A module of the tests."""
+    """Load a module of the tests."""
     spec = importlib.util.spec_from_file_location(f"nemo_ext_{name}", TESTS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -38,7 +38,7 @@ def loaded(name: str) -> ModuleType:
 
 
 def prepared(folder: Path, learning: ModuleType) -> tuple[Path, Path]:
-    """Model and tasks, the same for all runs."""
+    """Prepare model and tasks, which are the same for all runs."""
     model, tasks = folder / "model", folder / "tasks.jsonl"
     if not tasks.is_file():
         learning.make_model(model, 120)
@@ -48,7 +48,7 @@ def prepared(folder: Path, learning: ModuleType) -> tuple[Path, Path]:
 
 
 def train(folder: Path, engine: str, seed: int, steps: int) -> list[float]:
-    """Mean reward of each step of a run."""
+    """Run one training; returns the mean reward of each step."""
     learning = loaded("test_learning")
     model, tasks = prepared(folder, learning)
     words = learning.grpo(tasks, seed=seed)
@@ -61,8 +61,8 @@ def train(folder: Path, engine: str, seed: int, steps: int) -> list[float]:
 
 
 def with_cpu_workers(runs: Any) -> None:
-    """Give the runs NeMo-RL with the tests' policy and generation, and a Ray of this process."""
-    conftest = loaded("conftest")  # puts NEMO_RL_ROOT on the path
+    """Set up NeMo-RL with the tests' policy and generation, and an in-process Ray."""
+    conftest = loaded("conftest")  # adds NEMO_RL_ROOT to the import path
     import ray
     import torch
 
@@ -82,26 +82,26 @@ def with_cpu_workers(runs: Any) -> None:
 
 
 def report(folder: Path, plot: Path | None) -> None:
-    """The table, and the plot."""
-    found: dict[str, list[np.ndarray]] = {}
+    """Print the table, and draw the plot."""
+    rewards_by_engine: dict[str, list[np.ndarray]] = {}
     for line in map(json.loads, (folder / "rewards.jsonl").read_text().splitlines()):
-        found.setdefault(line["name"], []).append(np.array(line["rewards"]))
+        rewards_by_engine.setdefault(line["name"], []).append(np.array(line["rewards"]))
     interval = loaded("test_learning").interval
     print("| engine | runs | steps | first 10 steps | last 20 steps | TRL's interval for these | in it |")
     print("|---" * 7 + "|")
-    for name, runs in found.items():
+    for name, runs in rewards_by_engine.items():
         steps = min(map(len, runs))
         first, last = ([rewards[begin:end].mean() for rewards in runs] for begin, end in ((0, 10), (steps - 20, steps)))
-        low, high = interval([rewards[steps - 20 : steps].mean() for rewards in found["TRL"]])
+        low, high = interval([rewards[steps - 20 : steps].mean() for rewards in rewards_by_engine["TRL"]])
         inside = "" if name == "TRL" else ", ".join("yes" if low <= value <= high else "no" for value in last)
         cells = (", ".join(f"{value:.3f}" for value in values) for values in (first, last))
         print(f"| {name} | {len(runs)} | {steps} | {' | '.join(cells)} | {low:.3f} to {high:.3f} | {inside} |")
     if plot is not None:
-        draw(found, plot)
+        draw(rewards_by_engine, plot)
 
 
 def draw(found: dict[str, list[np.ndarray]], plot: Path) -> None:
-    """Moving means of the rewards; of TRL the mean and the interval for one more run at each step."""
+    """Draw moving means of the rewards; for TRL the mean and the prediction interval at each step."""
     from nemo_ext.job.report import new_figure, save_figure, tidy
 
     figure = new_figure(figsize=(6.5, 4))
@@ -145,7 +145,7 @@ def main() -> None:
         report(arguments.folder, arguments.plot)
         return
     if arguments.engine == "nemo_rl" and not os.environ.get("NEMO_RL_ROOT"):
-        parser.error("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
+        parser.error("NEMO_RL_ROOT is not set: set it to a NeMo-RL checkout")
     began = time.process_time()
     rewards = train(arguments.folder.absolute(), arguments.engine, arguments.seed, arguments.steps)
     with (arguments.folder / "rewards.jsonl").open("a") as file:

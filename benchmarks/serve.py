@@ -1,13 +1,13 @@
-"""Requests a second of `nemo-ext serve` beside `transformers serve`, on the CPU and in one run.
+"""Requests per second of `nemo-ext serve` compared with `transformers serve`, on the CPU and in one run.
 
     python benchmarks/serve.py [--transformers-python PYTHON] [--at-a-time 16] [--threads 1] [--rounds 3] [--json FILE]
 
-A Llama of 0.85 M parameters with a tokenizer of bytes and a chat template is made first; its last layer never prefers
-the token that ends an answer, so that every answer has as many tokens as it may have. All servers get the same chat
-requests, without streaming and greedy: ours 16 at a time and one after the other, `transformers serve` 16 at a time, as
-it is (it answers one after the other) and with continuous batching. All of them are up during the run, and idle while
-another one is asked; turn by turn, medians are reported. Numbers of tokens are checked, and texts are compared.
-Each server computes with one thread, if nothing else is said: of several, one that waits for a core holds up the rest.
+First a Llama of 0.85 M parameters with a byte tokenizer and a chat template is made; its last layer never prefers the
+end-of-answer token, so that every answer has the maximum length. All servers get the same greedy chat requests without
+streaming: ours 16 at a time and sequentially, `transformers serve` 16 at a time, by default (it answers sequentially)
+and with continuous batching. All are up during the run, and idle while another one is measured; they alternate, and
+medians are reported. Token counts are checked, and texts compared. By default each server computes with one thread, as
+with several a thread that waits for a core delays the rest.
 """
 
 import argparse
@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 REQUESTS = {16: 160, 128: 48}
-"""Number of requests by the number of new tokens."""
+"""Number of requests, by number of new tokens."""
 END = 256
 
 
 def make_model(folder: Path) -> None:
-    """A Llama with random weights, a tokenizer of bytes and a chat template."""
+    """Make a Llama with random weights, a byte tokenizer and a chat template."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -56,7 +56,7 @@ def make_model(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is up."""
+    """A running server."""
 
     url: str
     model: str
@@ -73,7 +73,7 @@ def running(words: list[str], log: Path) -> Iterator[subprocess.Popen]:
 
 
 def wait(process: subprocess.Popen, log: Path, up: Path | int) -> None:
-    """Waits until a file is there, or somebody listens at a port."""
+    """Wait until a file exists, or a port is open."""
     while process.poll() is None:
         with socket.socket() as tried:
             if up.exists() if isinstance(up, Path) else not tried.connect_ex(("127.0.0.1", up)):
@@ -105,11 +105,11 @@ def theirs(python: str, model: Path, folder: Path, name: str, *more: str) -> Ite
 
 
 async def post(server: Server, asked: list[dict[str, Any]], at_a_time: int) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds of requests, chats and others, and the responses."""
+    """Seconds of requests, and the responses."""
     import aiohttp
 
     headers = {"Authorization": f"Bearer {server.key}"} if server.key else {}
-    numbers, made = itertools.count(), [{} for _ in asked]
+    numbers, responses = itertools.count(), [{} for _ in asked]
 
     async def worker(session: aiohttp.ClientSession) -> None:
         while (number := next(numbers)) < len(asked):
@@ -118,16 +118,16 @@ async def post(server: Server, asked: list[dict[str, Any]], at_a_time: int) -> t
             async with session.post(f"{server.url}/{path}", json=body) as response:
                 said = await response.text()
             assert response.status == 200, said
-            made[number] = json.loads(said)
+            responses[number] = json.loads(said)
 
     async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=3600)) as session:
         began = time.perf_counter()
         await asyncio.gather(*(worker(session) for _ in range(at_a_time)))
-        return time.perf_counter() - began, made
+        return time.perf_counter() - began, responses
 
 
 def ask(server: Server, count: int, tokens: int, at_a_time: int) -> tuple[float, list[str]]:
-    """Seconds of so many requests, and their answers."""
+    """Send a number of requests; returns seconds and answers."""
     texts = [f"What is {number} plus {7 * number}?{' Think.' * (number % 8)}" for number in range(count)]
     asked = [{"messages": [{"role": "user", "content": text}], "max_tokens": tokens} for text in texts]
     seconds, made = asyncio.run(post(server, asked, at_a_time))
@@ -139,33 +139,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--transformers-python", default=sys.executable, help="a Python with transformers[serving]")
     parser.add_argument("--at-a-time", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=1, help="of each server (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each server (default: 1)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="file for the results")
-    given = parser.parse_args()
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # servers end too
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # also ends the servers
     rates: dict[tuple[int, str], list[float]] = {}
     texts: dict[tuple[int, str], list[str]] = {}
     with tempfile.TemporaryDirectory() as directory, contextlib.ExitStack() as stack:
         folder = Path(directory)
         make_model(model := folder / "tiny")
-        # Unsaid, the cache takes most of the machine's memory, and a batch has 8192 tokens, which is slower here.
+        # By default, the cache takes most of the memory, and a batch has 8192 tokens, which is slower here.
         batching = ["--continuous-batching", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "1024"]
-        own, python = stack.enter_context(ours(model, folder)), given.transformers_python
+        own, python = stack.enter_context(ours(model, folder)), arguments.transformers_python
         turns = {
-            "ours": (own, given.at_a_time),
-            "ours, one after the other": (own, 1),
-            "transformers serve": (stack.enter_context(theirs(python, model, folder, "plain")), given.at_a_time),
+            "ours": (own, arguments.at_a_time),
+            "ours, sequentially": (own, 1),
+            "transformers serve": (stack.enter_context(theirs(python, model, folder, "plain")), arguments.at_a_time),
             "transformers serve, continuous batching": (
                 stack.enter_context(theirs(python, model, folder, "batching", *batching)),
-                given.at_a_time,
+                arguments.at_a_time,
             ),
         }
-        for number, (tokens, count) in itertools.product(range(-1, given.rounds), REQUESTS.items()):
+        for number, (tokens, count) in itertools.product(range(-1, arguments.rounds), REQUESTS.items()):
             for name, (server, at_a_time) in turns.items():
                 seconds, said = ask(server, count, tokens, at_a_time)
-                if number >= 0:  # all have answered before
+                if number >= 0:  # after a warm-up of all
                     rates.setdefault((tokens, name), []).append(count / seconds)
                     texts[tokens, name] = said
                     print(f"{name}, {tokens} tokens: {count / seconds:.2f} requests/s", file=sys.stderr)
@@ -178,8 +178,8 @@ def main() -> None:
         same = sum(map(str.__eq__, texts[tokens, "ours"], texts[tokens, name])) / REQUESTS[tokens]
         results.append({"tokens": tokens, "name": name, "requests/s": rate, "ours / its": ratio, "same": same})
         print(f"| {tokens} | {name} | {rate:.2f} | {rate * tokens:.0f} | {ratio:.2f} | {same:.0%} |")
-    if given.json:
-        given.json.write_text(json.dumps(results, indent=1))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""SFT data from a file of conversations to packs: ours beside Hugging Face datasets with TRL's packing, in one run.
+"""SFT data from a file of conversations to packs, compared with Hugging Face datasets and TRL's packing, in one run.
 
     python benchmarks/sft_data.py [--samples 1000000] [--capacity 32768] [--workers 2] [--only NAME ...]
 
-The conversations are made of sentences of installed libraries' documentation, half of them with reasoning; the
-tokenizer is a BPE trained on the same. `filtered` is `nemo-ext sft_data` as it is by default, language filter added:
-structural, narrative, repetition and language filters, near duplicates left out. `ours` does what the peer does: chat
+The conversations are sentences of installed libraries' documentation, half of them with reasoning; the tokenizer is a
+BPE trained on the same text. `filtered` is `nemo-ext sft_data` with its defaults and the language filter: structural,
+narrative, repetition and language filters, near duplicates removed. `ours` does the same work as the peer: chat
 template, tokens, mask of the assistant's tokens, packing. The peer loads the file with `datasets`, maps
-`apply_chat_template(return_assistant_tokens_mask=True)` over it with as many processes, and packs with TRL's
-best-fit-decreasing. All begin with the same JSONL file and end with packs on disk.
+`apply_chat_template(return_assistant_tokens_mask=True)` over it with the same number of processes, and packs with TRL's
+best-fit-decreasing. All start from the same JSONL file and end with packs on disk.
 
-Memory is that of all processes together, looked at ten times a second: the anonymous part, and what is resident with
-shared pages counted once (PSS), most of which is files' pages that the system takes back.
+Memory is the total of all processes, sampled ten times per second: the anonymous part, and the resident part with
+shared pages counted once (PSS), which is mostly reclaimable file pages.
 """
 
 import argparse
@@ -113,7 +113,7 @@ def peer(folder: Path, capacity: int, workers: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
 
     def encode(record: dict) -> dict:
-        # The template takes the reasoning apart from the answer, which the file has in one text.
+        # The template needs reasoning and answer separately; the file has them in one text.
         messages = []
         for message in record["messages"]:
             trace, tag, answer = message["content"].partition("\n</think>\n\n")
@@ -140,7 +140,7 @@ def peer(folder: Path, capacity: int, workers: int) -> None:
 
 
 def watched(command: Sequence[str]) -> tuple[str, dict[str, float]]:
-    """Runs a command; its output, seconds, processor seconds and peaks of memory in GB, of all its processes."""
+    """Run a command; returns output, seconds, processor seconds and peak memory in GB of all its processes."""
     peaks, processor = {"anonymous GB": 0.0, "resident GB": 0.0}, dict[int, float]()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     done = threading.Event()
@@ -174,7 +174,7 @@ def watched(command: Sequence[str]) -> tuple[str, dict[str, float]]:
 
 
 def result(folder: Path, out: str) -> dict[str, float]:
-    """Tokens and fill of what a contender made."""
+    """Tokens and fill of a side's packs."""
     manifest = folder / "made" / "train.json"
     if manifest.is_file():
         facts = json.loads(manifest.read_text())

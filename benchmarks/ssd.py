@@ -4,13 +4,13 @@
 
 - The whole mixer (projections, convolution, scan, gated norm) against transformers' Mamba2Mixer with equal
   weights, after a check that outputs and all gradients agree.
-- The scan alone against plain matrix products of the same number of operations, and against transformers' scan
-  where that is a function (5.x).
+- The scan alone against plain matrix products with the same number of operations, and against transformers' scan
+  if that is a function (5.x).
 - Seconds and memory by length.
 
-The installed transformers is measured and named: 4.x multiplies out [chunk, chunk, heads, state], 5.x does
-not, so they differ by an order of magnitude. Sides take turns; medians are reported, in the JSON the best too.
-Other load on the machine distorts both, so it is reported too.
+The version of transformers is reported: 4.x materialises [chunk, chunk, heads, state], 5.x does not, so they differ by
+an order of magnitude. Sides alternate; medians are reported, in the JSON also the best. The load of the machine, which
+distorts both, is reported as well.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from nemo_ext.megatron.cpu.mamba_norm import rms_norm_gated
 from nemo_ext.megatron.cpu.mamba_scan import ssd_chunk_scan
 
 AGREEMENT = 1e-4
-"""Largest difference allowed between the two mixers, as a share of the largest value."""
+"""Largest difference allowed between the two mixers, relative to the largest value."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def theirs(sizes: Sizes, chunk_size: int) -> tuple[Any, Callable[[Tensor], Tenso
     torch.manual_seed(0)
     mixer = Mamba2Mixer(config, 0).train()
     with torch.no_grad():
-        # 4.x leaves these to the model around the mixer; the distributions are Mamba-2's own.
+        # In 4.x the surrounding model initialises these; the distributions are Mamba-2's.
         mixer.A_log.copy_(torch.linspace(1, 16, sizes.heads).log())
         dt = torch.logspace(-3, -1, sizes.heads)
         mixer.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
@@ -91,7 +91,7 @@ def theirs(sizes: Sizes, chunk_size: int) -> tuple[Any, Callable[[Tensor], Tenso
 
 
 def ours(mixer: Any, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], Tensor]:
-    """The same mixer through our kernels, on the weights of `mixer`."""
+    """The same mixer with our kernels and the weights of `mixer`."""
 
     def forward(x: Tensor) -> Tensor:
         out = mamba_split_conv1d_scan_combined(
@@ -106,7 +106,7 @@ def ours(mixer: Any, sizes: Sizes, chunk_size: int) -> Callable[[Tensor], Tensor
             ngroups=sizes.groups,
         )
         assert isinstance(out, Tensor)
-        # As Megatron does: the gate is in the scan, the norm behind it has none.
+        # As in Megatron: the gate is in the scan, not in the norm after it.
         group_size = sizes.inner // sizes.groups
         normed = rms_norm_gated(out, mixer.norm.weight, eps=mixer.norm.variance_epsilon, group_size=group_size)
         return mixer.out_proj(normed)
@@ -129,7 +129,7 @@ def training_step(forward: Callable[[Tensor], Tensor], x: Tensor, module: Any) -
 def largest_difference(
     one: Step, other: Step, forwards: list[Callable[[Tensor], Tensor]], x: Tensor, module: Any
 ) -> float:
-    """Largest difference of outputs and of all gradients, each as a share of its largest value."""
+    """Largest difference of outputs and of all gradients, each relative to its largest value."""
     sides = []
     for step, forward in zip((one, other), forwards, strict=True):
         step()
@@ -170,7 +170,7 @@ def scan_step(scan: Callable[..., Any], inputs: dict[str, Tensor], chunk_size: i
 
 
 def count_operations(step: Step) -> int:
-    """Floating point operations of the matrix products in a step."""
+    """Number of floating-point operations of the matrix products in a step."""
     counter = FlopCounterMode(display=False)
     with counter:
         step()
@@ -178,7 +178,7 @@ def count_operations(step: Step) -> int:
 
 
 def matmul_step(operations: int) -> Step:
-    """Large square matrix products with this many operations in all (rounded to whole products)."""
+    """Large square matrix products with this total number of operations (rounded to whole products)."""
     size = 1024
     left, right, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
     count = max(1, round(operations / (2 * size**3)))
@@ -191,7 +191,7 @@ def matmul_step(operations: int) -> Step:
 
 
 def take_turns(steps: dict[str, Step], repeats: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Median and best seconds of each step; every round runs each once, after one round not counted."""
+    """Median and best seconds of each step; every round runs each once, after one warm-up round."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(repeats + 1):
         for name, step in steps.items():
@@ -204,7 +204,7 @@ def take_turns(steps: dict[str, Step], repeats: int) -> tuple[dict[str, float], 
 
 
 def saved_bytes(function: Callable[[], object]) -> int:
-    """Bytes of the distinct storages autograd keeps for backward."""
+    """Bytes of the distinct storages saved by autograd for the backward pass."""
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -218,7 +218,7 @@ def saved_bytes(function: Callable[[], object]) -> int:
 
 
 def print_peak(side: str, sizes: Sizes, length: int, chunk_size: int) -> None:
-    """Prints how many bytes one training step of a mixer adds to the peak of this process."""
+    """Print the bytes that one training step of a mixer adds to the peak of this process."""
     mixer, forward = theirs(sizes, chunk_size)
     if side == "ours":
         forward = ours(mixer, sizes, chunk_size)
@@ -231,7 +231,7 @@ def print_peak(side: str, sizes: Sizes, length: int, chunk_size: int) -> None:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory this process has held (Linux; `ru_maxrss` would count the parent's too)."""
+    """Peak memory of this process (Linux; `ru_maxrss` would include the parent's)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -239,7 +239,7 @@ def peak_resident_bytes() -> int:
 
 
 def peak_bytes(side: str, length: int, chunk_size: int, threads: int) -> int:
-    """Runs `print_peak` in a process of its own."""
+    """Run `print_peak` in a separate process."""
     command = [
         sys.executable,
         __file__,
@@ -289,7 +289,7 @@ def compare_mixers(sizes: Sizes, length: int, chunk_size: int, arguments: argpar
 
 
 def compare_scans(sizes: Sizes, length: int, chunk_size: int, repeats: int) -> dict[str, Any]:
-    """The scan alone against matrix products, and against transformers' scan where it can be called."""
+    """Compare the scan alone with matrix products, and with transformers' scan if it can be called."""
     inputs = scan_inputs(sizes, length)
     step = scan_step(ssd_chunk_scan, inputs, chunk_size)
     operations = count_operations(step)
@@ -327,7 +327,7 @@ def by_length(sizes: Sizes, lengths: list[int], chunk_size: int, arguments: argp
 
 
 def by_block(sizes: Sizes, length: int, repeats: int) -> list[dict[str, Any]]:
-    """The scan with other block lengths than the one built in."""
+    """The scan with other block lengths than the default."""
     rows = []
     built_in = mamba_scan.BLOCK_LENGTH
     for block in (32, 64, 128):
@@ -340,7 +340,7 @@ def by_block(sizes: Sizes, length: int, repeats: int) -> list[dict[str, Any]]:
 
 
 def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    """Prints right-aligned columns."""
+    """Print right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     print(f"\n{title}")
     for row in (columns, *rows):
@@ -348,7 +348,7 @@ def print_table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def print_report(result: dict[str, Any]) -> None:
-    """Prints the tables; memory in MB."""
+    """Print the tables; memory in MB."""
 
     def megabytes(count: float) -> str:
         return f"{count / 1e6:.0f}"
@@ -421,13 +421,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="measured rounds; medians are reported")
     parser.add_argument("--blocks", action="store_true", help="also time the scan with blocks of 32, 64 and 128")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--peak-of", choices=("ours", "transformers"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Runs everything and prints it."""
+    """Run and print all comparisons."""
     logging.getLogger("transformers").setLevel(logging.ERROR)
     torch.set_num_threads(arguments.threads)
     sizes = Sizes(heads=arguments.heads, state=arguments.state, groups=arguments.groups)

@@ -1,6 +1,6 @@
 """A stand-in endpoint: `python benchmarks/stand_in.py --port 8000 --seconds 0.02 --faults 0.2`.
 
-Answers, and which of them are slow, depend on the request alone.
+The request alone determines the answer and whether it is slow.
 """
 
 import argparse
@@ -20,7 +20,7 @@ def answer_to(body: dict) -> str:
 
 
 def is_bad(body: dict) -> bool:
-    """The rows that the endpoint refuses, for good."""
+    """True for rows that the endpoint always refuses."""
     return "refuse me" in json.dumps(body)
 
 

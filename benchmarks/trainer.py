@@ -1,10 +1,10 @@
-"""Step time of `nemo-ext train` beside Megatron's own `pretrain()` with the same model, data and runtime.
+"""Step time of `nemo-ext train` compared with Megatron's `pretrain()` with the same model, data and runtime.
 
     python benchmarks/trainer.py [--recipe nemotron3_nano/quickstart] [--steps 40] [--rounds 3] [--json FILE]
 
-The plain rank gives Megatron the same model config, its own GPTDataset on the same tokens and a forward step of a dozen
-lines; ours has metrics, phases, reports and guards around them. They run turn by turn, each in a process of its own;
-seconds are Megatron's own of every step but the first ten. The limit is 1.01.
+The plain rank uses the same model config, Megatron's GPTDataset on the same tokens and a forward step of a dozen lines;
+ours adds metrics, phases, reports and guards. They alternate in separate processes; seconds are Megatron's, for every
+step except the first ten. The limit is 1.01.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SKIPPED = 10
 
 
 def plain(config_path: str) -> None:
-    """A rank as somebody writes it who has Megatron and the model alone."""
+    """A rank with only Megatron and the model."""
     from nemo_ext.job.run_directory import read_config
     from nemo_ext.megatron.cpu import runtime
 
@@ -85,7 +85,7 @@ def plain(config_path: str) -> None:
 
 
 def ours(config_path: str) -> None:
-    """The rank of `nemo-ext train`."""
+    """A rank of `nemo-ext train`."""
     from nemo_ext.megatron.rank import run
 
     run(config_path)
@@ -95,7 +95,7 @@ RANKS = {"plain": plain, "ours": ours}
 
 
 def seconds(kind: str, config: Path) -> list[float]:
-    """Seconds of each step of a rank, without the first ones."""
+    """Seconds per step of a rank, without the first steps."""
     command = [sys.executable, "-W", "ignore", __file__, "--rank", kind, str(config)]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
     ended = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **place}, check=False)
@@ -110,13 +110,13 @@ def seconds(kind: str, config: Path) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="nemotron3_nano/quickstart")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a run, the first ten of which do not count")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each")
-    parser.add_argument("--json", type=Path, help="also write the seconds here")
+    parser.add_argument("--steps", type=int, default=40, help="steps per run, of which the first ten are not counted")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side")
+    parser.add_argument("--json", type=Path, help="also write the seconds to this file")
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank is not None:
-        RANKS[given.rank[0]](given.rank[1])
+    arguments = parser.parse_args()
+    if arguments.rank is not None:
+        RANKS[arguments.rank[0]](arguments.rank[1])
         return
     from nemo_ext.data.training import tokenize_streams
     from nemo_ext.job.config import compose
@@ -125,22 +125,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         configs = {}
         for kind in RANKS:
-            words = [f"recipe={given.recipe}", f"run_dir={folder}/{kind}", f"data_root={folder}/data"]
+            words = [f"recipe={arguments.recipe}", f"run_dir={folder}/{kind}", f"data_root={folder}/data"]
             words += ["launcher.nproc_per_node=1", "megatron.eval_iters=0", "train.validate_at_start=false"]
             words += ["megatron.log_interval=1", "megatron.save_interval=100000", "memory_profile=null"]
             config = compose("train", words)
-            config["megatron"]["exit_interval"] = given.steps
+            config["megatron"]["exit_interval"] = arguments.steps
             tokenize_streams(config.get("data"))
             configs[kind] = prepare(config)
         found: dict[str, list[list[float]]] = {kind: [] for kind in RANKS}
-        for number in range(given.rounds):
+        for number in range(arguments.rounds):
             for kind in sorted(RANKS, reverse=bool(number % 2)):
                 found[kind].append(seconds(kind, configs[kind]))
-                print(f"round {number + 1}, {kind}: {median(found[kind][-1]) * 1e3:.1f} ms a step", flush=True)
+                print(f"round {number + 1}, {kind}: {median(found[kind][-1]) * 1e3:.1f} ms per step", flush=True)
     medians = {kind: median(each for round_ in rounds for each in round_) for kind, rounds in found.items()}
     print(f"ours / plain: {medians['ours'] / medians['plain']:.3f}")
-    if given.json is not None:
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

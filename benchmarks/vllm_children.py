@@ -1,13 +1,12 @@
-"""Puzzle children against their parent in vLLM: tokens a second, beside what the cost model foretells.
+"""Puzzle children compared with their parent in vLLM: tokens per second, measured and predicted by the cost model.
 
     python benchmarks/vllm_children.py [--batch 8] [--prompt 128] [--new-tokens 64] [--rounds 3] [--json FILE]
 
-Wants vLLM and nemo_ext in one environment (`make vllm` makes one for CPUs). A Llama of 130 M parameters with random
-weights and children of it, all as NemoExtBlocksForCausalLM, which our plug-in serves, answer in float32 without
-compilation, each engine in a process of its own, turn by turn.
-The cost model (`nemo_ext.puzzle.cost`) gets the FLOP/s of a matrix product and the bandwidth of reading a large tensor,
-both measured here before the engines run, and counts every new token at full context, as Puzzle's search does.
-Speed-ups over the parent are compared, found and foretold.
+Requires vLLM and nemo_ext in one environment (`make vllm` makes one for CPUs). A Llama of 130 M parameters with random
+weights and its children, all as NemoExtBlocksForCausalLM of our plug-in, run in float32 without compilation,
+alternately in separate processes. The cost model (`nemo_ext.puzzle.cost`) gets the FLOP/s of a matrix product and the
+bandwidth of reading a large tensor, both measured before, and counts every new token at full context, as in Puzzle's
+search. Measured and predicted speed-ups over the parent are compared.
 """
 
 import argparse
@@ -37,7 +36,7 @@ CHILDREN = {
 
 
 def described(pattern: str) -> Any:
-    """The description of a model with this pattern."""
+    """Description of a model with this pattern."""
     from nemo_ext.checkpoint.description import from_config
     from nemo_ext.job.config import compose
 
@@ -47,7 +46,7 @@ def described(pattern: str) -> Any:
 
 
 def write_model(pattern: str, folder: Path) -> None:
-    """Writes a Hugging Face folder with random weights."""
+    """Write a Hugging Face folder with random weights."""
     import torch
     from safetensors.torch import save_file
 
@@ -67,7 +66,7 @@ def write_model(pattern: str, folder: Path) -> None:
 
 
 def machine_rates() -> tuple[float, float]:
-    """FLOP/s of a matrix product in float32, and bytes/s of reading a large tensor."""
+    """Measure FLOP/s of a float32 matrix product, and bytes/s of reading a large tensor."""
     import torch
     from torch.utils.benchmark import Timer
 
@@ -81,32 +80,32 @@ def machine_rates() -> tuple[float, float]:
     return flops, large.nbytes / seconds("large @ one", large=large, one=one)
 
 
-def foretold(pattern: str, given: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
-    """Seconds of a batch's prompts and of one more token of each of its sequences, by the cost model."""
+def predicted(pattern: str, arguments: argparse.Namespace, rates: tuple[float, float]) -> dict[str, float]:
+    """Seconds of a batch's prompts, and of one new token per sequence, by the cost model."""
     from nemo_ext.puzzle.cost import Serving, block_costs, outside_costs, request_seconds
 
-    context = given.prompt + given.new_tokens
-    sizes = {"batch": given.batch, "prompt": given.prompt, "context": context}
+    context = arguments.prompt + arguments.new_tokens
+    sizes = {"batch": arguments.batch, "prompt": arguments.prompt, "context": context}
     precision = {"precision": "fp32", "cache_precision": "fp32"}
     serving = Serving(**sizes, **precision, flops=rates[0], bandwidth=rates[1])
     description = described(pattern)
     costs = [block_costs(description.architecture, block, serving) for block in description.blocks]
     costs.append(outside_costs(description.architecture, serving))
     found = {name: sum(cost[name] for cost in costs) for name in ("parameters", "prefill_seconds", "decode_seconds")}
-    return found | {"request_seconds": request_seconds(found, new_tokens=given.new_tokens)}
+    return found | {"request_seconds": request_seconds(found, new_tokens=arguments.new_tokens)}
 
 
-def serve(folder: str, given: argparse.Namespace) -> None:
-    """Prints the seconds of prompts and of a token, medians of the rounds, as JSON."""
+def serve(folder: str, arguments: argparse.Namespace) -> None:
+    """Print median seconds of the prompts and of a token over rounds, as JSON."""
     from vllm import LLM, SamplingParams
 
-    context = given.prompt + given.new_tokens
+    context = arguments.prompt + arguments.new_tokens
     engine = {"dtype": "float32", "enforce_eager": True, "enable_prefix_caching": False, "max_model_len": context}
-    engine |= {"max_num_seqs": given.batch, "max_num_batched_tokens": given.batch * given.prompt}
+    engine |= {"max_num_seqs": arguments.batch, "max_num_batched_tokens": arguments.batch * arguments.prompt}
     model = LLM(folder, skip_tokenizer_init=True, disable_log_stats=True, **engine)
     prompts = [
-        {"prompt_token_ids": [(step * 7 + row * 131) % 8000 for step in range(given.prompt)]}
-        for row in range(given.batch)
+        {"prompt_token_ids": [(step * 7 + row * 131) % 8000 for step in range(arguments.prompt)]}
+        for row in range(arguments.batch)
     ]
 
     def seconds(tokens: int) -> float:
@@ -116,10 +115,10 @@ def serve(folder: str, given: argparse.Namespace) -> None:
         return time.perf_counter() - began
 
     seconds(2)
-    prompt, whole = (statistics.median(seconds(tokens) for _ in range(3)) for tokens in (1, given.new_tokens))
+    prompt, whole = (statistics.median(seconds(tokens) for _ in range(3)) for tokens in (1, arguments.new_tokens))
     found = {
         "prefill_seconds": prompt,
-        "decode_seconds": (whole - prompt) / (given.new_tokens - 1),
+        "decode_seconds": (whole - prompt) / (arguments.new_tokens - 1),
         "request_seconds": whole,
     }
     print(json.dumps(found))
@@ -131,39 +130,41 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.folder:
-        return serve(given.folder, given)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        return serve(arguments.folder, arguments)
 
     patterns = {"parent": PARENT, **CHILDREN}
     rates = machine_rates()
     print(f"{rates[0] / 1e9:.0f} GFLOP/s, {rates[1] / 1e9:.1f} GB/s", file=sys.stderr)
-    told = {name: foretold(pattern, given, rates) for name, pattern in patterns.items()}
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
+    predictions = {name: predicted(pattern, arguments, rates) for name, pattern in patterns.items()}
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in patterns}
     quiet = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
     with tempfile.TemporaryDirectory() as made:
         for number, pattern in enumerate(patterns.values()):
             write_model(pattern, Path(made) / str(number))
-        for turn in range(given.rounds):
+        for turn in range(arguments.rounds):
             for number, name in enumerate(patterns):
                 words = [sys.executable, __file__, *sys.argv[1:], "--folder", f"{made}/{number}"]
                 ended = subprocess.run(words, env={**os.environ, **quiet}, capture_output=True, text=True, check=False)
                 if ended.returncode:
                     sys.exit(f"{name}: {ended.stderr[-3000:]}")
-                found[name].append(json.loads(ended.stdout.splitlines()[-1]))
-                print(f"round {turn + 1}: {name}: {found[name][-1]}", file=sys.stderr)
+                measured[name].append(json.loads(ended.stdout.splitlines()[-1]))
+                print(f"round {turn + 1}: {name}: {measured[name][-1]}", file=sys.stderr)
     seconds = {
         name: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        for name, rounds in found.items()
+        for name, rounds in measured.items()
     }
-    print(table(told, seconds))
-    if given.json:
-        given.json.write_text(json.dumps({"rates": rates, "foretold": told, "rounds": found}, indent=2) + "\n")
+    print(table(predictions, seconds))
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"rates": rates, "foretold": predictions, "rounds": measured}, indent=2) + "\n"
+        )
 
 
 def table(told: dict[str, Any], found: dict[str, Any]) -> str:
-    """Markdown: parameters as a share of the parent's, and speed-ups over it, found / foretold."""
-    lines = ["| child | parameters | prompts | new tokens | tokens a second |", "|:--|--:|--:|--:|--:|"]
+    """Markdown table of parameters relative to the parent, and speed-ups over it, measured / predicted."""
+    lines = ["| child | parameters | prompts | new tokens | tokens per second |", "|:--|--:|--:|--:|--:|"]
     for name in list(told)[1:]:
         cells = [f"{told[name]['parameters'] / told['parent']['parameters']:.2f}"]
         for key in ("prefill_seconds", "decode_seconds", "request_seconds"):

@@ -29,8 +29,8 @@ def report(config: dict[str, Any]) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     describe(config)
-    given = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
-    keys = [key.removeprefix("megatron.") for key in given if key.startswith("megatron.")]
+    overridden = [word.lstrip("+").partition("=")[0] for word in HydraConfig.get().overrides.task]
+    keys = [key.removeprefix("megatron.") for key in overridden if key.startswith("megatron.")]
     read = keys_read(config)
     for key in sorted(set(keys) - read):
         near = difflib.get_close_matches(key, read, n=1)

@@ -37,7 +37,7 @@ class Engine:
         enables: Features that it enables in nemo_ext.
         install: Command that installs it; `{requirement}` is replaced by the distribution with version bounds.
         needs: Names of engines that it requires.
-        needs_gpu: True if it is useless without an NVIDIA GPU.
+        needs_gpu: True if it requires an NVIDIA GPU.
         part: Folder in the package that distinguishes it from another package of the same name or an empty release.
         wrong: Message if that folder is missing.
         root_variable: Environment variable with the path of a source checkout.
@@ -160,10 +160,10 @@ def require(*names: str) -> None:
         ValueError: an engine is not installed, Megatron-Core has no hybrid models or is too new, or torch cannot be
             imported; the message has the remedy.
     """
-    lacking = [engine for engine in ENGINES if engine.name in names and not folder_of(engine.module)]
-    if lacking:
+    missing = [engine for engine in ENGINES if engine.name in names and not folder_of(engine.module)]
+    if missing:
         raise ValueError(
-            f"this job requires {' and '.join(engine.distribution for engine in lacking)}: pip install "
+            f"this job requires {' and '.join(engine.distribution for engine in missing)}: pip install "
             "'nemo_ext[engine]' (`nemo-ext doctor --install` shows what that would change here)"
         )
     if "megatron-core" in names and not folder_of("megatron.core.models.hybrid.hybrid_block"):

@@ -45,7 +45,7 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
     """
     requires, chosen = requirements(), list(dict.fromkeys(extra.replace("-", "_") for extra in extras))
     if unknown := [extra for extra in chosen if extra not in requires]:
-        raise ValueError(f"there is no extra {unknown[0]!r}: {nearest(unknown[0], requires)}")
+        raise ValueError(f"unknown extra {unknown[0]!r}: {nearest(unknown[0], requires)}")
     wanted = _wanted(["base", *chosen], requires)
     installed = {canonical(item.name or ""): item for item in reversed([*distributions()]) if item.version}
     engines = {name: built for name, module in MODULES.items() if (built := _engine(installed.get(name), module))}
@@ -63,9 +63,9 @@ def report(extras: list[str], *, time_limit: float = TIME_LIMIT) -> dict[str, An
         careful = [freeze, f"{install} -c here.txt {target}"]
         ways = {} if TREE in str(changed) else {"This fails rather than change installed packages": careful}
         absent = shlex.join(line for line in wanted if canonical(re.split(r"[^\w.-]", line)[0]) not in known)
-        attempt = f'{freeze}; {install} -c here.txt "$each" || echo "left out: $each"'
+        attempt = f'{freeze}; {install} -c here.txt "$each" || echo "skipped: $each"'
         rest = [f"{install} --no-deps {target}", f"for each in {absent}; do {attempt}; done"]
-        ways["This installs the compatible packages, and names those it leaves out"] = rest
+        ways["This installs the compatible packages, and lists the ones it skips"] = rest
     head = {"nemo_ext": nemo_ext.__version__, "command": shlex.join(["nemo-ext", "doctor", *sys.argv[1:]])}
     here = {"python": f"{platform.python_version()}, {sys.executable}", "pip": known.get("pip", "")}
     marks = {name: os.environ[name] for name in os.environ if IMAGE.fullmatch(name)}
@@ -127,7 +127,7 @@ def check_packages(job: Job, config: Config) -> None:
     Source trees without metadata are accepted, as are extras that the metadata of an older nemo_ext does not have.
 
     Raises:
-        ValueError: names the packages and the command that installs them.
+        ValueError: a package is missing or too old; the message has the command that installs it.
     """
     engines, extras = (named(config) if callable(named) else named for named in (job.engines, job.extras))
     if extras:
@@ -140,7 +140,7 @@ def _check_extras(extras: Sequence[str]) -> None:
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion, Version
 
-    lacking = []
+    missing = []
     for line in _wanted([*extras], requirements()):
         wanted = Requirement(line)
         if wanted.marker is not None and not wanted.marker.evaluate():
@@ -148,12 +148,12 @@ def _check_extras(extras: Sequence[str]) -> None:
         version = next((each.version for each in distributions(name=wanted.name) if each.version), None)
         module = MODULES.get(canonical(wanted.name), wanted.name.replace("-", "_"))
         if version is None and not folder_of(module):
-            lacking.append(wanted.name)
-        with suppress(InvalidVersion):  # a build of the user's
+            missing.append(wanted.name)
+        with suppress(InvalidVersion):  # a local build
             if version is not None and not wanted.specifier.contains(Version(version), prereleases=True):
-                lacking.append(f"{wanted.name}{wanted.specifier} (installed: {version})")
-    if lacking:
-        raise ValueError(f"this job requires {'; '.join(lacking)}: pip install 'nemo_ext[{','.join(extras)}]'")
+                missing.append(f"{wanted.name}{wanted.specifier} (installed: {version})")
+    if missing:
+        raise ValueError(f"this job requires {'; '.join(missing)}: pip install 'nemo_ext[{','.join(extras)}]'")
 
 
 def _wanted(extras: list[str], requires: dict[str, list[str]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Starts a training run on this machine: checks, prepares the data, starts the ranks, shows progress, reports.
+"""Start of a training run on this machine: checks, data preparation, ranks, progress and report.
 
 The parent process never trains. It writes the resolved config into the run directory, starts `torchrun` on
 `nemo_ext.megatron.rank` (or another module, see `nemo_ext.job.ranks.training_rank`), watches metrics.jsonl, and turns
@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,16 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 def prepare(config: Mapping[str, Any]) -> Path:
-    """Checks a composed config and writes it, with its data arguments, where every rank reads it.
+    """Check a composed config, and write it with its data arguments for the ranks.
 
     Args:
         config: config from `nemo_ext.job.config.compose("train", ...)`.
 
     Returns:
-        Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases that of the next segment.
+        Path of the written config, for `python -m nemo_ext.megatron.rank PATH`; with phases, of the next segment.
 
     Raises:
-        ValueError: for any error that can be found before a rank starts, such as a run of another model in the run
+        ValueError: an error that can be found before a rank starts, such as a run of another model in the run
             directory.
     """
     run_dir = Path(config["run_dir"])
@@ -64,11 +65,11 @@ def _write(run_dir: Path, config: Mapping[str, Any]) -> Path:
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """Runs, or resumes, the training run that the composed config describes.
+    """Run or resume the training run of a composed config.
 
     Raises:
-        ValueError: for any error in the config that can be found before a rank starts.
-        SystemExit: with code 1 if a rank failed, 130 if the user interrupted (after the ranks ended).
+        ValueError: an error in the config that can be found before a rank starts.
+        SystemExit: with code 1 if a rank failed, with 130 after an interrupt by the user.
     """
     console = Console(highlight=False, soft_wrap=True)
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
@@ -81,19 +82,19 @@ def train(config: Mapping[str, Any]) -> None:
         )
     with only_run_in(run_dir):
         while not _started(config, console):
-            pass  # a step went wrong: from the last checkpoint before it, without its batch
+            pass  # a bad step: start again from the checkpoint before it, without its batch
         from nemo_ext.megatron.report import write_report
 
         console.print(f"report: {write_report(run_dir)}")
 
 
 def _started(config: Mapping[str, Any], console: Console) -> bool:
-    """One start of a run, to its end; False if a step went wrong that the next start leaves out."""
+    """One start of a run, to its end; False if it stopped at a bad step, which the next start skips."""
     from nemo_ext.checkpoint.sound import fall_back
 
     launcher, run_dir = config["launcher"], Path(str(config["run_dir"]))
-    told = turn_back(run_dir, Guard.from_config(config))
-    for line in filter(None, (told, fall_back(run_dir / run_directory.CHECKPOINTS))):
+    turned_back = turn_back(run_dir, Guard.from_config(config))
+    for line in filter(None, (turned_back, fall_back(run_dir / run_directory.CHECKPOINTS))):
         console.print(line)
     console.print("checking the configuration against the installed Megatron ...")
     run = Run.from_config(config)
@@ -127,45 +128,46 @@ def _started(config: Mapping[str, Any], console: Console) -> bool:
         if pending(run_dir) is not None:
             return False
         if (saved := run_directory.last_checkpoint(run_dir) or 0) < target:
-            # A rank got a signal, or a time limit; the next segment begins where this one should have ended.
+            # A signal or time limit ended the ranks; the next segment can only start after the last step of this one.
             console.print(f"ended at step {saved} of {target} (see {run_directory.LOG}); the same command resumes")
             break
     return True
 
 
 def not_reproduced(config: Mapping[str, Any]) -> list[str]:
-    """What a recipe does not do as its source does, in lines for the user."""
+    """Lines about the differences between a recipe and its source."""
     return [f"not as in the source of {config['recipe']}: {what}" for what in config.get("not_reproduced") or ()]
 
 
 def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) -> None:
-    """Refuses to resume another model; prints which other settings changed since the run began."""
+    """Refuses to resume another model; prints other settings that have changed since the run began."""
     path, step = run_dir / run_directory.CONFIG, run_directory.last_checkpoint(run_dir)
     if step is None or not path.exists():
         return
     before = run_directory.read_config(path)
     if changed := differing(before["model"], config["model"]):
         raise ValueError(
-            f"{run_dir} holds a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
+            f"{run_dir} has a run of another model (model.{', model.'.join(changed)} differ): choose another run_dir "
             "or remove this one"
         )
-    # The sequence length of a model may change, from phase to phase for example.
+    # The sequence length may change, for example between phases.
     sizes, sizes_before = (replace(Architecture.from_config(each), seq_length=None) for each in (config, before))
     if sizes.with_pattern(sizes_before.pattern) != sizes_before:
         raise ValueError(
-            f"{run_dir} holds a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
+            f"{run_dir} has a run of a model of other sizes (see its {run_directory.CONFIG}): choose another run_dir"
         )
     data_before = before.get("index_digests") or {}
     for prefix, digest in index_digests(config).items():
         if data_before.get(prefix, digest) != digest:
             console.print(
-                f"changed since this run began: the data in {prefix}: their order is another, so documents that were "
-                "read may come again and others not at all"
+                f"changed since this run began: the data in {prefix}, and with them the order of documents: "
+                "some may be "
+                "read twice and others not at all"
             )
     if before.get("phases") or config.get("phases"):
         _check_same_past(before, config, step, run_dir)
         if before["segment"]["phases"] != config["segment"]["phases"]:
-            return  # the changes of a phase were shown
+            return  # changes between phases are expected
     elif note := other_order(before, config):
         console.print(note)
     for key, change in differing(before["megatron"], config["megatron"]).items():
@@ -173,7 +175,7 @@ def _check_same_run(config: Mapping[str, Any], run_dir: Path, console: Console) 
 
 
 def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step: int, run_dir: Path) -> None:
-    """Refuses changed phases or data in completed steps: samples would be repeated or skipped."""
+    """Refuses changed phases or data for completed steps, as samples would be repeated or skipped."""
     plans = plan_of(before), plan_of(config)
     if plans[0] is None or plans[1] is None:
         begun = "without" if plans[0] is None else "with"
@@ -182,14 +184,14 @@ def _check_same_past(before: Mapping[str, Any], config: Mapping[str, Any], step:
     if pasts[0] != pasts[1]:
         changed = sorted({key for old, new in zip(*pasts, strict=False) for key in old if old[key] != new[key]})
         raise ValueError(
-            f"{run_dir} is at step {step}, and its phases until there were others"
+            f"{run_dir} is at step {step}, and its phases up to that step were different"
             + (f" ({', '.join(changed)} differ)" if changed else "")
-            + ": only later ones may change; choose another run_dir, or set them as they were"
+            + ": only later phases may change; choose another run_dir, or restore them"
         )
 
 
 def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, Any]]:
-    """What the first `step` steps were trained on, phase by phase, from the config of a segment."""
+    """Settings and data of the first `step` steps, by phase, from the config of a segment."""
     return [
         {
             "steps": (phase.seq_length, phase.global_batch_size, min(phase.last_step, step)),
@@ -204,9 +206,9 @@ def _past(config: Mapping[str, Any], plan: Plan, step: int) -> list[dict[str, An
 
 
 def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None:
-    """Runs torchrun, or what stands for ranks on several nodes, to its end.
+    """Runs torchrun, or the command that starts ranks on several nodes, to its end.
 
-    SIGINT and SIGTERM become one SIGTERM to the ranks, which save and exit.
+    SIGINT and SIGTERM are passed on as one SIGTERM to the ranks, which save and exit; a second signal kills them.
     """
     config = run_dir / run_directory.CONFIG
     command = training_command(config, ranks, run_dir / run_directory.LOG)
@@ -216,7 +218,7 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
     def forward(number: int, frame: object) -> None:
         received.append(number)
         if len(received) == 1:
-            console.print("stopping: the ranks finish their step and save a checkpoint (again to kill them)")
+            console.print("stopping after this step, then saving; a second signal ends at once")
             process.terminate()
         else:
             torchrun = psutil.Process(process.pid)
@@ -230,7 +232,8 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=_end_with_launcher,
+            # torchrun gets SIGTERM if the launcher dies, so that no rank remains.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
             env=rank_environment(ranks),
         )
         previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -240,14 +243,14 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             for number, handler in previous.items():
                 signal.signal(number, handler)
     step = run_directory.last_checkpoint(run_dir)
-    saved = "no checkpoint was saved" if step is None else f"the last checkpoint is of step {step}"
+    saved = "no checkpoint was saved" if step is None else f"the last checkpoint is at step {step}"
     if received:
         console.print(f"interrupted: {saved}; the same command resumes")
         sys.exit(INTERRUPTED)
     if process.returncode and pending(run_dir) is None:
         minutes = (run_directory.read_config(config).get("guard") or {}).get("minutes")
-        if standing := stood(run_dir, minutes):
-            print(f"error: {standing}; the same command resumes", file=sys.stderr)
+        if stalled := stood(run_dir, minutes):
+            print(f"error: {stalled}; the same command resumes", file=sys.stderr)
             sys.exit(1)
         words = "\n".join(_last_words(run_dir / run_directory.LOG, position))
         if room := no_room(run_dir, words):
@@ -255,19 +258,14 @@ def _run_ranks(run_dir: Path, ranks: int, target: int, console: Console) -> None
             sys.exit(1)
         print(words, file=sys.stderr)
         print(
-            f"error: a rank failed (exit code {process.returncode}); whole log: {run_dir / run_directory.LOG}",
+            f"error: a rank failed (exit code {process.returncode}); full log: {run_dir / run_directory.LOG}",
             file=sys.stderr,
         )
         sys.exit(1)
 
 
-def _end_with_launcher() -> None:
-    """Called in torchrun's process before exec: SIGTERM when the launcher dies, so that no rank is left behind."""
-    end_with_parent(signal.SIGTERM)
-
-
 def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console: Console) -> None:
-    """Shows the newest step until the ranks end: a live line on a terminal, a line every few seconds elsewhere."""
+    """Shows progress until the ranks end: a live line on a terminal, elsewhere a line every few seconds."""
     columns = (
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
@@ -297,7 +295,7 @@ def _watch(process: subprocess.Popen[bytes], metrics: Path, target: int, console
 
 
 def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None) -> str:
-    """Loss, learning rate and speed of one step in a few words."""
+    """Loss, learning rate and speed of one step as text."""
     words = ["loss nan" if step["loss"] is None else f"loss {step['loss']:.3f}"]
     if validation is not None and validation["val_loss"] is not None:
         words.append(f"val {validation['val_loss']:.3f}")
@@ -311,7 +309,7 @@ def describe_step(step: Mapping[str, Any], validation: Mapping[str, Any] | None)
 
 
 def _last_words(log: Path, position: int) -> list[str]:
-    """Last lines that the ranks wrote after byte `position`, without torchrun's own traceback after them."""
+    """Last lines of the log after byte `position`, without torchrun's traceback."""
     with log.open("rb") as stream:
         stream.seek(position)
         lines = stream.read().decode(errors="replace").splitlines()

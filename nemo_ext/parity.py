@@ -129,13 +129,13 @@ def run(config: Mapping[str, Any], settings: Settings) -> None:
     folder, checkpoint = (source, to) if is_hugging_face(source) else (to, source)
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(f"parity.prompts: {folder} has no tokenizer.json, required for prompts: set files_from=FOLDER")
-    found = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
-    record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(found)}
+    parity = compare(folder, checkpoint, prompts_of(settings, folder), iteration=config["iteration"])
+    record = {"huggingface": str(folder), "megatron": str(checkpoint), **asdict(settings), **asdict(parity)}
     write_text(to / PARITY, json.dumps(record, indent=1) + "\n")
-    notice(found.summary())
-    if not found.largest <= settings.tolerance:  # also true for NaN
+    notice(parity.summary())
+    if not parity.largest <= settings.tolerance:  # also true for NaN
         raise ValueError(
-            f"parity.tolerance={settings.tolerance:g}: logits differ by {found.largest:.3g}, so the two models do not "
+            f"parity.tolerance={settings.tolerance:g}: logits differ by {parity.largest:.3g}, so the two models do not "
             f"compute the same function; details are in {to / PARITY}"
         )
 
@@ -148,28 +148,29 @@ def prompts_of(settings: Settings, folder: Path) -> list[Ids]:
     """
     words = [f"data={TEXT}"] if settings.data is None else [f"input={hydra_value(settings.data)}"]
     sources = sources_of(compose("tokenize", words), Path("data"), own=Path("data/prompts"))
-    whole = sum(weight for _, weight in sources.values())
+    total_weight = sum(weight for _, weight in sources.values())
     pieces = [
         piece
         for name, (source, weight) in sources.items()
         for piece in draw(
-            Weighted(name=name, source=source, share=weight / whole),
-            train=round(settings.prompts * PIECE * weight / whole),
+            Weighted(name=name, source=source, share=weight / total_weight),
+            train=round(settings.prompts * PIECE * weight / total_weight),
             held_out=0,
             seed=settings.seed,
         ).train
     ]
-    chance, tokenizer, found = random.Random(settings.seed), HuggingFaceTokenizer(folder), list[Ids]()
+    random_source, tokenizer, prompts = random.Random(settings.seed), HuggingFaceTokenizer(folder), list[Ids]()
     for _ in range(10 * settings.prompts if pieces else 0):
-        piece, length = chance.choice(pieces), chance.randint(SHORTEST, settings.longest)
-        start = chance.randrange(max(1, len(piece) - _CHARACTERS * length))
+        piece, length = random_source.choice(pieces), random_source.randint(SHORTEST, settings.longest)
+        start = random_source.randrange(max(1, len(piece) - _CHARACTERS * length))
         ids = tokenizer.encode([piece[start : start + _CHARACTERS * length]])[0][:length]
-        found += [ids] if len(ids) >= SHORTEST else []
-        if len(found) == settings.prompts:
-            return found
+        prompts += [ids] if len(ids) >= SHORTEST else []
+        if len(prompts) == settings.prompts:
+            return prompts
     raise ValueError(
-        f"parity.data={settings.data or TEXT}: only {len(found)} of {settings.prompts} prompts of {SHORTEST} tokens or "
-        "more: give more text"
+        f"parity.data={settings.data or TEXT}: only {len(prompts)} of {settings.prompts} prompts have "
+        f"{SHORTEST} tokens or "
+        "more: provide more text"
     )
 
 
@@ -189,7 +190,7 @@ def compare(folder: Path, checkpoint: Path, prompts: list[Ids], *, iteration: in
     its_logging.disable_progress_bar()
     logging.getLogger("megatron").setLevel(logging.WARNING)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Megatron's, about packages that are not installed
+        warnings.simplefilter("ignore")  # warnings of Megatron about missing packages
         from nemo_ext.megatron.session import build_model, data_parallel, put_tensors
 
     description = description_of(checkpoint)

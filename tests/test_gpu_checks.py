@@ -44,9 +44,9 @@ def test_a_command_ends_at_its_limit_and_resumes_with_the_rest(
     session.run(["one"])
 
     assert time.monotonic() - began < 30
-    assert list(session.failed.values()) == ["not done when the time was over"]
+    assert list(session.failed.values()) == ["not finished at the time limit"]
     assert "fast: done" in (report := (tmp_path / "out/report.md").read_text())
-    assert "slow: not done when the time was over" in report
+    assert "slow: not finished at the time limit" in report
 
     monkeypatch.setattr(checks, "CHECKS", {"one": checks.Check("?", (fast, case("slow", "print('1 passed')")))})
     again = checks.Session(tmp_path / "out", 60.0)

@@ -135,7 +135,7 @@ def place(tmp_path: Path) -> Place:
 
 PIP = "~/env/bin/python -m pip"
 REFUSES = "This fails rather than change installed packages"
-LEAVES_OUT = "This installs the compatible packages, and names those it leaves out"
+LEAVES_OUT = "This installs the compatible packages, and lists the ones it skips"
 
 
 def test_nothing_changes(place: Place) -> None:
@@ -203,7 +203,7 @@ def test_what_no_installation_can_have_is_named_and_the_rest_installed(place: Pl
     assert "nowhere" in told["error"] or "megatron-core" in told["error"]
     installed, said = place.follow(told)
     assert installed == {**before, "einops": "0.8.2", "nemo_ext": "9.9"}
-    assert "left out: nowhere>=1" in said and said.count("left out") == 1
+    assert "skipped: nowhere>=1" in said and said.count("skipped") == 1
 
 
 def test_a_text_can_begin_an_issue(place: Place) -> None:
@@ -310,7 +310,7 @@ def test_extras_are_those_of_the_metadata(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--extra", "engin"], "there is no extra 'engin': did you mean 'engine'? known: base, data, engine, nemo_rl"),
+        (["--extra", "engin"], "unknown extra 'engin': did you mean 'engine'? known: base, data, engine, nemo_rl"),
         (["torch"], "--install takes no engines"),
     ],
 )

@@ -334,7 +334,7 @@ def test_the_blend_of_the_first_start_is_that_of_the_second(
         launch.train({**config, "data": deepcopy(data)})
         printed = capsys.readouterr()
         assert "data: read more than max_epochs=4 times" in printed.err
-        changed = re.findall(r"changed since this run began: the data in (\S+):", printed.out)
+        changed = re.findall(r"changed since this run began: the data in (\S+),", printed.out)
         assert changed == [str(tmp_path / "data" / f"x_{split}") for split in ("train", "valid")] * (start == 2)
 
     first, second = (each["megatron"]["train_data_path"] for each in given[:2])
@@ -348,7 +348,7 @@ def test_a_cluster_run_is_checked_against_what_its_directory_holds(
     launch.train(compose("train", [*SMALL, f"run_dir={tmp_path}"]))
     before = (tmp_path / run_directory.CONFIG).read_text()
 
-    with pytest.raises(ValueError, match="holds a run of a model of other sizes"):
+    with pytest.raises(ValueError, match="has a run of a model of other sizes"):
         launch.prepare(compose("train", [*SMALL, f"run_dir={tmp_path}", "megatron.hidden_size=96"]))
 
     assert (tmp_path / run_directory.CONFIG).read_text() == before

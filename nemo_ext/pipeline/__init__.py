@@ -1,1 +1,1 @@
-"""Jobs that follow each other: read from a pipeline's file, queued on Slurm, or run on this machine."""
+"""Pipelines of jobs: parsed from a file, then queued on Slurm or run on this machine."""

@@ -1,4 +1,4 @@
-"""What a pipeline's stages will take of a cluster: nodes, hours and storage, before they are queued. No torch."""
+"""Estimate of the nodes, hours and storage of a pipeline's stages, before they are queued. No torch."""
 
 import math
 from collections import Counter
@@ -20,32 +20,33 @@ from nemo_ext.slurm.jobs import CHECKPOINT_BYTES, checkpoints_of, makes, nodes_a
 from nemo_ext.slurm.submit import Submission
 
 MFU = 0.35
-"""Share of a GPU's peak that is taken to be used: what Domyn-Small reports (section 3.2)."""
+"""Assumed model FLOPs utilisation, as Domyn-Small reports it (section 3.2)."""
 TOKEN_BYTES = 4
-"""Bytes of a token in tokenised data, of a vocabulary with more than 65,536 ids."""
+"""Bytes per token in tokenised data, for a vocabulary of more than 65,536 ids."""
 MODEL_BYTES = 2
-"""Bytes of a parameter in a model in bf16."""
+"""Bytes per parameter of a model in bf16."""
 LEGEND = (
-    f"Hours of training at {MFU:.0%} of the GPUs' peak by exact FLOPs, without a teacher's. *: of an hour, as the time "
-    "of other jobs depends on answers and data. Core-hours are of the cores that a job reserves, as sites count them; "
-    "a node-hour has all cores of a node. TB: of training the checkpoints that retention keeps and the one being "
-    f"written, {CHECKPOINT_BYTES} bytes a parameter; of RL a checkpoint and a model; of tokenising at most "
-    f"{TOKEN_BYTES} bytes per token that training reads. -: unknown, or none."
+    f"Hours of training at {MFU:.0%} of the GPUs' peak by exact FLOPs, without a teacher's. *: per hour, as the "
+    "time of "
+    "other jobs depends on answers and data. Core-hours count the cores that a job reserves, as sites do; a node-hour "
+    "counts all cores of a node. TB: for training, the checkpoints that retention keeps and the one being written, at "
+    f"{CHECKPOINT_BYTES} bytes per parameter; for RL, a checkpoint and a model; for tokenising, at most {TOKEN_BYTES} "
+    "bytes per token that training reads. -: unknown, or none."
 )
 _HOURLY = ("node-hours", "core-hours", "GPU-hours")
 
 
 def needs_of(submissions: Mapping[str, Submission]) -> Table:
-    """A table of stages with nodes, GPUs, starts, hours, amounts of hours, checkpoints and TB, with their sums."""
+    """Table of the stages' nodes, GPUs, starts, hours, checkpoints and TB, with their sums."""
     table = Table("stage", "job", box=None, pad_edge=False, header_style="bold", caption=LEGEND, caption_justify="left")
     for name in ("nodes", "GPUs", "starts", "hours", *_HOURLY, "checkpoints", "TB"):
         table.add_column(name, justify="right")
-    known, hourly, stored = Counter[str](), Counter[str](), 0.0
+    totals, totals_per_hour, stored = Counter[str](), Counter[str](), 0.0
     for name, submission in submissions.items():
         job, settings = submission.settings.job, submission.settings
         node, tasks = settings.cluster.node, len(submission.records)
-        nodes, each = nodes_and_gpus(job, submission.config, settings)
-        gpus = nodes * each * tasks
+        nodes, gpus_per_node = nodes_and_gpus(job, submission.config, settings)
+        gpus = nodes * gpus_per_node * tasks
         hours = _hours(submission, None if node is None else node.gpu, gpus)
         cores = submission.cores
         amounts: dict[str, float | None] = {
@@ -53,7 +54,7 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
             "core-hours": None if cores is None else nodes * tasks * cores,
             "GPU-hours": gpus or None,
         }
-        sums = hourly if hours is None else known
+        sums = totals_per_hour if hours is None else totals
         sums.update({key: amount * (hours or 1) for key, amount in amounts.items() if amount})
         size = _bytes(submission, submissions)
         stored += size or 0
@@ -66,24 +67,26 @@ def needs_of(submissions: Mapping[str, Submission]) -> Table:
             _shown(checkpoints_of(submission.config)[0] if _counts_steps(submission) else None),
             _shown(size and size / 1e12, ".1f"),
         )
-    parts = [[(known[key], ""), (hourly[key], "*")] for key in _HOURLY]
-    together = [" + ".join(f"{_shown(amount)}{star}" for amount, star in each if amount) or "-" for each in parts]
-    table.add_row("together", "", "", "", "", "", *together, "", _shown(stored and stored / 1e12, ".1f"), style="bold")
+    total_parts = [[(totals[key], ""), (totals_per_hour[key], "*")] for key in _HOURLY]
+    total_cells = [
+        " + ".join(f"{_shown(amount)}{star}" for amount, star in pair if amount) or "-" for pair in total_parts
+    ]
+    table.add_row("total", "", "", "", "", "", *total_cells, "", _shown(stored and stored / 1e12, ".1f"), style="bold")
     return table
 
 
 def _shown(amount: float | None, digits: str = ".0f") -> str:
-    """An amount in a cell, with a digit of what is below one; "-" for none."""
+    """A number as text, with one decimal if it is below one; "-" for none."""
     return f"{amount:,{'.1f' if amount < 1 else digits}}" if amount else "-"
 
 
 def _counts_steps(submission: Submission) -> bool:
-    """True for a training whose steps are known, not its samples."""
+    """True for a training that sets its number of steps (`train_iters`)."""
     return submission.settings.job == "train" and bool(submission.config["megatron"].get("train_iters"))
 
 
 def _tokens(config: Mapping[str, Any]) -> float:
-    """Number of tokens of a training."""
+    """Total tokens of a training."""
     flags = config["megatron"]
     return float(flags["train_iters"]) * int(flags["global_batch_size"]) * int(flags["seq_length"])
 
@@ -100,7 +103,7 @@ def _hours(submission: Submission, gpu: str | None, gpus: int) -> float | None:
 
 
 def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> float | None:
-    """Bytes that a job's output takes at most; None if unknown."""
+    """Upper bound of the bytes of a job's output; None if unknown."""
     job, config = submission.settings.job, submission.config
     if _counts_steps(submission):
         count, size = checkpoints_of(config)
@@ -110,7 +113,7 @@ def _bytes(submission: Submission, submissions: Mapping[str, Submission]) -> flo
         model = submission.model_to_come or (read_json(file) if file.is_file() else None)
         try:
             parts = None if model is None else to_config(read(model)[1])
-        except ValueError:  # of an architecture that Megatron has not
+        except ValueError:  # an architecture that Megatron does not have
             return None
         each = CHECKPOINT_BYTES + MODEL_BYTES
         return None if parts is None else float(each * total_params(Architecture.from_config(parts)))

@@ -1,4 +1,4 @@
-"""report.md and report.html of a pipeline: what its stages took, their evaluations side by side, their pictures."""
+"""report.md and report.html of a pipeline: costs of its stages, their evaluations side by side, their pictures."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,62 +21,62 @@ from nemo_ext.slurm.jobs import SHARDS, nodes_and_gpus
 from nemo_ext.slurm.submit import planned
 
 _LEGEND = (
-    "{:,.0f} seconds in all, of every start, evaluations with it{}. Figures of RL are those of the first step and the "
-    "mean of the last tenth. MFU is model FLOPs utilisation: by exact FLOPs, with attention's scores and of active "
-    "experts alone, and by 6N, as most papers count."
+    "{:,.0f} seconds in total, over all starts and evaluations{}. Figures of RL are those of the first step and the "
+    "mean of the last tenth of the steps. MFU is model FLOPs utilisation: by exact FLOPs (with attention scores, of "
+    "active experts only), and by 6N, as most papers count."
 )
 _HEAD = (
-    *("stage", "job", "after", "state", "seconds", "GPU-hours", "tokens", "tokens a GPU-hour"),
+    *("stage", "job", "after", "state", "seconds", "GPU-hours", "tokens", "tokens per GPU-hour"),
     *("MFU (exact)", "MFU (6N)", "MJ", "figures", "paper"),
 )
 _ALWAYS = _HEAD.index("GPU-hours")
-"""Columns after these are left out where no stage has anything in them."""
+"""Index of the first column that is omitted if it is empty for all stages, as are those after it."""
 _EFFECTS = ("benchmark", "before", "after", "difference", "adjusted p", "problems", "verdict")
-"""Those of `AGAINST` that are shown for what a stage changed."""
+"""Columns of `AGAINST` that the table of stages' effects shows."""
 COMPARISON = "compare"
 """Folder of the comparison of all evaluations."""
 
 
 def write_report(pipeline: Pipeline, states: Mapping[str, str]) -> Path:
-    """Write report.md into a pipeline's folder, with report.html and the comparison of its evaluations beside it.
+    """Write report.md and report.html into a pipeline's folder, and the comparison of its evaluations.
 
     Args:
-        pipeline: the pipeline, of which stages that were left out stand in the report too.
-        states: states of the stages to run, by name.
+        pipeline: the pipeline; the report also shows its skipped stages.
+        states: states of the selected stages, by name.
 
     Returns:
         Path of report.md.
     """
-    run_dir, rows, seconds, hours = pipeline.run_dir, list[list[str]](), 0.0, 0.0
+    run_dir, rows, seconds, gpu_hours = pipeline.run_dir, list[list[str]](), 0.0, 0.0
     for stage in pipeline.every:
-        left_out = "left out" if attempts.finished(run_dir / stage.name) is None else "finished"
-        state = states.get(stage.name, left_out).removesuffix(" before")
+        not_selected = "skipped" if attempts.finished(run_dir / stage.name) is None else "finished"
+        state = states.get(stage.name, not_selected).removesuffix(" before")
         seconds += seconds_of(run_dir / stage.name)
-        hours += (spent := _gpu_hours(stage, run_dir / stage.name))
-        if stage.job != "evaluate" or not stage.name.startswith(EVALUATION) or state not in ("finished", "left out"):
+        gpu_hours += (spent := _gpu_hours(stage, run_dir / stage.name))
+        if stage.job != "evaluate" or not stage.name.startswith(EVALUATION) or state not in ("finished", "skipped"):
             rows.append(_row(stage, run_dir / stage.name, state, spent))
-    kept = [place for place in range(len(_HEAD)) if place < _ALWAYS or any(row[place] for row in rows)]
+    columns = [place for place in range(len(_HEAD)) if place < _ALWAYS or any(row[place] for row in rows)]
     report = Report(run_dir.name).table(
-        "", [_HEAD[place] for place in kept], [[row[place] for place in kept] for row in rows]
+        "", [_HEAD[place] for place in columns], [[row[place] for place in columns] for row in rows]
     )
-    report.add(_LEGEND.format(seconds, f"; {hours:,.1f} GPU-hours" if hours else ""))
+    report.add(_LEGEND.format(seconds, f"; {gpu_hours:,.1f} GPU-hours" if gpu_hours else ""))
     try:
         _evaluations(report, pipeline)
     except ValueError as error:
-        report.section("Evaluations", f"They cannot be shown: {error}")
+        report.section("Evaluations", f"They could not be compared: {error}")
     _pictures(report, pipeline)
     report.write(run_dir / REPORT, page=True)
     return run_dir / REPORT
 
 
 def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
-    name, found, efficiency = stage.name, Figures(), Efficiency()
+    name, figures, efficiency = stage.name, Figures(), Efficiency()
     try:
-        found = figures_of(stage.job, record)
+        figures = figures_of(stage.job, record)
         if find(stage.job).ranks == "slurm" and (record / METRICS).is_file():
             efficiency = efficiency_of(record)
     except (ValueError, OSError) as error:
-        found = Figures(text=f"cannot be read: {error}")
+        figures = Figures(text=f"cannot be read: {error}")
     gpus = _gpus(stage) if efficiency.joules is not None else None
     joules = None if gpus is None else (efficiency.joules or 0.0) * gpus
     return [
@@ -86,18 +86,18 @@ def _row(stage: Stage, record: Path, state: str, hours: float) -> list[str]:
         state,
         "" if stage.server else f"{seconds_of(record):,.0f}",
         f"{hours:,.2f}" if hours else "",
-        "" if found.tokens is None else f"{found.tokens:,}",
-        "" if found.tokens is None or not hours else f"{found.tokens / hours:,.0f}",
+        "" if figures.tokens is None else f"{figures.tokens:,}",
+        "" if figures.tokens is None or not hours else f"{figures.tokens / hours:,.0f}",
         "" if efficiency.mfu is None else f"{efficiency.mfu:.1%}",
         "" if efficiency.mfu_6n is None else f"{efficiency.mfu_6n:.1%}",
         "" if joules is None else f"{joules / 1e6:,.1f}",
-        found.text,
+        figures.text,
         stage.paper,
     ]
 
 
 def _gpus(stage: Stage) -> int | None:
-    """Number of GPUs that a stage takes, each task of an array; None if it depends on a cluster that is not named."""
+    """Number of GPUs of a stage, per task of an array; None if it depends on a cluster that was not given."""
     try:
         submission = planned(stage.words)
         nodes, gpus = nodes_and_gpus(stage.job, submission.config, submission.settings)
@@ -107,7 +107,7 @@ def _gpus(stage: Stage) -> int | None:
 
 
 def _gpu_hours(stage: Stage, record: Path) -> float:
-    """GPU-hours of all starts that have ended; on this machine there may be fewer GPUs than a stage takes, or none."""
+    """GPU-hours of all ended starts; starts outside Slurm count at most the GPUs of this machine."""
     records = [record, *(record / SHARDS).glob("*")]
     starts = [each for place in records for each in attempts.read(place) if each.ended is not None]
     here = len(gpu_memory("total"))
@@ -120,7 +120,7 @@ def _gpu_hours(stage: Stage, record: Path) -> float:
 
 
 def _evaluations(report: Report, pipeline: Pipeline) -> None:
-    """Adds the evaluations side by side, and what each stage changed."""
+    """Adds the evaluations side by side, and the effect of each stage."""
     runs = {
         stage.name.removeprefix(EVALUATION): str(pipeline.run_dir / stage.name)
         for stage in pipeline.every
@@ -137,23 +137,23 @@ def _evaluations(report: Report, pipeline: Pipeline) -> None:
     effects = _effects(pipeline, runs)
     note = (
         "Each stage against the model that it started from, on the same questions: paired differences with their "
-        "intervals; `no difference shown` is no proof that there is none."
+        "intervals; `no difference shown` does not prove that there is none."
     )
     report.table("What each stage changed", ("stage", "from", *_EFFECTS), effects, note)
 
 
 def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
-    """Rows of the paired differences between each evaluated stage and the nearest one that its model comes from."""
-    named, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
-    evaluated = dict[str, str]()  # the stage that made a model, and where it is evaluated first
+    """Rows of paired differences between each evaluated stage and its nearest evaluated ancestor."""
+    by_name, rows = {stage.name: stage for stage in pipeline.every}, list[list[str]]()
+    evaluated = dict[str, str]()  # folder of the first evaluation, by the stage that made the model
     for stage in pipeline.every:
         label = stage.name.removeprefix(EVALUATION)
         if stage.job == "evaluate" and stage.parent is not None and label in runs:
             evaluated.setdefault(stage.parent, runs[label])
     for name in evaluated:
-        above = named[name].parent
+        above = by_name[name].parent
         while above is not None and above not in evaluated:
-            above = named[above].parent
+            above = by_name[above].parent
         if above is None:
             continue
         both = compared(CompareSettings(runs={above: evaluated[above], name: evaluated[name]}, draws=2000))
@@ -165,7 +165,7 @@ def _effects(pipeline: Pipeline, runs: Mapping[str, str]) -> list[list[str]]:
 
 
 def _pictures(report: Report, pipeline: Pipeline) -> None:
-    """Adds the pictures that stages made of their training."""
+    """Adds the pictures of trainings."""
     trained = [
         (stage.name, picture)
         for stage in pipeline.every

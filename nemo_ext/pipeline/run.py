@@ -1,7 +1,7 @@
-"""`nemo-ext pipeline`: the stages of a pipeline one after the other in processes of this machine, resumable.
+"""`nemo-ext pipeline`: the stages of a pipeline, run one after the other on this machine; resumable.
 
-A stage's record of starts, and the mark that it is finished, are those that a job on Slurm has
-(`nemo_ext.slurm.attempts`), so that `nemo-ext submit` of the same pipeline goes on where this ends, and the other way.
+Starts and finished stages are recorded as for a job on Slurm (`nemo_ext.slurm.attempts`), so `nemo-ext submit` resumes
+a pipeline that was begun here, and the other way round.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,24 +48,24 @@ from nemo_ext.slurm.status import PIPELINE, job_of, queued, queued_job
 from nemo_ext.slurm.submit import by_megatron
 
 LOCK = ".pipeline.lock"
-"""File in a pipeline's folder that its command and the job that it started hold open."""
+"""File in a pipeline's folder that the command and its running job hold locked."""
 PATIENCE = 120.0
-"""Seconds in which the job of a killed command may save and end."""
+"""Seconds that the job of a killed command has to save and end."""
 _LAST_LINES = 15
-_LEFT_OUT = "left out"
+_SKIPPED = "skipped"
 
 
 @dataclass(kw_only=True)
 class Work:
-    """A stage here.
+    """State of a pipeline stage that runs on this machine.
 
     Attributes:
         stage: the stage.
         config: composed config of its job.
-        record: its folder, with the record of starts.
+        record: folder of the stage, with the record of starts.
         log: file of its output.
-        state: waiting, running, finished, finished before, failed or interrupted; of a server waiting, running, stopped
-            or, if no stage asks it, left out.
+        state: waiting, running, finished, finished before, failed or interrupted; for a server waiting, running,
+            stopped or, if no stage uses it, skipped.
     """
 
     stage: Stage
@@ -76,41 +77,43 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """Time of all its starts."""
+        """Total seconds of all starts, including the running one."""
         return seconds_of(self.record) + (0.0 if self.began is None else time.time() - self.began)
 
     def command(self) -> list[str]:
-        """The job's words after `nemo-ext`."""
+        """Arguments of `nemo-ext` that run the job."""
         return [self.stage.job, *self.stage.own]
 
 
 class _Stopped(NamedTuple):
-    """Why the command ends before the last stage: its exit code, and lines for the user."""
+    """Early end of the command: its exit code, and lines for the user."""
 
     code: int
     lines: list[str]
 
 
 def run(words: Sequence[str], *, dry_run: bool) -> int:
-    """Check all stages, then run those that are not finished; returns the exit code.
+    """Check all stages, then run the unfinished ones; returns the exit code.
 
     Raises:
-        ValueError: for mistakes that the user can correct.
+        ValueError: a mistake that the user can correct.
     """
     if site := [word for word in split(words)[0] if not word.startswith("--config-dir")]:
-        raise ValueError(f"{site[0]}: is for `nemo-ext submit`, which queues this pipeline on Slurm: take it away")
+        raise ValueError(
+            f"{site[0]}: is an argument of `nemo-ext submit`, which queues this pipeline on Slurm: remove it"
+        )
     pipeline = read(words)
     works = planned(pipeline)
     console = Console(highlight=False, soft_wrap=True)
     if not checked(pipeline, works, console, dry_run=dry_run):
-        console.print("nothing was started: mend the errors first")
+        console.print("nothing was started: fix the errors first")
         return 2
     if dry_run:
         console.print("nothing was started: --dry-run")
         return 0
     with _alone(pipeline.run_dir) as lock, _signals() as received:
         _refuse_queued(works)
-        for work in works:  # a command that was waited for may have finished some
+        for work in works:  # another command may have finished some meanwhile
             work.state = state_of(work, works)
         write_text(pipeline.run_dir / PIPELINE, pipeline.text)
         stopped: _Stopped | None = None
@@ -120,52 +123,50 @@ def run(words: Sequence[str], *, dry_run: bool) -> int:
                     if received or stopped is not None:
                         break
                     if work.state == "waiting" and not work.stage.server:
-                        beside = [each for each in works if each.stage.name in work.stage.beside]
-                        stopped = _run(work, beside, lock, shown, received)
+                        servers = [each for each in works if each.stage.name in work.stage.beside]
+                        stopped = _run(work, servers, lock, shown, received)
         finally:
             if any(work.state.startswith("finished") for work in works):
                 try:
                     notice(f"report: {write_report(pipeline, {work.stage.name: work.state for work in works})}")
-                except (ValueError, OSError) as error:  # a stage's own error counts more
+                except (ValueError, OSError) as error:  # it must not hide an error of a stage
                     notice(f"the report could not be written: {error}")
         if received and stopped is None and any(w.state == "waiting" and not w.stage.server for w in works):
-            stopped = _Stopped(INTERRUPTED, ["interrupted: the same command goes on"])
+            stopped = _Stopped(INTERRUPTED, ["interrupted: the same command resumes"])
         if stopped is not None:
             for line in stopped.lines:
                 notice(line)
             return stopped.code
     for work in works:
-        if work.state == _LEFT_OUT:
+        if work.state == _SKIPPED:
             notice(f"{work.stage.name}: {shlex.join(['nemo-ext', *work.command()])}")
     return 0
 
 
 def report(words: Sequence[str]) -> int:
-    """Write the report of what has been run here or on Slurm; returns the exit code.
+    """Write the report of the stages run here or on Slurm; returns the exit code.
 
     Raises:
-        ValueError: for mistakes that the user can correct, or nothing has been run.
+        ValueError: no stage has begun, or a mistake that the user can correct.
     """
     pipeline = read(words)
     records = [each for stage in pipeline.stages for each in _records(pipeline.run_dir / stage.name)]
     if not any(attempts.read(record) for record in records):
         raise ValueError(f"{pipeline.run_dir}: no stage of this pipeline has begun there")
-    states = {stage.name: _state_without_checks(pipeline.run_dir / stage.name) for stage in pipeline.stages}
+    states = {}
+    for stage in pipeline.stages:
+        record = pipeline.run_dir / stage.name
+        begun = "begun" if any(attempts.read(each) for each in _records(record)) else "waiting"
+        states[stage.name] = begun if _finished_at(record) is None else "finished"
     notice(f"report: {write_report(pipeline, states)}")
     return 0
 
 
-def _state_without_checks(record: Path) -> str:
-    if _finished_at(record) is not None:
-        return "finished"
-    return "begun" if any(attempts.read(each) for each in _records(record)) else "waiting"
-
-
 def planned(pipeline: Pipeline) -> list[Work]:
-    """The stages with their configs.
+    """Compose the configs of all selected stages and determine their states.
 
     Raises:
-        ValueError: a config cannot be composed, or a stage would never end.
+        ValueError: a config cannot be composed, or a stage cannot be resumed (`state_of`).
     """
     works = []
     for stage in pipeline.stages:
@@ -182,97 +183,99 @@ def planned(pipeline: Pipeline) -> list[Work]:
 
 
 def state_of(work: Work, works: Sequence[Work]) -> str:
-    """`finished before` or `waiting`; `left out` for a server that no stage asks.
+    """State before the run: `finished before` or `waiting`; `skipped` for a server that no stage uses.
 
     Raises:
-        ValueError: it was finished with other words, or begun before what it is made from was made.
+        ValueError: it finished with other arguments, or began before a stage that it depends on was finished.
     """
     if work.stage.server:
-        asked = any(work.stage.name in each.stage.beside for each in works)
-        return "waiting" if asked else _LEFT_OUT
+        used = any(work.stage.name in each.stage.beside for each in works)
+        return "waiting" if used else _SKIPPED
     done = finished(work.record, _records(work.record), work.stage.own)
     starts = attempts.read(work.record)
-    named = {each.stage.name: each for each in works}
+    by_name = {each.stage.name: each for each in works}
     for parent in work.stage.after:
-        made = _finished_at(named[parent].record)
-        if starts and (made is None or made > starts[0].began):
+        parent_finished = _finished_at(by_name[parent].record)
+        if starts and (parent_finished is None or parent_finished > starts[0].began):
             places = dict.fromkeys([*makes(work.stage.job, work.config), work.record])
             raise ValueError(
-                f"{work.stage.name}: was begun before {parent} was {'finished' if made is None else 'made again'}: "
-                f"remove {' and '.join(map(str, places))} to have it made from that"
+                f"{work.stage.name}: began before {parent} was "
+                f"{'finished' if parent_finished is None else 'run again'}: "
+                f"remove {' and '.join(map(str, places))} to run it on the new output"
             )
     return "finished before" if done else "waiting"
 
 
 def _records(record: Path) -> list[Path]:
-    """The folders of a stage's starts: its own, or those of an array's tasks on Slurm."""
+    """Folders that record a stage's starts: one, or one per task of an array on Slurm."""
     shards = sorted((record / SHARDS).glob("*"))
     return shards if shards and not attempts.read(record) else [record]
 
 
 def _finished_at(record: Path) -> float | None:
-    """Unix time at which all of a stage was finished; None if it is not."""
+    """Unix time at which the last task of a stage finished; None if one has not."""
     ends = [attempts.finished_at(each) for each in _records(record)]
     return None if None in ends else max(end for end in ends if end is not None)
 
 
 def checked(pipeline: Pipeline, works: Sequence[Work], console: Console, *, dry_run: bool) -> bool:
-    """Check the configs of all stages to run, and print errors, in a dry run also commands; True without errors."""
-    named, wrong = {work.stage.name: work for work in works}, list[str]()
+    """Check the configs of all waiting stages; True without errors. Prints findings, in a dry run also commands."""
+    by_name, error_lines = {work.stage.name: work for work in works}, list[str]()
     for work in works:
         if work.state != "waiting":
             if dry_run:
                 console.print(f"{work.stage.name}: {work.state}", markup=False)
             continue
-        earlier = [(each.job, named[each.name].config) for each in pipeline.before(work.stage)]
+        earlier = [(each.job, by_name[each.name].config) for each in pipeline.before(work.stage)]
         written = coming(earlier)
         try:
             check_packages(find(work.stage.job), work.config)
         except ValueError as error:
-            wrong.append(f"error: {work.stage.name}: {error}")
-        found = findings(work.config, settings_of([f"job={work.stage.job}"]), coming=written, here=True)
+            error_lines.append(f"error: {work.stage.name}: {error}")
+        problems = findings(work.config, settings_of([f"job={work.stage.job}"]), coming=written, here=True)
         if find(work.stage.job).training:
-            found += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])
-        if dry_run and find(work.stage.job).ranks == "slurm" and not errors(found):
-            found += by_megatron(work.config, written)
-        wrong += [f"error: {work.stage.name}: {one.text}" for one in found if one.kind == "error"]
-        _tell(work, found, console, dry_run=dry_run)
-    for line in wrong:  # below all commands, where they are read
+            problems += other_tokenizers(work.config, [config for job, config in earlier if job == "tokenize"])
+        if dry_run and find(work.stage.job).ranks == "slurm" and not errors(problems):
+            problems += by_megatron(work.config, written)
+        error_lines += [f"error: {work.stage.name}: {one.text}" for one in problems if one.kind == "error"]
+        _print_findings(work, problems, console, dry_run=dry_run)
+    for line in error_lines:  # below all commands, where they are noticed
         console.print(line, style="red", markup=False)
-    return not wrong
+    return not error_lines
 
 
 def _refuse_queued(works: Sequence[Work]) -> None:
-    """Refuse a stage that a job on Slurm waits for or runs: both would write the same files.
+    """Refuse a stage that is queued or running on Slurm, as both would write the same files.
 
     Raises:
-        ValueError: naming the job, or squeue fails.
+        ValueError: a stage has such a job, or squeue fails.
     """
     waiting = [work for work in works if work.state == "waiting" and job_of(work.record)]
     queue = queued() if waiting and shutil.which("squeue") else {}
     for work in waiting:
         if job := queued_job(work.record, queue):
             raise ValueError(
-                f"{work.stage.name}: job {job} of it is {queue[job]}: wait for it, or `nemo-ext cancel` it"
+                f"{work.stage.name}: its job {job} on Slurm is {queue[job]}: wait for it, or end it with "
+                "`nemo-ext cancel`"
             )
 
 
 def runs_here(run_dir: Path) -> bool:
-    """True if `nemo-ext pipeline`, or the job of one that was killed, runs in a folder."""
+    """True while `nemo-ext pipeline`, or a job that a killed one left, runs in the folder."""
     if not (run_dir / LOCK).exists():
         return False
     with (run_dir / LOCK).open("rb") as lock:
         return not _locked(lock.fileno())
 
 
-def _tell(work: Work, found: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
+def _print_findings(work: Work, problems: Sequence[Finding], console: Console, *, dry_run: bool) -> None:
     if dry_run:
         console.print(f"{work.stage.name}:", style="bold", markup=False)
-    for one in found:
-        if one.kind == "warning" or (dry_run and one.kind == "note"):
-            style = "yellow" if one.kind == "warning" else ""
+    for finding in problems:
+        if finding.kind == "warning" or (dry_run and finding.kind == "note"):
+            style = "yellow" if finding.kind == "warning" else ""
             console.print(
-                f"{one.kind}: {'' if dry_run else f'{work.stage.name}: '}{one.text}", style=style, markup=False
+                f"{finding.kind}: {'' if dry_run else f'{work.stage.name}: '}{finding.text}", style=style, markup=False
             )
     if dry_run:
         console.print(shlex.join(["nemo-ext", *work.command()]), markup=False)
@@ -280,9 +283,10 @@ def _tell(work: Work, found: Sequence[Finding], console: Console, *, dry_run: bo
 
 @contextmanager
 def _alone(run_dir: Path) -> Iterator[int]:
-    """Makes the folder and keeps other commands out of it; waits for the job of one that was killed.
+    """Creates and locks the folder; waits for the job of a killed command first.
 
-    Yields the lock's file, which the jobs inherit: it is free only when the command and its job have ended.
+    Yields the lock's file descriptor, which jobs inherit, so that the lock is free only when command and job have
+    ended.
 
     Raises:
         ValueError: another command runs in the folder, or it cannot be written.
@@ -291,15 +295,17 @@ def _alone(run_dir: Path) -> Iterator[int]:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(run_dir / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that can be written") from error
+        raise ValueError(f"run_dir={run_dir}: {error.strerror}; choose a directory that you can write to") from error
     try:
         began = None
         while not _locked(lock):
             if began is None:
                 began = time.monotonic()
-                notice(f"{run_dir}: waiting for another command there, or the job of a killed one, to end")
+                notice(f"{run_dir}: waiting for another command in this folder, or the job of a killed one, to end")
             if time.monotonic() - began > PATIENCE:
-                raise ValueError(f"{run_dir}: another command is running in it; wait for it or choose run_dir=...")
+                raise ValueError(
+                    f"{run_dir}: another command is running in this folder; wait for it or choose another run_dir"
+                )
             time.sleep(0.5)
         yield lock
     finally:
@@ -307,21 +313,21 @@ def _alone(run_dir: Path) -> Iterator[int]:
 
 
 def _locked(lock: int) -> bool:
-    """Takes the lock; False if another has it. A file system without locks lets everybody in."""
+    """Takes the lock; False if another process holds it. Always True on a file system without locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        notice(f"{error.strerror}: nothing keeps a second command out of this folder")
+        notice(f"{error.strerror}: the folder cannot be locked; start no second command in it")
     return True
 
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """SIGINT and SIGTERM are collected in the list, also where the shell has us ignore SIGINT (`nemo-ext pipeline &`).
+    """Collects SIGINT and SIGTERM in a list, also where the shell has SIGINT ignored (`nemo-ext pipeline &`).
 
-    Nothing is raised, so that none is lost and a stage's end is always noted.
+    Nothing is raised, so that no signal is lost and the end of a stage is always recorded.
     """
     received = list[int]()
 
@@ -337,7 +343,7 @@ def _signals() -> Iterator[list[int]]:
 
 
 class _Shown:
-    """The stages: a table that is updated in place on a terminal, a line for each change elsewhere; on stdout."""
+    """Progress of the stages on stdout: a table updated in place on a terminal, elsewhere a line per change."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self._works = works
@@ -361,12 +367,12 @@ class _Shown:
             self._console.print(table_of(self._works))
 
     def update(self) -> None:
-        """Draw the table anew."""
+        """Redraw the table."""
         if self._console.is_terminal:
             self._live.refresh()
 
     def changed(self, work: Work) -> None:
-        """A stage's state has changed."""
+        """Show that a stage's state has changed."""
         self.update()
         if not self._console.is_terminal:
             timed = work.state != "running" and not work.stage.server
@@ -375,7 +381,7 @@ class _Shown:
 
 
 def table_of(works: Sequence[Work]) -> Table:
-    """Stages, their states, times and key figures."""
+    """Table of the stages with states, times and key figures."""
     table = Table("stage", "job", "state", "time", "figures", box=None, pad_edge=False, header_style="bold")
     styles = {"running": "cyan", "finished": "green", "failed": "red", "interrupted": "yellow", "waiting": "dim"}
     for work in works:
@@ -387,14 +393,14 @@ def table_of(works: Sequence[Work]) -> Table:
 
 
 def _figure(work: Work) -> str:
-    """Key figures, and of a running stage the step."""
+    """Key figures of a stage, after the step if it is running."""
     try:
-        found = figures_of(work.stage.job, work.record)
+        figures = figures_of(work.stage.job, work.record)
     except (ValueError, OSError):  # the report names the file
         return ""
-    running = work.state == "running" and found.step is not None
-    step = f"step {found.step:,}" + (f" of {found.target:,}" if found.target else "") if running else ""
-    return ", ".join(filter(None, (step, found.text)))
+    running = work.state == "running" and figures.step is not None
+    step = f"step {figures.step:,}" + (f" of {figures.target:,}" if figures.target else "") if running else ""
+    return ", ".join(filter(None, (step, figures.text)))
 
 
 def _span(seconds: float) -> str:
@@ -406,27 +412,27 @@ def _span(seconds: float) -> str:
     )
 
 
-def _run(work: Work, beside: Sequence[Work], lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
-    """Run a stage to its end beside the servers that it asks; returns why the command ends with it, or None."""
+def _run(work: Work, servers: Sequence[Work], lock: int, shown: _Shown, received: list[int]) -> _Stopped | None:
+    """Run a stage while its servers run; returns the reason to stop the pipeline, or None."""
     with ExitStack() as served:
-        for server in beside:
+        for server in servers:
             try:
                 served.enter_context(_serving(server, shown, received))
             except ValueError as error:
                 server.state = "failed"
                 shown.changed(server)
-                return _Stopped(FAILED, [f"error: {server.stage.name}, beside {work.stage.name}: {error}"])
+                return _Stopped(FAILED, [f"error: {server.stage.name}, the server of {work.stage.name}: {error}"])
         if received:
-            return _Stopped(INTERRUPTED, [f"interrupted before {work.stage.name}: the same command goes on"])
+            return _Stopped(INTERRUPTED, [f"interrupted before {work.stage.name}: the same command resumes"])
         return _run_alone(work, lock, shown, received)
 
 
 @contextmanager
 def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]:
-    """A model that is served; entered when it answers, or a signal came.
+    """Runs a server; entered when it answers requests or a signal came.
 
     Raises:
-        ValueError: the server has ended instead.
+        ValueError: the server ended during its start.
     """
     replica = Replica(server.record)
     (server.record / FILE).unlink(missing_ok=True)
@@ -438,7 +444,9 @@ def _serving(server: Work, shown: _Shown, received: list[int]) -> Iterator[None]
             time.sleep(0.2)
         yield
         if (code := replica.ended()) is not None:
-            notice(f"{server.stage.name}: the server ended with {code} while it was asked: {replica.said()}")
+            notice(
+                f"{server.stage.name}: the server ended with exit code {code} while a stage used it: {replica.said()}"
+            )
     finally:
         replica.stop()
     server.state = "stopped"
@@ -449,7 +457,7 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
     stage, step = work.stage, saved_step(work.stage.job, work.record)
     starts = attempts.read(work.record)
     if starts and starts[-1].ended is None:
-        # What was killed leaves no end: its last sign of life is in the log.
+        # A killed start has no end: take the last write to its log.
         ended = max(starts[-1].began, work.log.stat().st_mtime if work.log.exists() else 0.0)
         last = replace(starts[-1], ended=ended, last_step=step, reason="killed")
         attempts.write(work.record, [*starts[:-1], last])
@@ -468,7 +476,8 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
             stderr=log,
             # Ctrl-C reaches the job once, from us.
             start_new_session=True,
-            preexec_fn=_end_with_us,
+            # If the command is killed, the job gets SIGTERM, at which it saves.
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
             pass_fds=(lock,),
         )
         _wait(process, shown, received)
@@ -486,31 +495,26 @@ def _run_alone(work: Work, lock: int, shown: _Shown, received: list[int]) -> _St
     work.state = why.partition(" (")[0] or "finished"
     shown.changed(work)
     if interrupted or why == "interrupted":
-        return _Stopped(INTERRUPTED, [f"interrupted in {stage.name}: the same command goes on (output: {work.log})"])
+        return _Stopped(INTERRUPTED, [f"interrupted in {stage.name}: the same command resumes (output: {work.log})"])
     if not why:
         return None
     with work.log.open("rb") as log:
         log.seek(position)
         lines = log.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-    told = f"error: {stage.name} {why}: whole log: {work.log}; the same command goes on from there"
-    return _Stopped(FAILED, [*lines, told])
+    message = f"error: {stage.name} {why}; full log: {work.log}; the same command resumes from there"
+    return _Stopped(FAILED, [*lines, message])
 
 
 def _wait(process: subprocess.Popen[bytes], shown: _Shown, received: list[int]) -> None:
-    """Wait for a job's end; each signal received is a Ctrl-C for the job, the third kills it."""
+    """Wait for a job's end; the first two signals received reach it as Ctrl-C, the third kills it."""
     sent = 0
     while process.poll() is None:
         while sent < len(received):
             sent += 1
             if sent == 1:
-                notice("stopping: the job saves what it can and ends (again to hurry it, a third time to kill it)")
+                notice("stopping: the job saves, then ends (a second signal ends it without saving, a third kills it)")
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGINT if sent < 3 else signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(1.0)
         shown.update()
-
-
-def _end_with_us() -> None:
-    """Called in a job's process before exec: SIGTERM, at which jobs save, when the command is killed."""
-    end_with_parent(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""A pipeline's file and the command's arguments as stages: jobs with their words, in the order they run in."""
+"""Parsing of a pipeline: its file and the command's arguments as stages (jobs with arguments) in run order."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,15 +18,15 @@ from nemo_ext.slurm.jobs import makes, submitted
 from nemo_ext.slurm.settings import split
 
 _NAME = re.compile(r"[A-Za-z][\w-]*", re.ASCII)
-_TAKEN = ("slurm", "compare")
-"""Names of other folders in a pipeline's folder."""
+_RESERVED = ("slurm", "compare")
+"""Stage names not allowed, as a pipeline's folder has folders of these names."""
 EVALUATION = "evaluate_"
-"""Beginning of the names of stages that evaluate another."""
+"""Prefix of the names of stages that evaluate another stage's model."""
 
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
-class Given:
-    """A stage as written in a pipeline's file; see hydra_conf/pipeline.yaml."""
+class StageConfig:
+    """A stage as written in a pipeline's file (hydra_conf/pipeline.yaml describes the keys)."""
 
     job: str
     words: tuple[str, ...] = ()
@@ -39,16 +39,16 @@ class Given:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job of a pipeline.
+    """One job of a pipeline, with its arguments and dependencies.
 
     Attributes:
-        name: name of the stage, and of its folder.
-        job: the job.
-        words: arguments of `nemo-ext submit`: about site and queue, and the job's own.
-        after: stages that it follows directly.
-        parent: stage from whose model it starts.
-        beside: stages that serve a model while it runs.
-        paper: section of the paper, and what it reports.
+        name: name of the stage and of its folder.
+        job: name of the job.
+        words: arguments of `nemo-ext submit`: those about site and queue, then the job's.
+        after: direct dependencies.
+        parent: stage whose model it starts from.
+        beside: server stages that run at the same time.
+        paper: section of the paper, and the results that it reports.
     """
 
     name: str
@@ -61,12 +61,12 @@ class Stage:
 
     @property
     def server(self) -> bool:
-        """True if it ends only when it is interrupted: it serves while others ask it, or is a pipeline's last stage."""
+        """True for a job that serves a model and runs until it is interrupted."""
         return find(self.job).server
 
     @property
     def own(self) -> list[str]:
-        """Arguments of `nemo-ext JOB`."""
+        """Arguments of `nemo-ext JOB`, without those about site and queue."""
         return split(self.words)[1]
 
 
@@ -75,9 +75,9 @@ class Pipeline:
     """A pipeline's stages in topological order.
 
     Attributes:
-        run_dir: folder that has one folder for each stage.
-        stages: those to run.
-        every: these and those left out.
+        run_dir: folder with a folder per stage.
+        stages: selected stages.
+        every: all stages of the file, selected or not.
         config: composed config of the pipeline.
     """
 
@@ -88,69 +88,70 @@ class Pipeline:
 
     @property
     def text(self) -> str:
-        """The composed config as YAML, with all stages in their order."""
-        given = self.config["stages"]
+        """The composed config as YAML, with all stages in topological order."""
+        configs = self.config["stages"]
         added = {stage.name: {"job": stage.job, "parent": stage.parent} for stage in self.every}
-        stages = {name: given.get(name, entry) for name, entry in added.items()}
+        stages = {name: configs.get(name, entry) for name, entry in added.items()}
         return yaml.safe_dump({**self.config, "stages": stages}, sort_keys=False, width=120)
 
     def before(self, stage: Stage) -> list[Stage]:
         """All direct and indirect dependencies of a stage."""
-        named = {each.name: each for each in self.stages}
-        found: dict[str, Stage] = {}
+        by_name = {other.name: other for other in self.stages}
+        dependencies: dict[str, Stage] = {}
         for name in stage.after:
-            found |= {each.name: each for each in [*self.before(named[name]), named[name]]}
-        return list(found.values())
+            dependencies |= {other.name: other for other in [*self.before(by_name[name]), by_name[name]]}
+        return list(dependencies.values())
 
 
 def read(words: Sequence[str]) -> Pipeline:
-    """The pipeline that the command's arguments describe.
+    """Parse the command's arguments into a pipeline.
 
-    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, arguments about site and queue to
-    all stages; the others are the pipeline's own. Stages stand as in the file, but none before those that it follows.
+    `STAGE.key=value` goes to one stage, `JOB.key=value` to all stages of that job, and arguments about site and queue
+    to all stages; other arguments are keys of the pipeline. Stages keep the file's order unless dependencies require
+    another.
 
     Raises:
-        ValueError: naming what is wrong with a stage or an argument.
+        ValueError: a stage or an argument is invalid.
     """
-    site, theirs = split(words)
-    folders, theirs = config_folders(theirs)
-    both = [f"--config-dir={folder}" for folder in folders]
-    dotted = [word for word in theirs if "." in word.partition("=")[0]]
-    if not any(word.startswith("pipeline=") for word in theirs):
+    site, other_words = split(words)
+    folders, other_words = config_folders(other_words)
+    config_dirs = [f"--config-dir={folder}" for folder in folders]
+    dotted = [word for word in other_words if "." in word.partition("=")[0]]
+    if not any(word.startswith("pipeline=") for word in other_words):
         raise ValueError("pipeline=NAME is missing: a file of hydra_conf/pipeline, such as pipeline=quickstart")
-    own = _in_scale([word for word in theirs if word not in dotted], folders)
-    check_choice("pipeline", [*both, *own])
-    config = compose("pipeline", [*both, *own])
-    given = _in_order(_with_evaluations(_stages(config), strings(config["evaluate"])))
+    pipeline_words = _in_scale([word for word in other_words if word not in dotted], folders)
+    check_choice("pipeline", [*config_dirs, *pipeline_words])
+    config = compose("pipeline", [*config_dirs, *pipeline_words])
+    stage_configs = _in_order(_with_evaluations(_stages(config), strings(config["evaluate"])))
     for word in dotted:
         name = word.partition(".")[0]
-        known = [*given, *dict.fromkeys(stage.job for stage in given.values())]
+        known = [*stage_configs, *dict.fromkeys(stage.job for stage in stage_configs.values())]
         if name not in known:
-            raise ValueError(f"{word}: no stage or job of that name: {nearest(name, known)}")
+            raise ValueError(f"{word}: no stage or job is called {name}: {nearest(name, known)}")
     if config["run_dir"] is None:
         raise ValueError("run_dir=null: name a directory")
     check_place("run_dir", config["run_dir"])
     for word in site:
         if word.startswith(("job=", "slurm.shards=", "slurm.folder=")):
-            raise ValueError(f"{word}: is of one stage: write STAGE.{word}")
+            raise ValueError(f"{word}: can only be set for one stage: write STAGE.{word}")
     run_dir, every = Path(str(config["run_dir"])), dict[str, Stage]()
-    for name, stage in given.items():
+    for name, stage in stage_configs.items():
         job = submitted(stage.job)
         above_all = (f"{stage.job}.", f"{name}.")
         more = [word.removeprefix(place) for place in above_all for word in dotted if word.startswith(place)]
-        # The folder for the record of its starts.
+        # The folder that records the starts of the stage.
         key = "run_dir" if job.own_folder else "slurm.folder"
         place = f"{key}={hydra_value(str(run_dir / name))}"
         start = [] if stage.parent is None else [_handed_over(name, stage.job, every[stage.parent], run_dir)]
         if job.server:
-            start.append("port=0")  # others may have the default one
+            start.append("port=0")  # the default port may be in use
         if name.startswith(EVALUATION) and stage.parent is not None:
             start.append(f"run_dir={hydra_value(str(run_dir / name))}")
-        all_words = [*both, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
+        all_words = [*config_dirs, f"job={stage.job}", place, *start, *stage.words, *stage.more, *site, *more]
         words_of_stage = _last_of_each_key(all_words)
         if any(word in words_of_stage for word in (f"to={run_dir / name}", f"to={hydra_value(str(run_dir / name))}")):
             raise ValueError(
-                f"stages.{name}: to={run_dir / name} has the record of the stage's starts: choose another folder, "
+                f"stages.{name}: to={run_dir / name} is where the stage's starts are recorded: choose another folder, "
                 f"such as to=${{run_dir}}/{name}_model"
             )
         every[name] = Stage(
@@ -162,7 +163,7 @@ def read(words: Sequence[str]) -> Pipeline:
             beside=stage.beside,
             paper=stage.paper,
         )
-    wanted = _wanted(given, config)
+    wanted = _wanted(stage_configs, config)
     stages = [
         replace(
             stage,
@@ -176,93 +177,103 @@ def read(words: Sequence[str]) -> Pipeline:
 
 
 def _in_scale(words: list[str], folders: Sequence[Path]) -> list[str]:
-    """The pipeline's own words, with the file of its twin for `scale=NAME`: hydra_conf/pipeline/NAME/PIPELINE.yaml."""
+    """The pipeline's own arguments; `scale=NAME` selects its twin, hydra_conf/pipeline/NAME/PIPELINE.yaml."""
     values = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     scale, name = values.get("scale", "null"), values.get("pipeline", "")
-    words = [word for word in words if not word.startswith("scale=")]  # to Hydra it is a group
+    words = [word for word in words if not word.startswith("scale=")]  # Hydra would read it as a config group
     if scale == "null":
         return words
     places = group_folders("pipeline", folders)
     if name and not any((place / scale / f"{name}.yaml").is_file() for place in places):
         known = sorted({f"{file.stem} with scale={file.parent.name}" for at in places for file in at.glob("*/*.yaml")})
-        raise ValueError(f"scale={scale}: pipeline={name} has no such twin; there are: {', '.join(known)}")
+        raise ValueError(f"scale={scale}: pipeline={name} has no twin of that scale; available: {', '.join(known)}")
     return [f"pipeline={scale}/{name}" if word.startswith("pipeline=") else word for word in words]
 
 
-def _stages(config: Mapping[str, Any]) -> dict[str, Given]:
-    """The stages of a file; `after` is filled in: the stage above that ends by itself, the parent, a server's model.
+def _stages(config: Mapping[str, Any]) -> dict[str, StageConfig]:
+    """The stages of a file with `after` filled in: by default the nearest stage above that is not a server; also the
+    parent, and the stages that make the models of its servers.
 
     Raises:
-        ValueError: a stage follows one that does not exist, or one that never ends; or what serves it does not.
+        ValueError: a name is invalid or unknown, a stage depends on a server, or `beside` names a stage that is not
+            one.
     """
     for name in config["stages"]:
-        if not _NAME.fullmatch(str(name)) or name in _TAKEN:
+        if not _NAME.fullmatch(str(name)) or name in _RESERVED:
             raise ValueError(
-                f"stages.{name}: name it by letters, digits, _ and -, a letter first, and not {' or '.join(_TAKEN)}"
+                f"stages.{name}: a stage name has letters, digits, _ and -, starts with a letter, and is not "
+                f"{' or '.join(_RESERVED)}"
             )
-    given = {name: checked(Given, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
-    ending = [name for name, stage in given.items() if not submitted(stage.job).server]
-    names = list(given)
-    for number, (name, stage) in enumerate(given.items()):
-        above = [each for each in names[:number] if each in ending]
+    stages = {name: checked(StageConfig, stage, where=f"stages.{name}") for name, stage in config["stages"].items()}
+    jobs_that_end = [name for name, stage in stages.items() if not submitted(stage.job).server]
+    names = list(stages)
+    for number, (name, stage) in enumerate(stages.items()):
+        above = [each for each in names[:number] if each in jobs_that_end]
         after = stage.after if stage.after is not None else tuple(above[-1:])
-        if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in ending]:
+        if wrong := [key for key in (*after, *filter(None, [stage.parent])) if key not in jobs_that_end]:
             key = "parent" if wrong[0] == stage.parent and wrong[0] not in after else "after"
-            never = f"is a server, which never ends: name it in `beside` of {name}"
+            never = f"is a server, which does not end: name it in `beside` of {name} instead"
             raise ValueError(
-                f"stages.{name}.{key}={wrong[0]}: {never if wrong[0] in given else nearest(wrong[0], given)}"
+                f"stages.{name}.{key}={wrong[0]}: {never if wrong[0] in stages else nearest(wrong[0], stages)}"
             )
-        if wrong := [key for key in stage.beside if key not in given or key in ending]:
-            servers = [each for each in given if each not in ending]
-            raise ValueError(f"stages.{name}.beside={wrong[0]}: no stage with job: serve: {nearest(wrong[0], servers)}")
+        if wrong := [key for key in stage.beside if key not in stages or key in jobs_that_end]:
+            servers = [each for each in stages if each not in jobs_that_end]
+            raise ValueError(
+                f"stages.{name}.beside={wrong[0]}: is not a stage with job: serve: {nearest(wrong[0], servers)}"
+            )
         parents = [] if stage.parent is None or stage.parent in after else [stage.parent]
-        given[name] = replace(stage, after=(*after, *parents))
-    for name, stage in given.items():  # what is asked another model is done again
-        models = [each for server in stage.beside for each in given[server].after or ()]
-        given[name] = replace(stage, after=tuple(dict.fromkeys([*(stage.after or ()), *models])))
-    first = {server: stage for stage in reversed(given.values()) for server in stage.beside}
-    for server, stage in first.items():  # it is started when the first stage that asks it can be
-        follows = dict.fromkeys([*(given[server].after or ()), *(stage.after or ())])
-        given[server] = replace(given[server], after=tuple(follows))
-    return given
+        stages[name] = replace(stage, after=(*after, *parents))
+    for name, stage in stages.items():  # if the served model changes, the stage runs again
+        models = [each for server in stage.beside for each in stages[server].after or ()]
+        stages[name] = replace(stage, after=tuple(dict.fromkeys([*(stage.after or ()), *models])))
+    first_user = {server: stage for stage in reversed(stages.values()) for server in stage.beside}
+    for server, stage in first_user.items():  # a server starts when the first stage that uses it can
+        follows = dict.fromkeys([*(stages[server].after or ()), *(stage.after or ())])
+        stages[server] = replace(stages[server], after=tuple(follows))
+    return stages
 
 
-def _with_evaluations(given: Mapping[str, Given], words: Sequence[str]) -> dict[str, Given]:
-    """The stages, and where there are words for it an evaluation after each that makes a model."""
-    found = dict[str, Given]()
-    for name, stage in given.items():
-        found[name] = stage
+def _with_evaluations(stages: Mapping[str, StageConfig], words: Sequence[str]) -> dict[str, StageConfig]:
+    """The stages, with an evaluation after each that trains a model if `words` are given."""
+    evaluated = dict[str, StageConfig]()
+    for name, stage in stages.items():
+        evaluated[name] = stage
         if words and find(stage.job).model.trained:
-            found[f"{EVALUATION}{name}"] = Given(job="evaluate", words=tuple(words), after=(name,), parent=name)
-    return found
+            evaluated[f"{EVALUATION}{name}"] = StageConfig(
+                job="evaluate", words=tuple(words), after=(name,), parent=name
+            )
+    return evaluated
 
 
-def _in_order(given: Mapping[str, Given]) -> dict[str, Given]:
-    """The stages, as far as possible in the order given.
+def _in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
+    """The stages in topological order, as close to the given order as possible.
 
     Raises:
-        ValueError: stages wait for each other.
+        ValueError: the dependencies have a cycle.
     """
-    found, left = dict[str, Given](), dict(given)
-    while left:
+    ordered, remaining = dict[str, StageConfig](), dict(stages)
+    while remaining:
         ready = next(
-            (name for name, stage in left.items() if not {*(stage.after or ()), *stage.beside} & left.keys()), None
+            (name for name, stage in remaining.items() if not {*(stage.after or ()), *stage.beside} & remaining.keys()),
+            None,
         )
         if ready is None:
-            raise ValueError(f"stages: {', '.join(left)} wait for each other: mend `after` or `parent` of one")
-        found[ready] = left.pop(ready)
-    return found
+            raise ValueError(
+                f"stages: {', '.join(remaining)} wait for each other: change `after`, `parent` or `beside` of one"
+            )
+        ordered[ready] = remaining.pop(ready)
+    return ordered
 
 
-def _wanted(given: Mapping[str, Given], config: Mapping[str, Any]) -> list[str]:
-    """Names of the stages from `from` to `to` that `skip` does not name, with what evaluates the last and serves them.
+def _wanted(stages: Mapping[str, StageConfig], config: Mapping[str, Any]) -> list[str]:
+    """Names of the stages from `from` to `to` without those of `skip`, plus the last one's evaluation and all servers.
 
     Raises:
-        ValueError: there is no stage of a name, or none is left.
+        ValueError: a name is unknown, or no stage remains.
     """
-    names = list(given)
+    names = list(stages)
     skip, first, last = strings(config["skip"]), config["from"], config["to"]
-    # A pipeline may leave out an evaluation, also where a user wants none (`evaluate=null`).
+    # `skip` may name an evaluation that does not exist (`evaluate=null`).
     named = [name for name in skip if name.removeprefix(EVALUATION) not in names]
     for key, name in [*(("skip", each) for each in named), ("from", first), ("to", last)]:
         if name is not None and name not in names:
@@ -274,57 +285,60 @@ def _wanted(given: Mapping[str, Given], config: Mapping[str, Any]) -> list[str]:
     left_out = {*skip, *(EVALUATION + name for name in skip)}
     wanted = [name for name in names[begin:end] if name not in left_out]
     if not wanted:
-        raise ValueError(f"no stage is left between from={first} and to={last}: the order is {', '.join(names)}")
-    servers = {server for name in wanted for server in given[name].beside} - set(skip)
+        raise ValueError(f"from={first}, to={last} and skip select no stage: the order is {', '.join(names)}")
+    servers = {server for name in wanted for server in stages[name].beside} - set(skip)
     return [name for name in names if name in wanted or name in servers]
 
 
 def _handed_over(name: str, job: str, parent: Stage, run_dir: Path) -> str:
-    """The word by which a stage's job starts from the model that its parent makes.
+    """The argument with which a stage's job starts from the model of its parent.
 
     Raises:
-        ValueError: the parent makes no model, the job takes none, or it takes another kind of model.
+        ValueError: the parent makes no model, the job starts from none, or the formats differ.
     """
     where = f"stages.{name}.parent={parent.name}"
     model, source = find(job).model, find(parent.job).model
     if not model.key:
-        raise ValueError(f"{where}: {job} starts from no model: take `parent` away, or write `after`")
+        raise ValueError(f"{where}: {job} does not start from a model: remove `parent`, or write `after`")
     words = {word.partition("=")[0]: word.partition("=")[2].strip("\"'") for word in parent.words}
     folder = source.place(run_dir / parent.name, words) if source.leaves else None
     if folder is None:
-        raise ValueError(f"{where}: {parent.job} makes no model: name the stage that does")
+        raise ValueError(f"{where}: {parent.job} does not write a model: name a stage that does")
     if source.leaves == "run" and model.takes == "checkpoints":
         folder /= CHECKPOINTS
     if source.leaves in ("run", "megatron") and model.takes == "hugging_face":
-        raise ValueError(f"{where}: {job} takes a Hugging Face folder: put a stage with job: convert between them")
+        raise ValueError(f"{where}: {job} needs a Hugging Face folder: add a stage with job: convert between them")
     return f"{model.key}={hydra_value(str(folder))}"
 
 
 def _last_of_each_key(words: Sequence[str]) -> list[str]:
-    """The last argument of each key, in the place of the first; all config folders are kept."""
+    """Arguments without repeated keys: the last value, at the first's position; all config folders are kept."""
     return list({word if word.startswith("-") else word.partition("=")[0]: word for word in words}.values())
 
 
-def finished(base: Path, records: Iterable[Path], own: Sequence[str]) -> bool:
-    """True if all of a stage was finished before, with the same arguments; ValueError if with others.
+def finished(base: Path, records: Iterable[Path], arguments: Sequence[str]) -> bool:
+    """True if a stage, with all tasks of an array, has finished with these arguments.
 
     Args:
         base: folder of the stage, for messages.
         records: folders whose `slurm` holds the record of starts.
-        own: arguments of the job.
+        arguments: arguments of the job.
+
+    Raises:
+        ValueError: it finished with other arguments.
     """
     ends = [attempts.finished(record) for record in records]
     if any(end is None for end in ends):
         return False
-    changed = attempts.other_words(ends[0] or (), own)
+    changed = attempts.other_words(ends[0] or (), arguments)
     if len(ends) == 1 and changed:
         raise ValueError(
-            f"{base}: finished with other words ({', '.join(changed)}): keep them, choose another run_dir, "
-            f"or remove {base / attempts.FOLDER / attempts.FINISHED} to have it done again, and what follows"
+            f"{base}: finished with other arguments ({', '.join(changed)}): use the same ones, choose another run_dir, "
+            f"or remove {base / attempts.FOLDER / attempts.FINISHED} to run it and the stages after it again"
         )
     return True
 
 
 def coming(configs: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Path]:
-    """Paths that jobs write, by job and composed config."""
+    """Paths that jobs will write; each job is a name and a composed config."""
     return [place for job, config in configs for place in makes(job, config)]

@@ -1,4 +1,4 @@
-"""`nemo-ext submit pipeline=NAME`: a pipeline of jobs, each started after those it depends on have succeeded."""
+"""`nemo-ext submit pipeline=NAME`: the stages of a pipeline as dependent jobs on Slurm."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,24 +30,24 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
     """Check all stages, then submit those neither finished nor in the queue; returns the exit code.
 
     Raises:
-        ValueError: for mistakes that the user can correct.
+        ValueError: a mistake that the user can correct.
     """
     console = Console(highlight=False, soft_wrap=True)
     pipeline = read(words)
     if runs_here(pipeline.run_dir):
         raise ValueError(
-            f"{pipeline.run_dir}: `nemo-ext pipeline` is running in it; wait for it, or end it with Ctrl-C"
+            f"{pipeline.run_dir}: `nemo-ext pipeline` is running in this folder; wait for it, or end it with Ctrl-C"
         )
     submissions: dict[str, Submission] = {}
-    jobs: dict[str, str] = {}  # job ids of stages that wait or run; "" for stages to submit
-    told, wrong = dict[Finding, list[str]](), False  # stages by finding
+    jobs: dict[str, str] = {}  # job ids of queued and running stages; "" for stages to submit
+    stages_by_finding, wrong = dict[Finding, list[str]](), False  # stages by finding
     try:
         queue = queued()
-    except ValueError as error:  # a dry run has more to show without Slurm
+    except ValueError as error:  # a dry run is also useful without Slurm
         if not dry_run:
             raise
         queue, wrong = {}, True
-        told[Finding("error", str(error))] = ["the queue"]
+        stages_by_finding[Finding("error", str(error))] = ["the queue"]
     for stage in _servers_last(pipeline):
         earlier = [
             (parent.job, config) for parent in pipeline.before(stage) for config in submissions[parent.name].configs
@@ -56,36 +56,39 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             submission = submissions[stage.name] = planned(stage.words, coming=coming(earlier))
         except (ValueError, HydraException) as error:
             raise ValueError(f"stages.{stage.name}: {error}") from error
-        # A stage is repeated if one that it depends on is.
+        # A stage runs again if one of its dependencies does.
         done = (
             not stage.server
             and finished(submission.base, submission.records, split(submission.words)[1])
             and not _needed(stage, jobs)
         )
         waiting = [job for record in submission.records if (job := queued_job(record, queue))]
-        asking = _asking(stage, pipeline)
-        if done or (asking and not any(jobs.get(name) == "" for name in asking)):
-            console.print(f"{stage.name}: {'finished before' if done else 'no stage asks it now'}", markup=False)
+        users = _users(stage, pipeline)
+        if done or (users and not any(jobs.get(name) == "" for name in users)):
+            console.print(
+                f"{stage.name}: {'finished before' if done else 'not needed, as no stage that uses it is queued'}",
+                markup=False,
+            )
         elif waiting and queue[waiting[0]].startswith("completing"):
-            raise ValueError(f"{stage.name}: job {waiting[0]} is just ending: give the command again in a minute")
+            raise ValueError(f"{stage.name}: job {waiting[0]} is about to end: run the command again in a minute")
         elif waiting:
             jobs[stage.name] = waiting[0].partition("_")[0]
             console.print(f"{stage.name}: job {waiting[0]} is {queue[waiting[0]]}", markup=False)
         else:
             jobs[stage.name] = ""
             try:
-                made = model_to_come(submission, [submissions[each.name] for each in pipeline.before(stage)])
+                model_config = model_to_come(submission, [submissions[each.name] for each in pipeline.before(stage)])
             except ValueError as error:
                 raise ValueError(f"stages.{stage.name}: the model that it starts from: {error}") from error
-            submission = submissions[stage.name] = replace(submission, model_to_come=made)
-            found = [
+            submission = submissions[stage.name] = replace(submission, model_to_come=model_config)
+            problems = [
                 *checked_submission(submission, kept=pipeline.run_dir / attempts.FOLDER / REHEARSALS),
-                # What is wrong with an earlier stage stands there already.
+                # Errors of an earlier stage would be repeated.
                 *([] if wrong else _other_tokenizers(pipeline.before(stage), submissions, submission)),
             ]
-            for one in found:
-                told.setdefault(one, []).append(stage.name)
-            wrong = wrong or errors(found)
+            for finding in problems:
+                stages_by_finding.setdefault(finding, []).append(stage.name)
+            wrong = wrong or errors(problems)
             console.print(f"{stage.name}: checked", markup=False)
     names = [stage.name for stage in pipeline.stages]
     if coming_up := {name: submissions[name] for name in names if jobs.get(name) == ""}:
@@ -97,10 +100,10 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
         for line in by_hand(following, stage.name) if stage.name in coming_up else ():
             console.print(line, markup=False)
     for kind in ("note", "warning", "error"):
-        of_kind = [(one, stages) for one, stages in told.items() if one.kind == kind]
-        tell(console, [replace(one, text=f"{one.text} ({', '.join(stages)})") for one, stages in of_kind])
+        of_kind = [(finding, stages) for finding, stages in stages_by_finding.items() if finding.kind == kind]
+        tell(console, [replace(finding, text=f"{finding.text} ({', '.join(stages)})") for finding, stages in of_kind])
     if wrong:
-        console.print("not submitted: mend the errors first")
+        console.print("not submitted: fix the errors first")
         return 2
     if dry_run:
         console.print("not submitted: --dry-run")
@@ -117,14 +120,14 @@ def submit(words: Sequence[str], *, dry_run: bool) -> int:
             write_text(record / attempts.FOLDER / PARENTS, "".join(f"{parent}\n" for parent in parents))
         jobs[stage.name] = hand_over(submission)
         console.print(f"{stage.name}: job {jobs[stage.name]}", markup=False)
-    console.print(f"`nemo-ext status {pipeline.run_dir}` shows how they get on", markup=False)
+    console.print(f"`nemo-ext status {pipeline.run_dir}` shows their progress", markup=False)
     return 0
 
 
 def _other_tokenizers(
     before: Sequence[Stage], submissions: Mapping[str, Submission], submission: Submission
 ) -> list[Finding]:
-    """Errors for streams that earlier stages tokenise with another tokenizer than this stage uses."""
+    """Errors for streams that an earlier stage tokenises with another tokenizer than this stage uses."""
     if not find(submission.settings.job).training:
         return []
     parents = [submissions[stage.name] for stage in before]
@@ -133,13 +136,14 @@ def _other_tokenizers(
 
 
 def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mapping[str, Any] | None:
-    """config.json of the policy of RL that earlier jobs will make, by their training; None for other jobs.
-
-    None too if the model is there, if a search chooses it, or if it is quantised.
+    """config.json of an RL policy that does not exist yet, derived from the training that makes it.
 
     Args:
         submission: the job.
         before: the jobs that it depends on.
+
+    Returns:
+        The config; None for other jobs, for a policy that exists, and for one whose sizes only its jobs will decide.
 
     Raises:
         ValueError: no Hugging Face format can express the model.
@@ -161,23 +165,23 @@ def model_to_come(submission: Submission, before: Sequence[Submission]) -> Mappi
 
 
 def _makes(submission: Submission, place: Path) -> bool:
-    """True if a job's output is at a place, or around it."""
+    """True if a path is a job's output or lies inside it."""
     made = makes(submission.settings.job, submission.config)
     return any(place.is_relative_to(each.resolve()) for each in made)
 
 
 def _servers_last(pipeline: Pipeline) -> list[Stage]:
-    """The stages; servers after those that ask them, as they are queued for them alone."""
+    """The stages with servers last, as a server is queued only for the stages that use it."""
     return sorted(pipeline.stages, key=lambda stage: stage.server)
 
 
-def _asking(server: Stage, pipeline: Pipeline) -> list[str]:
-    """Names of the stages that ask a server, in order; none for other stages."""
+def _users(server: Stage, pipeline: Pipeline) -> list[str]:
+    """Names of the stages that use a server, in order; empty if the stage is not a server."""
     return [stage.name for stage in pipeline.stages if server.name in stage.beside]
 
 
 def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) -> Submission:
-    """The submission with the jobs that it waits for."""
+    """The submission with the ids of the jobs that it waits for and of its servers."""
     after, beside = _needed(stage, jobs), [name for name in stage.beside if name in jobs]
     return replace(submission, after=tuple(jobs[name] for name in after), beside=tuple(jobs[name] for name in beside))
 
@@ -185,9 +189,9 @@ def _following(submission: Submission, stage: Stage, jobs: Mapping[str, str]) ->
 def _note_servers(
     stage: Stage, submissions: Mapping[str, Submission], pipeline: Pipeline, jobs: Mapping[str, str]
 ) -> None:
-    """Notes the servers that a stage asks, or the stages that ask a server, beside the records of its starts."""
+    """Records the servers of a stage, or the users of a server, next to the records of its starts."""
     servers = {jobs[name]: str((pipeline.run_dir / name).resolve()) for name in stage.beside if name in jobs}
-    asking = [record for name in _asking(stage, pipeline) for record in submissions[name].records]
+    asking = [record for name in _users(stage, pipeline) for record in submissions[name].records]
     for record in submissions[stage.name].records:
         beside.note_servers(record, servers)
         if stage.server:
@@ -195,5 +199,5 @@ def _note_servers(
 
 
 def _needed(stage: Stage, jobs: Mapping[str, str]) -> list[str]:
-    """Names of the stages that a stage has to wait for."""
+    """Names of the dependencies that are queued or about to be."""
     return [name for name in stage.after if name in jobs]

@@ -1,6 +1,6 @@
-"""Puzzle: a smaller model put together from variants of a parent's blocks.
+"""Puzzle: compression of a parent into a smaller model, assembled from variants of its blocks.
 
 Source: arXiv 2411.19146, and section 2 of the Llama-Nemotron report. The search is a mixed-integer program that picks
-one variant per block at the least total score, under limits on the total cost: `problem` states it, `integer_program`
-solves it with HiGHS; `search`, `pool` and `sweep` are the entry points.
+one variant per block with the lowest total score, under limits on the total cost: `problem` states it,
+`integer_program` solves it with HiGHS; `search`, `pool` and `sweep` are the entry points.
 """

@@ -1,4 +1,4 @@
-"""`nemo-ext puzzle`, and its rehearsal's config."""
+"""`nemo-ext puzzle`, and the config of its rehearsal."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,7 @@ def _inputs(config: Config) -> list[Input]:
     puzzle = config["puzzle"]
     return inputs(
         ("puzzle.parent", puzzle["parent"], "train or convert it first"),
-        ("puzzle.measure.table", puzzle["measure"]["table"], "`nemo-ext puzzle` on this machine writes its form"),
+        ("puzzle.measure.table", puzzle["measure"]["table"], "run `nemo-ext puzzle` here: it writes a template"),
         model=("puzzle.parent",),
     )
 

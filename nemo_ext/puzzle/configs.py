@@ -1,4 +1,4 @@
-"""Training configs for a compression: its parent, its stages and the healing runs. No torch."""
+"""Training configs of a compression: for its parent, its stages and the healing runs. No torch."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,19 +22,19 @@ ONE_RANK = {
     "micro_batch_size": 1,
     "pretrained_checkpoint": None,
 }
-"""Flags with which every rank of a stage runs the whole model."""
+"""Flags of a stage, in which every rank runs the whole model."""
 
 
 def parent_run(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
-    """Config of the training run of a parent that is trained here."""
+    """Config of the run that trains a parent."""
     return {**{key: value for key, value in config.items() if key != "puzzle"}, "run_dir": str(run_dir)}
 
 
 def stage_config(config: Mapping[str, Any], description: Description, ranks: int) -> dict[str, Any]:
-    """Config from which a stage builds a model: whole on every rank, in its own precision whatever the plan."""
-    made = {**with_model(config, description, "stage"), "precision_plan": None}
-    made["megatron"] = {**made["megatron"], **ONE_RANK, "global_batch_size": ranks}
-    return made
+    """Config with which a stage builds a model: whole on every rank, without a precision plan."""
+    stage = {**with_model(config, description, "stage"), "precision_plan": None}
+    stage["megatron"] = {**stage["megatron"], **ONE_RANK, "global_batch_size": ranks}
+    return stage
 
 
 def healing_run(
@@ -47,24 +47,24 @@ def healing_run(
     tokens: float,
     distillation: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """A training run of a child.
+    """Config of a training run of a child.
 
     Args:
         config: composed config.
         description: the child's description.
-        heal: see `Heal`.
+        heal: settings of the runs.
         run_dir: directory of the run.
         start: run or checkpoint whose weights the run starts from.
         tokens: length of the run.
         distillation: the config's `distillation` section; None for ordinary training.
     """
-    made = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
-    megatron = made["megatron"]
+    run = with_model(config, description, f"{config['model']['name']}_{run_dir.parent.name}")
+    megatron = run["megatron"]
     sizes = int(megatron["seq_length"]), int(megatron["global_batch_size"])
-    made["run_dir"] = str(run_dir)
-    made["distillation"] = {**made["distillation"], "teacher": None, **(distillation or {})}
-    made["train"] = {"tokens": tokens, "warmup_tokens": heal.warmup_tokens, "validate_at_start": False}
-    made["megatron"] = {
+    run["run_dir"] = str(run_dir)
+    run["distillation"] = {**run["distillation"], "teacher": None, **(distillation or {})}
+    run["train"] = {"tokens": tokens, "warmup_tokens": heal.warmup_tokens, "validate_at_start": False}
+    run["megatron"] = {
         **megatron,
         "train_iters": iterations(tokens, *sizes),
         "lr_warmup_iters": iterations(heal.warmup_tokens, *sizes),
@@ -78,11 +78,11 @@ def healing_run(
         "pretrained_checkpoint": str(checkpoints_of(start)),
         **heal.megatron,
     }
-    return made
+    return run
 
 
 def logits_saving_run(run: Mapping[str, Any], folder: Path, top_k: int) -> dict[str, Any]:
-    """A healing run of the parent that only saves its most probable tokens (docs/distillation.md).
+    """Config of a run that only saves the parent's most probable tokens (docs/distillation.md).
 
     Args:
         run: config from `healing_run`, with the parent's model.

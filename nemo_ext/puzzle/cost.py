@@ -1,7 +1,7 @@
-"""Cost of a variant, computed from its sizes alone: the resources that a search may limit. No torch.
+"""Cost of a variant, computed from its sizes: the resources that a search may limit. No torch.
 
-Latencies here are a roofline: the longer of the time to compute and the time to read. They order variants well but are
-not absolute for any machine; measured latencies replace them where available.
+Latencies are a roofline: the maximum of compute time and read time. They rank variants well but do not predict absolute
+times; measured latencies replace them where available.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ from nemo_ext.job.settings import STRICT
 from nemo_ext.puzzle.choice.problem import Limit, Problem, add_resource, seconds_at_throughput
 
 REQUEST_SECONDS = "request_seconds"
-"""Resource that a throughput limits: seconds for a batch of requests from prompts to last tokens."""
+"""Resource limited by a throughput: seconds for a batch of requests, from prompt to last token."""
 
 OUTSIDE = "outside"
-"""Label of everything outside the blocks in the rows of a cost table."""
+"""Label of everything outside the blocks in cost tables."""
 
 RESOURCES = (
     "parameters",
@@ -42,16 +42,16 @@ Precision = Literal["fp32", "bf16", "fp16", "fp8"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Serving:
-    """The serving scenario.
+    """Serving scenario in which costs are computed.
 
     Attributes:
         batch: number of concurrent sequences.
         prompt: tokens per prompt.
-        context: longest length of a sequence in tokens; caches are sized for it.
+        context: maximum sequence length in tokens; caches are sized for it.
         precision: precision of the weights, `bf16` or `fp8`.
         cache_precision: precision of the KV cache.
-        flops: FLOP/s that the device reaches in matrix products.
-        bandwidth: memory read bandwidth in bytes/s.
+        flops: achieved FLOP/s in matrix products.
+        bandwidth: achieved memory read bandwidth in bytes/s.
     """
 
     batch: PositiveInt = 32
@@ -68,33 +68,33 @@ class Serving:
 
 
 def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> dict[str, float]:
-    """All resources of one block of a model; a no-op costs nothing.
+    """All resources of one block; a no-op costs nothing.
 
     Args:
-        parent: the model, for everything that the block does not specify itself.
-        block: the block with all of its values.
-        serving: see `Serving`.
+        parent: the model, for everything that the block does not specify.
+        block: the block with all values.
+        serving: serving scenario.
 
     Returns:
-        `RESOURCES` -> amount: counts, bytes, seconds for the whole batch (prefill) or for one token of each of its
-        sequences at full context (decode).
+        `RESOURCES` -> amount: counts, bytes, seconds for the whole batch (prefill) or for one token of each sequence at
+        full context (decode).
     """
     if block is None:
         return dict.fromkeys(RESOURCES, 0.0)
     alone = parent.with_pattern(Pattern((block,)))
     counted = cost.block_parameters(alone, 1)
-    each = bytes_per_number(serving.precision)
+    width = bytes_per_number(serving.precision)
     per_sequence = cost.kv_cache_bytes(alone, serving.context, precision=serving.cache_precision)
     per_sequence += cost.state_bytes_per_sequence(alone)
     cache = serving.batch * per_sequence
     prompt_flops = (
         serving.batch * serving.prompt * cost.block_forward_flops_per_token(alone, 1, seq_length=serving.prompt)
     )
-    # A query at the end of the context sees all of it: twice the mean over the sequence.
+    # A query at the end of the context attends to all of it: twice the mean over a sequence.
     token_flops = serving.batch * cost.block_forward_flops_per_token(alone, 1, seq_length=2 * serving.context)
-    prompt_read = each * read_parameters(alone, block, serving.batch * serving.prompt)
-    token_read = each * read_parameters(alone, block, serving.batch) + cache
-    weights = each * counted.total
+    prompt_read = width * read_parameters(alone, block, serving.batch * serving.prompt)
+    token_read = width * read_parameters(alone, block, serving.batch) + cache
+    weights = width * counted.total
     return {
         "parameters": counted.total,
         "active_parameters": counted.active,
@@ -108,7 +108,7 @@ def block_costs(parent: Architecture, block: Block | None, serving: Serving) -> 
 
 
 def read_parameters(architecture: Architecture, block: Block, tokens: int) -> float:
-    """Parameters that a forward pass over `tokens` tokens reads; in a MoE block, only those of the chosen experts."""
+    """Parameters read by a forward pass over `tokens` tokens; in a MoE block, only those of the chosen experts."""
     counted = cost.block_parameters(architecture, 1)
     if block.kind != "E" or block.is_linear:
         return counted.total
@@ -116,7 +116,7 @@ def read_parameters(architecture: Architecture, block: Block, tokens: int) -> fl
 
 
 def expected_experts(block: Block, tokens: int) -> float:
-    """Expected number of distinct experts chosen by `tokens` tokens that choose uniformly and independently.
+    """Expected number of distinct experts chosen by independent, uniformly routed tokens.
 
     E (1 - (1 - k / E)^tokens).
     """
@@ -127,10 +127,10 @@ def expected_experts(block: Block, tokens: int) -> float:
 def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
     """All resources of everything outside the blocks: embedding, final norm and output layer."""
     embedding, head = cost.embedding_parameters(parent), cost.head_parameters(parent)
-    each = bytes_per_number(serving.precision)
-    weights = each * (embedding.total + head.total)
+    width = bytes_per_number(serving.precision)
+    weights = width * (embedding.total + head.total)
     head_flops = serving.batch * cost.head_forward_flops_per_token(parent)
-    table = each * parent.hidden_size * parent.vocab_size
+    table = width * parent.hidden_size * parent.vocab_size
     # Only the last token of a prompt needs logits.
     logits = max(head_flops / serving.flops, table / serving.bandwidth)
     return {
@@ -146,12 +146,12 @@ def outside_costs(parent: Architecture, serving: Serving) -> dict[str, float]:
 
 
 def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
-    """The problem with the resource `request_seconds`: prefill_seconds + new_tokens x decode_seconds.
+    """The problem with the additional resource `request_seconds`: prefill_seconds + new_tokens x decode_seconds.
 
-    Every new token is counted as one at full context, so the limit on it is conservative.
+    Every new token is counted at full context, so a limit on it is conservative.
 
     Raises:
-        ValueError: no new tokens, or candidates without those costs or with this one.
+        ValueError: `new_tokens` is not positive, or candidates have the resource already or not those it is made of.
     """
     return add_resource(problem, REQUEST_SECONDS, weights=_request_weights(new_tokens))
 
@@ -159,7 +159,7 @@ def with_request_seconds(problem: Problem, *, new_tokens: int) -> Problem:
 def throughput_limit(
     tokens_per_second: float, *, serving: Serving, new_tokens: int, outside: Mapping[str, float]
 ) -> Limit:
-    """The limit on `request_seconds` that guarantees a throughput.
+    """Limit on `request_seconds` that guarantees a throughput.
 
     Args:
         tokens_per_second: tokens generated by the whole batch per second, prefill time included.
@@ -168,20 +168,21 @@ def throughput_limit(
         outside: costs outside the blocks, from `outside_costs` or measured.
 
     Raises:
-        ValueError: numbers that are not positive, prompt and new tokens that do not fit the context, or a throughput
-            that the part outside the blocks alone does not reach.
+        ValueError: a number is not positive, prompt and new tokens exceed the context, or the part outside the blocks
+            alone is slower than the throughput.
     """
     if serving.prompt + new_tokens > serving.context:
         raise ValueError(
-            f"a prompt of {serving.prompt} and {new_tokens} new tokens are more than "
-            f"puzzle.serving.context={serving.context}: make it longer"
+            f"a prompt of {serving.prompt} and {new_tokens} new tokens exceed "
+            f"puzzle.serving.context={serving.context}: "
+            "increase it"
         )
     constant = request_seconds(outside, new_tokens=new_tokens)
     upper = seconds_at_throughput(tokens_per_second, batch=serving.batch, tokens=new_tokens)
     if constant > upper:
         raise ValueError(
-            f"{tokens_per_second} tokens/s leave {upper:.3g} s a request, embedding and output layer alone take "
-            f"{constant:.3g} s: ask for less, or serve a larger batch"
+            f"{tokens_per_second} tokens/s allow {upper:.3g} s per request, but embedding and output layer alone take "
+            f"{constant:.3g} s: lower the throughput, or increase puzzle.serving.batch"
         )
     return Limit(upper=upper)
 

@@ -1,7 +1,7 @@
 """The puzzle job: a parent, its block library and one child, stage by stage; the same command resumes it.
 
-Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run a model use processes of their own
-(`nemo_ext.puzzle.rank`), `launcher.nproc_per_node` of them on each node; search and report run in this process.
+Training runs (`parent`, `heal`) are those of `nemo-ext train`; stages that run a model start `launcher.nproc_per_node`
+processes (`nemo_ext.puzzle.rank`) on each node; search and report run in this process.
 """
 
 import sys
@@ -40,54 +40,56 @@ ON_RANKS = ("library", "distill", "score", "cost", "compare", "baselines", "real
 
 
 def run(config: dict[str, Any]) -> None:
-    """Carry out the stages that the config asks for, except those already finished.
+    """Run the stages selected in the config, except finished ones.
 
     Args:
         config: composed config, from `compose("puzzle", ...)`.
 
     Raises:
-        ValueError: anything in the config that does not fit, or no choice of variants meets the limits.
-        SystemExit: a rank failed, or the user interrupted.
+        ValueError: the config is invalid, or no choice of variants meets the limits.
+        SystemExit: a rank failed, or the user interrupted the job.
     """
     Job(config).run()
 
 
 def check(config: Mapping[str, Any]) -> Settings:
-    """The settings of a composed config, after what can be refused before any stage; files need not be there.
+    """Check a composed config before any stage runs; input files may not exist yet.
 
     Raises:
-        ValueError: a setting, a stage or a child that cannot be, packs without a validation set, or latencies in
-            `puzzle.measure.table` that do not fit.
+        ValueError: an invalid setting, stage or child name; packs without a validation set; or `puzzle.measure.table`
+            does not match the settings.
     """
     chosen = settings(config["puzzle"])
     if chosen.child in ("parent", "blocks"):
-        raise ValueError(f"puzzle.child={chosen.child}: that folder holds something else, choose another name")
+        raise ValueError(f"puzzle.child={chosen.child}: this folder is used for other results: choose another name")
     for stage in chosen.stages or ():
         if stage not in STAGES:
-            raise ValueError(f"puzzle.stages: there is no stage {stage!r}: {nearest(stage, STAGES)}")
-    if any(chosen.stages is None or stage in chosen.stages for stage in ("compare", "baselines", "evaluate")):
+            raise ValueError(f"puzzle.stages: unknown stage {stage!r}: {nearest(stage, STAGES)}")
+    if any(chosen.runs(stage) for stage in ("compare", "baselines", "evaluate")):
         check_validation(config, "puzzle")
-    ranks, wanted = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
-    if "distill" in wanted and chosen.distill.steps and chosen.distill.batch % ranks:
-        raise ValueError(f"puzzle.distill.batch={chosen.distill.batch}: {ranks} ranks cannot share it equally")
-    for name, of, stages in (
+    ranks, selected = world_size(config), {*(STAGES if chosen.stages is None else chosen.stages)}
+    if "distill" in selected and chosen.distill.steps and chosen.distill.batch % ranks:
+        raise ValueError(f"puzzle.distill.batch={chosen.distill.batch}: is not divisible by the {ranks} ranks")
+    for name, data, stages in (
         ("calibration", chosen.calibration, {"library", "score", "compare", "baselines", "fuse"}),
         ("evaluation", chosen.evaluation, {"compare", "baselines", "evaluate"}),
     ):
-        if wanted & stages and of.sequences <= of.batch * (ranks - 1):
+        if selected & stages and data.sequences <= data.batch * (ranks - 1):
             raise ValueError(
-                f"puzzle.{name}={of.sequences} sequences in batches of {of.batch} are too few for {ranks} ranks: give "
-                "every rank one batch at least"
+                f"puzzle.{name}.sequences={data.sequences} in batches of {data.batch} are too few for {ranks} "
+                "ranks: every "
+                "rank needs at least one batch"
             )
-        batches = ceil(of.sequences / of.batch)
-        if chosen.fsdp is not None and wanted & stages and batches % ranks:
+        batches = ceil(data.sequences / data.batch)
+        if chosen.fsdp is not None and selected & stages and batches % ranks:
             raise ValueError(
-                f"puzzle.{name}: {batches} batches for {ranks} ranks: with puzzle.fsdp every rank needs equally many"
+                f"puzzle.{name}: {batches} batches for {ranks} ranks: puzzle.fsdp requires the same number on "
+                "every rank"
             )
-    if "cost" in wanted and chosen.measure.table is not None and Path(chosen.measure.table).is_file():
+    if "cost" in selected and chosen.measure.table is not None and Path(chosen.measure.table).is_file():
         parent = from_config(config) if chosen.parent is None else None
         if chosen.parent is not None:
-            with suppress(ValueError):  # still to come
+            with suppress(ValueError):  # a job may still make it
                 parent = description_of(Path(chosen.parent))
         if parent is not None:
             _read_table(chosen, parent)
@@ -96,12 +98,12 @@ def check(config: Mapping[str, Any]) -> Settings:
 
 def _read_table(chosen: Settings, parent: Description) -> None:
     assert chosen.measure.table is not None
-    wanted = blocks_to_measure(variants(parent.architecture, chosen.variants))
-    read_table(Path(chosen.measure.table), parent.architecture, wanted, chosen.serving)
+    blocks = blocks_to_measure(variants(parent.architecture, chosen.variants))
+    read_table(Path(chosen.measure.table), parent.architecture, blocks, chosen.serving)
 
 
 class Job:
-    """One compression.
+    """A compression: runs its stages in order.
 
     Args:
         config: composed config.
@@ -116,24 +118,28 @@ class Job:
             config = as_checkpoint(config, Path(self.chosen.parent))
         self.config = with_data(config)
         self.workspace = Workspace(self.config, self.chosen)
-        if self.chosen.heal.teacher == "cached" and self._wants("heal") and (why := versions.lack(["logits_save_dir"])):
+        if (
+            self.chosen.heal.teacher == "cached"
+            and self.chosen.runs("heal")
+            and (why := versions.lack(["logits_save_dir"]))
+        ):
             raise versions.TooOld(f"puzzle.heal.teacher=cached: {why}; set it to online")
 
     def run(self) -> None:
-        """Carry out the stages, or one shard of one."""
+        """Run the stages, or one shard of a stage."""
         if self.workspace.shard is not None:
             self._run_shard(self.workspace.shard)
             return
         with only_run_in(self.workspace.run_dir):
             refuse_beside_shards(self.workspace.run_dir)
-            wanted = [stage for stage in STAGES if self._wants(stage)]
+            selected = [stage for stage in STAGES if self.chosen.runs(stage)]
             self._check()
             self._write_config()
-            if any(stage in ON_RANKS for stage in wanted):
+            if any(stage in ON_RANKS for stage in selected):
                 tokenize_streams(self.config.get("data"))
-            for on_ranks, group in groupby(wanted, key=lambda stage: stage in ON_RANKS):
-                for together in [list(group)] if on_ranks else [[stage] for stage in group]:
-                    self._carry_out(together)
+            for on_ranks, group in groupby(selected, key=lambda stage: stage in ON_RANKS):
+                for stages in [list(group)] if on_ranks else [[stage] for stage in group]:
+                    self._run_stages(stages)
             self.workspace.link()
 
     def _run_shard(self, shard: Shard) -> None:
@@ -144,8 +150,9 @@ class Job:
             self._check()
             if missing := self.workspace.missing(stage):
                 raise ValueError(
-                    f"puzzle.shard={shard}: {stage} takes what {' and '.join(missing)} makes, which is not finished: "
-                    "carry that out first, without puzzle.shard"
+                    f"puzzle.shard={shard}: {stage} needs the output of {' and '.join(missing)}, which is not "
+                    "finished: run "
+                    "that first, without puzzle.shard"
                 )
             if not self.workspace.is_finished(stage):
                 self.workspace.begin(stage)
@@ -153,29 +160,26 @@ class Job:
         with only_shard_in(self.workspace.run_dir, shard, begin):
             self._write_config()
             tokenize_streams(self.config.get("data"))
-            self._carry_out([stage])
+            self._run_stages([stage])
             if left := self.workspace.unfinished_shards(stage):
-                notice(f"{stage}: left to do: {', '.join(map(str, left))}")
+                notice(f"{stage}: unfinished shards: {', '.join(map(str, left))}")
             else:
-                notice(f"{stage}: no shard is left to do: go on without puzzle.shard")
+                notice(f"{stage}: all shards are finished: continue without puzzle.shard")
 
     def _check(self) -> None:
-        """Raises, before any work is done, where existing results do not match the config."""
+        """Raises ValueError if existing results do not match the config, before any work is done."""
         for stage in STAGES:
             self.workspace.is_finished(stage)
 
-    def _wants(self, stage: str) -> bool:
-        return self.chosen.stages is None or stage in self.chosen.stages
-
     def _write_config(self) -> None:
-        """Writes the config to where the ranks read it."""
+        """Writes the config that ranks read."""
         folder = self.workspace.config.parent
         folder.mkdir(parents=True, exist_ok=True)
         write_config(folder, self.config)
         write_versions(folder, sys.argv)
 
-    def _carry_out(self, stages: Sequence[str]) -> None:
-        """Carries out stages of one kind, one after the other."""
+    def _run_stages(self, stages: Sequence[str]) -> None:
+        """Runs consecutive stages: several if they run on ranks, otherwise one."""
         todo = [stage for stage in stages if not self.workspace.is_finished(stage)]
         for stage in stages:
             if stage not in todo:
@@ -186,21 +190,23 @@ class Job:
             missing = [need for need in self.workspace.missing(stage) if need not in todo[:number]]
             if missing:
                 raise ValueError(
-                    f"puzzle.stages: {stage} takes what {' and '.join(missing)} makes, which is not finished: add it"
+                    f"puzzle.stages: {stage} needs the output of {' and '.join(missing)}, which is not finished: add it"
                 )
             if self.workspace.shard is None and (left := self.workspace.unfinished_shards(stage)):
-                notice(f"{stage}: shards {', '.join(map(str, left))} are not finished: what they lack is done here")
-        if self.chosen.measure.table is not None and "cost" in todo:  # before the ranks begin anything
+                notice(
+                    f"{stage}: shards {', '.join(map(str, left))} are not finished: the rest of their work is done here"
+                )
+        if self.chosen.measure.table is not None and "cost" in todo:  # before ranks start
             _read_table(self.chosen, description_of(self.workspace.parent))
         began = time.monotonic()
         if todo[0] in ON_RANKS:
             start("nemo_ext.puzzle.rank", self.workspace.config, *todo, ranks=world_size(self.config))
         else:
             (stage,) = todo
-            step: Callable[[], bool | None] = getattr(self, f"_{stage}")
+            method: Callable[[], bool | None] = getattr(self, f"_{stage}")
             if stage != "report":
                 self.workspace.begin(stage)
-            empty = step() is False
+            empty = method() is False
             if stage != "report":
                 self.workspace.finish(stage, empty=empty)
         notice(f"{', '.join(map(self._label, todo))}: done in {time.monotonic() - began:.0f} s")
@@ -212,8 +218,8 @@ class Job:
         if self.chosen.parent is None:
             self._train(parent_run(self.config, self.workspace.parent))
         parent = description_of(self.workspace.parent)
-        if self.chosen.heal.tokens and self._wants("heal"):
-            # Better to find a wrong flag now than after all other stages.
+        if self.chosen.heal.tokens and self.chosen.runs("heal"):
+            # Find an invalid flag now rather than after all other stages.
             from nemo_ext.megatron import check as megatron_check
 
             run = self._run(self.workspace.healed, self.workspace.parent, self.chosen.heal.tokens, None, parent)
@@ -244,8 +250,8 @@ class Job:
         else:
             saved = self._cached_teacher()
             flags = {"logits_load_dir": str(saved), "logits_load_kd_loss_alpha": heal.kl_weight}
-            made = run(None)
-            self._train({**made, "megatron": {**made["megatron"], **flags}})
+            child_run = run(None)
+            self._train({**child_run, "megatron": {**child_run["megatron"], **flags}})
         return True
 
     def _pretrain(self) -> bool:
@@ -256,10 +262,10 @@ class Job:
         return bool(tokens)
 
     def _train(self, config: dict[str, Any]) -> None:
-        """Runs a training run to its end.
+        """Trains until the last step.
 
         Raises:
-            ValueError: it stopped early.
+            ValueError: the run stopped early.
         """
         launch.train(config)
         run_dir, steps = Path(config["run_dir"]), int(config["megatron"]["train_iters"])
@@ -267,7 +273,7 @@ class Job:
         if done < steps:
             raise ValueError(
                 f"{run_dir}: the run stopped at step {done} of {steps} (a signal, a time limit or "
-                "megatron.exit_interval): the same command goes on"
+                "megatron.exit_interval): the same command resumes"
             )
 
     def _run(
@@ -289,7 +295,7 @@ class Job:
         )
 
     def _cached_teacher(self) -> Path:
-        """The folder with the teacher's most probable tokens for all sequences that the child will see."""
+        """Saves the teacher's most probable tokens for all sequences of healing; returns their folder."""
         heal, folder = self.chosen.heal, self.workspace.folder / "teacher"
         assert heal.top_k is not None
         run = self._run(folder, self.workspace.parent, heal.tokens, None)
@@ -301,10 +307,10 @@ class Job:
             return False
         from nemo_ext.checkpoint import hf
 
-        made = hf.plan(self.workspace.newest(), self.workspace.exported, hf.Settings())
-        for remark in made.remarks:
+        conversion = hf.plan(self.workspace.newest(), self.workspace.exported, hf.Settings())
+        for remark in conversion.remarks:
             notice(f"note: {remark}")
-        hf.convert(made, hf.Settings())
+        hf.convert(conversion, hf.Settings())
         return True
 
     def _report(self) -> None:

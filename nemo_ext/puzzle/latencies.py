@@ -1,12 +1,12 @@
-"""Latencies of blocks in a serving engine, brought by the user as a JSON file in place of the roofline. No torch.
+"""Latencies of blocks in a serving engine, from a JSON file of the user instead of the roofline. No torch.
 
     {"engine": "vLLM 0.32, H100", "batch": 32, "prompt": 2048, "context": 4096, "precision": "fp8",
      "cache_precision": "fp8", "latencies": [{"block": "*{kv=8}", "prefill_seconds": 0.031, "decode_seconds": 0.0004},
                    {"block": "outside", "prefill_seconds": 0.004, "decode_seconds": 0.0009}, ...]}
 
-Seconds are those of the whole batch: of its prompts, and of one token of each sequence at full context. Values that a
-block does not name are the parent's; `outside` is everything but the blocks. A block is measured as the difference of
-two models, one of which has it more often.
+Seconds are for the whole batch: for its prompts, and for one token of each sequence at full context. Values that a
+block does not set are the parent's; `outside` is everything except the blocks. To measure a block, take the difference
+of two models that contain it a different number of times.
 """
 
 import json
@@ -33,12 +33,12 @@ SHAPE = ("batch", "prompt", "context", "precision", "cache_precision")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Latency:
-    """Seconds of one block.
+    """Latency of one block.
 
     Attributes:
         block: notation of the block, or `outside`.
-        prefill_seconds: for the prompts of the whole batch.
-        decode_seconds: for one token of each of its sequences at full context.
+        prefill_seconds: seconds for the prompts of the whole batch.
+        decode_seconds: seconds for one token of each sequence at full context.
     """
 
     block: str
@@ -48,7 +48,7 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Table:
-    """The file's content: what was measured, in the shape of `puzzle.serving`."""
+    """Content of the file: latencies, and the serving scenario in which they were measured (as in `puzzle.serving`)."""
 
     engine: str
     batch: PositiveInt
@@ -59,58 +59,62 @@ class Table:
     latencies: list[Latency]
 
 
-def blocks_to_measure(found: Iterable[Iterable[Variant]]) -> list[Block]:
-    """Every block that a search may choose, once."""
-    return list(dict.fromkeys(variant.block for each in found for variant in each if variant.block is not None))
+def blocks_to_measure(by_block: Iterable[Iterable[Variant]]) -> list[Block]:
+    """Distinct blocks that a search may choose."""
+    return list(dict.fromkeys(variant.block for each in by_block for variant in each if variant.block is not None))
 
 
-def read_table(file: Path, architecture: Architecture, wanted: Iterable[Block], serving: Serving) -> dict[str, Latency]:
-    """Latencies by the notation of a block with all of its values, and of `outside`.
+def read_table(
+    file: Path, architecture: Architecture, required: Iterable[Block], serving: Serving
+) -> dict[str, Latency]:
+    """Read latencies by full block notation, and of `outside`.
 
     Args:
         file: the JSON file.
-        architecture: the parent's.
-        wanted: the blocks that must be in it (`blocks_to_measure`).
-        serving: shape that they must have been measured in.
+        architecture: the parent's architecture.
+        required: blocks that the file must contain (`blocks_to_measure`).
+        serving: serving scenario of the measurement.
 
     Raises:
-        ValueError: no such file, whose form is then written beside its place; another shape; a block that is not a
-            block, that is there twice, or that is missing.
+        ValueError: the file does not exist (a template is then written next to it), has another serving scenario, or
+            has an invalid, repeated or missing block.
     """
-    names = [*map(str, wanted), OUTSIDE]
+    names = [*map(str, required), OUTSIDE]
     if not file.is_file():
-        empty = file.with_name(f"{file.stem}_to_fill_in.json")
+        template = file.with_name(f"{file.stem}_to_fill_in.json")
         rows: list[dict[str, Any]] = [
             {"block": name, "prefill_seconds": None, "decode_seconds": None} for name in names
         ]
         shape = {key: asdict(serving)[key] for key in SHAPE}
-        if not empty.exists():  # somebody may be filling it in
-            empty.parent.mkdir(parents=True, exist_ok=True)
-            write_text(empty, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
-        raise ValueError(f"puzzle.measure.table={file}: no such file; {empty} has its form and the blocks to measure")
+        if not template.exists():  # the user may be filling it in
+            template.parent.mkdir(parents=True, exist_ok=True)
+            write_text(template, json.dumps({"engine": "", **shape, "latencies": rows}, indent=1) + "\n")
+        raise ValueError(
+            f"puzzle.measure.table={file}: no such file; fill in {template}, which lists the blocks to measure"
+        )
     try:
-        given: Mapping[str, Any] = json.loads(file.read_text())
+        content: Mapping[str, Any] = json.loads(file.read_text())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"puzzle.measure.table={file}: not JSON ({error})") from None
-    table = checked(Table, given, str(file), strict=True)
-    measured, now = ({key: getattr(of, key) for key in SHAPE} for of in (table, serving))
-    check_same(measured, now, f"{file} was measured in another shape than puzzle.serving", "make them agree")
-    there: dict[str, Latency] = {}
-    for each in table.latencies:
-        name = each.block if each.block == OUTSIDE else _full(each.block, architecture, file)
-        if name in there:
-            raise ValueError(f"{file}: {each.block} is there twice: leave one")
-        there[name] = each
-    if missing := [name for name in names if name not in there]:
+    table = checked(Table, content, str(file), strict=True)
+    measured, now = ({key: getattr(source, key) for key in SHAPE} for source in (table, serving))
+    check_same(measured, now, f"{file} was measured in another scenario than puzzle.serving", "make them agree")
+    latencies: dict[str, Latency] = {}
+    for latency in table.latencies:
+        name = latency.block if latency.block == OUTSIDE else _full(latency.block, architecture, file)
+        if name in latencies:
+            raise ValueError(f"{file}: {latency.block} is listed twice: remove one entry")
+        latencies[name] = latency
+    if missing := [name for name in names if name not in latencies]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ValueError(
-            f"{file}: no latencies of {', '.join(missing[:3])}{more}: measure them, or narrow puzzle.variants"
+            f"{file}: no latency of {', '.join(missing[:3])}{more}: measure them, or narrow puzzle.variants"
         )
-    return there
+    return latencies
 
 
 def _full(notation: str, architecture: Architecture, file: Path) -> str:
-    """Notation with the values that the parent's blocks have."""
+    """Notation of a block with the parent's values filled in."""
     try:
         (block,) = parse(notation).blocks
         return str(architecture.resolved(block, layer=1))

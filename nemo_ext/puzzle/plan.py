@@ -1,4 +1,4 @@
-"""What the stages of a compression compute, gather and write in all, by the cost model. No torch."""
+"""Total work of a compression's stages by the cost model: FLOPs, bytes gathered and written. No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,22 +15,22 @@ from nemo_ext.puzzle.variants import KEEP, Variant
 
 FP32 = 4
 REACHED = 0.4
-"""Share of the peak FLOP/s, and of the rate of the links, that ranks are taken to reach (choice)."""
+"""Assumed fraction of the peak FLOP/s and of the peak link bandwidth (choice)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageWork:
-    """The work of one stage.
+    """Total work of one stage.
 
     Attributes:
         stage: name of the stage.
         flops: FLOPs of all ranks together.
-        gathered_bytes: bytes that each rank gets from the others: blocks of a parent that is shared out, gradients and
+        gathered_bytes: bytes that each rank receives from other ranks: blocks of a sharded parent, gradients and
             weights of variants.
-        host_bytes: bytes that each rank gets from its host's memory.
-        written_bytes: bytes of weights on the disk.
-        passing_bytes: bytes that all ranks together read and write besides: inputs of blocks, checkpoints of variants.
-        held_bytes: most bytes of inputs of blocks on the disk at a time.
+        host_bytes: bytes that each rank copies from host memory.
+        written_bytes: bytes of weights written to disk.
+        passing_bytes: bytes of temporary files read and written by all ranks: block inputs, checkpoints of variants.
+        held_bytes: maximum bytes of block inputs on disk at a time.
     """
 
     stage: str
@@ -42,8 +42,8 @@ class StageWork:
     held_bytes: float = 0.0
 
     def hours(self, gpu: Gpu, ranks: int, nodes: int = 1) -> float:
-        """Hours on so many GPUs in all: computing and gathering one after the other, at `REACHED`."""
-        # NCCL's rings enter a node through all of its adapters.
+        """Estimated hours on `ranks` GPUs, with computation and communication in sequence, each at `REACHED`."""
+        # NCCL's rings use all network adapters of a node.
         link = gpu.nvlink if nodes == 1 else min(gpu.nvlink, gpu.network * ranks / nodes)
         seconds = self.flops / ranks / gpu.flops + self.gathered_bytes / link + self.host_bytes / gpu.host
         return seconds / REACHED / 3600
@@ -51,33 +51,33 @@ class StageWork:
 
 def stage_work(
     architecture: Architecture,
-    found: Sequence[Sequence[Variant]],
+    by_block: Sequence[Sequence[Variant]],
     chosen: Settings,
     *,
     seq_length: int,
     ranks: int,
     precision: str = "bf16",
 ) -> list[StageWork]:
-    """Work of library, distill and score; other stages have a few passes over the evaluation set.
+    """Work of library, distill and score; other stages only run a few passes over the evaluation set.
 
     Args:
-        architecture: the parent's, with all values.
-        found: variants of each block, from `variants`.
-        chosen: the compression's settings.
-        seq_length: tokens of a sequence.
+        architecture: the parent's architecture with all values.
+        by_block: variants of each block, from `variants`.
+        chosen: settings of the compression.
+        seq_length: tokens per sequence.
         ranks: number of ranks.
-        precision: of the parent and of what is written.
+        precision: precision of the parent and of written weights.
     """
-    blocks = [_forward(architecture, each[0].block, seq_length) for each in found]
+    blocks = [_forward(architecture, each[0].block, seq_length) for each in by_block]
     head = cost.head_forward_flops_per_token(architecture)
-    every = [variant for each in found for variant in each]
+    every = [variant for each in by_block for variant in each]
     trainable = [variant for variant in every if variant.block is not None and variant.name != KEEP]
     size = bytes_per_number(precision)
     stored = size * sum(_parameters(architecture, variant.block) for variant in trainable)
-    weights = [size * _parameters(architecture, each[0].block) for each in found]
+    weights = [size * _parameters(architecture, each[0].block) for each in by_block]
 
-    def made(stage: str, flops: float, passed: float, written: float, sent: float = 0.0) -> StageWork:
-        """`passed` are the bytes of all blocks that a rank runs, `sent` those of what the ranks make together."""
+    def work(stage: str, flops: float, passed: float, written: float, sent: float = 0.0) -> StageWork:
+        """`passed`: bytes of the blocks that a rank runs; `sent`: bytes that ranks exchange in training."""
         return StageWork(
             stage=stage,
             flops=flops,
@@ -88,11 +88,11 @@ def stage_work(
 
     calibrated = float(chosen.calibration.sequences * seq_length)
     batches = chosen.calibration.sequences / chosen.calibration.batch / ranks
-    library = made("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored)
+    library = work("library", calibrated * sum(blocks), sum(weights) * (batches + 1), stored)
     training = chosen.distill
     groups = [trainable[start : start + training.together] for start in range(0, len(trainable), training.together)]
     starts = [group[0].number for group in groups]
-    # A group needs the parent up to its last block; with inputs from where the one before ended, for the next one too.
+    # A group runs the parent up to its last block; with inputs from its first block to the next group's.
     runs = [range(group[-1].number + 1) for group in groups]
     read = written = 0
     if training.inputs is not None and groups:
@@ -102,12 +102,12 @@ def stage_work(
     trained = sum(_forward(architecture, variant.block, seq_length) for variant in trainable)
     parameters = sum(_parameters(architecture, variant.block) for variant in trainable)
     saved = ceil(training.steps / training.save_interval) * 3 * FP32 * parameters
-    distill = made(
+    distill = work(
         "distill",
         training.steps * training.batch * seq_length * (sum(blocks[n] for run in runs for n in run) + 3 * trained),
         training.steps * sum(weights[n] for run in runs for n in run),
         stored if training.steps else 0.0,
-        training.steps * (FP32 + size) * parameters,  # gradients are scattered, weights gathered
+        training.steps * (FP32 + size) * parameters,  # reduce-scatter of gradients, all-gather of weights
     )
     distill = replace(
         distill,
@@ -115,11 +115,11 @@ def stage_work(
         held_bytes=inputs * (training.steps + min(training.save_interval, training.steps)) if written else 0.0,
     )
     flops, gathered = sum(blocks), sum(weights)
-    for number, each in enumerate(found):
+    for number, each in enumerate(by_block):
         later = sum(blocks[number + 1 :]) + head
         flops += blocks[number] + head + sum(_forward(architecture, v.block, seq_length) + later for v in each)
         gathered += weights[number] * 2 + len(each) * sum(weights[number + 1 :])
-    return [library, distill, made("score", calibrated * flops, gathered * batches, 0.0)]
+    return [library, distill, work("score", calibrated * flops, gathered * batches, 0.0)]
 
 
 def _alone(architecture: Architecture, block: Block) -> Architecture:
@@ -127,7 +127,7 @@ def _alone(architecture: Architecture, block: Block) -> Architecture:
 
 
 def _forward(architecture: Architecture, block: Block | None, seq_length: int) -> float:
-    """FLOPs of a token's forward pass."""
+    """Forward FLOPs per token of a block."""
     if block is None:
         return 0.0
     return cost.block_forward_flops_per_token(_alone(architecture, block), 1, seq_length=seq_length)

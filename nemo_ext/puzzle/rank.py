@@ -1,8 +1,8 @@
-"""The process of one rank of Puzzle's stages.
+"""Process of one rank of Puzzle's stages.
 
     torchrun --nproc-per-node N -m nemo_ext.puzzle.rank RUN_DIR/CHILD/config.yaml library distill score cost
 
-Data are split among ranks; each holds the whole parent, or its share of it (`puzzle.fsdp`).
+Data are split among ranks; each holds the whole parent, or its shard (`puzzle.fsdp`).
 Finished stages are skipped, interrupted ones resume.
 """
 
@@ -14,7 +14,7 @@ LOG = "stages.log"
 
 
 def stages(config_path: str) -> None:
-    """Carries out the stages named on the command line; Megatron is imported here."""
+    """Run the stages named on the command line; imports Megatron."""
     from nemo_ext.puzzle.stages.stages import run
 
     run(config_path, sys.argv[2:])

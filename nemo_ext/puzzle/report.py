@@ -1,7 +1,4 @@
-"""One-page report of a child: its architecture and cost, the loss it lost and recovered; Markdown with pictures.
-
-No torch.
-"""
+"""One-page report of a child: architecture, cost, loss before and after healing; Markdown with pictures. No torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -19,7 +16,7 @@ from nemo_ext.puzzle.workspace import Workspace
 REPORT, LOSSES = "report.md", "losses.png"
 STATES = {
     "parent": "the parent",
-    "child": "the child, put together",
+    "child": "the child as chosen",
     "fused": "with FFN blocks fused",
     "healed": "after distillation from the parent",
     "trained on": "after further training",
@@ -27,7 +24,7 @@ STATES = {
 
 
 def write_report(workspace: Workspace, chosen: Settings) -> Path:
-    """Write `report.md` and its pictures into the child's folder from the stages' results; returns its path.
+    """Write `report.md` and its pictures to the child's folder; returns its path.
 
     Raises:
         ValueError: the child has not been evaluated yet.
@@ -52,7 +49,7 @@ def write_report(workspace: Workspace, chosen: Settings) -> Path:
 
 def _read(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
-        raise ValueError(f"{file}: not there yet, so there is nothing to report: run the stages before")
+        raise ValueError(f"{file}: does not exist yet: run the stages before `report` first")
     rows: list[dict[str, Any]] = json.loads(file.read_text())
     return rows
 
@@ -61,15 +58,15 @@ def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
     parent, last = rows[0], rows[-1]
     share = last["costs"]["parameters"] / parent["costs"]["parameters"]
     words = (
-        f"{share:.0%} of the parent's parameters, {last['blocks']} blocks one after the other instead of "
+        f"{share:.0%} of the parent's parameters, {last['blocks']} blocks in sequence instead of "
         f"{parent['blocks']}, validation loss {last['loss']:.4f} instead of {parent['loss']:.4f}."
     )
     by_name = {row["name"]: row for row in rows}
     before = by_name.get("fused", by_name["child"])
     lost = before["loss"] - parent["loss"]
     if "healed" in by_name and lost > 0:
-        back = (before["loss"] - by_name["healed"]["loss"]) / lost
-        words += f" Distillation brought back {back:.0%} of the {lost:.4f} nats that were lost."
+        recovered = (before["loss"] - by_name["healed"]["loss"]) / lost
+        words += f" Distillation recovered {recovered:.0%} of the {lost:.4f} nats lost."
     return words
 
 
@@ -98,21 +95,21 @@ def _states(rows: Sequence[Mapping[str, Any]]) -> str:
     head += ["prefill*", "decode*", "measured**", "tokens/s**"]
     return (
         f"{markdown_table(head, cells)}\n\n"
-        "\\* speed beside the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
-        f"forward pass over {parent['tokens']:,} tokens on this machine, in turn with the parent "
-        f"({parent['forward_seconds'] * 1000:.1f} ms): the median round and, in brackets, the slowest and the "
-        "fastest. Noise: rounds on either side of 1x, or two ranges that overlap. "
+        "\\* speed relative to the parent by the roofline of `puzzle.serving`. \\*\\* speed of a "
+        f"forward pass over {parent['tokens']:,} tokens on this machine, alternating with the parent "
+        f"({parent['forward_seconds'] * 1000:.1f} ms): median round and, in brackets, the slowest and the "
+        "fastest. Noise: rounds on either side of 1x, or overlapping ranges. "
         "\\*\\*\\* from the parent, on the same sequences, with the 95% interval of a bootstrap over them."
     )
 
 
 def _bits_per_byte(row: Mapping[str, Any]) -> float | None:
-    """Loss per byte of the text; None where the tokenizer is not known."""
+    """Loss in bits per byte of text; None if the tokenizer is unknown."""
     return row["loss"] * row["predicted"] / row["bytes"] / log(2) if row.get("bytes") else None
 
 
 def _with_interval(difference: Mapping[str, Any] | None) -> str:
-    """A paired difference with its interval; nothing where it was not measured."""
+    """A paired difference with its interval; empty if it was not measured."""
     if difference is None:
         return ""
     if difference["interval"] is None:
@@ -121,13 +118,8 @@ def _with_interval(difference: Mapping[str, Any] | None) -> str:
     return f"{difference['mean']:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
-def _tested(difference: Mapping[str, Any] | None) -> str:
-    """A paired difference with its interval and p."""
-    return "" if difference is None else f"{_with_interval(difference)}, p = {difference['p']:.2g}"
-
-
 def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence[Mapping[str, Any]]) -> None:
-    """Draws loss above the parent's against parameters, with intervals: the child's states and the baselines."""
+    """Draws the loss above the parent's against parameters, with intervals: the child's states and the baselines."""
     from matplotlib import colormaps
 
     (axes,) = report.picture("loss against parameters", LOSSES, 8, 4.5)
@@ -143,13 +135,13 @@ def _losses(report: Report, states: Sequence[Mapping[str, Any]], tried: Sequence
 
 
 def _measured(row: Mapping[str, Any], parent: Mapping[str, Any]) -> str:
-    """The speedup over the parent with its spread over rounds, marked where it may be noise."""
+    """Speedup over the parent with its range over rounds, marked if it may be noise."""
     if row is parent:
         return "1x"
     rounds = row.get("speedups")
-    if rounds is None:  # measured before rounds were kept: use the middle half of the repetitions
-        doubt = sum(each["forward_spread"] / each["forward_seconds"] / 2 for each in (parent, row))
-        rounds = [parent["forward_seconds"] / row["forward_seconds"] * (1 + sign * doubt) for sign in (-1, 0, 1)]
+    if rounds is None:  # older results have no rounds: use the interquartile range of the repetitions
+        spread = sum(each["forward_spread"] / each["forward_seconds"] / 2 for each in (parent, row))
+        rounds = [parent["forward_seconds"] / row["forward_seconds"] * (1 + sign * spread) for sign in (-1, 0, 1)]
     noise = ", noise" if min(rounds) <= 1 <= max(rounds) else ""
     return f"{median(rounds):.2f}x ({min(rounds):.2f} to {max(rounds):.2f}{noise})"
 
@@ -163,7 +155,7 @@ def _comparison(report: Report, rows: Sequence[Mapping[str, Any]], resource: str
             row["name"],
             f"{row['loss']:.4f}",
             _with_interval(row.get("from_parent")) or f"{row['loss'] - parent['loss']:+.4f}",
-            _tested(row.get("from_child")),
+            "" if (tested := row.get("from_child")) is None else f"{_with_interval(tested)}, p = {tested['p']:.2g}",
             f"{row['costs'][resource] / parent['costs'][resource]:.1%}" if parent["costs"][resource] else "-",
             "" if "score" not in row else f"{row['score']:.4f}",
         ]
@@ -171,32 +163,32 @@ def _comparison(report: Report, rows: Sequence[Mapping[str, Any]], resource: str
     ]
     head = ("before fusion and healing", "loss", "from the parent", "from the child", name, "score")
     note = (
-        f"The choices keep to all limits; pruning, dropping and the search beside them to that on {name} alone. "
+        f"The choices satisfy all limits; the baselines and the search limited by {name} alone satisfy only that one. "
         "Differences are paired by sequence, with 95% intervals (bootstrap) and p (permutation of signs); sequences of "
         "one document are not independent."
     )
-    report.table("What was tried", head, cells, note)
+    report.table("Comparison", head, cells, note)
 
 
 _PICTURES = {
     "pareto.png": (
         "The front",
-        "The best score within every bound on one resource, all other limits kept, by the sum of replace-one-block "
-        "scores (`pareto.csv`).",
+        "The best sum of replace-one-block scores under each bound on one resource, with all other limits unchanged "
+        "(`pareto.csv`).",
     ),
     "dependency.png": (
         "FFN fusion",
-        "How much each block's contribution changes without an earlier one (cosine distance, `dependency.jsonl`); what "
-        "was fused, if anything, is outlined.",
+        "Change of each block's contribution without an earlier block (cosine distance, `dependency.jsonl`); fused "
+        "blocks are outlined.",
     ),
     "blocks_parent.png": ("Blocks before",),
     "blocks_child.png": ("Blocks after",),
 }
-"""Sections of pictures that stages draw: title, and text."""
+"""Title and text of the report's sections, by picture."""
 
 
 def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The child's notation now, and as the search chose it if fusion changed it."""
+    """Notation of the child, and before fusion if fusion changed it."""
     last, chosen = rows[-1], next(row for row in rows if row["name"] == "child")
     text = f"{last['blocks']} blocks: `{last['pattern']}`"
     if chosen["pattern"] == last["pattern"]:
@@ -205,11 +197,11 @@ def _blocks(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _next(workspace: Workspace) -> str:
-    newest, made = workspace.newest(), workspace.realised()
-    (model,) = (made / "model").glob("*.yaml")
+    newest, folder = workspace.newest(), workspace.realised()
+    (model,) = (folder / "model").glob("*.yaml")
     return (
         f"nemo-ext convert from={newest} to={workspace.exported}\n"
-        f"nemo-ext describe --config-dir {made} model={model.stem}\n"
-        f"nemo-ext train --config-dir {made} model={model.stem} "
+        f"nemo-ext describe --config-dir {folder} model={model.stem}\n"
+        f"nemo-ext train --config-dir {folder} model={model.stem} "
         f"megatron.pretrained_checkpoint={checkpoints_of(newest)} ..."
     )

@@ -1,4 +1,4 @@
-"""The file of replace-one-block scores: one line of JSON per variant. No torch."""
+"""File of replace-one-block scores: one line of JSON per variant. No torch."""
 
 import json
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class Score:
 
 
 def read_scores(file: Path) -> list[Score]:
-    """Scores from a file; a last line that was cut short by a kill is left out.
+    """Read scores from a file; an incomplete last line is skipped.
 
     Raises:
-        ValueError: any other line is not a score.
+        ValueError: another line is not a score.
     """
     return read_lines(file, Score, what="a score")
 
@@ -45,10 +45,10 @@ def append_scores(file: Path, scores: Sequence[Score]) -> None:
 
 
 def collect_scores(file: Path, parts: Sequence[Path], order: Sequence[tuple[int, str]]) -> None:
-    """Move the scores of other files into one, ordered by (block, variant) as a single process would score them.
+    """Merge score files of shards into one, in the order in which a single process would score variants.
 
     Args:
-        file: the file that is written.
+        file: file to write.
         parts: score files of shards; removed.
         order: (block, variant) of all variants.
     """

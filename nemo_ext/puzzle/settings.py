@@ -1,4 +1,4 @@
-"""The `puzzle:` section of a config, checked. No torch."""
+"""Settings of the `puzzle:` section of a config. No torch."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -26,21 +26,21 @@ THROUGHPUT = "throughput"
 Name = Annotated[str, StringConstraints(pattern=r"^[\w-]+$")]
 
 
-def limit(where: str, given: Any, *, at_least: bool = False) -> Limit:
-    """Bounds from a number (an upper bound, or with `at_least` a lower one) or from `{lower: ..., upper: ...}`.
+def limit(where: str, value: Any, *, at_least: bool = False) -> Limit:
+    """Parse a limit: a number (upper bound, or lower with `at_least`) or `{lower: ..., upper: ...}`.
 
     Raises:
-        ValueError: anything else.
+        ValueError: it is neither, or its bounds cross.
     """
-    if given == {}:
-        raise ValueError(f"{where}: give it a number, or lower or upper")
-    if not isinstance(given, Mapping):
-        given = {"lower" if at_least else "upper": given}
-    bounds = checked(Limit, given, where, strict=True)
+    if value == {}:
+        raise ValueError(f"{where}={{}}: expected a number, or {{lower: ..., upper: ...}}")
+    if not isinstance(value, Mapping):
+        value = {"lower" if at_least else "upper": value}
+    bounds = checked(Limit, value, where, strict=True)
     if bounds.lower > bounds.upper:
         raise ValueError(f"{where}: lower {bounds.lower:g} is above upper {bounds.upper:g}")
     if at_least and bounds.upper < math.inf:
-        raise ValueError(f"{where}: only a lower bound makes sense, give a number")
+        raise ValueError(f"{where}: has only a lower bound; give a number")
     return bounds
 
 
@@ -52,7 +52,7 @@ def _check_resource(where: str, name: str, more: Iterable[str] = ()) -> None:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Batches:
-    """A part of the data.
+    """Size of a data set, in sequences and batches.
 
     Attributes:
         sequences: number of sequences, of `megatron.seq_length` tokens each.
@@ -65,16 +65,16 @@ class Batches:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Training:
-    """Training of variants.
+    """Settings of block-wise distillation (`puzzle.distill`).
 
     Attributes:
-        steps: batches that each variant sees; 0 keeps the weights initialised from the parent.
+        steps: training steps per variant; 0 keeps the weights initialised from the parent.
         batch: global batch size in sequences, over all ranks.
         lr: peak learning rate of AdamW, decayed to zero by a cosine after a short warm-up.
-        together: most variants trained in one forward pass of the parent; bounds memory use.
-        clip: largest gradient norm of a variant.
+        together: maximum number of variants trained in one forward pass of the parent; bounds memory use.
+        clip: maximum gradient norm of a variant.
         save_interval: steps between checkpoints of variants in training.
-        inputs: folder for the inputs of blocks between groups of variants; None to run the parent anew for each.
+        inputs: folder for block inputs passed between groups of variants; None to run the parent again for each group.
     """
 
     steps: NonNegativeInt = 1000
@@ -88,12 +88,12 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Measure:
-    """Latencies of variants, if they are not to come from the roofline.
+    """Source of latencies other than the roofline.
 
     Attributes:
-        enabled: True to measure them on this machine.
-        min_seconds: least time that each measurement is repeated for.
-        table: JSON file with those of a serving engine (`nemo_ext.puzzle.latencies`).
+        enabled: True to measure latencies on this machine.
+        min_seconds: minimum total duration of the repetitions of a measurement.
+        table: JSON file with latencies of a serving engine (`nemo_ext.puzzle.latencies`).
     """
 
     enabled: bool = False
@@ -102,16 +102,16 @@ class Measure:
 
     def __post_init__(self) -> None:
         if self.enabled and self.table is not None:
-            raise ValueError("puzzle.measure has both enabled and table: latencies come from one of them")
+            raise ValueError("puzzle.measure has both enabled and table: set one of them")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sweep:
-    """The Pareto front that is drawn.
+    """Pareto front to draw.
 
     Attributes:
-        resource: resource along its axis; null for no front.
-        smallest: leftmost point, as a share of the parent's total.
+        resource: resource on the horizontal axis; null for no front.
+        smallest: leftmost point, as a fraction of the parent's total.
         points: number of points.
     """
 
@@ -129,11 +129,11 @@ class Search:
     """Objective and limits of the search.
 
     Attributes:
-        metric: score that is minimised.
-        shares: resource -> upper bound as a share of the parent's total; or `{lower: ..., upper: ...}`.
-        limits: the same in the resource's own unit; `throughput` is in tokens/s, and a number is a lower bound.
+        metric: score to minimise.
+        shares: resource -> upper bound as a fraction of the parent's total; or `{lower: ..., upper: ...}`.
+        limits: the same in the resource's unit; for `throughput`, in tokens/s, a number is a lower bound.
         pool: number of choices evaluated on real data; the best becomes the child.
-        min_distance: least number of blocks in which any two of them differ.
+        min_distance: minimum number of blocks in which any two choices differ.
         gap: relative optimality gap of the score.
         time_limit: time limit in seconds.
         sweep: see `Sweep`.
@@ -151,28 +151,27 @@ class Search:
     def __post_init__(self) -> None:
         if not self.shares and not self.limits:
             raise ValueError(
-                "puzzle.search has neither shares nor limits: say what the child may cost, for example "
+                "puzzle.search has neither shares nor limits: limit the cost of the child, for example "
                 "'puzzle.search.shares={parameters: 0.6}'"
             )
-        for where, given in (("shares", self.shares), ("limits", self.limits)):
-            for name, value in given.items():
-                own = [THROUGHPUT] if where == "limits" else []
-                _check_resource(where, name, own)
+        for where, bounds in (("shares", self.shares), ("limits", self.limits)):
+            for name, value in bounds.items():
+                _check_resource(where, name, [THROUGHPUT] if where == "limits" else [])
                 limit(f"puzzle.search.{where}.{name}", value, at_least=name == THROUGHPUT)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Fuse:
-    """FFN fusion of the child.
+    """Settings of FFN fusion; `nemo_ext.puzzle.fusion.fusion.plan` describes the limits.
 
     Attributes:
         enabled: True to fuse runs of FFN blocks.
-        keep_last: see `nemo_ext.puzzle.fusion.plan`, also for the following ones.
-        max_width: largest width of a fused block.
-        max_bytes: most bytes of a fused block's weights in `puzzle.serving.precision`.
-        max_blocks: most blocks in one fused block.
-        max_groups: most fused blocks.
-        largest_dependency: largest mean dependency at which blocks are still fused.
+        keep_last: True to keep the last FFN of every run unfused.
+        max_width: maximum width of a fused block.
+        max_bytes: maximum bytes of a fused block's weights in `puzzle.serving.precision`.
+        max_blocks: maximum number of blocks merged into one.
+        max_groups: maximum number of fused blocks.
+        largest_dependency: maximum mean dependency of blocks that are fused.
     """
 
     enabled: bool = True
@@ -186,13 +185,13 @@ class Fuse:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Heal:
-    """Knowledge distillation of the child, and further training.
+    """Settings of the child's knowledge distillation and further training.
 
     Attributes:
         tokens: length of the distillation; 0 skips it.
         lr: peak learning rate, decayed by a cosine to a tenth.
         warmup_tokens: length of the linear warm-up.
-        teacher: `online`, run alongside; `cached`, its most probable tokens are written to disk first.
+        teacher: `online` to run it with the child; `cached` to write its most probable tokens to disk first.
         kl_weight: weight of the KL divergence from the teacher.
         lm_weight: weight of the language model loss.
         temperature: temperature of both distributions.
@@ -215,19 +214,19 @@ class Heal:
     def __post_init__(self) -> None:
         if self.teacher == "cached" and self.top_k is None:
             raise ValueError(
-                "puzzle.heal.teacher=cached keeps the teacher's most probable tokens: say how many, "
-                "puzzle.heal.top_k=64 for example"
+                "puzzle.heal.teacher=cached saves the teacher's most probable tokens and requires their number, for "
+                "example puzzle.heal.top_k=64"
             )
         if self.teacher == "cached" and (self.temperature != 1 or self.kl_weight + self.lm_weight != 1):
             raise ValueError(
-                "puzzle.heal.teacher=cached has no temperature and only a mixture of losses: leave temperature at 1, "
-                "and let kl_weight and lm_weight make 1 together"
+                "puzzle.heal.teacher=cached does not support a temperature, and only weights that sum to 1: set "
+                "temperature=1 and kl_weight + lm_weight = 1"
             )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Everything under `puzzle:` (hydra_conf/puzzle.yaml explains the keys)."""
+    """Settings under `puzzle:` (hydra_conf/puzzle.yaml describes the keys)."""
 
     parent: Place | None = None
     child: Name = "child"
@@ -249,16 +248,20 @@ class Settings:
     def __post_init__(self) -> None:
         if self.shard is None:
             return
-        Shard.of(self.shard)
+        Shard.parse(self.shard)
         if len(self.stages or ()) != 1 or not set(self.stages or ()) <= set(SHARDED):
-            one = " or ".join(f"'puzzle.stages=[{stage}]'" for stage in SHARDED)
-            raise ValueError(f"puzzle.shard={self.shard} is a part of one stage: say {one} with it")
+            stages = " or ".join(f"'puzzle.stages=[{stage}]'" for stage in SHARDED)
+            raise ValueError(f"puzzle.shard={self.shard} requires a single stage: add {stages}")
+
+    def runs(self, stage: str) -> bool:
+        """True if a stage is selected."""
+        return self.stages is None or stage in self.stages
 
 
 def settings(section: Mapping[str, Any]) -> Settings:
-    """The checked settings of a composed config's section.
+    """Check and parse section `puzzle` of a composed config.
 
     Raises:
-        ValueError: an invalid value; names the key under `puzzle.`, its value and the valid ones.
+        ValueError: an invalid value, with its key and the valid values.
     """
     return checked(Settings, section, "puzzle", strict=True)

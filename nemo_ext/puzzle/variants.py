@@ -1,7 +1,7 @@
-"""The variants of each block of a parent (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
+"""Variants of each block of a parent (Puzzle, arXiv:2411.19146; Llama-Nemotron paper, section 2.1).
 
-A variant is a block in the notation, or nothing (a no-op). The variants of a block do not depend on its neighbours, so
-a library grows with the number of blocks, not with the combinations of attention and FFN.
+A variant is a block in the notation, or a no-op. Variants do not depend on neighbouring blocks, so a library grows with
+the number of blocks, not with the combinations of attention and FFN.
 """
 
 from collections.abc import Sequence
@@ -21,19 +21,19 @@ Shares = tuple[Annotated[float, Field(gt=0, lt=1)], ...]
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Choices:
-    """Sizes that variants may take, as shares of the parent's; a share that rounds to the parent's size is left out.
+    """Sizes of variants, as fractions of the parent's; those that round to the parent's size are omitted.
 
     Attributes:
-        kv: shares of the KV heads.
+        kv: fractions of the KV heads.
         windows: sliding windows in tokens.
-        ffn: shares of the FFN width (the paper's 87, 75, 50, 25, 10 %).
-        ffn_multiple: multiple that widths are rounded up to (256 in Puzzle, which suits tensor cores and FP8).
-        experts: shares of a MoE block's experts.
+        ffn: fractions of the FFN width (the paper's 87, 75, 50, 25, 10 %).
+        ffn_multiple: multiple to which widths are rounded up (256 in Puzzle, which suits tensor cores and FP8).
+        experts: fractions of a MoE block's experts.
         top_k: smaller numbers of experts per token.
-        expert_ffn: shares of an expert's width.
-        mamba_heads: shares of a Mamba-2 block's heads.
-        linear: True to offer a single linear map in a block's place.
-        no_op: True to offer leaving a block out.
+        expert_ffn: fractions of an expert's width.
+        mamba_heads: fractions of a Mamba-2 block's heads.
+        linear: True for variants that replace a block by one linear map.
+        no_op: True for variants that remove a block.
     """
 
     kv: Shares = (0.5, 0.25, 0.125)
@@ -53,9 +53,9 @@ class Variant:
     """One alternative for a block.
 
     Attributes:
-        number: the block's 0-based number in the parent.
-        name: short and unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
-        block: the block with all of its values; None for a no-op.
+        number: 0-based number of the block in the parent.
+        name: short name, unique within the block, such as `keep`, `kv2`, `ffn512`, `linear`, `no_op`.
+        block: the block with all values; None for a no-op.
     """
 
     number: int
@@ -64,31 +64,31 @@ class Variant:
 
 
 def variants(parent: Architecture, choices: Choices | None = None) -> list[list[Variant]]:
-    """The variants of every block of a parent, the parent's own first.
+    """Variants of every block of a parent, the unchanged block first.
 
-    A block that already is a linear map may only be kept or left out.
+    A block that already is a linear map can only be kept or removed.
     """
     chosen = choices or Choices()
-    return [_of_block(number, block, chosen) for number, block in enumerate(parent.sizes)]
+    return [_variants_of(number, block, chosen) for number, block in enumerate(parent.sizes)]
 
 
-def _of_block(number: int, block: Block, choices: Choices) -> list[Variant]:
-    found = {KEEP: block}
+def _variants_of(number: int, block: Block, choices: Choices) -> list[Variant]:
+    blocks = {KEEP: block}
     if not block.is_linear:
-        found |= {
+        blocks |= {
             name: Block(block.kind, tuple({**dict(block.values), **values}.items()))
             for name, values in _smaller(block, choices).items()
         }
-    made = [Variant(number, name, each) for name, each in found.items()]
+    variants_of_block = [Variant(number, name, each) for name, each in blocks.items()]
     if choices.linear and not block.is_linear:
-        made.append(Variant(number, LINEAR, Block.from_values(block.kind, linear=True)))
+        variants_of_block.append(Variant(number, LINEAR, Block.from_values(block.kind, linear=True)))
     if choices.no_op:
-        made.append(Variant(number, NO_OP, None))
-    return made
+        variants_of_block.append(Variant(number, NO_OP, None))
+    return variants_of_block
 
 
 def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
-    """Name -> the values that differ from the parent's."""
+    """Values that differ from the parent's, by name of the variant."""
     if block.kind == "*":
         kv, window = block.size("kv"), block.size("window")
         found = {f"kv{n}": {"kv": n} for n in _parts(kv, choices.kv) if kv % n == 0}
@@ -107,6 +107,6 @@ def _smaller(block: Block, choices: Choices) -> dict[str, dict[str, int]]:
 
 
 def _parts(size: int, shares: Sequence[float], multiple: int = 1) -> list[int]:
-    """Shares of a size, rounded up to a multiple; distinct, smaller than the size, largest first."""
+    """Fractions of a size, rounded up to a multiple; distinct, smaller than the size, largest first."""
     parts = {-(-round(size * share, 6) // multiple) * multiple for share in shares}
     return sorted((int(part) for part in parts if 0 < part < size), reverse=True)

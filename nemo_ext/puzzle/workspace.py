@@ -1,9 +1,9 @@
-"""Folder layout of one compression, and which of its stages are finished. No torch.
+"""Folder layout of a compression, and the records of its finished stages. No torch.
 
-RUN_DIR/parent/            the parent's training run, if it is trained here
+RUN_DIR/parent/            training run of the parent, if the job trains it
 RUN_DIR/blocks/            shared by all children: variants and their scores
 RUN_DIR/CHILD/             one child: costs, search, weights, fusion, healing, report
-RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; its results are with the stage's other results
+RUN_DIR/CHILD/shards/IofN/ config and logs of one shard of a stage; results are stored with those of the whole stage
 """
 
 import hashlib
@@ -39,51 +39,51 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "export": ("pretrain",),
     "report": ("evaluate",),
 }
-"""Every stage in order -> the stages whose results it takes."""
+"""Stages in order, each with the stages whose results it uses."""
 
 SHARED = ("parent", "library", "distill", "score")
 """Stages whose results are shared by all children."""
 
 RENEWED = ("front", "evaluate", "report")
-"""Stages that only read and report; carried out again when their settings or the earlier results changed."""
+"""Stages that only read and report; run again when their settings or earlier results have changed."""
 
 MODEL = "model"
-"""Link in a child's folder to its latest state."""
+"""Name of the link in a child's folder to its newest checkpoint."""
 
 BOOKKEEPING = re.compile(r"(save|log|eval|tensorboard|wandb|exit|non_persistent|async)_|num_workers$|timing_log")
 """Megatron flags that do not affect what a training run learns."""
 
 
 class Workspace:
-    """Folder of a compression.
+    """Paths of a compression, and its records of finished stages.
 
     Attributes:
         run_dir: root folder.
         child: name of the child.
-        shard: part of a stage that is done here; None for all of it.
-        parent: path of the parent's run, or of its checkpoint.
+        shard: shard of the stage that this command runs; None for the whole stage.
+        parent: run directory or checkpoint of the parent.
         blocks: folder of variants and scores, shared by all children.
         initial: library of variants with weights initialised from the parent.
         trained: library of trained variants.
         scores: file of replace-one-block scores.
-        own_scores: file of the scores computed here: the shard's own if there is one.
+        own_scores: file of the scores that this command computes; the shard's, if there is one.
         folder: the child's folder.
-        config: composed config with which the child was last made; logs are beside it.
+        config: composed config of the last command; logs are in the same folder.
         costs: file with the resources of every variant.
         measured: file of measured latencies.
         weights: checkpoint of the child.
-        fused: checkpoint of the child after fusion, if anything was fused.
+        fused: checkpoint of the child after fusion, if blocks were fused.
         healed: run that distils the parent into the child.
         pretrained: training run that continues after healing.
         exported: the child in Hugging Face format.
-        model: link to the child in its latest state.
+        model: link to the newest checkpoint of the child.
     """
 
     def __init__(self, config: Mapping[str, Any], chosen: Settings) -> None:
-        """The folder of a composed config, with the checked `puzzle` section of it."""
-        self._decides = _decides(config, json.loads(TypeAdapter(Settings).dump_json(chosen)))
+        """Paths for a composed config and its checked `puzzle` section."""
+        self._identity = _identity(config, json.loads(TypeAdapter(Settings).dump_json(chosen)))
         self.run_dir, self.child = Path(config["run_dir"]), chosen.child
-        self.shard = None if chosen.shard is None else Shard.of(chosen.shard)
+        self.shard = None if chosen.shard is None else Shard.parse(chosen.shard)
         self.parent = Path(chosen.parent) if chosen.parent else self.run_dir / "parent"
         self.blocks, self.folder = self.run_dir / "blocks", self.run_dir / chosen.child
         self.initial, self.trained = self.blocks / "initial", self.blocks / "trained"
@@ -98,40 +98,40 @@ class Workspace:
         self.exported, self.model = self.folder / "huggingface", self.folder / MODEL
 
     def block_inputs(self, folder: str) -> Path:
-        """The part of a folder that belongs to this distillation, and to this shard of it, alone."""
+        """Subfolder that belongs only to this distillation and shard."""
         made_of = digest([str(self.folder.resolve()), self._now("distill")])[:16]
         return Path(folder) / (made_of if self.shard is None else f"{made_of}_{self.shard.label}")
 
     def scores_of_shards(self) -> list[Path]:
-        """Score files of shards."""
+        """Existing score files of shards."""
         return sorted(self.blocks.glob("scores_*of*.jsonl"))
 
     def realised(self) -> Path:
-        """The child before healing: the fused one if there is one."""
+        """Checkpoint of the child before healing: the fused one if it exists."""
         return self.fused if self.fused.is_dir() else self.weights
 
     def newest(self) -> Path:
-        """The child in its latest state: trained further, healed, or as realised."""
+        """Newest checkpoint or run of the child: further training, healing, or `realised`."""
         runs = (self.pretrained, self.healed)
         return next((run for run in runs if (run / "checkpoints").is_dir()), self.realised())
 
     def link(self) -> None:
-        """Link the child's latest state, if there is a child."""
+        """Point the link at the newest checkpoint of the child, if there is one."""
         newest = self.newest()
         if newest.is_dir():
             self.model.unlink(missing_ok=True)
             self.model.symlink_to(newest.relative_to(self.folder))
 
     def record(self, stage: str) -> Path:
-        """Record that a finished stage leaves."""
+        """Path of the record of a finished stage."""
         return (self.blocks if stage in SHARED else self.folder) / "stages" / f"{stage}.json"
 
     def is_finished(self, stage: str) -> bool:
-        """True if a stage, or this shard of it, was finished with the same settings and the current inputs.
+        """True if a stage, or this shard of it, was finished with the same settings and inputs.
 
         Raises:
-            ValueError: it was finished or begun otherwise, with the differences; not for a stage that had nothing to
-                do or that only reports, which is then carried out again.
+            ValueError: it was finished or begun with other settings or inputs; a stage that had nothing to do or only
+                reports is run again instead.
         """
         finished = self.record(stage).is_file()
         shards = self._shards(stage)
@@ -147,7 +147,7 @@ class Workspace:
         return finished or (own is not None and self._is_done(own))
 
     def _fits(self, stage: str, file: Path, *, finished: bool) -> bool:
-        """True if a stage's record has the same settings and inputs; False if the stage may be carried out again."""
+        """True if a stage's record has the same settings and inputs; False if the stage may run again."""
         record, now = json.loads(file.read_text()), self._now(stage)
         if record["settings"] == now["settings"] and record["made_from"] == now["made_from"]:
             return True
@@ -155,10 +155,10 @@ class Workspace:
             return False
         what = f"{file}: {stage} was {'done' if finished else 'begun'}"
         check_same(record["settings"], now["settings"], f"{what} with other settings", self._advice(stage))
-        raise ValueError(f"{what} from results that were replaced since: {self._advice(stage)}")
+        raise ValueError(f"{what} from results that have been replaced since: {self._advice(stage)}")
 
     def begin(self, stage: str) -> None:
-        """Record the settings with which a stage, or this shard of it, is begun, so that no run resumes it with others.
+        """Record the settings of a stage, or shard, that begins, so that it is not resumed with others.
 
         Raises:
             ValueError: the stage was split into another number of shards.
@@ -169,8 +169,8 @@ class Workspace:
         counts = {shard.count for shard in self._shards(stage)} - {self.shard.count}
         if counts:
             raise ValueError(
-                f"puzzle.shard={self.shard}: {stage} was begun in {counts.pop()} shards: go on with these, or without "
-                "puzzle.shard to have what is left done in one process"
+                f"puzzle.shard={self.shard}: {stage} was begun in {counts.pop()} shards: keep that number, or omit "
+                "puzzle.shard to finish the rest in one process"
             )
         self._write_shard(stage, done=False)
 
@@ -179,7 +179,7 @@ class Workspace:
 
         Args:
             stage: name of the stage.
-            empty: True if it had nothing to do, so that it may be done with other settings later.
+            empty: True if it had nothing to do, so that it may run with other settings later.
         """
         if self.shard is not None:
             self._write_shard(stage, done=True)
@@ -193,21 +193,21 @@ class Workspace:
             file.unlink()
 
     def unfinished_shards(self, stage: str) -> list[Shard]:
-        """The unfinished shards of a stage that was begun in shards."""
+        """Unfinished shards of a stage that was begun in shards."""
         shards = self._shards(stage)
         every = {Shard(number, shard.count) for shard in shards for number in range(shard.count)}
         return sorted(shard for shard in every if shard not in shards or not self._is_done(shards[shard]))
 
     def missing(self, stage: str) -> list[str]:
-        """The unfinished stages that a stage needs."""
+        """Unfinished stages whose results a stage needs."""
         return [need for need in STAGES[stage] if not self.record(need).is_file()]
 
     def _begun(self, stage: str) -> Path:
         return self.record(stage).with_suffix(".begun.json")
 
     def _shards(self, stage: str) -> dict[Shard, Path]:
-        """Records of a stage's shards; removed when the whole stage is finished."""
-        return {Shard.of_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
+        """Records of a stage's shards, which are removed when the whole stage is finished."""
+        return {Shard.from_label(file): file for file in self.record(stage).parent.glob(f"{stage}.shard_*.json")}
 
     def _is_done(self, shard: Path) -> bool:
         return bool(noted(shard)["done"])
@@ -218,17 +218,17 @@ class Workspace:
         note(file, {**self._now(stage), "done": done})
 
     def _now(self, stage: str) -> dict[str, Any]:
-        settings: dict[str, Any] = json.loads(json.dumps(self._decides[stage]))
+        settings: dict[str, Any] = json.loads(json.dumps(self._identity[stage]))
         return {"settings": settings, "made_from": {need: _digest(self.record(need)) for need in STAGES[stage]}}
 
     def _check_parent(self, record: Mapping[str, Any]) -> None:
         now = _fingerprint(checkpoint_folder(self.parent))
-        begun = f"{self.parent}: the parent changed since the library was begun"
-        check_same(record["checkpoint"], now, begun, self._advice("parent"))
+        message = f"{self.parent}: the parent has changed since the library was begun"
+        check_same(record["checkpoint"], now, message, self._advice("parent"))
 
     def _advice(self, stage: str) -> str:
         if stage in SHARED:
-            return f"choose another run_dir, or remove {self.run_dir} to begin again"
+            return f"choose another run_dir, or remove {self.run_dir} to start over"
         if stage == "export":
             return f"remove {self.record(stage)} and {self.exported} to export again"
         return f"give the child another name (puzzle.child=...), or remove {self.folder} to make it again"
@@ -239,7 +239,7 @@ def _digest(file: Path) -> str | None:
 
 
 def _fingerprint(folder: Path) -> dict[str, Any]:
-    """Identity of a checkpoint, taken without reading all of it."""
+    """Identity of a checkpoint without reading its tensors."""
     files = [file.stat() for file in folder.iterdir() if file.is_file()]
     return {
         "folder": str(folder.resolve()),
@@ -249,7 +249,9 @@ def _fingerprint(folder: Path) -> dict[str, Any]:
     }
 
 
-def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _identity(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Settings that decide the results of each stage."""
+
     def part(*names: str) -> dict[str, Any]:
         return {name: section[name] for name in names}
 
@@ -266,11 +268,11 @@ def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
     measure = dict(section["measure"])
     table = measure.pop("table")
     cost = part("serving") | {"measure": measure} | ({"latencies": _digest(Path(table))} if table else {})
-    own = {name: heal[name] for name in ("lr", "warmup_tokens", "megatron")}
+    schedule = {name: heal[name] for name in ("lr", "warmup_tokens", "megatron")}
     return {
         "parent": parent,
         "library": part("variants", "calibration"),
-        "distill": {"distill": {name: each for name, each in section["distill"].items() if name != "inputs"}},
+        "distill": {"distill": {name: value for name, value in section["distill"].items() if name != "inputs"}},
         "score": part("calibration"),
         "cost": cost,
         "search": {"search": search},
@@ -280,7 +282,7 @@ def _decides(config: Mapping[str, Any], section: Mapping[str, Any]) -> dict[str,
         "realise": {},
         "fuse": part("fuse", "calibration"),
         "heal": {"heal": heal, "megatron": megatron},
-        "pretrain": {"continue_tokens": continued, "heal": own, "megatron": megatron},
+        "pretrain": {"continue_tokens": continued, "heal": schedule, "megatron": megatron},
         "evaluate": part("evaluation"),
         "export": part("export"),
         "report": {},

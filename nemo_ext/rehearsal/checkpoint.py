@@ -1,4 +1,4 @@
-"""What a rank would write of a checkpoint: names, shapes and bytes, from Megatron's own sharded state dict."""
+"""Tensors that a rank would write to a checkpoint, from Megatron's own sharded state dict."""
 
 import math
 from collections.abc import Iterable
@@ -7,19 +7,19 @@ from unittest.mock import patch
 
 
 def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
-    """The tensors of a checkpoint that this rank has a part of.
+    """Tensors of a checkpoint of which this rank holds a part.
 
     Args:
-        arguments: Megatron's arguments, whose checkpoint flags decide.
+        arguments: Megatron's arguments, including the checkpoint flags.
         models: wrapped models of this rank.
         optimizer: their optimizer, with its state.
 
     Returns:
-        tensors: of each, `name`, `shape`, `type`, `offset` and `part` (the first of this rank), `bytes` (the whole
-        tensor's, on all ranks that have one like it) and `own_bytes` (those that this rank writes: an even share of
-        what data-parallel ranks have alike); `writers`: number of ranks that write.
+        `tensors`, each with `name`, `shape`, `type`, `offset` and `part` (shape) of this rank's first piece, `bytes`
+        (whole tensor, over all ranks) and `own_bytes` (written by this rank: replicated tensors are divided evenly
+        among data-parallel ranks); and `writers`, the number of ranks that write.
 
-    What Megatron refuses is raised as it raises it.
+    Errors of Megatron are not caught.
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
@@ -29,7 +29,7 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
     from megatron.training.checkpointing import _build_sharded_state_dict_metadata, generate_state_dict
 
     metadata = _build_sharded_state_dict_metadata(arguments)
-    # The optimizer compares numbers of steps, which nobody knows here.
+    # The optimizer compares its step counters, which are unknown for fake tensors.
     with patch.object(MegatronOptimizer, "_extract_common_per_param_step", lambda *_: 1):
         state = generate_state_dict(
             arguments,
@@ -45,51 +45,46 @@ def plan(arguments: Any, models: list[Any], optimizer: Any) -> dict[str, Any]:
     sharded, _ = extract_sharded_base(state)
     stage = parallel_state.get_pipeline_model_parallel_world_size()
     world = arguments.world_size // stage
+    data_parallel = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     groups = _groups(optimizer, world)
-    made: dict[str, dict[str, Any]] = {}
-    for each in _tensors(sharded):
-        if not isinstance(each, ShardedTensor):
+    entries: dict[str, dict[str, Any]] = {}
+    for tensor in _tensors(sharded):
+        if not isinstance(tensor, ShardedTensor):
             continue
-        width = each.dtype.itemsize
-        kept = math.prod(each.local_shape) * width
-        # Buckets of the distributed optimizer are one tensor for each of its groups, and a part of it for each rank.
-        buckets = next((count for prefix, count in groups.items() if each.key.startswith(prefix)), None)
-        alike = 1
+        width = tensor.dtype.itemsize
+        local_bytes = math.prod(tensor.local_shape) * width
+        # A bucket of the distributed optimizer is one tensor per data-parallel group, divided among its ranks.
+        buckets = next((count for prefix, count in groups.items() if tensor.key.startswith(prefix)), None)
+        replicas = 1
         if buckets is None and arguments.ckpt_fully_parallel_save:
-            expert = ".experts." in each.key
-            alike = parallel_state.get_expert_data_parallel_world_size() if expert else _data_parallel()
-        line = made.setdefault(
-            each.key,
+            expert = ".experts." in tensor.key
+            replicas = parallel_state.get_expert_data_parallel_world_size() if expert else data_parallel
+        line = entries.setdefault(
+            tensor.key,
             {
-                "name": each.key,
-                "shape": list(each.global_shape),
-                "type": str(each.dtype).removeprefix("torch."),
-                "offset": list(each.global_offset),
-                "part": [1] * each.prepend_axis_num + list(each.local_shape),
-                "bytes": math.prod(each.global_shape) * width * (buckets or 1),
+                "name": tensor.key,
+                "shape": list(tensor.global_shape),
+                "type": str(tensor.dtype).removeprefix("torch."),
+                "offset": list(tensor.global_offset),
+                "part": [1] * tensor.prepend_axis_num + list(tensor.local_shape),
+                "bytes": math.prod(tensor.global_shape) * width * (buckets or 1),
                 "own_bytes": 0,
             },
         )
-        line["own_bytes"] += kept // alike
-    return {"tensors": sorted(made.values(), key=lambda line: line["name"]), "writers": arguments.world_size}
+        line["own_bytes"] += local_bytes // replicas
+    return {"tensors": sorted(entries.values(), key=lambda line: line["name"]), "writers": arguments.world_size}
 
 
 def _groups(optimizer: Any, world: int) -> dict[str, int]:
-    """Beginning of the names of a distributed optimizer's buckets -> number of its groups in a pipeline stage."""
-    found = {}
+    """Number of data-parallel groups in a pipeline stage, by the name prefix of a distributed optimizer's buckets."""
+    counts = {}
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     for number, each in enumerate(chained):
         if hasattr(each, "data_parallel_group_idx"):
             before = f"chained_{number}." if len(chained) > 1 else ""
             name = f"{before}optimizer.distributed.dp_group_idx_{each.data_parallel_group_idx}."
-            found[name] = world // each.data_parallel_group.size()
-    return found
-
-
-def _data_parallel() -> int:
-    from megatron.core import parallel_state
-
-    return int(parallel_state.get_data_parallel_world_size(with_context_parallel=True))
+            counts[name] = world // each.data_parallel_group.size()
+    return counts
 
 
 def _tensors(state: Any) -> Iterable[Any]:

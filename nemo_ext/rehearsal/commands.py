@@ -8,7 +8,7 @@ from nemo_ext.job.settings import nearest
 from nemo_ext.megatron.commands import TRAINING
 
 CONFIGS = {"train": "rehearse", "puzzle": "rehearse_puzzle"}
-"""Configs by the job that is rehearsed."""
+"""Primary config by rehearsed job."""
 
 
 def _main(words: list[str]) -> None:
@@ -25,7 +25,7 @@ def _main(words: list[str]) -> None:
 REHEARSE = Command(
     name="rehearse",
     group="cluster",
-    help="step one rank of each kind of a full-size run without its GPUs: memory, FLOPs, communication",
+    help="step one rank of each kind of a full-size run without GPUs: memory, FLOPs, communication",
     main=_main,
     grammar=Grammar(settings=TRAINING),
 )

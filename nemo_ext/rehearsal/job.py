@@ -1,4 +1,4 @@
-"""`nemo-ext rehearse`: ranks of a full-size training job, stepped here before it queues."""
+"""`nemo-ext rehearse`: steps ranks of a full-size training job on this machine before it is queued."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +14,10 @@ from nemo_ext.rehearsal.settings import STAGES, Settings, is_own
 
 
 def job(config: dict[str, Any]) -> None:
-    """Rehearses a training run or a compression, and what `rehearse.try` changes in it; prints and writes the figures.
+    """Rehearse a training run or a compression and its changes in `rehearse.try`; print and write the report.
 
     Raises:
-        ValueError: a setting, or a layout that the model does not fit; gives the reason.
+        ValueError: an invalid setting, or a layout that the model does not fit.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -27,44 +27,45 @@ def job(config: dict[str, Any]) -> None:
     if config["format"] not in ("table", "json"):
         raise ValueError(f"format={config['format']}: expected table or json")
     running = HydraConfig.get()
-    own = [f"--config-dir={each.path}" for each in running.runtime.config_sources if each.schema == "file"]
-    words = [*own, *running.overrides.task]
+    folders = [f"--config-dir={source.path}" for source in running.runtime.config_sources if source.schema == "file"]
+    words = [*folders, *running.overrides.task]
     folder = Path(config["run_dir"])
     name, limit = _gpu(settings, config)
     folder.mkdir(parents=True, exist_ok=True)
 
-    def one(each: Mapping[str, Any], number: int) -> dict[str, Any]:
-        own = folder / "ranks" / str(number)
-        if "puzzle" in each:
-            made = rehearse_puzzle(each, own, settings.stages, imbalance=settings.imbalance)
-            if not made["ranks"]:
+    def rehearse_config(variant: Mapping[str, Any], number: int) -> dict[str, Any]:
+        records = folder / "ranks" / str(number)
+        if "puzzle" in variant:
+            result = rehearse_puzzle(variant, records, settings.stages, imbalance=settings.imbalance)
+            if not result["ranks"]:
                 raise ValueError(
-                    f"puzzle.stages={each['puzzle']['stages']}: nothing to rehearse: of parent, {', '.join(STAGES)} "
-                    "and heal none runs with these settings"
+                    f"puzzle.stages={variant['puzzle']['stages']}: nothing to rehearse: with these settings "
+                    "none of parent, "
+                    f"{', '.join(STAGES)} and heal runs"
                 )
-            return made
-        return rehearse(each, settings.stages, own, imbalance=settings.imbalance)
+            return result
+        return rehearse(variant, settings.stages, records, imbalance=settings.imbalance)
 
     def composed(change: list[str]) -> dict[str, Any]:
         return compose(str(running.job.config_name), [*words, *change])
 
-    def changed(change: list[str], number: int) -> dict[str, Any]:
-        return one(composed(change), number)
+    def rehearse_change(change: list[str], number: int) -> dict[str, Any]:
+        return rehearse_config(composed(change), number)
 
     searched, failed = None, dict[str, str]()
     if settings.search:
         if "puzzle" in config:
-            raise ValueError("rehearse.search looks for layouts of training: Puzzle's stages have none to choose")
-        searched, results = search(config, *gpu_of(name, limit), settings.best, changed)
+            raise ValueError("rehearse.search finds layouts of training: it does not apply to job=puzzle")
+        searched, results = search(config, *gpu_of(name, limit), settings.best, rehearse_change)
         searched["command"] = [word.removeprefix("++") for word in words if not is_own(word)]
         limit = searched["fill"] * searched["gpu"]["memory_gib"]
     else:
         variants = [("", config)]
         variants += [(change, composed(change.split())) for change in settings.variants]
         results = []
-        for number, (change, each) in enumerate(variants):
+        for number, (change, variant) in enumerate(variants):
             try:
-                results.append({"change": change, "number": number, **one(each, number)})
+                results.append({"change": change, "number": number, **rehearse_config(variant, number)})
             except ValueError as error:
                 if not number:
                     raise
@@ -83,16 +84,16 @@ def job(config: dict[str, Any]) -> None:
 
 
 def _gpu(settings: Settings, config: Mapping[str, Any]) -> tuple[str | None, float | None]:
-    """Name and memory in GiB of the GPUs, as far as the settings and the site say them.
+    """Name and memory in GiB of the GPUs, from the settings or the site; None where neither gives it.
 
     Raises:
-        ValueError: there is no such GPU, or the site's nodes have fewer than the config starts ranks on.
+        ValueError: the GPU is unknown, or a node of the site has fewer GPUs than `launcher.nproc_per_node`.
     """
     site = config.get("cluster") or {}
     node, per_node = site.get("node") or {}, int(config["launcher"]["nproc_per_node"])
     if node and per_node > node["gpus"]:
         raise ValueError(
-            f"launcher.nproc_per_node={per_node}: a node of {site['name']} has {node['gpus']} GPUs; set it and "
+            f"launcher.nproc_per_node={per_node}: a node of {site['name']} has {node['gpus']} GPUs; change it and "
             "launcher.nodes"
         )
     memory = settings.gpu_memory_gib

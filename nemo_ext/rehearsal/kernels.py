@@ -1,13 +1,13 @@
-"""Stand-ins for GPU kernels: their outputs, what they save for the backward pass, their workspace and their FLOPs.
+"""Stand-ins for GPU kernels: outputs, tensors saved for the backward pass, workspace and FLOPs.
 
-| kernel | what it saves | source |
+| kernel | saved tensors | source |
 |---|---|---|
 | flash attention | q, k, v, out, log-sum-exp in fp32 | flash_attn/flash_attn_interface.py |
-| the same with CP | of the rank's own part of the sequence | TE's dot_product_attention/context_parallel.py |
-| norms | input, and 1 or 2 fp32 numbers a row | TE's pytorch/module/rmsnorm.py, layernorm.py |
-| Mamba-2's norm | input, and an fp32 number a row and group | mamba_ssm/ops/triton/layernorm_gated.py |
-| Mamba-2 | its input, the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
-| permutation of tokens | places of tokens; experts get equal numbers | TE's pytorch/permutation.py |
+| the same with CP | for the rank's part of the sequence | TE's dot_product_attention/context_parallel.py |
+| norms | input, and 1 or 2 fp32 numbers per row | TE's pytorch/module/rmsnorm.py, layernorm.py |
+| Mamba-2's norm | input, and an fp32 number per row and group | mamba_ssm/ops/triton/layernorm_gated.py |
+| Mamba-2 | input, and the scan's output before gating | mamba_ssm/ops/triton/ssd_combined.py |
+| permutation of tokens | row indices; experts receive equal numbers of tokens | TE's pytorch/permutation.py |
 """
 
 from collections.abc import Callable, Iterator
@@ -32,14 +32,14 @@ from nemo_ext.rehearsal.tracker import Tracker
 
 @contextmanager
 def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0) -> Iterator[None]:
-    """Megatron and the local back end with these kernels; without `kernels`, only with tokens shared out to experts.
+    """Replaces kernels of Megatron and the local back end by stand-ins.
 
     Args:
-        tracker: counts what they do.
-        kernels: whether to replace attention, norms and the scan too.
-        imbalance: tokens of this rank's experts in multiples of the mean over expert-parallel ranks.
+        tracker: records FLOPs and communication.
+        kernels: whether to replace attention, norms and the scan; the routing of tokens is always replaced.
+        imbalance: tokens of this rank's experts relative to the mean over expert-parallel ranks.
     """
-    kept = (
+    compute = (
         (specs.LocalBackend, "core_attention", lambda self: _attention(tracker)),
         (LocalNorm, "forward", _norm),
         (mamba_norm.RMSNorm, "forward", _gated_norm),
@@ -47,7 +47,7 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
     )
     with ExitStack() as stack:
         for target, name, replacement in (
-            *(kept if kernels else ()),
+            *(compute if kernels else ()),
             (token_dispatcher, "permute", _permute),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "preprocess", _splits(imbalance)),
             (token_dispatcher.MoEAlltoAllTokenDispatcher, "_maybe_dtoh_and_synchronize", lambda self, at, n=None: n),
@@ -59,7 +59,7 @@ def stand_ins(tracker: Tracker, *, kernels: bool = True, imbalance: float = 1.0)
 
 
 class _Kernel(torch.autograd.Function):
-    """`makes` gives the output and what is saved beside the tensors `given`; `works` runs in the backward pass."""
+    """A kernel: `makes` returns the output and extra tensors to save; `works` runs in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, makes: Callable[..., Any], works: Callable[..., Any], *given: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class _Kernel(torch.autograd.Function):
 
 def _attention(tracker: Tracker) -> type[MegatronModule]:
     class FlashAttention(SDPACoreAttention):
-        """Flash attention; over the parts of a sequence with context parallelism."""
+        """Flash attention, with communication if context-parallel."""
 
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
             parts = config.context_parallel_size
@@ -89,33 +89,33 @@ def _attention(tracker: Tracker) -> type[MegatronModule]:
             length, batch, heads, width = query.shape
             seen = attended_tokens(length * self.parts, self.window or 0)
             flops = 2 * length * batch * heads * (width + value.shape[-1]) * seen
-            there, back = _sent(self.way, self.parts, query, key, value)
+            forward_sends, backward_sends = _sent(self.way, self.parts, query, key, value)
 
             def makes(*_: Tensor) -> tuple[Tensor, list[Tensor]]:
                 tracker.add_flops(flops)
-                for sent in there:
+                for sent in forward_sends:
                     tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
                 out = query.new_empty(length, batch, heads * value.shape[-1])
                 return out, [query.new_empty(batch, heads, length, dtype=torch.float32), out]
 
             def works(*_: Tensor) -> None:
-                tracker.add_flops(2.5 * flops)  # five products for the forward pass's two
-                for sent in back:
+                tracker.add_flops(2.5 * flops)  # five products; the forward pass has two
+                for sent in backward_sends:
                     tracker.add_collective("CONTEXT_PARALLEL_GROUP", *sent)
 
-            # Values are a view of the projection's output, which TE's get_qkv_layout copies: the output is not kept.
+            # TE's get_qkv_layout copies the values, a view of the projection's output: the output is not saved.
             return _Kernel.apply(makes, works, *(each.contiguous() for each in (query, key, value)))
 
     return FlashAttention
 
 
 def _sent(way: str, parts: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[list[Any], list[Any]]:
-    """Operation, calls and bytes of attention over context-parallel parts: forward, backward.
+    """Communication of context-parallel attention (operation, calls, bytes): forward, backward.
 
     Args:
         way: Megatron's `cp_comm_type`.
         parts: context-parallel size.
-        query, key, value: of one rank.
+        query, key, value: tensors of one rank.
     """
     pair = key.nbytes + value.nbytes
     if parts == 1:
@@ -169,7 +169,7 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
             return [
                 new(batch, channels, length),  # after the convolution
                 new(batch, heads, chunks, chunk_size, dtype=number),  # dt
-                new(batch, heads, chunks, chunk_size, dtype=number),  # its sum
+                new(batch, heads, chunks, chunk_size, dtype=number),  # cumulative sum of dt
                 new(batch, chunks, heads, size, state, dtype=number),  # states
                 new(batch, chunks, ngroups, chunk_size, chunk_size, dtype=number),  # C B
             ]
@@ -184,7 +184,7 @@ def _scan(tracker: Tracker) -> Callable[..., Tensor]:
 
         channels = weight.shape[0]
 
-        # Nothing of the forward pass in its closure: it lives until the graph does, saved tensors only until they ran.
+        # The closure must not hold forward tensors: it lives as long as the graph, saved tensors only until backward.
         def works(projected: Tensor, *_: Tensor) -> None:
             tracker.add_flops(3 * flops)  # the forward pass again, then twice as much
             new = projected.new_empty
@@ -208,16 +208,16 @@ def _permute(
 
 def _splits(imbalance: float) -> Callable[..., Any]:
     def preprocess(self: Any, routing_map: Tensor) -> Any:
-        """`MoEAlltoAllTokenDispatcher.preprocess`: every rank sends as many tokens to this one."""
+        """`MoEAlltoAllTokenDispatcher.preprocess` where every rank sends the same number of tokens to this one."""
         if self.ep_size > 1 or self.tp_size > 1:
             token_dispatcher.gather_from_sequence_parallel_region(routing_map.sum(dim=0).long(), group=self.tp_ep_group)
         self.num_out_tokens = routing_map.size(0) * self.config.moe_router_topk
         here = _tokens(self, self.num_out_tokens / self.ep_size, imbalance, routing_map.size(0))
-        self.input_splits = _shared_out(self.num_out_tokens - here, self.ep_size - 1).tolist()
+        self.input_splits = _evenly(self.num_out_tokens - here, self.ep_size - 1).tolist()
         self.input_splits.insert(self.ep_rank, here)
         self.output_splits = [here] * self.ep_size
         self.output_splits_tp = np.full(self.tp_size, here * self.ep_size)
-        per_rank = np.tile(_shared_out(here, self.num_local_experts), (self.tp_size * self.ep_size, 1))
+        per_rank = np.tile(_evenly(here, self.num_local_experts), (self.tp_size * self.ep_size, 1))
         self.num_global_tokens_per_local_expert = per_rank
         return per_rank.sum(axis=0)
 
@@ -226,7 +226,7 @@ def _splits(imbalance: float) -> Callable[..., Any]:
 
 def _share(imbalance: float) -> Callable[..., Any]:
     def postprocess(self: Any, hidden: Tensor, probs: Tensor) -> tuple[Tensor, Any, Tensor]:
-        """`MoEAllGatherTokenDispatcher.dispatch_postprocess`, likewise."""
+        """`MoEAllGatherTokenDispatcher.dispatch_postprocess` with equal numbers of tokens per expert."""
         local = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         self.hidden_shape_before_permute = hidden.shape
         self.local_map, local_probs = self.routing_map[:, local].contiguous(), probs[:, local].contiguous()
@@ -237,23 +237,23 @@ def _share(imbalance: float) -> Callable[..., Any]:
             hidden, self.local_map, local_probs, count
         )
         self.local_probs, self.routing_map = chosen, None
-        return permuted, _shared_out(count, self.num_local_experts), self.local_probs
+        return permuted, _evenly(count, self.num_local_experts), self.local_probs
 
     return postprocess
 
 
 def _tokens(dispatcher: Any, mean: float, imbalance: float, tokens: int) -> int:
-    """Token copies for this rank's experts: at most all that tokens can send to so many experts."""
+    """Number of token copies for this rank's experts, limited by top-k and the number of local experts."""
     return min(round(mean * imbalance), tokens * min(dispatcher.config.moe_router_topk, dispatcher.num_local_experts))
 
 
-def _shared_out(tokens: int, experts: int) -> Any:
-    """Numbers of tokens of the experts; what does not divide goes to the first."""
+def _evenly(tokens: int, experts: int) -> Any:
+    """Tokens per expert, divided evenly; the first experts receive the remainder."""
     return np.full(experts, tokens // max(1, experts)) + (np.arange(experts) < tokens % max(1, experts))
 
 
 def _with_lists(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`SequentialMLP.forward` takes `tolist()` of what `_even_splits` returns; one expert takes none."""
+    """Wraps `SequentialMLP.forward`, which calls `tolist()` on the token counts: they are passed as an array."""
 
     def wrapped(self: Any, hidden: Tensor, tokens_per_expert: Any, probs: Tensor) -> Any:
         return forward(self, hidden, np.asarray(tokens_per_expert), probs)

@@ -1,4 +1,4 @@
-"""Puzzle's stages rehearsed: those that run the parent, and its training runs. No torch."""
+"""Rehearsal of Puzzle: the stages that run the parent, and the training runs. No torch."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -22,48 +22,50 @@ from nemo_ext.rehearsal.teacher import model_of
 
 
 def rehearse_puzzle(
-    config: Mapping[str, Any], folder: Path, asked: str | Sequence[int] = "kinds", *, imbalance: float = 1.0
+    config: Mapping[str, Any], folder: Path, stages: str | Sequence[int] = "kinds", *, imbalance: float = 1.0
 ) -> dict[str, Any]:
-    """Records of the stages that a compression's config asks for, in order.
+    """Rehearse the selected stages of a compression, in order.
 
-    Healing is rehearsed with a child as large as the parent, since the search has not chosen one yet.
+    Healing is rehearsed with a child as large as the parent, as the search has not chosen one yet.
 
     Args:
         config: composed config of `nemo-ext puzzle`.
         folder: folder for logs and records.
-        asked: pipeline ranks of the training runs.
-        imbalance: as for `rehearse`, of the training runs.
+        stages: pipeline ranks of the training runs to rehearse, as in `ranks.rehearse`.
+        imbalance: imbalance of experts in the training runs, as in `ranks.rehearse`.
 
     Returns:
-        What `ranks.rehearse` returns without `checkpoint`; ranks have `name`, the stage's. None for stages that are not
-        rehearsed. `work` is what stages do in all (`plan.stage_work`).
+        The result of `ranks.rehearse` without `checkpoint`; each rank has `name`, its stage. Stages that run no model
+        have no rank. `work` is the total work of the stages (`plan.stage_work`).
 
     Raises:
-        ValueError: a setting, or a model or layout that cannot be built; names the stage.
+        ValueError: an invalid setting, or a model or layout that cannot be built, with the name of the stage.
     """
     chosen = check(config)
-    parent = _parent(config, chosen)
+    parent = from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
     folder.mkdir(parents=True, exist_ok=True)
-    own = [each for block in variants(parent.architecture, chosen.variants) for each in block if each.block is not None]
-    distils = chosen.distill.steps and any(each.name != KEEP for each in own)
-    wanted = [name for name in STAGES if _wants(chosen, name) and (name != "distill" or distils)]
+    built = [
+        each for block in variants(parent.architecture, chosen.variants) for each in block if each.block is not None
+    ]
+    distils = chosen.distill.steps and any(variant.name != KEEP for variant in built)
+    wanted = [name for name in STAGES if chosen.runs(name) and (name != "distill" or distils)]
     trained = _training(config, chosen, parent, folder)
     ranks = world_size(config)
     aside = ["the teacher's saved tokens, in heal"] if "heal" in trained and chosen.heal.teacher == "cached" else []
 
-    def one(name: str) -> list[dict[str, Any]]:
+    def rehearse_stage(name: str) -> list[dict[str, Any]]:
         if name in trained:
             try:
-                made = rehearse(trained[name], asked, folder / name, imbalance=imbalance)
+                result = rehearse(trained[name], stages, folder / name, imbalance=imbalance)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-            aside.extend(made["set_aside"])
-            several = made["pipeline"] > 1
-            return [{**rank, "name": f"{name} {rank['stage']}" if several else name} for rank in made["ranks"]]
-        own, without = rehearsed(stage_config(config, parent, ranks))
+            aside.extend(result["set_aside"])
+            several = result["pipeline"] > 1
+            return [{**rank, "name": f"{name} {rank['stage']}" if several else name} for rank in result["ranks"]]
+        changed, without = rehearsed(stage_config(config, parent, ranks))
         aside.extend(without)
-        words = {"config": own, "puzzle": config["puzzle"], "stage": name, "ranks": ranks}
-        return [{**run("nemo_ext.rehearsal.puzzle_rank", words, folder, name), "name": name, "stage": 0}]
+        request = {"config": changed, "puzzle": config["puzzle"], "stage": name, "ranks": ranks}
+        return [{**run("nemo_ext.rehearsal.puzzle_rank", request, folder, name), "name": name, "stage": 0}]
 
     work = stage_work(
         parent.architecture,
@@ -79,8 +81,8 @@ def rehearse_puzzle(
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
         progress_of("rehearsed", len(names), unit="stages") as advance,
     ):
-        for made in pool.map(one, names):
-            records += made
+        for stage_records in pool.map(rehearse_stage, names):
+            records += stage_records
             advance(1)
     return {
         "world": ranks,
@@ -93,28 +95,19 @@ def rehearse_puzzle(
     }
 
 
-def _wants(chosen: Settings, stage: str) -> bool:
-    return chosen.stages is None or stage in chosen.stages
-
-
-def _parent(config: Mapping[str, Any], chosen: Settings) -> Description:
-    """The parent's model, with or without weights: that of the folder, or the one that the recipe trains."""
-    return from_config(config if chosen.parent is None else model_of(chosen.parent, "puzzle.parent"))
-
-
 def _training(config: Mapping[str, Any], chosen: Settings, parent: Description, folder: Path) -> dict[str, Any]:
-    """Configs of the training runs, by stage."""
-    made = {}
-    if chosen.parent is None and _wants(chosen, "parent"):
-        made["parent"] = parent_run(config, folder / "parent")
+    """Configs of the training runs (`parent` and `heal`), by stage."""
+    runs = {}
+    if chosen.parent is None and chosen.runs("parent"):
+        runs["parent"] = parent_run(config, folder / "parent")
     heal = chosen.heal
-    if heal.tokens and _wants(chosen, "heal"):
+    if heal.tokens and chosen.runs("heal"):
         distillation = None
         if heal.teacher == "online":
             write_config(folder, to_config(parent))
             terms = {name: asdict(heal)[name] for name in ("kl_weight", "lm_weight", "temperature", "top_k")}
             distillation = {"teacher": str(folder), **terms}
-        made["heal"] = healing_run(
+        runs["heal"] = healing_run(
             config, parent, heal, run_dir=folder / "heal", start=folder, tokens=heal.tokens, distillation=distillation
         )
-    return made
+    return runs

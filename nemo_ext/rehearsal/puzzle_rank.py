@@ -1,6 +1,6 @@
-"""The process of one rehearsed stage of Puzzle: `python -m nemo_ext.rehearsal.puzzle_rank ASKED.json RECORD.json`.
+"""Process of one rehearsed Puzzle stage: `python -m nemo_ext.rehearsal.puzzle_rank REQUEST.json RECORD.json`.
 
-The stage's own functions run on the parent, as far as their memory grows.
+The stage's functions run on the parent until their memory no longer grows.
 """
 
 import os
@@ -28,21 +28,21 @@ from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
 NOWHERE = Path(os.devnull) / "nothing"
 FEW = 2
-"""Batches that score runs; what it keeps of the others is added."""
+"""Number of calibration batches to run; tensors kept for the remaining ones are allocated."""
 
 
 class _Enough(Exception):
-    """A stage has done what it would only repeat."""
+    """Ends a stage whose further steps would repeat the last one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """What a stage works on."""
+    """Inputs of a stage: parent, variants, settings and the rank's tracker."""
 
     parent: Any
     description: Description
-    found: Sequence[Sequence[Variant]]
-    chosen: Settings
+    variants: Sequence[Sequence[Variant]]
+    settings: Settings
     tracker: Tracker
     seq_length: int
     ranks: int
@@ -50,15 +50,15 @@ class _Rank:
     def tokens(self, batch: int) -> torch.Tensor:
         return torch.zeros(batch, self.seq_length, dtype=torch.long)
 
-    def batches(self, of: Batches) -> int:
-        """Number of the batches of the rank that has most."""
-        return ceil(ceil(of.sequences / of.batch) / self.ranks)
+    def batches(self, data: Batches) -> int:
+        """Number of batches of the rank with the most."""
+        return ceil(ceil(data.sequences / data.batch) / self.ranks)
 
     def parameters(self, variant: Variant) -> float:
-        return block_costs(self.description.architecture, variant.block, self.chosen.serving)["parameters"]
+        return block_costs(self.description.architecture, variant.block, self.settings.serving)["parameters"]
 
     def layer(self, variant: Variant) -> torch.nn.Module | None:
-        """A variant's layer without its weights' values."""
+        """Layer of a variant with uninitialised weights; None for a block that is removed."""
         if variant.block is None or variant.name == KEEP:
             return None if variant.block is None else self.parent.layers[variant.number]
         with self.tracker.during("forward", "variants"):
@@ -68,17 +68,17 @@ class _Rank:
 def rehearse(
     config: Mapping[str, Any], *, puzzle: Mapping[str, Any], stage: str, ranks: int, kernels: bool = True
 ) -> dict[str, Any]:
-    """What one rank of a stage holds, computes and sends: of `distill` a step, of the others a batch.
+    """Rehearse one rank of a Puzzle stage: one step of `distill`, one or two batches of the other stages.
 
     Args:
-        config: training config of the stage (`stage_config`), as `settings.rehearsed` makes it.
-        puzzle: section `puzzle` of the compression's config.
+        config: training config of the stage (`stage_config`), after `settings.rehearsed`.
+        puzzle: section `puzzle` of the job's config.
         stage: library, distill, score or compare.
         ranks: number of ranks.
-        kernels: as of `rank.rehearse`.
+        kernels: as in `rank.rehearse`.
 
     Returns:
-        What `rank.rehearse` returns, without micro-batches and checkpoint.
+        The record of `rank.rehearse` without micro-batches and checkpoint.
     """
     began, tracker = time.monotonic(), Tracker()
     tracker.kind = "temporary"
@@ -93,12 +93,12 @@ def rehearse(
             stack.enter_context(stand_ins(tracker, kernels=kernels))
             if kernels:
                 stack.enter_context(transformer_engine(tracker, config))
-            parameters = carry_out(config, settings(puzzle), stage, ranks, tracker)
+            parameters = run_stage(config, settings(puzzle), stage, ranks, tracker)
     return record_of(tracker, parameters=parameters, began=began, scale=1.0)
 
 
-def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
-    """Builds the parent and does a part of a stage, a tracker being entered; returns the parent's parameters."""
+def run_stage(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: int, tracker: Tracker) -> int:
+    """Build the parent and run a part of a stage under an entered tracker; returns the parent's parameter count."""
     from nemo_ext.blockwise.parent import Parent
     from nemo_ext.blockwise.sharded import OFFLOAD, share_out
     from nemo_ext.megatron.session import build_model
@@ -114,8 +114,8 @@ def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: in
         rank = _Rank(
             parent=parent,
             description=description,
-            found=variants(description.architecture, chosen.variants),
-            chosen=chosen,
+            variants=variants(description.architecture, chosen.variants),
+            settings=chosen,
             tracker=tracker,
             seq_length=int(config["megatron"]["seq_length"]),
             ranks=ranks,
@@ -124,25 +124,27 @@ def carry_out(config: Mapping[str, Any], chosen: Settings, stage: str, ranks: in
         with tracker.during("forward", "activations"):
             STAGES[stage](rank)
         tracker.stop()
-    return sum(each.numel() for each in parent.model.parameters()) + sum(each.numel for each in parent.shared)
+    return sum(weight.numel() for weight in parent.model.parameters()) + sum(shared.numel for shared in parent.shared)
 
 
 def _library(rank: _Rank) -> None:
     from nemo_ext.puzzle.stages.library import importance
 
-    of = rank.chosen.calibration
-    importance(rank.parent, rank.description, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))])
+    data = rank.settings.calibration
+    importance(rank.parent, rank.description, [rank.tokens(data.batch) for _ in range(min(FEW, rank.batches(data)))])
 
 
 def _distill(rank: _Rank) -> None:
-    """A step of the last of the groups with most parameters, after one in which the optimizers make their states."""
+    """Run two steps of the largest group of variants; the first creates the optimizers' states and is not counted."""
     from nemo_ext.puzzle.stages.block_inputs import BlockInputs
     from nemo_ext.puzzle.stages.distill import Library, train_group, trainable
 
-    training, tracker = rank.chosen.distill, rank.tracker
-    every = trainable(rank.found)
+    training, tracker = rank.settings.distill, rank.tracker
+    every = trainable(rank.variants)
     groups = [every[start : start + training.together] for start in range(0, len(every), training.together)]
-    group = max(reversed(groups), key=lambda each: sum(map(rank.parameters, each)))  # which runs most of the parent
+    group = max(
+        reversed(groups), key=lambda each: sum(map(rank.parameters, each))
+    )  # the last one runs most of the parent
     steps = 0
 
     def batches(first: int) -> Iterator[torch.Tensor]:
@@ -173,12 +175,12 @@ def _distill(rank: _Rank) -> None:
 
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-    class Made(Library):
+    class FreshLibrary(Library):
         def layer(self, parent: Any, variant: Variant) -> torch.nn.Module | None:
             return rank.layer(variant)
 
-    class Kept(BlockInputs):
-        """Inputs that are there; what would be written is kept, as while it is."""
+    class FakeInputs(BlockInputs):
+        """Block inputs that exist without files; a written one is held in memory, as during the real write."""
 
         def has(self, number: int, steps: Iterable[int]) -> bool:
             return groups.index(group) > 0
@@ -191,13 +193,13 @@ def _distill(rank: _Rank) -> None:
         def write(self, number: int, step: int, hidden: torch.Tensor) -> None:
             self.kept = hidden
 
-    made, inputs = Made(NOWHERE), None if training.inputs is None else Kept(NOWHERE)
-    after = next((each[0].number for each in groups[groups.index(group) + 1 :]), None)
+    library, inputs = FreshLibrary(NOWHERE), None if training.inputs is None else FakeInputs(NOWHERE)
+    after = next((later[0].number for later in groups[groups.index(group) + 1 :]), None)
     hooks = [register_optimizer_step_pre_hook(updating), register_optimizer_step_post_hook(updated)]
     try:
         tracker.kind = "optimizer"
         short = replace(training, steps=3, save_interval=4)
-        train_group(rank.parent, group, made, made, batches, short, NOWHERE, advance, inputs, after)
+        train_group(rank.parent, group, library, library, batches, short, NOWHERE, advance, inputs, after)
     except _Enough:
         pass
     finally:
@@ -206,39 +208,39 @@ def _distill(rank: _Rank) -> None:
 
 
 def _score(rank: _Rank) -> None:
-    """The block whose variants have most parameters."""
+    """Score the variants of the block whose variants have the most parameters."""
     from nemo_ext.puzzle.stages.score import score_blocks
 
-    of, hidden = rank.chosen.calibration, rank.description.architecture.hidden_size
-    count = rank.batches(of)
+    data, hidden = rank.settings.calibration, rank.description.architecture.hidden_size
+    count = rank.batches(data)
     run = min(FEW, count)
-    # Inputs of the block and last hidden states of the batches that are not run.
+    # Block inputs and last hidden states of the batches that are not run.
     kept = [
-        torch.empty(rank.seq_length, of.batch, hidden, dtype=next(rank.parent.model.parameters()).dtype)
+        torch.empty(rank.seq_length, data.batch, hidden, dtype=next(rank.parent.model.parameters()).dtype)
         for _ in range(2 * (count - run))
     ]
-    worst = max(rank.found, key=lambda each: sum(map(rank.parameters, each[1:])))
-    score_blocks(rank.parent, [worst], rank.layer, [rank.tokens(of.batch) for _ in range(run)], NOWHERE)
+    largest = max(rank.variants, key=lambda each: sum(map(rank.parameters, each[1:])))
+    score_blocks(rank.parent, [largest], rank.layer, [rank.tokens(data.batch) for _ in range(run)], NOWHERE)
     del kept
 
 
 def _compare(rank: _Rank) -> None:
-    """A child of the largest variants beside the parent; that of `baselines` or `evaluate` is as large at most."""
+    """Compare the parent with a child of the largest variants, an upper bound for `baselines` and `evaluate`."""
     from nemo_ext.blockwise.sharded import OFFLOAD
     from nemo_ext.puzzle.stages.evaluate import losses_of_rank
 
     replaced: dict[int, torch.nn.Module | None] = {}
-    for number, each in enumerate(rank.found):
-        if len(each) == 1:
+    for number, block_variants in enumerate(rank.variants):
+        if len(block_variants) == 1:
             continue
-        layer = rank.layer(max(each[1:], key=rank.parameters))
+        layer = rank.layer(max(block_variants[1:], key=rank.parameters))
         if layer is not None and rank.parent.share is not None:
-            kind = HOST if rank.chosen.fsdp == OFFLOAD else "variants"
+            kind = HOST if rank.settings.fsdp == OFFLOAD else "variants"
             rank.tracker.label(rank.parent.share(layer).parts, kind)
         replaced[number] = layer
     rank.tracker.forget_peak()
-    of = rank.chosen.evaluation
-    losses_of_rank(rank.parent, [rank.tokens(of.batch) for _ in range(min(FEW, rank.batches(of)))], replaced)
+    data = rank.settings.evaluation
+    losses_of_rank(rank.parent, [rank.tokens(data.batch) for _ in range(min(FEW, rank.batches(data)))], replaced)
 
 
 STAGES: Mapping[str, Callable[[_Rank], None]] = {
@@ -251,7 +253,7 @@ STAGES: Mapping[str, Callable[[_Rank], None]] = {
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Nothing is read, written or agreed on; optimizers update as they do on a GPU, all tensors of a group at once."""
+    """Disables files and agreement between ranks; optimizers update all tensors of a group at once, as on a GPU."""
     from nemo_ext.blockwise import data_parallel
 
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""The process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank ASKED.json RECORD.json`."""
+"""Process of one rehearsed rank: `python -m nemo_ext.rehearsal.rank REQUEST.json RECORD.json`."""
 
 import json
 import signal
@@ -26,11 +26,11 @@ from nemo_ext.rehearsal.tracker import Tracker
 from nemo_ext.rehearsal.world import fake_world, megatron_arguments
 
 ONCE_A_STEP = ("reduce", "optimizer")
-"""Phases that a step has once, and not for each micro-batch."""
+"""Phases that occur once per step rather than once per micro-batch."""
 SYNCHRONISE = ("start_param_sync", "finish_param_sync", "start_grad_sync", "finish_grad_sync")
-"""Methods of Megatron's bucket groups that send weights and gradients, also while micro-batches run."""
+"""Methods of Megatron's bucket groups that communicate weights and gradients, also during micro-batches."""
 POINTS = 2000
-"""Points of the curve that are kept."""
+"""Maximum number of points in a record's memory curve."""
 
 
 def rehearse(
@@ -42,23 +42,23 @@ def rehearse(
     kernels: bool = True,
     imbalance: float = 1.0,
 ) -> dict[str, Any]:
-    """What one rank of a training step holds, computes and sends.
+    """Rehearse one rank of a training step: memory, FLOPs and communication.
 
     Args:
-        config: composed training config, as `settings.rehearsed` makes it; with a teacher its config under `teacher`.
+        config: training config from `settings.rehearsed`; a teacher's config, if any, is under `teacher`.
         rank: global rank.
         world: number of ranks.
-        micro_batches: how many are run; FLOPs and communication are scaled to those of a step.
-        kernels: whether the stand-ins of `kernels.py` are used, or what runs on this machine.
+        micro_batches: number to run; FLOPs and communication are scaled to a whole step.
+        kernels: whether to use the stand-ins of `kernels.py` in place of the modules that run on a CPU.
         imbalance: see `kernels.stand_ins`.
 
     Returns:
-        rank, parameters (numbers on it), peak_bytes, peak_phase, peak (bytes by kind at the highest), flops (of a step,
-        by phase), collectives (of a step: group, operation, count, bytes), micro_batches (of a step),
-        rehearsed_micro_batches, curve ([place in the step 0..1, phase, bytes]), seconds, checkpoint (of
-        `checkpoint.plan`); of this process: processor_seconds since it began, memory_bytes (its largest resident set).
+        rank, parameters (number on this rank), peak_bytes, peak_phase, peak (bytes by kind at the peak), flops (per
+        step, by phase), collectives (per step: group, operation, count, bytes), micro_batches (per step),
+        rehearsed_micro_batches, curve ([position in the step 0..1, phase, bytes]), seconds, checkpoint (of
+        `checkpoint.plan`); of this process: processor_seconds since its start, memory_bytes (peak resident set).
 
-    What Megatron or torch refuses is raised as they raise it.
+    Errors of Megatron and torch are not caught.
     """
     began = time.monotonic()
     tracker = Tracker()
@@ -70,8 +70,8 @@ def rehearse(
         from nemo_ext.rehearsal.kernels import stand_ins
         from nemo_ext.rehearsal.transformer_engine import transformer_engine
 
-        whole = get_num_microbatches()
-        run = min(micro_batches, whole)
+        total = get_num_microbatches()
+        run = min(micro_batches, total)
         with ExitStack() as stack:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             stack.enter_context(tracker)
@@ -80,25 +80,25 @@ def rehearse(
             if kernels:
                 stack.enter_context(transformer_engine(tracker, config))
             models, optimizer = step(config, arguments, tracker, run)
-            parameters = sum(each.numel() for model in models for each in model.parameters())
+            parameters = sum(weight.numel() for model in models for weight in model.parameters())
             tracker.stop()
-            saved = plan(arguments, models, optimizer)
+            checkpoint = plan(arguments, models, optimizer)
     return {
         "rank": rank,
-        **record_of(tracker, parameters=parameters, began=began, scale=whole / run),
-        "micro_batches": whole,
+        **record_of(tracker, parameters=parameters, began=began, scale=total / run),
+        "micro_batches": total,
         "rehearsed_micro_batches": run,
-        "checkpoint": saved,
+        "checkpoint": checkpoint,
     }
 
 
 def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) -> dict[str, Any]:
-    """The part of a record that a tracker has seen; `scale` is what a step has in multiples of what was run."""
+    """Record of a tracker's measurements; `scale` is the ratio of a step's micro-batches to those that were run."""
     sent: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0])
     for (phase, group, operation), counted in tracker.collectives.items():
         times = 1 if phase in ONCE_A_STEP else scale
-        for place, number in enumerate(counted):
-            sent[group, operation][place] += number * times
+        for index, number in enumerate(counted):
+            sent[group, operation][index] += number * times
     return {
         "parameters": parameters,
         "peak_bytes": sum(tracker.peak.values()),
@@ -117,7 +117,7 @@ def record_of(tracker: Tracker, *, parameters: int, began: float, scale: float) 
 
 
 def largest_resident_set() -> int:
-    """The most bytes this process has held; `ru_maxrss` would count what the process that started it held."""
+    """Peak resident bytes of this process; `ru_maxrss` would include the peak of its parent before the fork."""
     line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
@@ -125,7 +125,7 @@ def largest_resident_set() -> int:
 def step(
     config: Mapping[str, Any], arguments: Any, tracker: Tracker, micro_batches: int
 ) -> tuple[list[torch.nn.Module], Any]:
-    """Builds as the trainer does, then one training step after the optimizer has its state.
+    """Build model and optimizer as the trainer does, create the optimizer's state, then run one training step.
 
     Returns:
         The models and the optimizer.
@@ -145,17 +145,17 @@ def step(
     from nemo_ext.megatron.model import model_config
     from nemo_ext.megatron.stability import Stability, ZLoss
 
-    made = model_config(config["model"], pattern_with_cuts(config), arguments)
+    model_settings = model_config(config["model"], pattern_with_cuts(config), arguments)
     weight = Stability.from_config(config).z_loss
     z_loss = ZLoss(weight) if weight else None
-    distilled, ahead = None, partial(forward_step, z_loss=z_loss)
+    online_teacher, forward_pass = None, partial(forward_step, z_loss=z_loss)
     if (teacher := config.get("teacher")) is not None:
-        distilled = OnlineTeacher(config, load=lambda _: build_teacher(teacher))
-        ahead = partial(forward_step, distillation=distilled, z_loss=z_loss)
-        made.post_wrap_hooks.append(distilled.attach)
+        online_teacher = OnlineTeacher(config, load=lambda _: build_teacher(teacher))
+        forward_pass = partial(forward_step, distillation=online_teacher, z_loss=z_loss)
+        model_settings.post_wrap_hooks.append(online_teacher.attach)
     if z_loss is not None:
-        made.post_wrap_hooks.append(z_loss.attach)
-    container = pretrain_cfg_container_from_args(arguments, made)
+        model_settings.post_wrap_hooks.append(z_loss.attach)
+    container = pretrain_cfg_container_from_args(arguments, model_settings)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     models, optimizer, scheduler = training.setup_model_and_optimizer(
         ModelType.encoder_or_decoder, cfg_container=container, pg_collection=groups
@@ -164,31 +164,31 @@ def step(
     settings.grad_scale_func = optimizer.scale_loss
 
     def reduce(*args: Any, **kwargs: Any) -> None:
-        tracker.phase = "optimizer"  # what comes after the last micro-batch
+        tracker.phase = "optimizer"  # everything after the last micro-batch
         with tracker.during("reduce", "temporary"):
             finalize_model_grads(*args, **kwargs)
 
     settings.finalize_model_grads_func = reduce
     optimizer.step()  # makes the moments
-    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if each.optimizer is None:  # of a stage without parameters
+    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if chained.optimizer is None:  # a stage without parameters
             continue
-        masters = [group["params"] for group in each.optimizer.param_groups]
-        states = tree_iter((masters, list(each.optimizer.state.values())))
+        masters = [group["params"] for group in chained.optimizer.param_groups]
+        states = tree_iter((masters, list(chained.optimizer.state.values())))
         tracker.label((state for state in states if isinstance(state, torch.Tensor)), "optimizer")
-    for model in models:  # last: in FP32 they are the optimizer's masters
+    for model in models:  # after the optimizer: in FP32 the weights are its masters
         tracker.label((*model.module.parameters(), *model.module.buffers()), "weights")
-        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # of the wrapper: a list
+        for buffer in (*model.buffers, *model.expert_parallel_buffers):  # a list of the DDP wrapper, not the method
             tracker.label([buffer.grad_data], "gradients")
             if buffer.param_data is not None:
                 tracker.label([buffer.param_data], "weights")
-    if distilled is not None:
-        tracker.label((*distilled.teacher.parameters(), *distilled.teacher.buffers()), "teacher")
+    if online_teacher is not None:
+        tracker.label((*online_teacher.teacher.parameters(), *online_teacher.teacher.buffers()), "teacher")
     tracker.forget_peak()
 
     def forward(iterator: Any, model: Any) -> Any:
         with tracker.during("forward", "activations"):
-            return ahead(iterator, model)
+            return forward_pass(iterator, model)
 
     update = optimizer.step
 
@@ -199,8 +199,8 @@ def step(
     optimizer.step = stepped
     training.get_num_microbatches = lambda: micro_batches
     schedule = get_forward_backward_func()
-    if distilled is not None and arguments.pipeline_model_parallel_size > 1:
-        schedule = distilled.schedule(schedule)
+    if online_teacher is not None and arguments.pipeline_model_parallel_size > 1:
+        schedule = online_teacher.schedule(schedule)
     data = [RerunDataIterator(_batches(arguments)) for _ in models]
     with tracker.during("backward", "temporary"):
         training.train_step(
@@ -218,10 +218,10 @@ def step(
 
 @contextmanager
 def _once(tracker: Tracker) -> Iterator[None]:
-    """Megatron's data parallelism with its sending as a phase that a step has once."""
+    """Assigns the communication of Megatron's data parallelism to the phase `reduce`, which occurs once per step."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Group
 
-    def apart(method: Any) -> Any:
+    def as_reduce(method: Any) -> Any:
         @wraps(method)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with tracker.during("reduce", tracker.kind):
@@ -231,22 +231,22 @@ def _once(tracker: Tracker) -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in SYNCHRONISE:
-            stack.enter_context(patch.object(Group, name, apart(getattr(Group, name))))
+            stack.enter_context(patch.object(Group, name, as_reduce(getattr(Group, name))))
         yield
 
 
-def explained(error: BaseException, pattern: str) -> str:
-    """Reason of an error as one line, with the block that was built or run, and where it was raised."""
+def explain(error: BaseException, pattern: str) -> str:
+    """One line about an error: the block being built or run, the message, and where it was raised."""
     block, at = "", ""
     blocks = parse(pattern).blocks
     for frame, line in traceback.walk_tb(error.__traceback__):
         at = f"{'/'.join(Path(frame.f_code.co_filename).parts[-2:])}:{line}"
-        here = frame.f_locals
-        number = here.get("layer_number", getattr(here.get("self"), "layer_number", None))
+        names = frame.f_locals
+        number = names.get("layer_number", getattr(names.get("self"), "layer_number", None))
         if isinstance(number, int) and 1 <= number <= len(blocks):
             block = f"block {number} ({blocks[number - 1]}): "
-    said = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
-    return f"{block}{type(error).__name__}: {said[:500]} ({at})"
+    message = " ".join(str(error).split()) or traceback.extract_tb(error.__traceback__)[-1].line or ""
+    return f"{block}{type(error).__name__}: {message[:500]} ({at})"
 
 
 def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
@@ -258,7 +258,7 @@ def _batches(arguments: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
-    """The highest point of each of `POINTS` pieces."""
+    """The curve reduced to the highest point in each of `POINTS` intervals."""
     if not curve:
         return []
     last = max(curve[-1][0], 1)
@@ -271,15 +271,18 @@ def _thinned(curve: list[tuple[int, str, int]]) -> list[tuple[float, str, int]]:
 
 
 def main(work: Callable[..., dict[str, Any]]) -> None:
-    """A process that calls `work` with what ASKED.json has, and writes RECORD.json or its reason as the last line."""
+    """Entry point of a rank's process: calls `work` with the arguments in REQUEST.json and writes RECORD.json.
+
+    On failure the last line of the output is the reason.
+    """
     end_with_parent(signal.SIGKILL)
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text())
     code = 0
     try:
-        write_text(Path(sys.argv[2]), json.dumps(work(**asked)))
+        write_text(Path(sys.argv[2]), json.dumps(work(**request)))
     except Exception as error:
         traceback.print_exc()
-        print(explained(error, asked["config"]["model"]["pattern"]))
+        print(explain(error, request["config"]["model"]["pattern"]))
         code = 1
     leave(code)
 

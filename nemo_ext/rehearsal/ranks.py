@@ -1,4 +1,4 @@
-"""Ranks of a training config, each rehearsed by a process of its own. No torch."""
+"""Rehearsal of a training config: one process per rehearsed rank. No torch."""
 
 import json
 import os
@@ -15,23 +15,29 @@ from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.files import write_text
 from nemo_ext.job.progress import progress_of
 from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
-from nemo_ext.rehearsal.saved import summed, whole
+from nemo_ext.rehearsal.saved import combine, sum_tensors
 from nemo_ext.rehearsal.settings import rehearsed
 from nemo_ext.rehearsal.teacher import with_teacher
 
 
 def rehearse(
-    config: Mapping[str, Any], asked: str | Sequence[int], folder: Path, *, imbalance: float = 1.0
+    config: Mapping[str, Any], stages: str | Sequence[int], folder: Path, *, imbalance: float = 1.0
 ) -> dict[str, Any]:
-    """Records of a config's ranks, one for each pipeline rank asked for, each from a process of its own.
+    """Rehearse the first rank of each requested pipeline rank, each in its own process.
+
+    Args:
+        config: composed training config.
+        stages: pipeline ranks: `kinds`, `all` or their numbers, as in `settings.Settings`.
+        folder: folder for logs and records.
+        imbalance: imbalance of experts, as in `settings.Settings`.
 
     Returns:
-        world (number of ranks), set_aside (settings that are not rehearsed), imbalance (of experts), pipeline (number
-        of its ranks), checkpoint (`saved.whole`); `ranks`: of each, the record of `rank.rehearse` with `stage` (its
-        pipeline rank) and `estimate` (the cost model's).
+        world (number of ranks), set_aside (settings that are not rehearsed), imbalance, pipeline (number of pipeline
+        ranks), checkpoint (`saved.combine`), and `ranks`: records of `rank.rehearse` with `stage` (pipeline rank) and
+        `estimate` (of the cost model).
 
     Raises:
-        ValueError: a layout that the model does not fit, or Megatron's own reason.
+        ValueError: the model does not fit the layout, or a rank cannot be built or stepped.
     """
     from nemo_ext.megatron.check import check_layout
 
@@ -39,79 +45,89 @@ def rehearse(
     check_layout(changed)
     if (config.get("distillation") or {}).get("teacher") is not None:
         changed["teacher"] = with_teacher(changed)
-        if changed["transformer_engine"]["precision_plan"] is not None:  # it numbers the student's blocks
+        if changed["transformer_engine"]["precision_plan"] is not None:  # the plan numbers the student's blocks
             changed["transformer_engine"] = {**changed["transformer_engine"], "precision_plan": None}
-            aside.append("FP8, beside a teacher")
+            aside.append("FP8, with a teacher")
     world = world_size(changed)
-    cut = {**changed, "model": {**changed["model"], "pattern": pattern_with_cuts(changed)}}
-    layout, architecture = Layout.from_config(cut, world_size=world), Architecture.from_config(cut)
+    with_cuts = {**changed, "model": {**changed["model"], "pattern": pattern_with_cuts(changed)}}
+    layout, architecture = Layout.from_config(with_cuts, world_size=world), Architecture.from_config(with_cuts)
     length = int(changed["megatron"]["seq_length"])
     estimates = per_gpu(architecture, layout, seq_length=length)
-    stages = _stages(asked, [each.total_bytes for each in estimates])
+    chosen = _stages(stages, [estimate.total_bytes for estimate in estimates])
     folder.mkdir(parents=True, exist_ok=True)
 
-    def one(stage: int) -> dict[str, Any]:
-        asked = {
+    def rehearse_stage(stage: int) -> dict[str, Any]:
+        request = {
             "config": changed,
             "rank": stage * world // layout.pipeline_parallel,
             "world": world,
             "micro_batches": _micro_batches(layout, stage),
             "imbalance": imbalance,
         }
-        record = run("nemo_ext.rehearsal.rank", asked, folder, f"stage_{stage}")
-        guess = estimates[stage]
+        record = run("nemo_ext.rehearsal.rank", request, folder, f"stage_{stage}")
+        estimate = estimates[stage]
         tokens = length * layout.micro_batch_size * record["micro_batches"]
         record["stage"] = stage
         tensors = record["checkpoint"].pop("tensors")
         listed = folder / f"stage_{stage}.checkpoint.json"
         write_text(listed, json.dumps(tensors, indent=1) + "\n")
-        record["checkpoint"] |= {**summed(tensors), "names": [line["name"] for line in tensors], "list": str(listed)}
+        record["checkpoint"] |= {
+            **sum_tensors(tensors),
+            "names": [line["name"] for line in tensors],
+            "list": str(listed),
+        }
         record["estimate"] = {
-            "parameters": guess.parameters,
-            "bytes": guess.total_bytes,
-            "weights": guess.weight_bytes,
-            "gradients": guess.gradient_bytes,
-            "optimizer": guess.optimizer_bytes,
-            "activations": guess.activation_bytes,
-            "flops": round(TRAINING_FLOPS_FACTOR * guess.forward_flops_per_token * tokens),
+            "parameters": estimate.parameters,
+            "bytes": estimate.total_bytes,
+            "weights": estimate.weight_bytes,
+            "gradients": estimate.gradient_bytes,
+            "optimizer": estimate.optimizer_bytes,
+            "activations": estimate.activation_bytes,
+            "flops": round(TRAINING_FLOPS_FACTOR * estimate.forward_flops_per_token * tokens),
         }
         return record
 
     cores = len(os.sched_getaffinity(0))
-    with ThreadPoolExecutor(cores) as pool, progress_of("rehearsed", len(stages), unit="ranks") as advance:
+    with ThreadPoolExecutor(cores) as pool, progress_of("rehearsed", len(chosen), unit="ranks") as advance:
         records = []
-        for record in pool.map(one, stages):
+        for record in pool.map(rehearse_stage, chosen):
             records.append(record)
             advance(1)
-    share = sum(each.parameters for each in estimates) / sum(estimates[stage].parameters for stage in stages)
+    share = sum(each.parameters for each in estimates) / sum(estimates[stage].parameters for stage in chosen)
     return {
         "world": world,
         "set_aside": aside,
         "imbalance": imbalance,
         "pipeline": layout.pipeline_parallel,
-        "checkpoint": whole([record["checkpoint"] for record in records], share),
+        "checkpoint": combine([record["checkpoint"] for record in records], share),
         "ranks": records,
     }
 
 
 def _micro_batches(layout: Layout, stage: int) -> int:
-    """Enough for as many in flight as in a whole step, and one more; the interleaved schedule wants whole rounds."""
+    """Micro-batches to run: one more than are in flight in a step; whole rounds for the interleaved schedule."""
     if layout.virtual_stages > 1:
         return 2 * layout.pipeline_parallel
     return layout.pipeline_parallel - stage + 1
 
 
-def run(module: str, asked: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
-    """Record of a rank, from a module's process that takes ASKED.json and writes RECORD.json; `name` is of its files.
+def run(module: str, request: Mapping[str, Any], folder: Path, name: str) -> dict[str, Any]:
+    """Run a module as a process that reads a request and writes a record; returns the record.
+
+    Args:
+        module: name of the module.
+        request: arguments of its work.
+        folder: folder of request, record and log.
+        name: name of these files.
 
     Raises:
-        ValueError: the process failed; gives the last line that it said.
+        ValueError: the process failed, with the last line of its log.
     """
-    words, record, log = (folder / f"{name}.{ending}" for ending in ("asked.json", "json", "log"))
-    write_text(words, json.dumps(asked))
+    request_file, record, log = (folder / f"{name}.{ending}" for ending in ("asked.json", "json", "log"))
+    write_text(request_file, json.dumps(request))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as output:
-        command = [sys.executable, "-W", "ignore", "-m", module, str(words), str(record)]
+        command = [sys.executable, "-W", "ignore", "-m", module, str(request_file), str(record)]
         code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment, check=False).returncode
     if code:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
@@ -121,14 +137,14 @@ def run(module: str, asked: Mapping[str, Any], folder: Path, name: str) -> dict[
     return made
 
 
-def _stages(asked: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Pipeline ranks to rehearse: the first, the last and the largest between, or as asked."""
+def _stages(requested: str | Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Pipeline ranks to rehearse: `all`, `kinds` (first, last and largest in between), or as listed."""
     last = len(sizes) - 1
-    if asked == "all":
+    if requested == "all":
         return list(range(last + 1))
-    if asked == "kinds":
+    if requested == "kinds":
         middle = max(range(1, last), key=sizes.__getitem__, default=0)
         return sorted({0, middle, last})
-    if not asked or max(map(int, asked)) > last:
-        raise ValueError(f"rehearse.stages={list(asked)}: the layout has pipeline ranks 0 to {last}")
-    return sorted(set(map(int, asked)))
+    if not requested or max(map(int, requested)) > last:
+        raise ValueError(f"rehearse.stages={list(requested)}: the layout has pipeline ranks 0 to {last}")
+    return sorted(set(map(int, requested)))

@@ -1,4 +1,4 @@
-"""What a rehearsal found: tables, rehearsal.json, report.md and a picture of memory over the step."""
+"""Report of a rehearsal: tables, rehearsal.json, report.md and a picture of memory over the step."""
 
 import json
 import shlex
@@ -25,10 +25,10 @@ COLORS = {
     "temporary": "#d95f3b",
 }
 KINDS = tuple(COLORS)
-OF_PUZZLE = (
-    "Each rank of library, distill, score and compare holds the whole parent, or its share of it (`puzzle.fsdp`); in "
-    "compare there is a child of the largest variants beside it. FLOPs are those of a step of distill, of two batches "
-    "of the others. Healing is rehearsed with a child as large as the parent, beside it."
+PUZZLE_NOTE = (
+    "Each rank of library, distill, score and compare holds the whole parent, or its shard (`puzzle.fsdp`); compare "
+    "also holds a child of the largest variants. FLOPs are per step in distill, per two batches in the other stages. "
+    "Healing is rehearsed with parent and a child of the same size."
 )
 GIB = 2**30
 
@@ -44,27 +44,33 @@ def write(
     searched: Mapping[str, Any] | None = None,
     failed: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes rehearsal.json, report.md and memory.png; prints the tables, or the JSON.
+    """Write rehearsal.json, report.md and memory.png; print the tables or the JSON.
 
     Args:
-        gpu: name of the GPUs, None if it is not known.
-        failed: changes that could not be rehearsed, and why.
+        folder: folder of the files.
+        recipe: name of the recipe, for the title.
+        results: rehearsals of the config and its changes.
+        limit: memory of a GPU in GiB; None if unknown.
+        gpu: name of the GPUs; None if unknown.
+        as_json: whether to print the JSON.
+        searched: summary of a search (`search.search`).
+        failed: reasons of the changes that could not be rehearsed.
     """
     failed = failed or {}
-    made = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
-    write_text(folder / "rehearsal.json", json.dumps(made, indent=1) + "\n")
+    record = {"recipe": recipe, "gpu_memory_gib": limit, "search": searched, "results": results, "failed": failed}
+    write_text(folder / "rehearsal.json", json.dumps(record, indent=1) + "\n")
     report = Report(f"Rehearsal of {recipe}")
     if searched is not None:
         _search(report, searched)
     if results:
         _results(report, results, limit, gpu)
-        report.add(*(f"Cannot be rehearsed: {change}: {why}." for change, why in failed.items()))
+        report.add(*(f"Could not be rehearsed: {change}: {why}." for change, why in failed.items()))
     text = report.markdown()
     if results:
         _draw(report, _shown(results, searched), limit)
     path = report.write(folder / "report.md")
     if as_json:
-        json.dump(made, sys.stdout)
+        json.dump(record, sys.stdout)
         print()
         return
     from rich.console import Console
@@ -77,27 +83,32 @@ def write(
 def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float | None, gpu: str | None) -> None:
     changes = [f"{result['number']}. {result['change']}" for result in results if result["number"]]
     if changes and not results[0]["number"]:
-        report.add("\n".join(["Tried beside the config as it is (0):", "", *changes]))
+        report.add("\n".join(["Changes of the config, which is number 0:", "", *changes]))
     ranks = [rank for result in results for rank in result["ranks"]]
     shown = [kind for kind in KINDS if any(rank["peak"].get(kind) for rank in ranks)]
-    heading = ["try", _label(ranks), "parameters", *shown, "peak", "cost model", "FLOPs a step", "cost model"]
+    heading = ["try", _label(ranks), "parameters", *shown, "peak", "cost model", "FLOPs per step", "cost model"]
     rows = []
     for result in results:
         for rank in result["ranks"]:
-            guess, flops = rank.get("estimate"), sum(rank["flops"].values())
+            estimate, flops = rank.get("estimate"), sum(rank["flops"].values())
             fits = "" if limit is None else (" fits" if rank["peak_bytes"] <= limit * GIB else " TOO MUCH")
             kinds = [size(rank["peak"].get(kind, 0)) for kind in shown]
             row = [result["number"], _name(rank), number(rank["parameters"]), *kinds]
             row.append(f"{size(rank['peak_bytes'])} ({rank['peak_phase']}){fits}")
-            row.append("" if guess is None else f"{size(guess['bytes'])} ({_off(guess['bytes'], rank['peak_bytes'])})")
-            row += [flop(flops), "" if guess is None else f"{flop(guess['flops'])} ({_off(guess['flops'], flops)})"]
+            row.append(
+                "" if estimate is None else f"{size(estimate['bytes'])} ({_off(estimate['bytes'], rank['peak_bytes'])})"
+            )
+            row += [
+                flop(flops),
+                "" if estimate is None else f"{flop(estimate['flops'])} ({_off(estimate['flops'], flops)})",
+            ]
             rows.append(row)
     report.table("", heading, rows).add(
-        "Bytes that live at the peak of a step, without the CUDA context, NCCL's buffers and what the allocator "
-        "wastes.",
-        f"Linear layers and FP8 as in Transformer Engine {TE_VERSION}'s sources (docs/rehearsal.md).",
-        "The cost model's bytes are those of BF16, without FP8 copies." if FP8_WEIGHTS in shown else None,
-        OF_PUZZLE if "name" in ranks[0] else None,
+        "Live bytes at the peak of a step, without the CUDA context, NCCL's buffers and fragmentation of the "
+        "allocator.",
+        f"Linear layers and FP8 as in the sources of Transformer Engine {TE_VERSION} (docs/rehearsal.md).",
+        "The cost model assumes BF16, without FP8 copies." if FP8_WEIGHTS in shown else None,
+        PUZZLE_NOTE if "name" in ranks[0] else None,
     )
     for result in results:
         if "checkpoint" in result:
@@ -107,19 +118,19 @@ def _results(report: Report, results: Sequence[Mapping[str, Any]], limit: float 
         if result["set_aside"]:
             report.add(f"Rehearsed without {', '.join(result['set_aside'])} (docs/rehearsal.md).")
     if results[0]["imbalance"] > 1:
-        report.add(f"Experts of these ranks get {results[0]['imbalance']:g} times the mean number of tokens.")
-    sent = [
-        (_name(rank), of["group"].lower(), of["operation"], of["count"], size(of["bytes"]))
+        report.add(f"The experts of these ranks receive {results[0]['imbalance']:g} times the mean number of tokens.")
+    rows = [
+        [_name(rank), sent["group"].lower(), sent["operation"], sent["count"], size(sent["bytes"])]
         for rank in results[0]["ranks"]
-        for of in rank["collectives"]
+        for sent in rank["collectives"]
     ]
     which = f", try {results[0]['number']}" if len(results) > 1 else ""
     heading = [_label(ranks), "group", "operation", "calls", "bytes"]
-    report.table(f"Communication of a step{which}", heading, sent)
+    report.table(f"Communication per step{which}", heading, rows)
 
 
 def _name(rank: Mapping[str, Any]) -> str:
-    """A rank's name in tables: of a compression its stage, else its pipeline rank."""
+    """Name of a rank in tables: the stage of a compression, otherwise its pipeline rank."""
     return str(rank.get("name", rank["stage"]))
 
 
@@ -128,21 +139,21 @@ def _label(ranks: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _work(report: Report, result: Mapping[str, Any], gpu: str | None) -> None:
-    """Adds what the stages of a compression take in all."""
-    heading = ("stage", "FLOPs of all ranks", "gathered by each", "from its host", "written", "hours")
+    """Adds a table of the total work of a compression's stages."""
+    heading = ("stage", "FLOPs of all ranks", "gathered per rank", "from host memory", "written", "hours")
     rows = []
     for work in (StageWork(**fields) for fields in result["work"]):
         hours = "" if gpu not in GPUS else f"{work.hours(GPUS[gpu], result['world'], result['nodes']):,.1f}"
         sizes = (work.gathered_bytes, work.host_bytes, work.written_bytes, work.passing_bytes, work.held_bytes)
         texts = [size(count) if count else "" for count in sizes]
         rows.append((work.stage, flop(work.flops), *texts[:3], hours, *texts[3:]))
-    on = f" Hours are those of {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
+    on = f" Hours assume {result['world']} {gpu} at {REACHED:.0%} of their peaks." if gpu in GPUS else ""
     which = f", try {result['number']}" if result["number"] else ""
     note = (
-        f"By the cost model, without data and disks.{on} Passing through files: inputs of blocks between groups of "
-        "variants (`puzzle.distill.inputs`, kept meanwhile) and checkpoints of variants."
+        f"By the cost model, without reading data and disk time.{on} Read and written: block inputs between groups of "
+        "variants (`puzzle.distill.inputs`) and checkpoints of variants."
     )
-    report.table(f"The stages in all{which}", (*heading, "read and written", "on the disk at most"), rows, note)
+    report.table(f"Total work of the stages{which}", (*heading, "read and written", "maximum on disk"), rows, note)
 
 
 def _saved(result: Mapping[str, Any]) -> str:
@@ -152,57 +163,61 @@ def _saved(result: Mapping[str, Any]) -> str:
     sizes = [size(saved[f"{part}bytes"]) for part in ("", "own_", "model_")]
     try_ = f"{result['number']}: " if result["number"] else ""
     return (
-        f"{try_}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it from one of {saved['writers']:,} ranks; "
+        f"{try_}A checkpoint is {about}{sizes[0]}, {sizes[1]} of it written by one of {saved['writers']:,} ranks; "
         f"the model alone is {about}{sizes[2]}. Its tensors: {lists}."
     )
 
 
 def _search(report: Report, searched: Mapping[str, Any]) -> None:
-    """Adds what a search found: the best one's command, what was rehearsed, what it rests on."""
-    gpu, own, tried = searched["gpu"], searched["own"], searched["tried"]
+    """Adds the result of a search: command of the best layout, rehearsed layouts, assumptions."""
+    gpu, config_layout, tried = searched["gpu"], searched["own"], searched["tried"]
     best = next((line for line in tried if line.get("fits")), None)
     if best is not None:
         command = " ".join(part for part in (shlex.join(searched["command"]), best["words"]) if part)
-        report.add(f"The fastest by the model that fits: {best['layout']}").code(f"nemo-ext train {command}")
+        report.add(f"Fastest layout that fits, by the roofline: {best['layout']}").code(f"nemo-ext train {command}")
     else:
-        report.add("None of the layouts that were rehearsed fits: give more GPUs.")
+        report.add("None of the rehearsed layouts fits: use more GPUs.")
     report.add(
-        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, in order of a roofline that was "
-        "not calibrated on GPUs: its seconds put layouts in order, and promise nothing (docs/rehearsal.md). The first "
+        f"{searched['candidates']:,} candidates on {searched['gpus']:,} {gpu['name']}, ordered by a roofline that was "
+        "not calibrated on GPUs: its seconds rank layouts and predict no times (docs/rehearsal.md). The first ones "
         "that fit by the cost model were rehearsed; a layout fits if it leaves "
-        f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB."
+        f"{1 - searched['fill']:.0%} of {gpu['memory_gib']:g} GiB free."
     )
     seconds = [line["seconds"] for line in tried]
-    times = [name for name in seconds[0] if name != "total" and any(of[name] >= 0.001 * of["total"] for of in seconds)]
-    lines = [*([] if own is None else [{**own, "number": "config"}]), *tried]
+    times = [
+        name for name in seconds[0] if name != "total" and any(line[name] >= 0.001 * line["total"] for line in seconds)
+    ]
+    lines = [*([] if config_layout is None else [{**config_layout, "number": "config"}]), *tried]
     rows = []
     for line in lines:
         if "peak_bytes" in line:
             peak = f"{size(line['peak_bytes'])} {'fits' if line['fits'] else 'TOO MUCH'}"
         else:
-            peak = "cannot be" if "error" in line else ""
+            peak = "failed" if "error" in line else ""
         seconds = [f"{line['seconds'][name]:.3g}" for name in ("total", *times)]
         rows.append([line["number"], line["layout"], *seconds, size(line["bytes"]), peak])
     heading = ["", "layout", "step (s)", *(f"{name} (s)" for name in times), "bytes: cost model", "bytes: rehearsal"]
     report.table("", heading, rows)
     report.add("\n".join(f"{line['number']}. `{line['words'] or 'no change'}`" for line in tried))
-    errors = [f"- {line['number']} cannot be: {line['error']}" for line in tried if "error" in line]
-    reasons = [f"- {count:,} faster ones: {reason}" for reason, count in list(searched["refused"].items())[:5]]
+    errors = [f"- {line['number']} failed: {line['error']}" for line in tried if "error" in line]
+    reasons = [
+        f"- {count:,} faster layouts excluded: {reason}" for reason, count in list(searched["refused"].items())[:5]
+    ]
     report.add("\n".join([*errors, *reasons]))
 
 
 def _shown(results: Sequence[Mapping[str, Any]], searched: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The rehearsal that the picture shows: the config's, or the best that was found."""
+    """Rehearsal shown in the picture: the config's, or the best of the search."""
     fitting = [line["number"] for line in (searched or {}).get("tried", ()) if line.get("fits")]
     return next((result for result in results if result["number"] in fitting), results[0])
 
 
-def _off(guess: float, found: float) -> str:
-    return f"{100 * (guess / found - 1):+.0f} %" if found else "-"
+def _off(estimate: float, measured: float) -> str:
+    return f"{100 * (estimate / measured - 1):+.0f} %" if measured else "-"
 
 
 def _draw(report: Report, result: Mapping[str, Any], limit: float | None) -> None:
-    """Draws memory over the step, a line for each pipeline rank; beside it their peaks by kind."""
+    """Draws memory over the step, a line per pipeline rank, and next to it the peaks by kind."""
     ranks = result["ranks"]
     axes, bars = report.picture("memory", "memory.png", 11, 4, columns=2, sharey=True, width_ratios=(2, 1))
     for rank in ranks:

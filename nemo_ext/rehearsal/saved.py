@@ -1,11 +1,11 @@
-"""Sums over the tensors of a checkpoint that ranks would write. No torch."""
+"""Size of a checkpoint, summed over the tensors that ranks would write. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def summed(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Bytes by model and optimizer, whole and of one rank, from the tensors of `checkpoint.plan`."""
+def sum_tensors(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Bytes of the model, of the optimizer and of this rank's part, from the tensors of `checkpoint.plan`."""
     sums = {"model_bytes": 0, "optimizer_bytes": 0, "own_bytes": 0}
     for line in tensors:
         part = "optimizer" if "optimizer" in line["name"].split(".")[:2] else "model"
@@ -14,16 +14,16 @@ def summed(tensors: Iterable[Mapping[str, Any]]) -> dict[str, int]:
     return sums
 
 
-def whole(ranks: Sequence[dict[str, Any]], share: float) -> dict[str, Any]:
-    """A checkpoint of all pipeline ranks, from those that were rehearsed; takes `names` out of each.
+def combine(ranks: Sequence[dict[str, Any]], share: float) -> dict[str, Any]:
+    """Figures of the whole checkpoint from the rehearsed pipeline ranks; removes `names` from each of `ranks`.
 
     Args:
-        ranks: of each pipeline rank, the sums and the names of its tensors.
-        share: parameters of all pipeline ranks by those of these.
+        ranks: sums and names of tensors (`names`) of each rehearsed pipeline rank.
+        share: ratio of all pipeline ranks' parameters to those of the rehearsed ones.
 
     Returns:
-        bytes, model_bytes, optimizer_bytes; own_bytes (the most that one rank writes), tensors (in all, or those of
-        these ranks), writers, estimated (whether pipeline ranks that were not rehearsed are counted by parameters).
+        bytes, model_bytes, optimizer_bytes; own_bytes (maximum written by one rank), tensors (number in the rehearsed
+        ranks), writers, estimated (whether other pipeline ranks are included in proportion to their parameters).
     """
     model, optimizer = (round(share * sum(rank[f"{part}_bytes"] for rank in ranks)) for part in ("model", "optimizer"))
     names = {name for rank in ranks for name in rank.pop("names")}

@@ -1,4 +1,4 @@
-"""The fastest layout that fits: candidates by the cost model and the roofline, the best of them rehearsed. No torch."""
+"""Search for the fastest layout that fits: candidates by cost model and roofline, the best ones rehearsed. No torch."""
 
 import shlex
 from collections import Counter
@@ -22,18 +22,21 @@ from nemo_ext.megatron.arguments import pattern_with_cuts, world_size
 
 GIB = 1 << 30
 FILL = 0.9
-"""Share of a GPU's memory that a layout may take (choice): the rest is for the CUDA context, NCCL's buffers and what
-the allocator wastes, which neither the cost model nor a rehearsal counts."""
+"""Fraction of a GPU's memory that a layout may use (choice): the rest is for the CUDA context, NCCL's buffers and
+fragmentation of the allocator, which neither cost model nor rehearsal counts."""
 MOST_PIPELINE, MOST_EXPERT, MOST_CONTEXT, MOST_MICRO, MOST_VIRTUAL = 32, 64, 16, 16, 6
-"""Largest sizes that are tried."""
+"""Largest sizes tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A layout, its time by the roofline and, once asked for, its bytes on the fullest GPU by the cost model.
+    """A layout with its estimated time and memory.
 
     Attributes:
+        layout: the layout.
         pattern: the model's blocks with pipeline cuts.
+        time: time of a step by the roofline.
+        bytes: bytes on the fullest GPU by the cost model; 0 until `Search.fitting`.
     """
 
     layout: Layout
@@ -43,13 +46,13 @@ class Candidate:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The layout without what only moves memory: TP, PP, virtual stages, CP, EP, micro-batch."""
+        """TP, PP, virtual stages, CP, EP and micro-batch; not settings that only save memory."""
         how = self.layout
         parallel = (how.tensor_parallel, how.pipeline_parallel, how.virtual_stages, how.context_parallel)
         return (*parallel, how.expert_parallel, how.micro_batch_size)
 
-    def told(self) -> str:
-        """The layout in a few words."""
+    def describe(self) -> str:
+        """The layout as a short text."""
         how = self.layout
         words = [how.describe()]
         words += [f"{how.virtual_stages} virtual"] if how.virtual_stages > 1 else []
@@ -60,10 +63,12 @@ class Candidate:
 
 
 def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
-    """The GPU of this name, or the first of the table with so much memory; with this memory where it is given.
+    """Name and figures of a GPU: by name, or the first in the table with at least `memory_gib`.
+
+    A given memory replaces the one in the table.
 
     Raises:
-        ValueError: neither is given, or no GPU of the table is it.
+        ValueError: neither is given, or no GPU in the table matches.
     """
     if name is None and memory_gib is None:
         raise ValueError(
@@ -72,9 +77,11 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
         )
     if name is None:
         assert memory_gib is not None
-        most = max(gpu.memory_gib for gpu in GPUS.values())
-        if memory_gib > most:
-            raise ValueError(f"rehearse.gpu_memory_gib={memory_gib:g}: no GPU known here has as much: set rehearse.gpu")
+        largest = max(gpu.memory_gib for gpu in GPUS.values())
+        if memory_gib > largest:
+            raise ValueError(
+                f"rehearse.gpu_memory_gib={memory_gib:g}: no known GPU has that much memory: set rehearse.gpu"
+            )
         name = next(known for known, gpu in GPUS.items() if gpu.memory_gib >= memory_gib)
     if name not in GPUS:
         raise ValueError(f"rehearse.gpu={name}: {nearest(name, GPUS)}")
@@ -82,14 +89,14 @@ def gpu_of(name: str | None, memory_gib: float | None) -> tuple[str, Gpu]:
 
 
 class Search:
-    """Layouts of a training config on the GPUs that its launcher names, with its global batch.
+    """Candidate layouts of a training config on its launcher's GPUs, at its global batch size.
 
     Args:
         config: composed training config.
-        gpu: what each of the GPUs is.
+        gpu: figures of each GPU.
 
     Raises:
-        ValueError: the config's own sizes are no numbers.
+        ValueError: a size in the config is not a number.
     """
 
     def __init__(self, config: Mapping[str, Any], gpu: Gpu) -> None:
@@ -108,14 +115,14 @@ class Search:
         self.fits_blocks = cache(self._fits_blocks)
 
     def ranked(self) -> list[Candidate]:
-        """All candidates, the fastest by the roofline first; memory is not looked at."""
+        """All candidates, fastest by the roofline first, regardless of memory."""
         return sorted(self._all(), key=lambda one: one.time.total)
 
     def timed(self, layout: Layout, pattern: Pattern, *, gathers_experts: bool = False) -> Candidate:
-        """A layout with its time; for `gathers_experts` see `Roofline.step`.
+        """Estimate the time of a layout; for `gathers_experts` see `Roofline.step`.
 
         Raises:
-            ValueError: cuts that the layout does not fit.
+            ValueError: the pattern's cuts do not fit the layout.
         """
         flags = self.megatron
         time = self.roofline.step(
@@ -129,36 +136,36 @@ class Search:
         return Candidate(layout=layout, pattern=pattern, time=time)
 
     def fitting(self, ranked: list[Candidate], refused: Counter[str]) -> Iterator[Candidate]:
-        """The candidates that fit by the cost model and that the checks of training let pass, in their order.
+        """Candidates, in order, that fit by the cost model and pass the checks of training.
 
         Args:
             ranked: candidates.
-            refused: gets the number of the others by reason.
+            refused: counter of excluded candidates by reason, to be filled.
         """
         from nemo_ext.megatron.check import check_layout
 
-        for one in ranked:
-            layout = replace(one.layout, micro_batches=self._micro_batches(one.layout))
-            needed = self.bytes(layout, one.pattern)
+        for candidate in ranked:
+            layout = replace(candidate.layout, micro_batches=self._micro_batches(candidate.layout))
+            needed = self.bytes(layout, candidate.pattern)
             if needed > FILL * self.gpu.memory_gib * GIB:
                 refused["too much memory by the cost model"] += 1
                 continue
             try:
-                check_layout(self.changed(one))
+                check_layout(self.changed(candidate))
             except ValueError as error:
                 refused[str(error)] += 1
                 continue
-            yield replace(one, layout=layout, bytes=needed)
+            yield replace(candidate, layout=layout, bytes=needed)
 
     def bytes(self, layout: Layout, pattern: Pattern) -> int:
         """Bytes on the fullest GPU, by the cost model."""
         gpus = per_gpu(self.architecture.with_pattern(pattern), layout)
         return max(gpu.total_bytes for gpu in gpus)
 
-    def changes(self, one: Candidate) -> dict[str, Any]:
-        """What differs from the config, by key."""
-        layout = one.layout
-        wanted: dict[str, Any] = {
+    def changes(self, candidate: Candidate) -> dict[str, Any]:
+        """Config keys that a candidate changes, with their new values."""
+        layout = candidate.layout
+        flags: dict[str, Any] = {
             "tensor_model_parallel_size": layout.tensor_parallel,
             "pipeline_model_parallel_size": layout.pipeline_parallel,
             "context_parallel_size": layout.context_parallel,
@@ -171,39 +178,41 @@ class Search:
             "recompute_activations": None,
         }
         if "E" in self.kinds:
-            wanted["expert_model_parallel_size"] = layout.expert_parallel
+            flags["expert_model_parallel_size"] = layout.expert_parallel
             if layout.expert_tensor != (self.megatron.get("expert_tensor_parallel_size") or layout.tensor_parallel):
-                wanted["expert_tensor_parallel_size"] = layout.expert_tensor
+                flags["expert_tensor_parallel_size"] = layout.expert_tensor
             if layout.expert_parallel > 1 and not self._to_experts_alone():
-                wanted["moe_token_dispatcher_type"] = "alltoall"
+                flags["moe_token_dispatcher_type"] = "alltoall"
         if not layout.sequence_parallel:
-            wanted["tp_comm_overlap"] = None
-        found = {
+            flags["tp_comm_overlap"] = None
+        changes = {
             f"megatron.{name}": value
-            for name, value in wanted.items()
+            for name, value in flags.items()
             if (self.megatron.get(name) or None) != (value or None)
         }
         written = parse(self.config["model"]["pattern"])
-        if written.cuts and written.cuts != one.pattern.cuts:
-            found["model.pattern"] = format_pattern(Pattern(written.blocks))  # training cuts it as the search does
+        if written.cuts and written.cuts != candidate.pattern.cuts:
+            changes["model.pattern"] = format_pattern(
+                Pattern(written.blocks)
+            )  # training places cuts as the search does
         if layout.virtual_stages != (self.config["model"].get("virtual_pipeline_stages") or 1):
-            found["model.virtual_pipeline_stages"] = layout.virtual_stages
-        return found
+            changes["model.virtual_pipeline_stages"] = layout.virtual_stages
+        return changes
 
-    def changed(self, one: Candidate) -> dict[str, Any]:
-        """The config with a candidate's layout."""
-        made = {**self.config, "megatron": dict(self.megatron), "model": dict(self.config["model"])}
-        for key, value in self.changes(one).items():
+    def changed(self, candidate: Candidate) -> dict[str, Any]:
+        """The config with a candidate's layout applied."""
+        changed = {**self.config, "megatron": dict(self.megatron), "model": dict(self.config["model"])}
+        for key, value in self.changes(candidate).items():
             section, _, name = key.partition(".")
-            made[section][name] = value
-        return made
+            changed[section][name] = value
+        return changed
 
-    def words(self, one: Candidate) -> list[str]:
-        """The changes as words of a command line, before the shell's quotes."""
-        return [f"{key}={_spelled(value)}" for key, value in self.changes(one).items()]
+    def words(self, candidate: Candidate) -> list[str]:
+        """The changes as command-line arguments, without shell quoting."""
+        return [f"{key}={_spelled(value)}" for key, value in self.changes(candidate).items()]
 
     def own_record(self) -> dict[str, Any] | None:
-        """The config's own layout, or None if it cannot be."""
+        """Record of the config's own layout, or None if it is invalid."""
         from nemo_ext.megatron.check import check_layout
 
         pattern = parse(pattern_with_cuts(self.config))
@@ -211,13 +220,13 @@ class Search:
         try:
             check_layout(cut)
             layout = Layout.from_config(cut, world_size=self.world)
-            one = self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
-            return record(self, replace(one, bytes=self.bytes(layout, pattern)))
+            candidate = self.timed(layout, pattern, gathers_experts=not self._to_experts_alone())
+            return record(self, replace(candidate, bytes=self.bytes(layout, pattern)))
         except ValueError:
             return None
 
     def _to_experts_alone(self) -> bool:
-        """Whether the config's dispatcher sends tokens to their experts, and not to every rank."""
+        """True if the token dispatcher sends tokens only to the ranks of their experts."""
         return self.megatron.get("moe_token_dispatcher_type") in ("alltoall", "flex")
 
     def _micro_batches(self, layout: Layout) -> int:
@@ -245,16 +254,16 @@ class Search:
     def _fine(
         self, tensor: int, pipeline: int, context: int, data: int, expert: int, virtual: int, pattern: Pattern
     ) -> Iterator[Candidate]:
-        """Micro-batch, sequence parallelism and recomputation of a division."""
-        parted = [True] if "E" in self.kinds else [False, True]
-        parted = parted if tensor > 1 and not self.length % (2 * context * tensor) else [False]
-        if tensor > 1 and "E" in self.kinds and parted == [False]:
+        """Candidates of one combination of parallel sizes: micro-batch, sequence parallelism, recomputation."""
+        sequence_parallel = [True] if "E" in self.kinds else [False, True]
+        sequence_parallel = sequence_parallel if tensor > 1 and not self.length % (2 * context * tensor) else [False]
+        if tensor > 1 and "E" in self.kinds and sequence_parallel == [False]:
             return
         for micro in powers(MOST_MICRO):
             count, rest = divmod(self.batch, data * micro)
             if rest or (virtual > 1 and count % pipeline):
                 continue
-            for sequence in parted:
+            for sequence in sequence_parallel:
                 for recompute, modules in self._recomputations():
                     layout = replace(
                         self.own,
@@ -281,17 +290,14 @@ class Search:
         return [("none", ("core_attn",)), *selective, ("full", ("core_attn",))]
 
     def _divides_sequence(self, context: int) -> bool:
-        """Whether Megatron can divide a sequence so; with windows the recipe has to say how (`cp_comm_type`)."""
-        windows = any(block.kind == "*" and not block.is_linear and block.size("window") for block in self.blocks)
+        """True if Megatron can divide the sequence by this context-parallel size; windows require `cp_comm_type`."""
+        windows = any(
+            block.kind == "*" and not block.is_linear and block.size("window") for block in self.architecture.sizes
+        )
         return not self.length % (2 * context) and (not windows or bool(self.megatron.get("cp_comm_type")))
 
-    @property
-    def blocks(self) -> tuple[Any, ...]:
-        """The blocks with all of their values."""
-        return tuple(self.architecture.sizes)
-
     def _fits_blocks(self, tensor: int, context: int, expert: int) -> bool:
-        scans = [block for block in self.blocks if block.kind == "M" and not block.is_linear]
+        scans = [block for block in self.architecture.sizes if block.kind == "M" and not block.is_linear]
         if any(block.size("heads") % (tensor * context) or block.size("groups") % tensor for block in scans):
             return False
         layout = Layout(
@@ -303,7 +309,7 @@ class Search:
         return _passes(lambda: check_blocks(self.architecture, layout))
 
     def _pattern(self, pipeline: int, virtual: int) -> Pattern | None:
-        """The pattern in so many stages, or None if it cannot be cut so."""
+        """The pattern with cuts for these stages, or None if it cannot be divided."""
         from nemo_ext.megatron.check import check_experts_on_every_rank
 
         if pipeline == 1:
@@ -321,32 +327,32 @@ def search(
     best: int,
     rehearse: Callable[[list[str], int], Mapping[str, Any]],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The fastest layouts that fit, by the roofline and by rehearsal.
+    """Find the fastest layouts that fit, by roofline and rehearsal.
 
     Args:
         config: composed training config.
         name: name of the GPU.
         gpu: its figures.
-        best: number of layouts that are looked for; three times as many are rehearsed at most.
-        rehearse: rehearses the config with further words, numbered from 1; ValueError if it cannot be.
+        best: number of layouts to find; at most three times as many are rehearsed.
+        rehearse: rehearses the config with additional arguments, numbered from 1; raises ValueError on failure.
 
     Returns:
-        What the report says of the search (`gpu`, `candidates`, `refused`, `own`, `tried`), and the rehearsals.
+        Summary of the search for the report (`gpu`, `candidates`, `refused`, `own`, `tried`), and the rehearsals.
 
     Raises:
         ValueError: no layout fits.
     """
-    place = Search(config, gpu)
-    ranked, refused = place.ranked(), Counter[str]()
+    layouts = Search(config, gpu)
+    ranked, refused = layouts.ranked(), Counter[str]()
     limit = FILL * gpu.memory_gib * GIB
     tried: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     seen: set[tuple[int, ...]] = set()
-    for one in place.fitting(ranked, refused):
-        if one.sizes in seen:
-            continue  # a slower way to spend less memory, where the faster one fits
-        words = place.words(one)
-        line = {**record(place, one), "number": len(tried) + 1}
+    for candidate in layouts.fitting(ranked, refused):
+        if candidate.sizes in seen:
+            continue  # same sizes with less memory but slower; the faster one fits
+        words = layouts.words(candidate)
+        line = {**record(layouts, candidate), "number": len(tried) + 1}
         tried.append(line)
         try:
             result = dict(rehearse(words, len(tried)))
@@ -355,34 +361,34 @@ def search(
         else:
             line["peak_bytes"] = max(rank["peak_bytes"] for rank in result["ranks"])
             line["fits"] = line["peak_bytes"] <= limit
-            results.append({"change": shlex.join(words) or "as the recipe has it", "number": len(tried), **result})
+            results.append({"change": shlex.join(words) or "unchanged", "number": len(tried), **result})
             if line["fits"]:
-                seen.add(one.sizes)
+                seen.add(candidate.sizes)
         if sum(bool(line.get("fits")) for line in tried) == best or len(tried) == 3 * best:
             break
     if not tried:
         why = "; ".join(f"{count:,}: {reason}" for reason, count in refused.most_common(3)) or "no size divides"
-        raise ValueError(f"no layout of {place.world} GPUs with {gpu.memory_gib:g} GiB fits: {why}: give more GPUs")
-    said = {
+        raise ValueError(f"no layout of {layouts.world} GPUs with {gpu.memory_gib:g} GiB fits: {why}: use more GPUs")
+    summary = {
         "gpu": {"name": name, **asdict(gpu)},
-        "gpus": place.world,
+        "gpus": layouts.world,
         "fill": FILL,
         "candidates": len(ranked),
         "refused": dict(refused.most_common()),
-        "own": place.own_record(),
+        "own": layouts.own_record(),
         "tried": tried,
     }
-    return said, results
+    return summary, results
 
 
-def record(place: Search, one: Candidate) -> dict[str, Any]:
-    """A candidate as JSON: layout, words, seconds by part, bytes by the cost model."""
-    seconds = {"total": one.time.total, **asdict(one.time)}
+def record(search: Search, candidate: Candidate) -> dict[str, Any]:
+    """A candidate as JSON: layout, arguments, seconds by component, bytes by the cost model."""
+    seconds = {"total": candidate.time.total, **asdict(candidate.time)}
     return {
-        "layout": one.told(),
-        "words": shlex.join(place.words(one)),
+        "layout": candidate.describe(),
+        "words": shlex.join(search.words(candidate)),
         "seconds": {name: round(value, 6) for name, value in seconds.items()},
-        "bytes": one.bytes,
+        "bytes": candidate.bytes,
     }
 
 

@@ -1,4 +1,4 @@
-"""The config's section `rehearse`, and a training config as it is rehearsed. No torch."""
+"""Settings of a rehearsal, and the changes to a training config that make it rehearsable. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ class Settings:
     """Section `rehearse` of the config.
 
     Attributes:
-        stages: pipeline ranks: the first, the last and the largest between (`kinds`), `all`, or their numbers from 0.
-        variants: key `try`: words that change the config, to be rehearsed beside it.
-        gpu_memory_gib: memory of one GPU; None for that of `gpu`, if it is given.
-        imbalance: tokens of the rehearsed rank's experts in multiples of the mean over expert-parallel ranks.
+        stages: pipeline ranks: first, last and largest in between (`kinds`), `all`, or their numbers from 0.
+        variants: key `try`: changes of the config (arguments of `nemo-ext train`) to rehearse as well.
+        gpu_memory_gib: memory of one GPU; None for the memory of `gpu`, if given.
+        imbalance: tokens of the rehearsed rank's experts relative to the mean over expert-parallel ranks.
         gpu: name of the GPU in `nemo_ext.architecture.gpus`.
-        search: whether the fastest layouts that fit are looked for, in place of the config's own.
-        best: how many of them.
+        search: whether to search for the fastest layouts that fit instead of rehearsing the config's layout.
+        best: number of layouts that the search returns.
     """
 
     stages: Literal["kinds", "all"] | tuple[Whole, ...] = "kinds"
@@ -37,29 +37,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.search and self.variants:
-            raise ValueError("rehearse.search and rehearse.try exclude each other: one finds the changes itself")
+            raise ValueError("rehearse.search and rehearse.try exclude each other: remove one of them")
         for change in self.variants:
             own = [word for word in change.split() if is_own(word)]
             if own or not change.strip():
                 raise ValueError(
-                    f"rehearse.try has {' '.join(own) or 'an empty change'}: expected words of `nemo-ext train`; give "
-                    "those of the rehearsal itself beside it, they are the same for all"
+                    f"rehearse.try has {' '.join(own) or 'an empty change'}: expected arguments of `nemo-ext train`; "
+                    "arguments of the rehearsal apply to all changes: give them outside rehearse.try"
                 )
 
 
 def is_own(word: str) -> bool:
-    """Whether a word of the command line is about the rehearsal, and not about the training that is rehearsed."""
+    """True for a command-line argument of the rehearsal rather than of the rehearsed training."""
     key = word.lstrip("+~").partition("=")[0]
     return key in ("run_dir", "format", "cluster") or key.startswith(("rehearse.", "cluster."))
 
 
 STAGES = ("library", "distill", "score", "compare")
-"""Puzzle's stages on a parent; `parent` and `heal` are training runs, the others need less than these."""
+"""Puzzle's stages that run the parent; `parent` and `heal` are training runs, other stages need less memory."""
 FP8_WEIGHTS = "fp8 weights"
-"""Kind of memory: FP8 copies of weights."""
+"""Kind of memory of FP8 copies of weights."""
 TE_VERSION = "2.20.2"
-"""Transformer Engine whose sources say what `nemo_ext.rehearsal.transformer_engine` holds."""
-NOT_HERE = (
+"""Version of Transformer Engine whose sources `nemo_ext.rehearsal.transformer_engine` follows."""
+NOT_REHEARSED = (
     "fp4",
     "fp4_format",
     "fp8_param_gather",
@@ -77,13 +77,13 @@ NOT_HERE = (
     "tp_comm_overlap",
     "logits_load_dir",
 )
-"""Flags that have no stand-in: Transformer Engine's (`nemo_ext.rehearsal.transformer_engine`), a teacher's files."""
+"""Flags without a stand-in, which a rehearsal ignores and reports: parts of Transformer Engine, a teacher's files."""
 FP8_FLAGS = ("fp8", "fp8_format", "fp8_recipe", "first_last_layers_bf16")
-"""Flags that are rehearsed as a precision plan; what else belongs to FP8 is without effect on the local back end."""
+"""Flags that are rehearsed as a precision plan; other FP8 flags have no effect on the local back end."""
 
 
 def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a step; of a run with phases, of the one with the longest sequences, which need most memory."""
+    """The config itself, or for a run with phases that of the phase with the longest sequences (most memory)."""
     plan = plan_of(config)
     if plan is None:
         return config
@@ -94,17 +94,17 @@ def one_phase(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A training config as it is rehearsed, and the flags that are set aside.
+    """A training config changed for a rehearsal, and the names of the settings that it ignores.
 
-    Of phases, that of `one_phase`. Section `transformer_engine` of the new config has
-    precision_plan and permute_fusion, which the local back end does not take.
+    A run with phases is reduced by `one_phase`. Section `transformer_engine` of the new config has precision_plan and
+    permute_fusion, which the local back end does not support.
 
     Raises:
-        ValueError: an FP8 scaling that the model's sizes do not fit, with the names of the blocks; or see `plan_of`.
+        ValueError: the sizes of a block do not fit the FP8 scaling, or the phases are invalid (`plan_of`).
     """
     config = one_phase(config)
     megatron = dict(config["megatron"])
-    aside = [name for name in NOT_HERE if megatron.get(name)]
+    aside = [name for name in NOT_REHEARSED if megatron.get(name)]
     megatron |= dict.fromkeys(aside)
     plan = _plan(megatron, config.get("precision_plan"))
     if plan is not None:
@@ -129,7 +129,7 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "finetune": None,
         "tokenizer_type": "NullTokenizer",
         "tokenizer_model": None,
-        "vocab_size": megatron.get("vocab_size") or 257,  # of the data; the model has its own
+        "vocab_size": megatron.get("vocab_size") or 257,  # of the data; the model has another
     }
     model = {**config["model"], "backend": "local"}
     engine = {"precision_plan": plan, "permute_fusion": fused}
@@ -137,11 +137,11 @@ def rehearsed(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return {**config, **changed}, aside
 
 
-def _plan(megatron: dict[str, Any], given: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The precision plan, or one that says what Megatron's FP8 flags say, which it takes out."""
-    chosen = megatron.get("fp8_format") or megatron.get("fp8")
-    if given is not None or not chosen:
-        return given
+def _plan(megatron: dict[str, Any], precision_plan: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    """The precision plan, or one equivalent to Megatron's FP8 flags, which are removed from `megatron`."""
+    fp8_format = megatron.get("fp8_format") or megatron.get("fp8")
+    if precision_plan is not None or not fp8_format:
+        return precision_plan
     rules = ["head bf16"]
     if megatron.get("first_last_layers_bf16"):
         for side, name in (("first", "num_layers_at_start_in_bf16"), ("last", "num_layers_at_end_in_bf16")):
@@ -149,4 +149,4 @@ def _plan(megatron: dict[str, Any], given: Mapping[str, Any] | None) -> Mapping[
             rules += [f"{side} {1 if count is None else count} bf16"] if count != 0 else []
     recipe = megatron.get("fp8_recipe") or "delayed"
     megatron |= dict.fromkeys(FP8_FLAGS)
-    return {"default": "fp8", "recipe": recipe, "format": chosen, "rules": rules}
+    return {"default": "fp8", "recipe": recipe, "format": fp8_format, "rules": rules}

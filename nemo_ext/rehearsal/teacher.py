@@ -1,4 +1,4 @@
-"""A teacher beside the student that is rehearsed: its shapes, without its weights."""
+"""Teacher of a rehearsed distillation: its model without weights."""
 
 import json
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from nemo_ext.checkpoint.safetensors_files import CONFIG
 
 
 def model_of(folder: str, key: str) -> dict[str, Any]:
-    """Sections `model` and `megatron` of a run directory's, a converted checkpoint's or an export folder's model.
+    """Sections `model` and `megatron` of the model in a run directory, converted checkpoint or Hugging Face folder.
 
-    No weights need to be there; `key` is the setting that names the folder.
+    Weights are not needed; `key` is the setting that names the folder, for messages.
 
     Raises:
-        ValueError: the folder does not say what model it is of.
+        ValueError: the folder has no config of a model.
     """
     source = Path(folder).expanduser()
     if not source.is_dir():
@@ -31,17 +31,17 @@ def model_of(folder: str, key: str) -> dict[str, Any]:
     beside = config_beside(source, source)
     if beside is None or "model" not in beside or "megatron" not in beside:
         raise ValueError(
-            f"{key}={folder}: no config of the model lies there; expected the run's config.yaml, a "
+            f"{key}={folder}: has no config of a model; expected the run's config.yaml, a "
             f"converted checkpoint's model/NAME.yaml, or {CONFIG}"
         )
     return beside
 
 
 def with_teacher(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The training config of the teacher that a rehearsed config names.
+    """Training config of a rehearsed run's teacher.
 
     Raises:
-        ValueError: it cannot be the teacher of this run.
+        ValueError: the model cannot be the teacher of this run, or does not fit its layout.
     """
     from nemo_ext.megatron.arguments import quiet_imports
     from nemo_ext.megatron.check import check_layout

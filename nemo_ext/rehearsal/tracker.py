@@ -1,4 +1,4 @@
-"""What one rank does, operation by operation, on fake tensors: bytes that live, FLOPs, collectives."""
+"""Measurement of one rank on fake tensors, operation by operation: live bytes, FLOPs, collectives."""
 
 import weakref
 from collections import Counter, defaultdict
@@ -13,21 +13,21 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 HOST = "host"
-"""Kind of what is in the host's memory, and not counted."""
+"""Kind of tensors in host memory, which are not counted."""
 SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 class Tracker(TorchDispatchMode):
-    """A mode, entered inside FakeTensorMode, that follows every storage from its first operation to its end.
+    """Dispatch mode, entered inside FakeTensorMode, that follows every storage from its allocation to its release.
 
     Attributes:
-        phase: name of what runs now.
-        kind: what is made now counts as it to its end: weights, gradients, optimizer, activations, temporary.
-        live: bytes by kind.
-        peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is when.
-        flops: FLOPs by phase: matrix products, and kernels that say theirs by `add_flops`.
+        phase: name of the current phase.
+        kind: kind assigned to new storages for their lifetime: weights, gradients, optimizer, activations, temporary.
+        live: live bytes by kind.
+        peak: bytes by kind when their sum was highest since `forget_peak`; `peak_phase` is the phase at that time.
+        flops: FLOPs by phase: of matrix products, and of kernels that report theirs with `add_flops`.
         collectives: (phase, group, operation) -> [count, bytes]; bytes of the larger side, as Megatron passes it.
-        curve: (operations so far, phase, live bytes), whenever it changes.
+        curve: (operations so far, phase, live bytes) at each change.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Tracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
-        """A phase whose storages are of this kind."""
+        """Sets phase and kind within the context."""
         before = self.phase, self.kind
         self.phase, self.kind = phase, kind
         try:
@@ -58,10 +58,10 @@ class Tracker(TorchDispatchMode):
         kwargs = kwargs or {}
         self.operations += 1
         if func is SCALAR:
-            # A flag of this rank, which all others are taken to share.
+            # A known flag of this rank, which is assumed to be the same on all ranks.
             if (known := getattr(args[0], "constant", None)) is not None:
                 return known.item()
-            # Nobody knows a fake tensor's value (a gradient norm, a number of tokens); one leads on everywhere.
+            # A fake tensor has no value (gradient norm, token count); 1 is valid everywhere.
             return 1.0 if args[0].dtype.is_floating_point else 1
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
@@ -76,7 +76,7 @@ class Tracker(TorchDispatchMode):
         return out
 
     def label(self, tensors: Any, kind: str) -> None:
-        """Counts the storages of these tensors as another kind."""
+        """Change the kind of these tensors' storages."""
         for tensor in tensors:
             key = self._follow(tensor)
             old, size = self._storages[key]
@@ -85,7 +85,7 @@ class Tracker(TorchDispatchMode):
             self.live[kind] += size
 
     def forget_peak(self) -> None:
-        """Starts the peak and the sums anew."""
+        """Reset peak, curve, FLOPs and collectives; live storages remain."""
         self._highest = -1
         self.flops.clear()
         self.collectives.clear()
@@ -93,15 +93,15 @@ class Tracker(TorchDispatchMode):
         self.operations = 0
 
     def stop(self) -> None:
-        """Leaves the record as it is, whatever runs from now on."""
+        """Stop recording; later operations are not counted."""
         self._stopped = True
 
     def add_flops(self, flops: float) -> None:
-        """FLOPs of a kernel that is one step to torch."""
+        """Add the FLOPs of a kernel that torch sees as one operation."""
         self.flops[self.phase] += round(flops)
 
     def add_collective(self, group: str, operation: str, count: int, size: int) -> None:
-        """Communication within a kernel."""
+        """Add the communication of a kernel that torch sees as one operation."""
         if self._stopped:
             return
         counted = self.collectives[self.phase, group, operation]
@@ -136,19 +136,16 @@ class Tracker(TorchDispatchMode):
             self.peak = {each: size for each, size in self.live.items() if each != HOST}
 
     def _collective(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The fake backend's answer to empty tensors: torch has no fake kernels for some of these."""
-        groups = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject) and _is_group(each)]
+        """Run a collective on empty tensors, as torch has no fake kernels for some; its bytes are counted."""
+        objects = [each for each in tree_iter(args) if isinstance(each, torch.ScriptObject)]
+        groups = [each for each in objects if "ProcessGroup" in str(each._type())]
         name = torch.distributed.ProcessGroup.unbox(groups[0]).group_desc if groups else "unknown"
         sizes = [each.nbytes for each in tree_iter((args, kwargs)) if isinstance(each, torch.Tensor)]
         self.add_collective(name, func._overloadpacket.__name__.strip("_"), 1, max(sizes, default=0))
-        # Without splits, which would not fit.
+        # Without split sizes, which do not fit empty tensors.
         args = [[] if isinstance(each, list) and all(isinstance(n, int) for n in each) else each for each in args]
         with unset_fake_temporarily():
             return func(*tree_map_only(torch.Tensor, _empty, args), **tree_map_only(torch.Tensor, _empty, dict(kwargs)))
-
-
-def _is_group(value: torch.ScriptObject) -> bool:
-    return "ProcessGroup" in str(value._type())
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,29 @@
-"""Transformer Engine's linear layers as they allocate: FP8 copies, grouped GEMM, fused permutation, workspaces.
+"""Stand-ins that allocate as Transformer Engine's linear layers do: FP8 copies, grouped GEMM, permutation, workspaces.
 
 Read from the sources of Transformer Engine 2.20.2 (`transformer_engine/pytorch`) and Megatron-Core 0.19.2, not measured:
 
-| what | fact | source |
+| subject | fact | source |
 |---|---|---|
-| FP8, one scale a tensor | 1 byte a number and one fp32 scale; before Blackwell a transposed copy for the products of the backward pass; delayed and current scaling alike | tensor/float8_tensor.py, utils.py is_non_tn_fp8_gemm_supported |
-| FP8, blocks | both directions; fp32 scales of 1x128 numbers, of 128x128 in weights | tensor/float8_blockwise_tensor.py get_scale_shape |
-| MXFP8 | both directions; 1-byte scales of 32 numbers, padded to 128x4 | tensor/mxfp8_tensor.py get_scale_shape |
-| weights | BF16 parameter, and both directions in FP8, kept from the first micro-batch on and filled anew at each step's first; with disable_parameter_transpose_cache they are made in each forward pass and live until its backward pass | module/base.py quantize_weight; extensions/transformer_engine.py TELinear.forward |
-| input, saved | FP8 alone, in the direction of the weight gradient; if it is gathered along the sequence and has one scale a tensor, the rank's own rows untransposed | module/linear.py _linear_forward_impl |
-| input in BF16 | saved as it is, where another layer has saved it: attention's projection, the shared expert's first layer, what moe_act recomputes; not with delayed scaling | transformer/attention.py, moe/shared_experts.py, moe/experts.py: set_save_original_input |
-| norm and linear in one | saves the norm's input, its statistics and its output, the output as the linear layer's input above | module/layernorm_linear.py |
-| sequence parallelism | FP8 is gathered, not BF16; so are the gradients of row-parallel layers | distributed.py gather_along_first_dim; module/base.py grad_output_preprocess |
-| output's gradient | both directions in FP8 while it is used | module/linear.py _linear_backward_impl |
-| weight gradient | added in main_grad by the product; autograd gets one dummy for all weights of a shape | module/base.py get_dummy_wgrad |
-| amax | histories and scales in fp32, 3 forward and 2 backward a weight, of delayed scaling | module/base.py set_meta_tensor, quantization.py DelayedScalingRecipeState |
-| grouped GEMM | one call for all experts of a rank; saves one FP8 copy or the BF16 input itself; experts' tokens are padded to 16, MXFP8 32 | module/grouped_linear.py, module/fp8_padding.py |
-| fused permutation | saves int32 row ids, tokens x (2 experts + 1); sorting of chunks one a token; no indices in int64 | triton/permutation.py |
-| cuBLAS | 32 MiB + 1 KiB from Hopper on, else 4 MiB; grouped GEMM 4 more; torch's own 32 MiB | cpp_extensions/gemm.py get_cublas_workspace |
+| FP8, per-tensor scale | 1 byte per number and one fp32 scale; before Blackwell a transposed copy for the products of the backward pass; the same for delayed and current scaling | tensor/float8_tensor.py, utils.py is_non_tn_fp8_gemm_supported |
+| FP8, blockwise | both directions; an fp32 scale per 1x128 numbers, in weights per 128x128 | tensor/float8_blockwise_tensor.py get_scale_shape |
+| MXFP8 | both directions; a 1-byte scale per 32 numbers, padded to 128x4 | tensor/mxfp8_tensor.py get_scale_shape |
+| weights | BF16 parameter, and both directions in FP8, kept from the first micro-batch on and refilled in the first of each step; with disable_parameter_transpose_cache made in each forward pass and kept until its backward pass | module/base.py quantize_weight; extensions/transformer_engine.py TELinear.forward |
+| saved input | only FP8, in the direction of the weight gradient; if it is gathered along the sequence and has a per-tensor scale, the rank's rows untransposed | module/linear.py _linear_forward_impl |
+| input saved in BF16 | where another layer has saved it: attention's projection, the shared expert's first layer, layers recomputed by moe_act; not with delayed scaling | transformer/attention.py, moe/shared_experts.py, moe/experts.py: set_save_original_input |
+| fused norm and linear | saves the norm's input, statistics and output; the output as the linear layer's input above | module/layernorm_linear.py |
+| sequence parallelism | gathers FP8, not BF16; also for gradients of row-parallel layers | distributed.py gather_along_first_dim; module/base.py grad_output_preprocess |
+| output gradient | both directions in FP8 while in use | module/linear.py _linear_backward_impl |
+| weight gradient | accumulated in main_grad by the product; autograd gets one dummy per weight shape | module/base.py get_dummy_wgrad |
+| amax (delayed scaling) | histories and scales in fp32, 3 forward and 2 backward per weight | module/base.py set_meta_tensor, quantization.py DelayedScalingRecipeState |
+| grouped GEMM | one call for all experts of a rank; saves one FP8 copy or the BF16 input; tokens per expert padded to 16, with MXFP8 to 32 | module/grouped_linear.py, module/fp8_padding.py |
+| fused permutation | saves int32 row ids, tokens x (2 experts + 1); sorting of chunks saves one per token; no int64 indices | triton/permutation.py |
+| cuBLAS workspace | 32 MiB + 1 KiB from Hopper on, else 4 MiB; grouped GEMM 4 more; torch's own 32 MiB | cpp_extensions/gemm.py get_cublas_workspace |
 
-Read, and set aside still: the fused router saves its map and [tokens, experts] in fp32 (csrc/extensions/router.cpp);
-the fused cross-entropy its logits and a few numbers a token, and returns the gradient in their place (cross_entropy.py);
-communication overlap holds a buffer of [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
-with fp8_param_gather the FP8 copies are the parameters, and there is none in BF16 (tensor/float8_tensor.py).
-The GPU is a Hopper, with MXFP8 a Blackwell. LayerNormMLP is in none of Megatron's specs.
+Read in the sources but not modelled: the fused router saves its map and [tokens, experts] in fp32 (csrc/extensions/router.cpp);
+the fused cross-entropy saves its logits and a few numbers per token, and returns the gradient in their place (cross_entropy.py);
+communication overlap holds a buffer [tokens, hidden] for each of up to 11 products (module/base.py initialize_ub);
+with fp8_param_gather the FP8 copies are the parameters, without BF16 ones (tensor/float8_tensor.py).
+The GPU is assumed to be a Hopper, with MXFP8 a Blackwell. LayerNormMLP is not used by Megatron's specs.
 """  # noqa: E501
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,23 +52,23 @@ from nemo_ext.rehearsal.tracker import Tracker
 MIB = 2**20
 PER_TENSOR = ("delayed", "tensorwise")
 LEADING = {"delayed": 8, "tensorwise": 8, "blockwise": 8, "mxfp8": 32}
-"""Numbers of tokens must be multiples of it (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
+"""Required divisor of the number of tokens (utils.py assert_dim_for_fp8_exec; MXFP8Quantizer.is_quantizable)."""
 WIDTH = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-"""So must a rank's part of a matrix, both ways (the same, and cuBLAS)."""
+"""Required divisor of rows and columns of a rank's matrix (the same sources, and cuBLAS)."""
 
 
 def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = False, weight: bool = False) -> int:
-    """Bytes of the scales beside a matrix's FP8 numbers in one direction.
+    """Bytes of a matrix's FP8 scales in one direction.
 
     Args:
         scaling: one of `precision_plan.RECIPES`.
-        rows: of the matrix; tokens, or a weight's outputs.
-        columns: of the matrix.
-        columnwise: the copy for the weight gradient, or of a weight for the input's gradient.
+        rows: rows of the matrix: tokens, or outputs of a weight.
+        columns: columns of the matrix.
+        columnwise: for the transposed copy: of an input for the weight gradient, of a weight for the input gradient.
         weight: 128x128 blocks rather than 1x128.
     """
     if scaling in PER_TENSOR:
-        return 0 if columnwise else 4  # one for both
+        return 0 if columnwise else 4  # one scale for both directions
     if scaling == "mxfp8":
         if columnwise:
             return _up(rows // 32, 4) * _up(columns, 128)
@@ -81,14 +81,14 @@ def scale_bytes(scaling: str, rows: int, columns: int, *, columnwise: bool = Fal
 
 @dataclass
 class Engine:
-    """What all layers of a rank share.
+    """State shared by all linear layers of a rank.
 
     Attributes:
-        tracker: what follows the rank.
+        tracker: tracker of the rank.
         keeps_weights: whether FP8 copies of weights are kept between micro-batches.
-        fuses: whether weight gradients are added in main_grad by the product.
-        history: length of delayed scaling's histories.
-        dummies: gradients that autograd gets in place of those; and workspaces.
+        fuses: whether products accumulate weight gradients in main_grad.
+        history: length of the amax history of delayed scaling.
+        dummies: shared tensors: dummy weight gradients for autograd, and workspaces.
     """
 
     tracker: Tracker
@@ -98,29 +98,29 @@ class Engine:
     dummies: dict[Any, Tensor] = field(default_factory=dict)
 
     def held(self, key: Any, like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-        """A tensor that is made once and stays."""
+        """A shared tensor, allocated at its first use and kept."""
         if key not in self.dummies:
             with self.tracker.during(self.tracker.phase, "temporary"):
                 self.dummies[key] = like.new_empty(*shape, dtype=dtype)
         return self.dummies[key]
 
     def workspaces(self, like: Tensor, *, grouped: bool) -> None:
-        """cuBLAS's, from the first product on."""
+        """Allocate cuBLAS's and torch's workspaces at the first product."""
         self.held("torch", like, 32 * MIB, dtype=torch.uint8)
         self.held(("cublas", grouped), like, (4 if grouped else 1) * (32 * MIB + 1024), dtype=torch.uint8)
 
 
 @dataclass
 class Product:
-    """A layer's product, in place of its `_forward_impl`.
+    """Matrix product of a linear layer, replacing its `_forward_impl`.
 
     Attributes:
-        engine: what all layers share.
-        weight: weight of the plan, for messages; "" in BF16.
+        engine: state shared by all layers.
+        weight: name of the weight in the precision plan, for messages; "" in BF16.
         scaling: FP8 scaling; None for BF16.
-        keeps_input: whether the input is saved in BF16, although the product is in FP8.
-        scatters: group over which a row-parallel layer's output is scattered along the sequence, by this product.
-        multiple: to which Megatron pads the tokens of an expert on its own; of their copies, not of the input.
+        keeps_input: whether the input of an FP8 product is saved in BF16.
+        scatters: group over which this product scatters a row-parallel layer's output along the sequence.
+        multiple: multiple to which the FP8 copies pad the tokens of a sequential expert.
     """
 
     engine: Engine
@@ -144,7 +144,7 @@ class Product:
         tp_group: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Output of a linear layer; of several experts if `counts` has their tokens and `weight` their weights."""
+        """Output of a linear layer; for grouped experts `counts` has the tokens and `weight` the weights of each."""
         weights = [weight] if isinstance(weight, Tensor) else list(weight)
         self._check(input, weights[0], counts)
         self.engine.workspaces(input, grouped=counts is not None)
@@ -154,7 +154,7 @@ class Product:
         return out
 
     def copies(self, weights: Sequence[Tensor]) -> list[Tensor]:
-        """The weights in FP8, in both directions."""
+        """FP8 copies of the weights, in both directions."""
         if self._copies:
             return self._copies
         tracker, scaling = self.engine.tracker, self.scaling
@@ -170,42 +170,42 @@ class Product:
         return made
 
     def rows(self, shape: torch.Size, counts: Sequence[int] | None) -> list[int]:
-        """Numbers of tokens of each matrix in FP8."""
+        """Number of (padded) tokens of each FP8 input matrix."""
         return [_up(each, self.multiple) for each in (counts or (shape[:-1].numel(),))]
 
     def _check(self, input: Tensor, weight: Tensor, counts: Sequence[int] | None) -> None:
         if self.scaling is None:
             return
         step, width = LEADING[self.scaling], WIDTH[self.scaling]
-        for each in self.rows(input.shape, counts):
-            if each % step:
-                raise ValueError(f"{self.weight}: {self.scaling} FP8 takes tokens in multiples of {step}, not {each}")
+        for rows in self.rows(input.shape, counts):
+            if rows % step:
+                raise ValueError(f"{self.weight}: {self.scaling} FP8 requires a multiple of {step} tokens, not {rows}")
         if any(size % width for size in weight.shape):
             raise ValueError(
-                f"{self.weight}: {self.scaling} FP8 takes matrices in multiples of {width}, and a rank's part is "
-                f"{weight.shape[0]} x {weight.shape[1]}: change the parallel sizes, or leave it in bf16 by a rule"
+                f"{self.weight}: {self.scaling} FP8 requires sizes that are multiples of {width}, but a rank's part is "
+                f"{weight.shape[0]} x {weight.shape[1]}: change the parallel sizes, or keep it in bf16 with a rule"
             )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, product: Product, counts: Sequence[int] | None, gathers: Any, reduces: Any, learns: bool,
+        ctx: Any, product: Product, counts: Sequence[int] | None, gathers: Any, reduces: Any, needs_gradient: bool,
         x: Tensor, bias: Tensor | None, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         scaling, wide, out_width = product.scaling, x.shape[-1], weights[0].shape[0]
-        learns = learns and weights[0].requires_grad
-        kept, matrices = [x], list(weights)
+        needs_gradient = needs_gradient and weights[0].requires_grad
+        saved_input, matrices = [x], list(weights)
         if scaling is None:
-            total = _gathered(kept, gathers)
+            total = _gathered(saved_input, gathers)
         else:
             sizes = [(rows, wide) for rows in product.rows(x.shape, counts)]
             untransposed = gathers is not None and scaling in PER_TENSOR
             rowwise = _copy(x, scaling, sizes, False)
             if untransposed and not product.keeps_input:
-                kept = rowwise
-            elif learns and not product.keeps_input:
-                kept = _copy(x, scaling, sizes, True)
+                saved_input = rowwise
+            elif needs_gradient and not product.keeps_input:
+                saved_input = _copy(x, scaling, sizes, True)
             total = _gathered(rowwise, gathers)
             matrices = product.copies(weights)
         tokens = x.shape[:-1].numel() * (1 if gathers is None else gathers.size())
@@ -216,8 +216,8 @@ class _Linear(torch.autograd.Function):
             out = _scattered(out, product.scatters)
         ctx.product, ctx.counts, ctx.gathers, ctx.reduces, ctx.tokens = product, counts, gathers, reduces, tokens
         ctx.shape, ctx.weights = x.shape, len(weights)
-        ctx.save_for_backward(*weights, bias, *matrices, *(kept if learns else ()))
-        ctx.kept = len(kept) if learns else 0
+        ctx.save_for_backward(*weights, bias, *matrices, *(saved_input if needs_gradient else ()))
+        ctx.kept = len(saved_input) if needs_gradient else 0
         return out
 
     @staticmethod
@@ -225,26 +225,26 @@ class _Linear(torch.autograd.Function):
         product, tokens, shape = ctx.product, ctx.tokens, ctx.shape
         scaling, tracker = product.scaling, product.engine.tracker
         weights, bias = ctx.saved_tensors[: ctx.weights], ctx.saved_tensors[ctx.weights]
-        kept = list(ctx.saved_tensors[len(ctx.saved_tensors) - ctx.kept :]) if ctx.kept else []
+        saved_input = list(ctx.saved_tensors[len(ctx.saved_tensors) - ctx.kept :]) if ctx.kept else []
         wide, out_width = weights[0].shape[1], weights[0].shape[0]
         work: list[Tensor] = []
-        alone = scaling in PER_TENSOR
+        per_tensor = scaling in PER_TENSOR
         if scaling is not None:
             rows = product.rows(grad.shape, ctx.counts)
             sizes = [(each, out_width) for each in rows]
             scattered = product.scatters
             work += _gathered(_copy(grad, scaling, sizes, False), scattered)
-            if scattered is not None and alone:
+            if scattered is not None and per_tensor:
                 work += _copy(grad, scaling, [(each * scattered.size(), out_width) for each in rows], True)
             else:
                 work += _gathered(_copy(grad, scaling, sizes, True), scattered)
-            own = [(each, wide) for each in product.rows(shape, ctx.counts)]
-            if kept and product.keeps_input:
-                if alone:
-                    work += _copy(grad, scaling, own, False)
-                kept = _copy(grad, scaling, own, not (alone and ctx.gathers is not None))
-        if kept:
-            kept = _gathered(kept, ctx.gathers)
+            input_sizes = [(each, wide) for each in product.rows(shape, ctx.counts)]
+            if saved_input and product.keeps_input:
+                if per_tensor:
+                    work += _copy(grad, scaling, input_sizes, False)
+                saved_input = _copy(grad, scaling, input_sizes, not (per_tensor and ctx.gathers is not None))
+        if saved_input:
+            saved_input = _gathered(saved_input, ctx.gathers)
         dx = None
         if ctx.needs_input_grad[5]:
             tracker.add_flops(2 * tokens * wide * out_width)
@@ -254,8 +254,8 @@ class _Linear(torch.autograd.Function):
             if ctx.gathers is not None:
                 dx = _scattered(dx, ctx.gathers)
         gradients: list[Tensor | None] = [None] * len(weights)
-        if kept:
-            if alone and ctx.gathers is not None:
+        if saved_input:
+            if per_tensor and ctx.gathers is not None:
                 work += _copy(grad, scaling, [(tokens, wide)], True)
             tracker.add_flops(2 * tokens * wide * out_width)
             gradients = [_gradient(product.engine, each) for each in weights]
@@ -265,25 +265,25 @@ class _Linear(torch.autograd.Function):
 def _copy(
     like: Tensor, scaling: str, sizes: Sequence[tuple[int, int]], columnwise: bool, *, weight: bool = False
 ) -> list[Tensor]:
-    """FP8 numbers and scales of matrices, in one direction."""
+    """Tensors of the FP8 numbers and scales of matrices, in one direction."""
     numbers = sum(rows * columns for rows, columns in sizes)
     scales = sum(scale_bytes(scaling, *size, columnwise=columnwise, weight=weight) for size in sizes)
     return [like.new_empty(each, dtype=torch.uint8) for each in (numbers, scales) if each]
 
 
 def _gathered(parts: Sequence[Tensor], group: Any) -> list[Tensor]:
-    """Parts of the ranks of a group along the first dimension; one scale of a whole tensor is everybody's."""
+    """Parts gathered over a group along the first dimension, except per-tensor scales."""
     if group is None:
         return list(parts)
-    found = []
+    gathered = []
     for part in parts:
         if part.numel() <= 4:
-            found.append(part)
+            gathered.append(part)
             continue
         whole = part.new_empty(part.shape[0] * group.size(), *part.shape[1:])
         torch.distributed.all_gather_into_tensor(whole, part, group=group)
-        found.append(whole)
-    return found
+        gathered.append(whole)
+    return gathered
 
 
 def _scattered(whole: Tensor, group: Any) -> Tensor:
@@ -300,7 +300,7 @@ def _gradient(engine: Engine, weight: Tensor) -> Tensor:
 
 
 class GroupedLinear(torch.nn.Module):
-    """A linear layer of each of a rank's experts, as one product: for Megatron's TEGroupedMLP."""
+    """Linear layers of a rank's experts as one grouped product, for Megatron's TEGroupedMLP."""
 
     def __init__(
         self, count: int, inputs: int, outputs: int, *, config: Any, init_method: Any, pg_collection: Any,
@@ -314,7 +314,7 @@ class GroupedLinear(torch.nn.Module):
         for number in range(count):
             weight = torch.nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
             init_method(weight)
-            # As extensions/transformer_engine.py _set_expert_parameter_attributes.
+            # As in extensions/transformer_engine.py _set_expert_parameter_attributes.
             weight.allreduce = not (  # type: ignore[attr-defined]
                 config.expert_model_parallel_size > 1
                 or config.expert_tensor_parallel_size != config.tensor_model_parallel_size
@@ -324,40 +324,40 @@ class GroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{number}", weight)
 
     def forward(self, x: Tensor, counts: Sequence[int]) -> tuple[Tensor, None]:
-        """Outputs for the experts' tokens, one after the other, and no bias."""
+        """Outputs for the concatenated tokens of the experts, and None for the bias."""
         assert self.product is not None
         return self.product(x, list(self.parameters()), counts=counts), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """The weights by the names of sequential experts, as Megatron's TEGroupedLinear has them."""
-        weights, group, found = list(self.parameters()), self.groups.ep, {}
-        alone = (metadata or {}).get("singleton_local_shards", False)
+        """Weights under the names of sequential experts, as in Megatron's TEGroupedLinear."""
+        weights, group, state = list(self.parameters()), self.groups.ep, {}
+        singleton = (metadata or {}).get("singleton_local_shards", False)
         for number, weight in enumerate(weights):
-            place = group.rank() * len(weights) + number
-            before = f"{place}.{prefix}" if alone else prefix
-            offsets = (len(sharded_offsets), place, group.size() * len(weights))
-            made = make_sharded_tensors_for_checkpoint(
+            expert = group.rank() * len(weights) + number
+            before = f"{expert}.{prefix}" if singleton else prefix
+            offsets = (len(sharded_offsets), expert, group.size() * len(weights))
+            sharded = make_sharded_tensors_for_checkpoint(
                 {"weight": weight},
                 before,
                 {"weight": self.axis},
-                sharded_offsets if alone else (*sharded_offsets, offsets),
+                sharded_offsets if singleton else (*sharded_offsets, offsets),
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=metadata["dp_cp_group"],
             )[f"{before}weight"]
-            made.replica_id = (*made.replica_id[:2], self.groups.expt_dp.rank())
-            found[f"{prefix}weight{number}"] = made
-        return found
+            sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+            state[f"{prefix}weight{number}"] = sharded
+        return state
 
 
 class GroupedMLP(experts.TEGroupedMLP):
-    """Megatron's, with tokens padded to `multiple` as Fp8Padding does."""
+    """Megatron's TEGroupedMLP with tokens padded to `multiple`, as by Fp8Padding."""
 
     multiple = 1
 
     def forward(self, hidden: Tensor, tokens_per_expert: Any, probs: Tensor, *_: Any) -> tuple[Tensor, None]:
-        """See TEGroupedMLP."""
+        """Same as `TEGroupedMLP.forward`."""
         counts = np.asarray(tokens_per_expert)
         padded = _up(counts, self.multiple)
         if (padded == counts).all():
@@ -384,7 +384,7 @@ def _up(number: Any, multiple: int) -> Any:
 
 @contextmanager
 def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[None]:
-    """The local back end's layers with these products; `config` is as `settings.rehearsed` makes it."""
+    """Replaces the products of the local back end's linear layers; `config` comes from `settings.rehearsed`."""
     precision = Precision.from_config({**config, "precision_plan": config["transformer_engine"]["precision_plan"]})
     fused = config["transformer_engine"]["permute_fusion"]
     flags = config["megatron"]
@@ -397,16 +397,16 @@ def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[
     build = builders.BlockModelBuilder.build_model
     local_experts = specs.LocalBackend.grouped_mlp_modules
 
-    def built(self: Any, pg_collection: Any, **given: Any) -> Any:
-        model, pipeline = build(self, pg_collection, **given), pg_collection.pp
+    def built(self: Any, pg_collection: Any, **arguments: Any) -> Any:
+        model, pipeline = build(self, pg_collection, **arguments), pg_collection.pp
         pattern = parse(self._model_config.pattern)
-        stage = builders.stage_blocks(pattern, pipeline.rank(), pipeline.size(), given.get("vp_stage"))
+        stage = builders.stage_blocks(pattern, pipeline.rank(), pipeline.size(), arguments.get("vp_stage"))
         use(model, engine, precision, stage)
         return model
 
-    def grouped(self: Any, wanted: bool) -> Any:
-        if not wanted:
-            return local_experts(self, wanted)
+    def grouped(self: Any, use_grouped: bool) -> Any:
+        if not use_grouped:
+            return local_experts(self, use_grouped)
         first, second = (partial(GroupedLinear, column=column) for column in (True, False))
         return partial(GroupedMLP, submodules=experts.GroupedMLPSubmodules(linear_fc1=first, linear_fc2=second))
 
@@ -419,42 +419,42 @@ def transformer_engine(tracker: Tracker, config: Mapping[str, Any]) -> Iterator[
 
 
 def use(model: torch.nn.Module, engine: Engine, precision: Precision | None, stage: range) -> None:
-    """Gives the linear layers of a pipeline stage their products.
+    """Replace the products of a pipeline stage's linear layers.
 
     Raises:
-        ValueError: a weight that the plan has in FP8 is in no layer that can.
+        ValueError: a weight that the plan puts in FP8 does not belong to such a layer.
     """
     low = _in_fp8(precision, stage)
     whole = precision is not None and precision.plan.default == "fp8"
     scaling = precision.plan.recipe if precision is not None else None
-    left = set(low)
+    missing = set(low)
     multiple = (32 if scaling == "mxfp8" else 16) if whole else 1
     for name, module in model.named_modules():
         if isinstance(module, GroupedMLP):
             module.multiple = multiple
-        # Megatron's output layer is its own with either back end.
+        # The output layer is Megatron's own with either back end.
         if not isinstance(module, ColumnParallelLinear | RowParallelLinear | GroupedLinear) or name == "output_layer":
             continue
         pattern = next((pattern for pattern in low if fnmatchcase(name, pattern)), None)
         product = Product(engine)
         if pattern is not None:
-            left -= {each for each in low if low[each] == low[pattern]}
+            missing -= {each for each in low if low[each] == low[pattern]}
             keeps = whole and scaling != "delayed" and _keeps_input(name, getattr(model, "config", None))
             product = Product(engine, low[pattern], scaling, keeps)
             product.multiple = multiple if ".local_experts." in name else 1
             if _scatters(module):
-                # So that Megatron's forward pass leaves the communication to the product.
+                # The product communicates in place of Megatron's forward pass.
                 product.scatters, module.explicit_expert_comm = module.tp_group, True
         if isinstance(module, GroupedLinear):
             module.product = product
         else:
             module._forward_impl = product
-    if left:
-        raise ValueError(f"precision_plan: {low[min(left)]} is in FP8, and in no linear layer that this stage has")
+    if missing:
+        raise ValueError(f"precision_plan: {low[min(missing)]} is in FP8, but is not in a linear layer of this stage")
 
 
 def _scatters(module: torch.nn.Module) -> bool:
-    """True for a row-parallel layer that hands its output out along the sequence, whose gradient is gathered in FP8."""
+    """True for a row-parallel layer that scatters its output along the sequence; its gradient is gathered in FP8."""
     return (
         isinstance(module, RowParallelLinear)
         and module.sequence_parallel
@@ -464,15 +464,15 @@ def _scatters(module: torch.nn.Module) -> bool:
 
 
 def _in_fp8(precision: Precision | None, stage: range) -> dict[str, str]:
-    """Patterns of the modules in FP8, and what each holds."""
-    found: dict[str, str] = {}
+    """Weights in FP8 by the name pattern of their modules."""
+    patterns: dict[str, str] = {}
     for each in assigned(precision.plan, precision.architecture) if precision is not None else ():
         number = each.weight.block
         if precision is None or each.precision != "fp8" or number is None or number not in stage:
             continue
         kind = precision.architecture.sizes[number].kind
-        found |= dict.fromkeys(module_patterns(each.weight, kind, first_block=stage.start), str(each.weight))
-    return found
+        patterns |= dict.fromkeys(module_patterns(each.weight, kind, first_block=stage.start), str(each.weight))
+    return patterns
 
 
 def _keeps_input(name: str, config: Any) -> bool:
@@ -486,7 +486,7 @@ def _keeps_input(name: str, config: Any) -> bool:
 
 @contextmanager
 def _permutation() -> Iterator[None]:
-    """Permutation of tokens in Transformer Engine's kernels; experts get equal numbers."""
+    """Replaces the permutation of tokens by stand-ins for Transformer Engine's kernels; experts get equal numbers."""
 
     def permute(
         tokens: Tensor, routing_map: Tensor, probs: Tensor | None = None, num_out_tokens: int | None = None, **_: Any

@@ -1,4 +1,4 @@
-"""A world of many ranks in one process: fake process groups and fake tensors, under Megatron's own trainer."""
+"""A single process as one rank of a large job: fake process groups and fake tensors under Megatron's trainer."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from torch import Tensor
 
 @contextmanager
 def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one rank of `size`; before Megatron is imported."""
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    """Make this process one rank of `size`; must be entered before Megatron is imported."""
+    variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": 0, "CUDA_DEVICE_MAX_CONNECTIONS": 1}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     from nemo_ext.megatron.cpu import runtime
 
     runtime.enable()
@@ -26,9 +26,9 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         for target, name, replacement in (
-            # What is not here: random states, other ranks' objects, pinned memory, a norm.
+            # Not available here: CUDA random states, objects of other ranks, pinned memory, the fused norm.
             (CudaRNGStatesTracker, "fork", lambda self, *a, **k: contextlib.nullcontext()),
-            (torch.distributed, "all_gather_object", _everybody),
+            (torch.distributed, "all_gather_object", _repeat_own_object),
             (torch, "tensor", _unpinned(torch.tensor)),
             (clip_grads, "l2_norm_impl", lambda chunk, flag, lists, each, *a: (torch.zeros(1), torch.zeros(1))),
             (
@@ -36,7 +36,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
                 "_unscale_main_grads_and_check_for_nan",
                 _finite(MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan),
             ),
-            # torch swaps fake parameters, which weak references forbid.
+            # torch would swap fake parameters, which fails if they have weak references.
             (torch.nn.Module, "_apply", _apply),
         ):
             stack.enter_context(patch.object(target, name, replacement))
@@ -50,9 +50,9 @@ def megatron_arguments(config: Mapping[str, Any]) -> Any:
 
     from nemo_ext.megatron.arguments import command_line, one_parser
 
-    # The fused SwiGLU is plain torch here, and saves as much; parsing would begin to write TensorBoard files.
-    left_out = ("--no-bias-swiglu-fusion", "--tensorboard-dir=")
-    words = [word for word in command_line(config) if not word.startswith(left_out)]
+    # The fused SwiGLU is plain torch on a CPU and saves the same tensors; a TensorBoard directory would be created.
+    excluded = ("--no-bias-swiglu-fusion", "--tensorboard-dir=")
+    words = [word for word in command_line(config) if not word.startswith(excluded)]
     words = ["rehearse", *words, "--disable-gloo-process-groups", "--fake-process-group"]
     with patch.object(sys, "argv", words), one_parser():
         arguments = parse_and_validate_args()
@@ -68,12 +68,12 @@ def _unpinned(tensor: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _finite(check: Callable[..., bool]) -> Callable[..., bool]:
     def wrapped(self: Any) -> bool:
         check(self)
-        return False  # with FP16 no step would be taken
+        return False  # fake gradients never overflow; otherwise FP16 would skip the step
 
     return wrapped
 
 
-def _everybody(out: list[Any], mine: Any, group: Any = None) -> None:
+def _repeat_own_object(out: list[Any], mine: Any, group: Any = None) -> None:
     out[:] = [mine] * len(out)
 
 

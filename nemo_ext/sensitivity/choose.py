@@ -1,7 +1,7 @@
-"""Find the plan that meets a budget with the fewest BF16 bytes, by Puzzle's integer program. No torch.
+"""Search for the plan within a loss budget that has the fewest BF16 bytes, by Puzzle's integer program. No torch.
 
-Sensitivities of single units add up only roughly, so the program's budget differs from the one asked for: plans are
-measured, and the program's budget is bisected for the best plan whose measured loss meets the budget asked for.
+Sensitivities of single units add up only roughly. So plans are measured, and the budget given to the program is
+bisected until the measured loss of its plan meets the requested budget as closely as possible.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,12 +31,12 @@ class Proposal:
 
 
 def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> tuple[Unit, ...]:
-    """The units in FP8 whose losses add up to at most a budget, with the fewest bytes left in BF16.
+    """Units to put in FP8 so that their losses add up to at most a budget and the fewest bytes remain in BF16.
 
     Args:
         units: units to choose from.
-        losses: loss of each unit alone, none negative.
-        budget: largest sum of losses, in the same unit.
+        losses: loss of each unit alone, not negative.
+        budget: maximum sum of losses, in the same unit.
     """
     program = Program(
         objective=[np.array([0.0, float(unit.bytes)]) for unit in units],  # FP8, BF16
@@ -45,7 +45,7 @@ def cheapest(units: Sequence[Unit], losses: Sequence[float], budget: float) -> t
         upper=np.array([budget]),
     )
     answer = minimise(program, gap=GAP, time_limit=SECONDS)
-    assert answer.choice is not None, "everything in BF16 keeps any budget"
+    assert answer.choice is not None, "everything in BF16 meets any budget"
     return tuple(unit for unit, chosen in zip(units, answer.choice, strict=True) if chosen == 0)
 
 
@@ -58,38 +58,38 @@ def propose(
     everything: float,
     attempts: int,
 ) -> list[Proposal]:
-    """Plans that were tried, the best one last: its measured loss is within a budget with the fewest BF16 bytes.
+    """Measure plans, and return them with the best last: the fewest BF16 bytes with a measured loss within the budget.
 
-    A unit without loss of its own counts as losing a little, because such units may add up to a loss.
+    Every unit is given at least a small loss, as several units without a loss may have one together.
 
     Args:
         units: units to choose from.
         losses: loss of each unit in FP8 alone, nats per token.
-        budget: largest loss of a plan, nats per token.
-        measure: returns the loss of units in FP8 together.
-        everything: loss of all units in FP8 together.
-        attempts: most plans to measure.
+        budget: maximum loss of a plan, nats per token.
+        measure: function that returns the loss of several units in FP8.
+        everything: loss of all units in FP8.
+        attempts: maximum number of plans to measure.
     """
 
     def added(low: Sequence[Unit]) -> float:
         return sum(loss for unit, loss in zip(units, losses, strict=True) if unit in low)
 
     nothing, whole = Proposal((), 0.0, 0.0), Proposal(tuple(units), added(units), everything)
-    known = {found.low: found for found in (nothing, whole)}
+    known = {proposal.low: proposal for proposal in (nothing, whole)}
     if everything <= budget:
         return [whole]
     counted = [max(loss, RESOLUTION * everything / len(units)) for loss in losses]
     total = sum(counted)
-    least, most, within = 0.0, total, min(budget, total / 2)
-    while len(known) < attempts + 2 and most - least > RESOLUTION * total:
+    lower, upper, within = 0.0, total, min(budget, total / 2)
+    while len(known) < attempts + 2 and upper - lower > RESOLUTION * total:
         low = cheapest(units, counted, within)
         if low not in known:
             known[low] = Proposal(low, added(low), measure(low))
         if known[low].measured <= budget:
-            least = within
+            lower = within
         else:
-            most = within
-        within = (least + most) / 2
-    kept = [found for found in known.values() if found.measured <= budget]
-    best = max(kept, key=lambda found: sum(unit.bytes for unit in found.low))
-    return [*(found for found in known.values() if found not in (nothing, whole, best)), best]
+            upper = within
+        within = (lower + upper) / 2
+    valid = [proposal for proposal in known.values() if proposal.measured <= budget]
+    best = max(valid, key=lambda proposal: sum(unit.bytes for unit in proposal.low))
+    return [*(proposal for proposal in known.values() if proposal not in (nothing, whole, best)), best]

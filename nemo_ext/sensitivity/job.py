@@ -23,13 +23,13 @@ DEFAULT_PLAN = {"default": "fp8", "recipe": "tensorwise", "rules": ["head bf16"]
 
 
 def run(config: dict[str, Any]) -> None:
-    """Measure, choose and compare, except what is already done, and write the report.
+    """Measure, choose and compare plans, resuming earlier results, and write the report.
 
     Args:
         config: composed config, from `compose("sensitivity", ...)`.
 
     Raises:
-        ValueError: anything in the config that does not fit.
+        ValueError: the config is invalid.
         SystemExit: a rank failed.
     """
     from nemo_ext.megatron.fp8 import check_backend
@@ -40,7 +40,10 @@ def run(config: dict[str, Any]) -> None:
     if not model.exists():
         raise ValueError(f"sensitivity.model={model}: no such run or checkpoint")
     if is_hugging_face(model):
-        raise ValueError(f"sensitivity.model={model}: of Hugging Face: `nemo-ext convert from={model} to=...` first")
+        raise ValueError(
+            f"sensitivity.model={model}: is a Hugging Face folder: convert it first: `nemo-ext convert "
+            f"from={model} to=...`"
+        )
     config = as_checkpoint(config, model)
     if config["precision_plan"] is None:
         config["precision_plan"] = DEFAULT_PLAN

@@ -1,4 +1,4 @@
-"""The process of one rank of a sensitivity sweep, started by the job like Puzzle's stages."""
+"""Process of one rank of a sensitivity sweep, started by the job."""
 
 import sys
 
@@ -7,7 +7,7 @@ from nemo_ext.sensitivity.workspace import LOG
 
 
 def work(config_path: str) -> None:
-    """Runs the measurements; Megatron is imported here."""
+    """Run the measurements; imports Megatron."""
     from nemo_ext.sensitivity.sweep import run
 
     run(config_path)

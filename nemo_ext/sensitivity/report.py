@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 PICTURE = "scores.png"
 LABELS = {
-    REFERENCE: "the model as it is",
+    REFERENCE: "the unchanged model",
     EVERYTHING: "the given plan",
     "proposed": "proposed",
-    NANO: "attention and what feeds it in BF16",
-    "proposed turned round": "the least sensitive in BF16 instead",
+    NANO: "attention and the blocks before it in BF16",
+    "proposed turned round": "the least sensitive units in BF16",
 }
 _KEPT, _HEAD = "#22262b", "#5b6470"
 
 
 def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, Any], architecture: Architecture) -> Path:
-    """Writes report.md, its picture and the proposed plan; returns the report's path.
+    """Write report.md, its picture and the proposed plan; returns the report's path.
 
     Args:
         workspace: workspace with all measurements.
@@ -48,9 +48,9 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     scores = {line.name: line for line in read_lines(workspace.scores, Sensitivity, what="a score")}
     result = json.loads(workspace.result.read_text())
     low = set(result["tried"][-1]["fp8"])
-    kept = [unit for unit in every if unit.selector not in low]
-    named = named_rule(kept, plan, architecture) if kept else None
-    rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(kept)
+    in_bf16 = [unit for unit in every if unit.selector not in low]
+    named = named_rule(in_bf16, plan, architecture) if in_bf16 else None
+    rules = [Rule.parse(f"{selector} bf16") for selector in named] if named else bf16_rules(in_bf16)
     proposed = [rule.text for rule in with_rules(plan, rules).rules]
     _write_proposal(workspace.proposal, {**config["precision_plan"], "rules": proposed}, chosen)
     losses = {name: lost(score, scores[REFERENCE], chosen.metric) for name, score in scores.items()}
@@ -58,24 +58,26 @@ def write_report(workspace: Workspace, chosen: Settings, config: Mapping[str, An
     for unit in every:
         groups.setdefault(unit.group, []).append(losses[unit.selector])
     metric, where = "KL" if chosen.metric == "kl" else "loss", "BF16" if config["megatron"].get("bf16") else "FP32"
-    report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, kept, every, named, chosen))
+    report = Report(f"FP8 sensitivity of {chosen.model}", _summary(result, in_bf16, every, named, chosen))
     report.add(f"`nemo-ext train --config-dir {workspace.run_dir} precision=proposed ...` trains with it.")
     report.code(workspace.proposal.read_text(), "yaml")
     size = (min(24.0, max(9.0, 4.5 + 0.22 * len(every))), 4.2)
     layout: Any = {"columns": 2, "width_ratios": [max(2.0, len(every) / 14), 1.6]}
     left, right = report.picture(f"{metric} of each {chosen.per} in FP8", PICTURE, *size, **layout)
-    _draw_units(left, every, kept, [losses[unit.selector] for unit in every])
-    tidy(left, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats a token", legend=True)
+    _draw_units(left, every, in_bf16, [losses[unit.selector] for unit in every])
+    tidy(left, grid="y", xlabel=f"{chosen.per} in FP8 alone, from 0", ylabel=f"{metric}, nats per token", legend=True)
     _draw_plans(right, result["plans"], chosen)
-    about = f"On validation data; what is not in FP8 was measured in {where}."
-    report.section("Plans beside each other", about)
+    about = f"On validation data; weights not in FP8 were measured in {where}."
+    report.section("Comparison of plans", about)
     _plans(report, result["plans"])
-    about = f"{metric} in nats a token on calibration data, of each {chosen.per} alone and of all together."
+    about = (
+        f"{metric} in nats per token on calibration data, of each {chosen.per} alone and of all of a group together."
+    )
     report.section("By group", about)
     _groups(report, groups, losses, every)
     report.add(_finding(groups, chosen))
     ranked = sorted(every, key=lambda unit: -losses[unit.selector])[:12]
-    rows = [_row(unit, scores, "BF16" if unit in kept else "FP8") for unit in ranked]
+    rows = [_row(unit, scores, "BF16" if unit in in_bf16 else "FP8") for unit in ranked]
     report.table("The most sensitive", (chosen.per, "kind", "KL", "loss", "bytes in BF16", "proposed"), rows)
     return report.write(workspace.run_dir / REPORT)
 
@@ -92,15 +94,15 @@ def _summary(
     named: Sequence[str] | None,
     chosen: Settings,
 ) -> str:
-    found = result["tried"][-1]
-    what = "nothing has to stay in BF16"
+    best = result["tried"][-1]
+    what = "everything can be in FP8"
     if kept:
         names = f" (`{'`, `'.join(named)}`)" if named else ""
         what = f"{len(kept)} of {len(every)} {chosen.per}s stay in BF16{names}"
     return (
-        f"Within a budget of {result['budget']:.3g} nats a token ({chosen.metric}), {what}: "
-        f"{found['measured']:.3g} nats measured on the calibration set, {found['added']:.3g} by adding up what each "
-        f"loses alone; {len(result['tried'])} plans were tried."
+        f"Within a budget of {result['budget']:.3g} nats per token ({chosen.metric}), {what}: "
+        f"{best['measured']:.3g} nats measured on the calibration set, {best['added']:.3g} as the sum of the single "
+        f"losses; {len(result['tried'])} plans were measured."
     )
 
 
@@ -115,7 +117,7 @@ def _plans(report: Report, plans: Sequence[Mapping[str, Any]]) -> None:
         )
         for plan in plans
     ]
-    report.table("", ("plan", "KL, nats a token", "loss", "bytes in BF16", "bytes of all matrices"), rows)
+    report.table("", ("plan", "KL, nats per token", "loss", "bytes in BF16", "bytes of all matrices"), rows)
 
 
 def _group_name(group: str) -> str:
@@ -131,32 +133,33 @@ def _groups(
     rows = []
     for group, alone in groups.items():
         together = losses[f"all {group}"]
-        a_megabyte = together / sum(unit.bytes for unit in every if unit.group == group) * 1e6
-        figures = (median(alone), max(alone), together, a_megabyte)
+        per_megabyte = together / sum(unit.bytes for unit in every if unit.group == group) * 1e6
+        figures = (median(alone), max(alone), together, per_megabyte)
         rows.append((_group_name(group), len(alone), *(f"{figure:.2e}" for figure in figures)))
-    report.table("", ("group", "number", "median", "largest", "together", "together, a MB of BF16"), rows)
+    report.table("", ("group", "number", "median", "largest", "together", "together, per MB of BF16"), rows)
 
 
 def _finding(groups: Mapping[str, Sequence[float]], chosen: Settings) -> str:
-    """One sentence on whether this model supports Nemotron 3 Nano's choice."""
+    """Sentences on whether this model supports Nemotron 3 Nano's choice of blocks in BF16."""
     if not {"*", "M>*", "M"} <= set(groups):
         return ""
     others = [loss for group, losses in groups.items() if group not in ("*", "M>*") for loss in losses]
     attention, feeding = median(groups["*"]), median(groups["M>*"])
 
-    def beside(value: float, other: float) -> str:
-        return f"{value / other:.1f} times" if other > 0 else "beside nothing for"
+    def ratio(value: float, other: float) -> str:
+        return f"{value / other:.1f} times" if other > 0 else "more than the zero of"
 
     return (
         "Nemotron 3 Nano keeps attention and the Mamba blocks before it in BF16. Here the median "
-        f"{chosen.per} of attention loses {beside(attention, median(others))} what the median of all others does, "
-        f"that of a Mamba block before attention {beside(feeding, median(groups['M']))} that of other Mamba blocks."
+        f"loss of an attention {chosen.per} is {ratio(attention, median(others))} the median of all others, that of a "
+        f"Mamba {chosen.per} before attention {ratio(feeding, median(groups['M']))} the median of other Mamba "
+        f"{chosen.per}s."
     )
 
 
 def _row(unit: Unit, scores: Mapping[str, Sensitivity], proposed: str) -> tuple[object, ...]:
-    own, loss = scores[unit.selector], scores[unit.selector].loss - scores[REFERENCE].loss
-    return unit.selector, _group_name(unit.group), f"{own.kl:.2e}", f"{loss:+.2e}", unit.bytes, proposed
+    score, loss = scores[unit.selector], scores[unit.selector].loss - scores[REFERENCE].loss
+    return unit.selector, _group_name(unit.group), f"{score.kl:.2e}", f"{loss:+.2e}", unit.bytes, proposed
 
 
 def _draw_units(axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], losses: Sequence[float]) -> None:
@@ -180,4 +183,4 @@ def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Setting
     for row, marker in zip(rows, "osD^v", strict=False):
         value = row["kl"] if chosen.metric == "kl" else row["loss"] - reference
         axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
-    tidy(axes, grid="y", xlabel="share of bytes in BF16, validation data", legend={"fontsize": 7})
+    tidy(axes, grid="y", xlabel="fraction of bytes in BF16, validation data", legend={"fontsize": 7})

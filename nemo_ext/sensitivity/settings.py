@@ -1,4 +1,4 @@
-"""The `sensitivity:` section of a config, checked. No torch."""
+"""Settings of the `sensitivity:` section of a config. No torch."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -13,17 +13,17 @@ from nemo_ext.puzzle.settings import Batches
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Settings of the measurements and the proposal.
+    """Settings of a sensitivity sweep.
 
     Attributes:
         model: path of a run directory or Megatron checkpoint.
         per: granularity of the choice: a block, or a part of one (`in_proj`, `fc1`, ...).
-        metric: metric of the budget: `kl`, KL(unchanged model || model in FP8), or `loss`, its increase.
-        share: budget as a share of the given plan's loss.
+        metric: metric of the budget: `kl`, KL(unchanged model || model in FP8), or `loss`, the increase of the loss.
+        share: budget as a fraction of the given plan's loss.
         nats: budget in nats per token, instead of `share`.
-        attempts: plans tried on the calibration set to find the best one within the budget.
-        calibration: training data that sensitivities are measured on.
-        evaluation: validation data that plans are compared on.
+        attempts: maximum number of plans measured to find the best one within the budget.
+        calibration: training data for measuring sensitivities.
+        evaluation: validation data for comparing plans.
     """
 
     model: Place
@@ -37,10 +37,10 @@ class Settings:
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """The checked settings of a composed config.
+    """Check and parse the settings of a composed config.
 
     Raises:
-        ValueError: an invalid value; names the key, its value and the valid ones. Or packs without a validation set.
+        ValueError: an invalid value, more than one node, or packs without a validation set.
     """
     if (nodes := config["launcher"]["nodes"]) != 1:
         raise ValueError(f"launcher.nodes={nodes}: sensitivity runs on one node: set it to 1")

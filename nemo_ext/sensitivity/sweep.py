@@ -1,7 +1,6 @@
-"""The measurements, on one of several ranks that each hold the whole model and split the data; rank 0 writes.
+"""Measurements of a sweep on one rank; every rank holds the whole model, ranks split the data, rank 0 writes files.
 
-FP8 is `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to the order of
-sums.
+FP8 is `nemo_ext.megatron.float8` on every device, so a laptop and a cluster give the same numbers up to rounding.
 """
 
 import json
@@ -37,7 +36,7 @@ from nemo_ext.sensitivity.workspace import EVERYTHING, NANO, REFERENCE, Sensitiv
 
 
 def run(config_path: str) -> None:
-    """Measure every unit, choose a plan, and compare it with others, except what is already done.
+    """Measure every unit, choose a plan, and compare it with others, resuming earlier results.
 
     Args:
         config_path: path of the composed config, data arguments filled in.
@@ -51,7 +50,7 @@ def run(config_path: str) -> None:
 
 
 class Sweep:
-    """One sweep on one rank.
+    """A sensitivity sweep on one rank.
 
     Args:
         config: composed config, with `sensitivity`.
@@ -61,20 +60,20 @@ class Sweep:
         self.chosen, self.workspace = read_settings(config), Workspace(Path(config["run_dir"]))
         checkpoint = Path(self.chosen.model)
         description = description_of(checkpoint)
-        self.built = stage_config(config, description, data_parallel.count())
-        self.parent = open_parent(self.built, checkpoint)
+        self.stage = stage_config(config, description, data_parallel.count())
+        self.parent = open_parent(self.stage, checkpoint)
         self.plan, self.architecture = Plan.from_config(config["precision_plan"]), description.architecture
         self.every = units(self.plan, self.architecture, self.chosen.per)
 
     def run(self) -> None:
-        """Measures, chooses and compares; rank 0 writes the result."""
+        """Measure, choose and compare; rank 0 writes the result."""
         on_training = Measurements(self.parent, self._batches("train", self.chosen.calibration), self.workspace.scores)
         scores = _score(on_training, self.every, lambda low: Precision(self._only(low), self.architecture))
         losses = {name: lost(score, scores[REFERENCE], self.chosen.metric) for name, score in scores.items()}
         budget = self.chosen.nats or self.chosen.share * losses[EVERYTHING]
         tried = self._propose(on_training, scores[REFERENCE], losses, budget)
         rows = self._compare(tried[-1], sorted(self.every, key=lambda unit: losses[unit.selector]))
-        content = {"budget": budget, "tried": [_tried(one) for one in tried], "plans": rows}
+        content = {"budget": budget, "tried": [_tried(proposal) for proposal in tried], "plans": rows}
         data_parallel.written(lambda: write_text(self.workspace.result, json.dumps(content, indent=1) + "\n"))
 
     def _propose(
@@ -84,9 +83,9 @@ class Sweep:
 
             def measure(low: Sequence[Unit]) -> float:
                 name = "+".join(unit.selector for unit in low)
-                found = measurements.of(name, Precision(self._only(low), self.architecture))
+                score = measurements.measure(name, Precision(self._only(low), self.architecture))
                 advance(1)
-                return lost(found, reference, self.chosen.metric)
+                return lost(score, reference, self.chosen.metric)
 
             return propose(
                 self.every,
@@ -97,41 +96,41 @@ class Sweep:
                 attempts=self.chosen.attempts,
             )
 
-    def _compare(self, best: Proposal, least: Sequence[Unit]) -> list[dict[str, Any]]:
-        """Compares the proposal with other plans on validation data; `least` are all units, least sensitive first."""
+    def _compare(self, best: Proposal, by_loss: Sequence[Unit]) -> list[dict[str, Any]]:
+        """Compares the proposal with other plans on validation data; `by_loss` are all units, least sensitive first."""
         plans: dict[str, Plan | None] = {REFERENCE: None, EVERYTHING: self.plan, "proposed": self._only(best.low)}
-        if kept := kept_by(NANO_IN_BF16, self.every, self.architecture):
-            plans[NANO] = self._only([unit for unit in self.every if unit not in kept])
+        if in_bf16 := kept_by(NANO_IN_BF16, self.every, self.architecture):
+            plans[NANO] = self._only([unit for unit in self.every if unit not in in_bf16])
         if 0 < len(best.low) < len(self.every):
-            plans["proposed turned round"] = self._only(_turned_round(best, least))
+            plans["proposed turned round"] = self._only(_reversed_choice(best, by_loss))
         measurements = Measurements(self.parent, self._batches("valid", self.chosen.evaluation), None)
         rows = []
         with data_parallel.progress("compare", len(plans), "plans") as advance:
             for name, plan in plans.items():
-                found = measurements.of(name, None if plan is None else Precision(plan, self.architecture))
-                rows.append(as_json(found, plan, self.architecture))
+                score = measurements.measure(name, None if plan is None else Precision(plan, self.architecture))
+                rows.append(as_json(score, plan, self.architecture))
                 advance(1)
         return rows
 
     def _only(self, low: Sequence[Unit]) -> Plan:
         return only(self.plan, low, self.every)
 
-    def _batches(self, split: Any, of: Batches) -> list[Tensor]:
-        return TokenBatches(self.built, split, of.sequences, self.parent.device).batches(of.batch)
+    def _batches(self, split: Any, size: Batches) -> list[Tensor]:
+        return TokenBatches(self.stage, split, size.sequences, self.parent.device).batches(size.batch)
 
 
-def _turned_round(best: Proposal, least: Sequence[Unit]) -> list[Unit]:
-    """Units in FP8 of a plan with no more BF16 bytes than `best`, which keeps the least sensitive units in BF16.
+def _reversed_choice(best: Proposal, by_loss: Sequence[Unit]) -> list[Unit]:
+    """Units in FP8 of a plan that keeps the least sensitive units in BF16, with at most the BF16 bytes of `best`.
 
     Args:
         best: the best proposal.
-        least: all units, the least sensitive first.
+        by_loss: all units, the least sensitive first.
     """
-    left = sum(unit.bytes for unit in least if unit not in best.low)
+    budget = sum(unit.bytes for unit in by_loss if unit not in best.low)
     low = []
-    for unit in least:
-        if unit.bytes <= left:
-            left -= unit.bytes
+    for unit in by_loss:
+        if unit.bytes <= budget:
+            budget -= unit.bytes
         else:
             low.append(unit)
     return low
@@ -151,7 +150,7 @@ class Measurements:
     Args:
         parent: the model.
         batches: this rank's tokens `[batch, seq]`.
-        file: path of the file with known lines; None to keep none.
+        file: file of earlier and new measurements; None to keep none.
     """
 
     def __init__(self, parent: Parent, batches: Sequence[Tensor], file: Path | None) -> None:
@@ -165,8 +164,8 @@ class Measurements:
                 line.name: line for line in data_parallel.agreed(partial(read_lines, file, Sensitivity, what="a score"))
             }
 
-    def of(self, name: str, precision: Precision | None) -> Sensitivity:
-        """The measurement of a plan, taken if it is not known yet; None for the unchanged model."""
+    def measure(self, name: str, precision: Precision | None) -> Sensitivity:
+        """Measure a plan, or return its earlier measurement; None for the unchanged model."""
         if name not in self.known:
             kl, loss = self._measure(precision)
             self.known[name] = Sensitivity(name, kl, loss, self.tokens)
@@ -192,7 +191,7 @@ class Measurements:
 
 
 def _first_block(precision: Precision) -> int:
-    """0-based number of the first block with a weight in FP8; the last block if only the output layer has one."""
+    """0-based number of the first block with a weight in FP8; the last block if only the output layer has."""
     weights = (each.weight for each in assigned(precision.plan, precision.architecture) if each.precision == "fp8")
     return min((w.block for w in weights if w.block is not None), default=len(precision.architecture.sizes) - 1)
 
@@ -200,17 +199,17 @@ def _first_block(precision: Precision) -> int:
 def _score(
     measurements: Measurements, every: Sequence[Unit], in_fp8: Callable[[Sequence[Unit]], Precision]
 ) -> dict[str, Sensitivity]:
-    """Measurements by name: the unchanged model, all units together, each unit alone and each group together."""
+    """Scores by name: of the unchanged model, all units together, each unit alone and each group together."""
     groups = {group: [unit for unit in every if unit.group == group] for group in dict.fromkeys(u.group for u in every)}
-    wanted: Mapping[str, Sequence[Unit] | None] = {
+    plans: Mapping[str, Sequence[Unit] | None] = {
         REFERENCE: None,
         EVERYTHING: every,
         **{unit.selector: [unit] for unit in every},
         **{f"all {group}": members for group, members in groups.items()},
     }
-    with data_parallel.progress("sensitivity", len(wanted), "measured") as advance:
-        found = {}
-        for name, low in wanted.items():
-            found[name] = measurements.of(name, None if low is None else in_fp8(low))
+    with data_parallel.progress("sensitivity", len(plans), "measured") as advance:
+        scores = {}
+        for name, low in plans.items():
+            scores[name] = measurements.measure(name, None if low is None else in_fp8(low))
             advance(1)
-    return found
+    return scores

@@ -1,4 +1,4 @@
-"""Units that are quantised together, as rules of a precision plan. Pure Python."""
+"""Units of weights that are quantised together, and rules of a precision plan for them. Pure Python."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from nemo_ext.architecture.precision_plan import HEAD, NANO_IN_BF16, Plan, Rule,
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that are all in FP8 or all in BF16.
+    """Weights that are either all in FP8 or all in BF16.
 
     Attributes:
         selector: selector of a rule, `5` or `5.in_proj` or `head`.
-        group: group for comparisons: the kind of block, with its neighbour if it feeds attention (`M>*`).
-        weights: weights of the unit that the given plan has in FP8.
+        group: group for comparisons: the kind of block, and its successor if that is attention (`M>*`).
+        weights: weights of the unit that the given plan puts in FP8.
     """
 
     selector: str
@@ -35,29 +35,29 @@ class Unit:
 
 
 def units(plan: Plan, architecture: Architecture, per: str) -> list[Unit]:
-    """Units of everything that a plan has in FP8, cut into blocks or parts, in model order.
+    """Units of all weights that a plan puts in FP8, by block or part, in model order.
 
     Args:
-        plan: plan that is to be improved.
+        plan: plan to improve.
         architecture: the model's architecture.
         per: granularity, `block` or `part`.
 
     Raises:
-        ValueError: the plan has nothing in FP8.
+        ValueError: the plan puts nothing in FP8.
     """
     kinds = [block.kind for block in architecture.sizes]
-    found: dict[str, list[Weight]] = {}
-    for each in assigned(plan, architecture):
-        if each.precision != "fp8":
+    by_selector: dict[str, list[Weight]] = {}
+    for assignment in assigned(plan, architecture):
+        if assignment.precision != "fp8":
             continue
-        weight = each.weight
+        weight = assignment.weight
         selector = HEAD if weight.block is None else str(weight.block)
         if per == "part" and weight.block is not None:
             selector += f".{weight.part}"
-        found.setdefault(selector, []).append(weight)
-    if not found:
+        by_selector.setdefault(selector, []).append(weight)
+    if not by_selector:
         raise ValueError("precision_plan: nothing of this model is in FP8, so there is nothing to measure")
-    return [Unit(name, _group(of[0], kinds), tuple(of)) for name, of in found.items()]
+    return [Unit(name, _group(weights[0], kinds), tuple(weights)) for name, weights in by_selector.items()]
 
 
 def _group(weight: Weight, kinds: Sequence[str]) -> str:
@@ -68,21 +68,21 @@ def _group(weight: Weight, kinds: Sequence[str]) -> str:
 
 
 def only(plan: Plan, low: Sequence[Unit], every: Sequence[Unit]) -> Plan:
-    """The plan with these units in FP8, and the other units of `every` in BF16."""
+    """The plan with only these units in FP8, and the other units of `every` in BF16."""
     return with_rules(plan, bf16_rules([unit for unit in every if unit not in low]))
 
 
 def with_rules(plan: Plan, rules: Sequence[Rule]) -> Plan:
-    """The plan with additional rules for what it has in FP8.
+    """The plan with additional rules for weights that it puts in FP8.
 
-    They come after its own leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
+    They follow its leading rules that do not select FP8, so that `2 bf16` leaves a router in FP32.
     """
-    own = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
-    return replace(plan, rules=(*own, *rules, *plan.rules[len(own) :]))
+    leading = tuple(takewhile(lambda rule: rule.precision != "fp8", plan.rules))
+    return replace(plan, rules=(*leading, *rules, *plan.rules[len(leading) :]))
 
 
 def bf16_rules(kept: Sequence[Unit]) -> tuple[Rule, ...]:
-    """Rules that keep units in BF16: one for whole blocks, one per part, one for the output layer."""
+    """Rules that keep units in BF16: one for whole blocks, one per kind of part, one for the output layer."""
     lists: dict[str, list[int]] = {}
     for unit in kept:
         if unit.block is not None:

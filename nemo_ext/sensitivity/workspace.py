@@ -1,4 +1,4 @@
-"""Files of a sensitivity sweep, the inputs they were made from, and their lines. No torch."""
+"""Files of a sensitivity sweep and the record of its inputs. No torch."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from nemo_ext.job.run_directory import CONFIG
 
 LOG = "sensitivity.log"
 REFERENCE, EVERYTHING = "as it is", "given"
-"""Names of the lines for the unchanged model and for the given plan."""
+"""Names of the scores of the unchanged model and of the given plan."""
 NANO = "attention and what feeds it"
 """Name of the plan of `precision_plan.NANO_IN_BF16` in reports."""
 
@@ -24,10 +24,10 @@ class Sensitivity:
     """Loss of the model with some units in FP8, means over tokens.
 
     Attributes:
-        name: name of a unit in FP8 alone, of a group of them (`all M>*`), or of a plan.
-        kl: nats per token, KL(the unchanged model || the model in FP8) of the next token.
+        name: name of a single unit in FP8, of a group of units (`all M>*`), or of a plan.
+        kl: KL(unchanged model || model in FP8) of the next token, nats per token.
         loss: language model loss, nats per token.
-        tokens: number of tokens that it was measured on.
+        tokens: number of tokens measured.
     """
 
     name: str
@@ -37,18 +37,18 @@ class Sensitivity:
 
 
 def lost(score: Sensitivity, reference: Sensitivity, metric: str) -> float:
-    """The loss by a metric of `Settings`, nats per token."""
+    """Loss compared with the unchanged model by a metric of `Settings`, nats per token."""
     return score.kl if metric == "kl" else score.loss - reference.loss
 
 
 class Workspace:
-    """A run directory.
+    """Paths in the run directory of a sweep.
 
     Attributes:
         run_dir: path of the run directory.
         config: composed config that the ranks read.
         scores: scores of units and plans on the calibration set.
-        result: file of plans that were tried and compared.
+        result: file of measured and compared plans.
         proposal: the proposed plan as a file of the Hydra group `precision`.
     """
 
@@ -58,11 +58,11 @@ class Workspace:
         self.proposal = run_dir / "precision" / "proposed.yaml"
 
     def begin(self, config: Mapping[str, Any], checkpoint: Path) -> None:
-        """Records the inputs that scores are made from.
+        """Record the inputs of the scores.
 
         Args:
             config: config of the job, before data arguments are filled in.
-            checkpoint: path of the checkpoint that is measured.
+            checkpoint: path of the measured checkpoint.
 
         Raises:
             ValueError: existing scores were made from other inputs.
@@ -85,14 +85,14 @@ class Workspace:
                 changed = {"checkpoint": "another one"}
             if changed:
                 raise ValueError(
-                    f"{self.scores} holds scores of something else ({describe(changed)}): "
-                    "give another run_dir, or remove it"
+                    f"{self.scores} has scores with other inputs ({describe(changed)}): "
+                    "choose another run_dir, or remove it"
                 )
         note(record, made_of)
 
 
 def as_json(score: Sensitivity, plan: Plan | None, architecture: Architecture) -> dict[str, Any]:
-    """A compared plan: its loss, its rules and the bytes of its weights by precision."""
+    """A compared plan as JSON: loss, rules, and bytes of the weights by precision."""
     held = weight_bytes(plan or Plan(), architecture)
     rules = [rule.text for rule in plan.rules] if plan is not None else []
     return {**asdict(score), "default": "bf16" if plan is None else plan.default, "rules": rules, "bytes": held}

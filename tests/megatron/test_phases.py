@@ -122,7 +122,9 @@ def test_only_later_phases_of_a_started_run_may_change() -> None:
         (run(20480, 20480, 10240, own="prose"), "data"),  # the run's own data, which no phase names
         (run(20480, 20480, 10240, seed=2), "seed"),
     ):
-        with pytest.raises(ValueError, match=rf"run is at step 60, and its phases until there .*\({differs} differ\)"):
+        with pytest.raises(
+            ValueError, match=rf"run is at step 60, and its phases up to that step .*\({differs} differ\)"
+        ):
             _check_same_past(before, other, 60, Path("run"))
     with pytest.raises(ValueError, match="run was begun without phases"):
         _check_same_past({**before, "phases": {}}, before, 60, Path("run"))

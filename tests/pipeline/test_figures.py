@@ -1,4 +1,4 @@
-"""Key figures of stages, from the files that their jobs write."""
+"""Key figures of stages, read from the files of their jobs."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a pipeline will take of a cluster."""
+"""Estimates of a pipeline's nodes, hours and storage."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_hours_follow_from_tokens_flops_and_peak(submissions: dict[str, Submissi
     assert columns["GPU-hours"][0] == "129,205"
     assert columns["hours"][0] == "504.7"
     assert (columns["nodes"], columns["GPUs"]) == (["64", "1", "3", ""], ["256", "-", "6", ""])
-    # A checkpoint in 1000 of 120,000 steps, of which three stay and one in 10,000; 9.815 B parameters.
+    # A checkpoint every 1000 of 120,000 steps; the last three and every tenth are kept; 9.815 B parameters.
     assert (columns["checkpoints"][0], columns["TB"][0]) == ("15", "2.1")
     assert columns["starts"] == ["22", "-", "-", ""], "of 24 hours"
     assert columns["hours"][1:] == ["-", "-", ""]
@@ -37,7 +37,7 @@ def test_hours_follow_from_tokens_flops_and_peak(submissions: dict[str, Submissi
     assert columns["TB"][1:] == ["-", "-", "2.1"]
 
 
-def test_data_and_models_of_rl_take_room(tmp_path: Path, random_llama: Path) -> None:
+def test_storage_of_data_and_rl_models_is_counted(tmp_path: Path, random_llama: Path) -> None:
     streams = f"data.directory={tmp_path}/d"
     words = {
         "tokenize": ["job=tokenize", "data=local_text", streams],
@@ -46,7 +46,7 @@ def test_data_and_models_of_rl_take_room(tmp_path: Path, random_llama: Path) -> 
     }
     table = needs_of({name: planned([*each, "cluster=leonardo"]) for name, each in words.items()})
 
-    # 2T tokens of 4 bytes; 1.176 B parameters of 14 bytes, 50 times; a small model of RL.
+    # 2 T tokens at 4 bytes; 50 checkpoints of 1.176 B parameters at 14 bytes; a small RL model.
     assert list(table.columns[-1].cells) == ["8.0", "0.8", "0.0", "8.8"]
 
 

@@ -1,4 +1,4 @@
-"""What can be known to be wrong with a stage before those it waits for have made its files."""
+"""Errors of a stage that are found before its dependencies have made its files."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +18,7 @@ Chain = Callable[[str, str], list[str]]
 
 @pytest.fixture
 def wrong(tmp_path: Path) -> Chain:
-    """The errors of a chain's second stage, by words of either."""
+    """Errors of a chain's second stage, by the arguments of both stages."""
     (tmp_path / "a.md").write_text("text")
 
     def errors(tokenize: str, pretrain: str) -> list[str]:
@@ -26,7 +26,7 @@ def wrong(tmp_path: Path) -> Chain:
         given = [f"tokenize.{word}" for word in tokenize.split()] + [f"pretrain.{word}" for word in pretrain.split()]
         pipeline = read([*words[0].split(), *given])
         submissions: dict[str, Submission] = {}
-        found: Sequence[object] = ()
+        problems: Sequence[object] = ()
         for stage in pipeline.stages:
             before = pipeline.before(stage)
             coming = [
@@ -36,11 +36,11 @@ def wrong(tmp_path: Path) -> Chain:
                 for place in makes(submissions[each.name].settings.job, config)
             ]
             made = submissions[stage.name] = planned(stage.words, coming=coming)
-            found = [
+            problems = [
                 *findings(made.config, made.settings, coming=coming),
                 *_other_tokenizers(before, submissions, made),
             ]
-        return [one.text for one in found if one.kind == "error"]
+        return [one.text for one in problems if one.kind == "error"]
 
     return errors
 
@@ -58,7 +58,7 @@ def test_a_chain_that_fits_together_has_no_errors(wrong: Chain) -> None:
         ("tokenizer={tok}", "", "code is tokenised with"),
     ],
 )
-def test_a_wrong_tokenizer_is_found_before_tokenising(
+def test_a_tokenizer_mismatch_is_found_before_tokenising(
     wrong: Chain, tokenize: str, pretrain: str, said: str, tmp_path: Path
 ) -> None:
     from tokenizers import Tokenizer
@@ -71,7 +71,7 @@ def test_a_wrong_tokenizer_is_found_before_tokenising(
     assert [text for text in errors if said in text], errors
 
 
-def test_the_tokenizer_of_pairs_may_be_made_by_a_stage_before(tmp_path: Path) -> None:
+def test_the_tokenizer_of_pairs_may_come_from_an_earlier_stage(tmp_path: Path) -> None:
     words = [
         "output=p",
         "sources={own: {kind: pairs, path: a.jsonl}}",

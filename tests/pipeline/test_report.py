@@ -1,4 +1,4 @@
-"""The report of a pipeline whose stages' files are made here."""
+"""Report of a pipeline, from files of stages written here."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ STAGES = {
 
 
 def evaluated(folder: Path, right: int) -> None:
-    """An evaluation with so many right answers to the same 40 questions."""
+    """Write an evaluation with `right` correct answers to the same 40 questions."""
     with Store(folder / "store") as store:
         keys = [Key("sums", f"p{number:02}", "default", "default", 0) for number in range(40)]
         for key in keys:
@@ -71,7 +71,7 @@ def cells(report: str, begins: str) -> list[str]:
 
 
 def test_a_report_of_stages_with_their_costs_and_what_each_changed(pipeline: Pipeline) -> None:
-    """Each beside what the paper reports, and compared with the stage that it started from."""
+    """Each next to the paper's results, and compared with the stage that it started from."""
     for second in ("evaluate_grpo", "final"):
         evaluated(pipeline.run_dir / second, 30)
     (pipeline.run_dir / "sft" / "<b>.png").write_bytes(b"picture")
@@ -80,11 +80,11 @@ def test_a_report_of_stages_with_their_costs_and_what_each_changed(pipeline: Pip
 
     row = dict(zip(cells(report, "stage"), cells(report, "sft"), strict=True))
     assert row["GPU-hours"] == "4.00", "16 GPUs for a quarter of an hour"
-    assert row["tokens a GPU-hour"] == "2,500"
+    assert row["tokens per GPU-hour"] == "2,500"
     assert (row["MFU (exact)"], row["MFU (6N)"]) == ("41.0%", "35.0%")
     assert row["MJ"] == "0.1", "500 J in each of 10 steps on 16 GPUs"
     assert row["paper"] == "section 4.1; GSM8K 77.6"
-    assert "evaluate_sft" not in report.split("##")[0], "evaluations have a table of their own"
+    assert "evaluate_sft" not in report.split("##")[0], "evaluations have another table"
 
     changed = report.split("## What each stage changed")[1]
     columns = cells(changed, "stage | from")
@@ -100,7 +100,7 @@ def test_a_report_of_stages_with_their_costs_and_what_each_changed(pipeline: Pip
     assert 'src="compare' not in page
 
 
-def test_columns_that_no_stage_has_anything_in_are_left_out(pipeline: Pipeline) -> None:
+def test_empty_columns_are_omitted(pipeline: Pipeline) -> None:
     started(pipeline.run_dir / "pretrain", job="", seconds=5.0)
     started(pipeline.run_dir / "sft", job="", seconds=5.0)
     for name in ("pretrain", "sft"):
@@ -110,21 +110,21 @@ def test_columns_that_no_stage_has_anything_in_are_left_out(pipeline: Pipeline) 
     assert head == ["stage", "job", "after", "state", "seconds", "tokens", "figures", "paper"]
 
 
-def test_an_evaluation_of_its_own_is_no_stage_that_changed_a_model(pipeline: Pipeline) -> None:
+def test_a_separate_evaluation_is_not_a_stage_that_changed_a_model(pipeline: Pipeline) -> None:
     evaluated(pipeline.run_dir / "final", 30)
     changed = write_report(pipeline, {}).read_text().split("## What each stage changed")[1]
 
     assert changed.count("| grpo | sft | sums |") == 1 and "| final |" not in changed
 
 
-def test_a_file_that_cannot_be_read_is_named_and_the_rest_is_told(pipeline: Pipeline) -> None:
+def test_an_unreadable_file_is_named_and_the_rest_is_reported(pipeline: Pipeline) -> None:
     (pipeline.run_dir / "pretrain" / "metrics.jsonl").write_text("{}\n[1]\n{}\n")
     (pipeline.run_dir / "evaluate_sft" / "results.json").write_text("")
 
     report = write_report(pipeline, {}).read_text()
     assert "cannot be read: " in cells(report, "pretrain")[-2] and "metrics.jsonl" in cells(report, "pretrain")[-2]
     assert cells(report, "sft")[-1] == "section 4.1; GSM8K 77.6"
-    assert "They cannot be shown: " in report and "evaluate_sft" in report.split("They cannot be shown")[1]
+    assert "They could not be compared: " in report and "evaluate_sft" in report.split("They could not be compared")[1]
 
 
 def test_the_command_reports_what_ran_on_slurm(pipeline: Pipeline, tmp_path: Path, command: Callable[..., Any]) -> None:

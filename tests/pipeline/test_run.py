@@ -1,4 +1,4 @@
-"""A pipeline on this machine: what is run again and what is not, and a chain that is killed and goes on."""
+"""A pipeline on this machine: finished stages are not run again, and a killed pipeline resumes."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def write(folder: Path, stages: dict[str, Any]) -> None:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Plan:
-    """The stages of a chain of two jobs, by name."""
+    """Stages of a chain of two jobs, by name."""
     stages = {
         "tasks": {"job": "rl_tasks", "words": ["generator=arithmetic", f"output={tmp_path}/tasks.jsonl"]},
         "more": {"job": "rl_tasks", "words": ["generator=tables", f"output={tmp_path}/more.jsonl"]},
@@ -50,7 +50,7 @@ def done(work: Work) -> None:
     attempts.finish(work.record, step=None, words=work.stage.own)
 
 
-def test_what_is_finished_is_not_run_again(plan: Plan) -> None:
+def test_a_finished_stage_is_not_run_again(plan: Plan) -> None:
     works = plan()
     assert [work.state for work in works.values()] == ["waiting", "waiting"]
     done(works["tasks"])
@@ -59,31 +59,29 @@ def test_what_is_finished_is_not_run_again(plan: Plan) -> None:
     assert [work.state for work in plan().values()] == ["finished before"] * 2
 
 
-def test_a_finished_stage_with_other_words_is_told(plan: Plan) -> None:
+def test_a_finished_stage_with_other_arguments_is_refused(plan: Plan) -> None:
     done(plan()["tasks"])
 
-    with pytest.raises(ValueError, match=r"tasks: finished with other words \(count=5\)"):
+    with pytest.raises(ValueError, match=r"tasks: finished with other arguments \(count=5\)"):
         plan("tasks.count=5")
     assert plan("more.count=5")["more"].state == "waiting"
 
 
-def test_a_stage_made_from_what_was_made_again_is_told(plan: Plan, tmp_path: Path) -> None:
+def test_a_stage_whose_input_was_made_again_is_refused(plan: Plan, tmp_path: Path) -> None:
     works = plan()
     done(works["tasks"])
     done(works["more"])
     done(works["tasks"])
 
-    with pytest.raises(
-        ValueError, match=f"more: was begun before tasks was made again: remove {tmp_path}/more.jsonl and"
-    ):
+    with pytest.raises(ValueError, match=f"more: began before tasks was run again: remove {tmp_path}/more.jsonl and"):
         plan()
     (works["tasks"].record / attempts.FOLDER / attempts.FINISHED).unlink()
-    with pytest.raises(ValueError, match="more: was begun before tasks was finished"):
+    with pytest.raises(ValueError, match="more: began before tasks was finished"):
         plan()
-    assert plan("from=more")["more"].state == "finished before", "what stands outside is taken to be done"
+    assert plan("from=more")["more"].state == "finished before", "stages outside are assumed to be finished"
 
 
-def test_a_stage_that_slurm_has_is_not_run_here(
+def test_a_stage_that_is_queued_on_slurm_is_not_run_here(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work = plan()["more"]
@@ -95,10 +93,10 @@ def test_a_stage_that_slurm_has_is_not_run_here(
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
 
-    with pytest.raises(ValueError, match="more: job 101 of it is running: wait for it, or"):
+    with pytest.raises(ValueError, match="more: its job 101 on Slurm is running: wait for it, or"):
         run([f"--config-dir={tmp_path}", "pipeline=two", f"run_dir={tmp_path}/r"], dry_run=False)
     assert not (tmp_path / "tasks.jsonl").exists()
-    assert not runs_here(tmp_path / "r"), "the lock is let go"
+    assert not runs_here(tmp_path / "r"), "the lock is released"
 
 
 def test_an_array_is_finished_when_all_its_tasks_are(plan: Plan) -> None:
@@ -115,7 +113,7 @@ def test_an_array_is_finished_when_all_its_tasks_are(plan: Plan) -> None:
     assert [work.state for work in plan().values()] == ["finished before"] * 2
 
 
-def test_time_is_that_of_all_starts(plan: Plan) -> None:
+def test_time_is_the_total_of_all_starts(plan: Plan) -> None:
     work = plan()["tasks"]
     starts = [
         attempts.Attempt(job="", restart=number, nodes="", began=100.0 * number, first_step=0, ended=100.0 * number + 7)
@@ -129,7 +127,7 @@ def test_time_is_that_of_all_starts(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is for `nemo-ext submit`"),
+        (["pipeline=quickstart", "cluster=leonardo"], "cluster=leonardo: is an argument of `nemo-ext submit`"),
         (["pipeline=quickstart", "pretrain.recipe=olmo9"], "stages.pretrain: "),
         (["scale=laptop"], "pipeline=NAME is missing"),
         (["pipeline=quickstart", "run_dir=it's"], "run_dir=it's: choose a path without '"),
@@ -164,14 +162,14 @@ TINY = (
 
 
 def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen[bytes]:
-    """The command in a folder, with its output in output.txt."""
+    """Start the command in a folder, with its output in output.txt."""
     command = [sys.executable, "-m", "nemo_ext.cli", "pipeline", *words]
     with (folder / "output.txt").open("wb") as file:
         return subprocess.Popen(command, cwd=folder, stdout=file, stderr=file, env={**os.environ, **environment})
 
 
 def end(process: subprocess.Popen[bytes], folder: Path, code: int = 0) -> str:
-    """Its output, when it has ended."""
+    """Wait for the end of the command; returns its output."""
     output = folder / "output.txt"
     assert process.wait(300) == code, output.read_text()
     return output.read_text()
@@ -185,14 +183,14 @@ def wait(process: subprocess.Popen[bytes], folder: Path, until: Callable[[], boo
 
 
 def step_of(run_dir: Path) -> int:
-    """The newest step that a training has logged."""
+    """Newest step that a training has logged."""
     metrics = run_dir / "metrics.jsonl"
     return max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
 
 
 @pytest.mark.slow
-def test_a_chain_that_is_interrupted_or_killed_goes_on(tmp_path: Path, standins: Any) -> None:
-    """Ctrl-C while it trains, then kill -9, then to its end and once more."""
+def test_an_interrupted_or_killed_chain_resumes(tmp_path: Path, standins: Any) -> None:
+    """Ctrl-C while it trains, then kill -9, then to its end, then again."""
     training = [
         *("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.seq_length=64", "megatron.global_batch_size=2"),
         *("train.tokens=5120", "memory_profile=null", "train.validate_at_start=false"),
@@ -211,17 +209,17 @@ def test_a_chain_that_is_interrupted_or_killed_goes_on(tmp_path: Path, standins:
     interrupted = start(tmp_path, *words, **environment)
     wait(interrupted, tmp_path, lambda: step_of(run_dir) == 7)
     interrupted.send_signal(signal.SIGINT)
-    told = end(interrupted, tmp_path, 130)
-    assert "tasks: finished, " in told and "pretrain: interrupted" in told
-    assert f"interrupted in pretrain: the same command goes on (output: {tmp_path}/r/pretrain.log)" in told
+    output = end(interrupted, tmp_path, 130)
+    assert "tasks: finished, " in output and "pretrain: interrupted" in output
+    assert f"interrupted in pretrain: the same command resumes (output: {tmp_path}/r/pretrain.log)" in output
     killed = start(tmp_path, *words, **environment)
     wait(killed, tmp_path, lambda: step_of(run_dir) == 14)
     killed.kill()
     killed.wait()
     assert not (tmp_path / "more.jsonl").exists()
-    told = end(start(tmp_path, *words, **environment), tmp_path)
+    output = end(start(tmp_path, *words, **environment), tmp_path)
 
-    assert "tasks: finished before" in told and (tmp_path / "more.jsonl").exists()
+    assert "tasks: finished before" in output and (tmp_path / "more.jsonl").exists()
     steps = [line["step"] for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
     assert steps == list(range(1, 41)), "nothing was lost or done twice"
     starts = attempts.read(run_dir)
@@ -233,8 +231,8 @@ def test_a_chain_that_is_interrupted_or_killed_goes_on(tmp_path: Path, standins:
 
 
 @pytest.mark.deep
-def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
-    """The quickstart in small: kill -9 while it trains, then the same command to its end, and once more."""
+def test_a_killed_chain_resumes_to_the_same_end(tmp_path: Path) -> None:
+    """The quickstart in small: kill -9 while it trains, then the same command to its end, then again."""
     tokenize = "tokenize.data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_bytes: 200000}}]"
     words = ["pipeline=quickstart", "run_dir=r", "data_root=data", tokenize, *(f"pretrain.{word}" for word in TINY)]
     run_dir = tmp_path / "r" / "pretrain"
@@ -259,7 +257,7 @@ def test_a_chain_that_is_killed_goes_on_to_the_same_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, standins: Any) -> None:
+def test_a_model_is_served_while_a_stage_uses_it(tmp_path: Path, standins: Any) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}?"}}\n' for n in range(20)))
     ask = [f"input={tmp_path}/rows.jsonl", f"output={tmp_path}/answers", "endpoint=${run_dir}/judge"]
     path, model = f"{standins.vllm(tmp_path)}{os.pathsep}{os.environ['PATH']}", tmp_path / "model"
@@ -273,25 +271,25 @@ def test_a_model_is_served_while_a_stage_asks_it(tmp_path: Path, standins: Any) 
     (tmp_path / "pipeline" / "asked.yaml").write_text(text)
     words = f"--config-dir={tmp_path}", "pipeline=asked", f"run_dir={tmp_path}/r"
 
-    told = end(start(tmp_path, *words, PATH=path), tmp_path)
-    assert [line for line in told.splitlines() if line.startswith(("judge: ", "ask: "))] == [
+    output = end(start(tmp_path, *words, PATH=path), tmp_path)
+    assert [line for line in output.splitlines() if line.startswith(("judge: ", "ask: "))] == [
         *("judge: running", "ask: running"),
-        next(line for line in told.splitlines() if line.startswith("ask: finished, ")),
+        next(line for line in output.splitlines() if line.startswith("ask: finished, ")),
         "judge: stopped",
     ]
-    assert f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={model}" in told
+    assert f"public: nemo-ext serve --config-dir={tmp_path} run_dir={tmp_path}/r/public port=0 model={model}" in output
     assert not (tmp_path / "r" / "judge" / "endpoint.json").exists()
     assert (tmp_path / "answers" / "report.md").is_file()
     again = end(start(tmp_path, *words, PATH=path), tmp_path)
-    assert "ask: finished before" in again and "judge: running" not in again, "nobody asks it"
+    assert "ask: finished before" in again and "judge: running" not in again, "no stage uses it"
     (model / "broken").touch()
     others = ("ask.output=other", f"run_dir={tmp_path}/s")
-    assert "error: judge, beside ask: the server ended with " in end(
+    assert "error: judge, the server of ask: the server ended with " in end(
         start(tmp_path, *words, *others, PATH=path), tmp_path, 1
     )
 
 
-def test_a_package_that_a_stage_needs_is_missed_before_any_stage_starts(
+def test_a_missing_package_is_reported_before_any_stage_starts(
     tmp_path: Path, command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed, folder = install.distributions, install.folder_of

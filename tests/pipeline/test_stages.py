@@ -1,4 +1,4 @@
-"""A pipeline's file as stages: order, hand-over of models, evaluations, twins, the part that is wanted."""
+"""Parsing of a pipeline: order, hand-over of models, evaluations, twins, selection of stages."""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ CHAIN = {
 
 
 def chain(folder: Path, stages: dict[str, Any], *words: str, **keys: Any) -> dict[str, tuple[str, ...]]:
-    """The words of each stage of a file, in the order of the stages."""
+    """Arguments of each stage of a file, in run order."""
     path = folder / "pipeline" / "mine.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(
@@ -45,31 +45,33 @@ def test_a_stage_starts_from_the_model_that_its_parent_makes(tmp_path: Path) -> 
     assert "model=r/grpo/model" in words["dpo"]
     assert "from=r/dpo/model" in words["fp8"]
     assert "model=r/sft" in words["bench"]
-    assert "model=elsewhere" in chain(tmp_path, CHAIN, "export.to=elsewhere")["grpo"], "the parent's last word counts"
+    assert "model=elsewhere" in chain(tmp_path, CHAIN, "export.to=elsewhere")["grpo"], (
+        "the parent's last argument counts"
+    )
     assert "model=mine" in chain(tmp_path, CHAIN, "grpo.model=mine")["grpo"], "and the user's own"
 
 
 @pytest.mark.parametrize(
     ("stages", "said"),
     [
-        ({"a": {"job": "train"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl takes a Hugging Face folder"),
-        ({"a": {"job": "rl_tasks"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl_tasks makes no model"),
-        ({"a": {"job": "train"}, "b": {"job": "rl_tasks", "parent": "a"}}, "rl_tasks starts from no model"),
+        ({"a": {"job": "train"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl needs a Hugging Face folder"),
+        ({"a": {"job": "rl_tasks"}, "b": {"job": "rl", "parent": "a"}}, "b.parent=a: rl_tasks does not write a model"),
+        ({"a": {"job": "train"}, "b": {"job": "rl_tasks", "parent": "a"}}, "rl_tasks does not start from a model"),
         ({"a": {"job": "train"}, "b": {"job": "train", "parent": "aa"}}, "b.parent=aa: did you mean 'a'"),
         ({"a": {"job": "train", "after": ["b"]}, "b": {"job": "train"}}, "a, b wait for each other"),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "parent": "a"}},
-            "b.parent=a: is a server, which never ends: name it",
+            "b.parent=a: is a server, which does not end: name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "after": ["a"]}},
-            "b.after=a: is a server, which never ends: name it",
+            "b.after=a: is a server, which does not end: name it",
         ),
         (
             {"a": {"job": "serve"}, "b": {"job": "rl", "beside": ["c"]}},
-            "b.beside=c: no stage with job: serve: known: a",
+            "b.beside=c: is not a stage with job: serve: known: a",
         ),
-        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: no stage with job: serve"),
+        ({"a": {"job": "train"}, "b": {"job": "rl", "beside": ["a"]}}, "b.beside=a: is not a stage with job: serve"),
     ],
 )
 def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dict[str, Any], said: str) -> None:
@@ -78,7 +80,7 @@ def test_a_model_that_cannot_be_handed_over_is_named(tmp_path: Path, stages: dic
     assert said in str(raised.value)
 
 
-def test_stages_keep_their_order_but_come_after_those_they_follow(tmp_path: Path) -> None:
+def test_stages_keep_their_order_but_come_after_their_dependencies(tmp_path: Path) -> None:
     stages = {
         "train": {"job": "train", "after": ["tasks"]},
         "export": {"job": "convert", "parent": "train", "words": ["to=hf"]},
@@ -90,7 +92,7 @@ def test_stages_keep_their_order_but_come_after_those_they_follow(tmp_path: Path
     assert list(yaml.safe_load(text)["stages"]) == ["tasks", "train", "evaluate_train", "export"]
 
 
-def test_a_server_comes_before_the_stage_that_asks_it(tmp_path: Path) -> None:
+def test_a_server_comes_before_the_stage_that_uses_it(tmp_path: Path) -> None:
     stages = {
         "judge": {"job": "serve", "parent": "grpo"},
         **CHAIN,
@@ -101,10 +103,10 @@ def test_a_server_comes_before_the_stage_that_asks_it(tmp_path: Path) -> None:
     assert list(words)[-4:] == ["fp8", "judge", "bench", "rlhf"]
     assert {"model=r/grpo/model", "run_dir=r/judge", "port=0"} < set(words["judge"])
     found = {stage.name: stage for stage in read([f"--config-dir={tmp_path}", "pipeline=mine", "run_dir=r"]).stages}
-    assert found["judge"].after == ("grpo", "fp8", "dpo"), "not before the stage that asks it can start"
+    assert found["judge"].after == ("grpo", "fp8", "dpo"), "not before the stage that uses it can start"
     assert found["rlhf"].beside == ("judge",)
-    assert "grpo" in found["rlhf"].after, "made again with another judge"
-    assert list(chain(tmp_path, stages, "from=rlhf")) == ["judge", "rlhf"], "a part has the servers that it asks"
+    assert "grpo" in found["rlhf"].after, "runs again with another judge"
+    assert list(chain(tmp_path, stages, "from=rlhf")) == ["judge", "rlhf"], "a part includes its servers"
     assert list(chain(tmp_path, stages, "from=rlhf", "skip=[judge]")) == ["rlhf"]
 
 
@@ -126,7 +128,10 @@ def test_the_part_from_a_stage_to_another(tmp_path: Path) -> None:
     assert names("from=export", "to=grpo") == ["export", "grpo", "evaluate_grpo"]
     assert names("to=sft", "skip=[evaluate_pretrain]") == ["pretrain", "sft", "evaluate_sft"]
     assert names("to=sft", "skip=[pretrain]") == ["sft", "evaluate_sft"], "no model to evaluate"
-    for word, said in (("from=sfd", "from=sfd: did you mean 'sft'"), ("to=sft", "no stage is left")):
+    for word, said in (
+        ("from=sfd", "from=sfd: did you mean 'sft'"),
+        ("to=sft", "from=grpo, to=sft and skip select no stage"),
+    ):
         with pytest.raises(ValueError, match=said):
             names("from=grpo", word) if word.startswith("to") else names(word)
 
@@ -144,17 +149,17 @@ def test_a_child_of_puzzle_is_handed_over(tmp_path: Path) -> None:
     assert "megatron.pretrained_checkpoint=r/puzzle/child/model" in words["kd"]
     assert "from=r/puzzle/fast/model" in chain(tmp_path, stages, "child.puzzle.child=fast")["export"]
     stages["kd"]["job"] = "rl"
-    with pytest.raises(ValueError, match=r"kd.parent=child: rl takes a Hugging Face folder"):
+    with pytest.raises(ValueError, match=r"kd.parent=child: rl needs a Hugging Face folder"):
         chain(tmp_path, stages)
 
 
 def test_a_model_is_not_written_where_the_starts_are_recorded(tmp_path: Path) -> None:
     stages = {"parent": {"job": "convert", "words": ["to=${run_dir}/parent"]}}
-    with pytest.raises(ValueError, match=r"parent: to=r/parent has the record .* to=\$\{run_dir\}/parent_model"):
+    with pytest.raises(ValueError, match=r"parent: to=r/parent is where .* to=\$\{run_dir\}/parent_model"):
         chain(tmp_path, stages)
 
 
-def test_more_takes_the_place_of_words(tmp_path: Path) -> None:
+def test_more_replaces_words(tmp_path: Path) -> None:
     stages = {
         "a": {"job": "train", "words": ["recipe=olmo1/1b", "data=mock"], "more": ["data=local_text", "scale=laptop"]}
     }
@@ -164,7 +169,9 @@ def test_more_takes_the_place_of_words(tmp_path: Path) -> None:
 
 
 def test_a_scale_without_a_twin_is_named() -> None:
-    with pytest.raises(ValueError, match="pipeline=puzzle has no such twin; there are: domyn_small with scale=laptop"):
+    with pytest.raises(
+        ValueError, match="pipeline=puzzle has no twin of that scale; available: domyn_small with scale=laptop"
+    ):
         read(["pipeline=puzzle", "scale=laptop"])
 
 
@@ -173,8 +180,8 @@ def test_a_scale_without_a_twin_is_named() -> None:
     [pytest.param(path, marks=[pytest.mark.slow] * (path.stem != "domyn_small")) for path in TWINS],
     ids=lambda path: f"{path.parent.name}/{path.stem}",
 )
-def test_a_twin_has_all_that_it_needs(twin: Path) -> None:
-    """No key is left to the user, it has every stage of its pipeline, and each reads what one before it writes."""
+def test_a_twin_is_complete(twin: Path) -> None:
+    """Every key is set, every stage of the original exists, and the inputs of each are outputs of earlier ones."""
     pipeline = read([f"pipeline={twin.stem}", f"scale={twin.parent.name}", "run_dir=r", "evaluate=null"])
     original = yaml.safe_load((twin.parents[1] / twin.name).read_text())["stages"]
     configs = {stage.name: compose(stage.job, stage.own) for stage in pipeline.stages}

@@ -1,4 +1,4 @@
-"""`nemo-ext puzzle` without a start of Python and Megatron for each stage."""
+"""Runs `nemo-ext puzzle` without starting Python and Megatron for each stage."""
 
 import io
 from collections.abc import Callable, Sequence
@@ -13,8 +13,8 @@ from nemo_ext.job.config import compose
 
 @pytest.fixture(scope="session")
 def in_process(request: pytest.FixtureRequest) -> Callable[..., str]:
-    """The command and the rank of its stages in this process, ranks that train forked; what it said on stderr."""
-    # By name only: a test that lists `megatron` would leave the worker of its file.
+    """Run the command and the rank of its stages in this process, and fork training ranks; returns stderr."""
+    # By name: a test that requests the fixture `megatron` would leave the worker of its file.
     request.getfixturevalue("megatron")
     fork_ranks = request.getfixturevalue("fork_ranks")
 

@@ -1,11 +1,11 @@
-"""Configs of other models in the run of one."""
+"""Training configs of a compression."""
 
 from nemo_ext.checkpoint.description import from_config
 from nemo_ext.checkpoint.start import with_model
 from nemo_ext.job.config import compose
 
 
-def test_what_decides_about_speed_alone_stays() -> None:
+def test_flags_that_only_affect_speed_are_kept() -> None:
     config = compose("train", ["run_dir=unused", "data=mock", "model=domyn_small_tiny", "model.backend=local"])
     other = from_config(compose("describe", ["model=llama_nemotron_tiny"]))
 

@@ -1,4 +1,4 @@
-"""What blocks cost, against the cost model of whole models."""
+"""Costs of blocks, compared with the cost model of whole models."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def architecture(model: str) -> Architecture:
 
 
 @pytest.mark.parametrize("model", FAMILIES)
-def test_blocks_and_what_stands_outside_are_the_whole_model(model: str) -> None:
+def test_blocks_and_the_part_outside_add_up_to_the_model(model: str) -> None:
     whole = architecture(model)
     serving = Serving(batch=3, context=4096, prompt=512)
 
@@ -77,7 +77,7 @@ def test_a_new_token_attends_to_all_of_the_context() -> None:
     assert seconds == pytest.approx(2 * products / 1e15, rel=1e-3)
 
 
-def test_narrower_blocks_cost_less_of_everything() -> None:
+def test_narrower_blocks_cost_less_in_every_resource() -> None:
     whole = architecture("domyn_small_10b")
     wide, narrow = (block_costs(whole, Block.from_values("-", ffn=width), Serving()) for width in (16384, 8192))
 
@@ -86,6 +86,6 @@ def test_narrower_blocks_cost_less_of_everything() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"flops": -1.0}, {"prompt": 4096, "context": 1024}])
-def test_serving_that_cannot_be_is_refused(wrong: dict[str, float]) -> None:
+def test_an_invalid_serving_scenario_is_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match="|".join(wrong)):
         Serving(**wrong)

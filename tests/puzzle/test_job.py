@@ -1,4 +1,4 @@
-"""`nemo-ext puzzle` as a user meets it: all stages, again, other children, mistakes, kill -9, ranks."""
+"""`nemo-ext puzzle` as users run it: all stages, repeated, other children, mistakes, kill -9, ranks."""
 
 import hashlib
 import json
@@ -60,18 +60,18 @@ def start(run_dir: Path, *overrides: str) -> subprocess.Popen[str]:
 
 
 def run(run_dir: Path, *overrides: str) -> tuple[int, str, str]:
-    # Ends it too where it takes too long.
+    # Also ends it if it takes too long.
     ended = subprocess.run(command(run_dir, *overrides), capture_output=True, text=True, timeout=900, check=False)
     return ended.returncode, ended.stdout, ended.stderr
 
 
 def here(run_dir: Path, *overrides: str) -> None:
-    """In this process: for commands that start no rank."""
+    """Run a command that starts no rank in this process."""
     Job(compose("puzzle", [*SMALL, f"run_dir={run_dir}", *overrides])).run()
 
 
 def wait_for(moment: Callable[[], object], process: subprocess.Popen[str]) -> None:
-    """Until something is there that the process makes."""
+    """Wait until a condition that the process fulfils holds."""
     deadline = time.monotonic() + 300
     while not moment():
         assert time.monotonic() < deadline and process.poll() is None
@@ -80,13 +80,13 @@ def wait_for(moment: Callable[[], object], process: subprocess.Popen[str]) -> No
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, in_process: Callable[..., str]) -> tuple[Path, str]:
-    """An uninterrupted run and what it said."""
+    """An uninterrupted run and its output."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     return run_dir, in_process(*SMALL, f"run_dir={run_dir}")
 
 
 def results(run_dir: Path) -> dict[str, str]:
-    """What the stages left, by file: everything but times, logs and Megatron's own runs."""
+    """Results of the stages by file, except times, logs and Megatron's runs."""
     files = [*run_dir.glob("blocks/**/*"), *run_dir.glob("child/**/*")]
     found = {}
     for file in sorted(files):
@@ -102,7 +102,7 @@ def results(run_dir: Path) -> dict[str, str]:
             "child.json",
             "problem.json",
         ):
-            # The library writes what stands beside the tensors in any order.
+            # The order of metadata in library files is arbitrary.
             content = tensors(file) if file.suffix == ".safetensors" else file.read_bytes()
             found[str(inside)] = hashlib.sha256(content).hexdigest()
     return found
@@ -119,7 +119,7 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
+def test_all_stages_write_their_results(whole: tuple[Path, str]) -> None:
     run_dir, said = whole
     child = run_dir / "child"
     for name in ("report.md", "pareto.png", "pareto.csv", "dependency.png", "blocks_parent.png", "blocks_child.png"):
@@ -147,18 +147,18 @@ def test_all_stages_leave_what_they_should(whole: tuple[Path, str]) -> None:
             assert row["from_child"]["mean"] == pytest.approx(row["loss"] - own["loss"], abs=1e-9)
     best = json.loads((child / "choice.json").read_text())
     assert best["calibration_loss"] == min(row["calibration_loss"] for row in comparison[1:])
-    # The checkpoint that was written computes what the parent with replaced blocks did.
+    # The written checkpoint computes the same as the parent with replaced blocks.
     assert by_name["child"]["loss"] == pytest.approx(best["loss"], rel=1e-6)
     assert by_name["child"]["costs"]["parameters"] <= 0.7 * by_name["parent"]["costs"]["parameters"]
 
 
 @pytest.mark.slow
-def test_the_child_is_in_transformers_what_it_is_here(
+def test_the_child_is_the_same_in_transformers(
     whole: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-    # One folder in all of a process's tests: modules are found in the first alone.
+    # One folder for all tests of a process: modules are only found in the first one.
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.getbasetemp() / "hf_modules"))
     folder = whole[0] / "child" / "huggingface"
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
@@ -167,7 +167,7 @@ def test_the_child_is_in_transformers_what_it_is_here(
 
 
 @pytest.mark.slow
-def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_again_does_nothing(whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     run_dir, _ = whole
     before = {
         file: file.stat().st_mtime_ns for file in run_dir.rglob("*") if file.suffix in (".safetensors", ".distcp")
@@ -179,7 +179,7 @@ def test_the_same_command_again_does_nothing_again(whole: tuple[Path, str], caps
 
 
 @pytest.mark.deep
-def test_another_child_takes_the_same_library(whole: tuple[Path, str], in_process: Callable[..., str]) -> None:
+def test_another_child_uses_the_same_library(whole: tuple[Path, str], in_process: Callable[..., str]) -> None:
     run_dir, _ = whole
     err = in_process(
         *(*SMALL, f"run_dir={run_dir}"),
@@ -192,7 +192,7 @@ def test_another_child_takes_the_same_library(whole: tuple[Path, str], in_proces
         "puzzle.export=false",
     )
     assert "distill: finished before" in err
-    # What had nothing to do may be asked for later; pictures and losses are then made again.
+    # A stage that had nothing to do may be enabled later; pictures and losses are then made again.
     err = in_process(
         *(*SMALL, f"run_dir={run_dir}"),
         "puzzle.child=half",
@@ -226,7 +226,7 @@ MOMENTS: dict[str, Callable[[Path], object]] = {
         pytest.param([*MOMENTS], marks=pytest.mark.deep, id="at every moment"),
     ],
 )
-def test_killed_at_any_moment_it_goes_on_and_ends_the_same(
+def test_killed_at_any_moment_it_resumes_with_the_same_result(
     whole: tuple[Path, str], in_process: Callable[..., str], tmp_path: Path, moments: list[str]
 ) -> None:
     run_dir, parent = tmp_path / "run", f"puzzle.parent={whole[0] / 'parent'}"
@@ -249,7 +249,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_quietly_and_the_same_command_goes_on(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_quietly_and_the_same_command_resumes(whole: tuple[Path, str], tmp_path: Path) -> None:
     given = (f"puzzle.parent={whole[0] / 'parent'}", "puzzle.stages=[parent,library,distill]")
     process = start(tmp_path / "run", *given, "puzzle.distill.steps=2000")
     wait_for((tmp_path / "run" / "blocks" / "trained" / "in_training.pt").exists, process)
@@ -297,7 +297,7 @@ def test_a_mistake_on_two_ranks_is_one_line(whole: tuple[Path, str], tmp_path: P
 
 
 @pytest.mark.deep
-def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) -> None:
+def test_two_ranks_get_the_same_results_as_one(whole: tuple[Path, str], tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     run_dir = tmp_path / "run"
@@ -324,9 +324,7 @@ def test_two_ranks_find_what_one_finds(whole: tuple[Path, str], tmp_path: Path) 
 
 
 @pytest.mark.deep
-def test_a_cached_teacher_heals_as_one_beside_the_child(
-    whole: tuple[Path, str], in_process: Callable[..., str]
-) -> None:
+def test_a_cached_teacher_heals_like_an_online_one(whole: tuple[Path, str], in_process: Callable[..., str]) -> None:
     run_dir, losses = whole[0], {}
     in_process(
         *(*SMALL, f"run_dir={run_dir}"),
@@ -347,10 +345,10 @@ def test_a_cached_teacher_heals_as_one_beside_the_child(
 
 
 @pytest.mark.deep
-def test_the_quickstart_keeps_its_promises(tmp_path: Path) -> None:
-    """What the README says of `nemo-ext puzzle`: better than both baselines, and healing brings half back.
+def test_the_quickstart_is_as_documented(tmp_path: Path) -> None:
+    """As in the README: better than both baselines, and healing recovers half of the loss.
 
-    On sequences of half the length, of which the recipe takes as many.
+    With sequences of half the length, and the same number of them.
     """
     run_dir = tmp_path / "run"
     words = [f"run_dir={run_dir}", f"data_root={tmp_path / 'data'}", "megatron.seq_length=128"]
@@ -383,16 +381,16 @@ def test_all_stages_on_the_device(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         (("puzzle.parent=nowhere",), "puzzle.parent=nowhere: no such run"),
-        (("puzzle.stages=[serch]",), "there is no stage 'serch': did you mean 'search'"),
-        (("puzzle.stages=[search]",), "search takes what score and cost makes, which is not finished"),
-        (("puzzle.child=blocks",), "that folder holds something else"),
+        (("puzzle.stages=[serch]",), "unknown stage 'serch': did you mean 'search'"),
+        (("puzzle.stages=[search]",), "search needs the output of score and cost, which is not finished"),
+        (("puzzle.child=blocks",), "this folder is used for other results"),
         (("puzzle.distill.steps=many",), "puzzle: distill.steps='many'"),
         (("launcher.nodes=2",), "launcher.nodes=2: this command runs on one machine only"),
         (("data=packed", "data.packed.valid=null"), "data.packed.valid=null: puzzle compares models"),
         (("+puzzle.serch=1",), "puzzle: unknown key 'serch': did you mean 'search'"),
     ],
 )
-def test_mistakes_are_told(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         here(tmp_path / "run", *overrides)
 
@@ -401,4 +399,4 @@ def test_a_mistake_is_one_line(tmp_path: Path, command: Callable[..., Any]) -> N
     code, _, err = command("puzzle", *SMALL, f"run_dir={tmp_path / 'run'}", "puzzle.stages=[search]")
 
     assert code == 2, err
-    assert err.startswith("error: puzzle.stages: search takes") and len(err.splitlines()) == 1
+    assert err.startswith("error: puzzle.stages: search needs") and len(err.splitlines()) == 1

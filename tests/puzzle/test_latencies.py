@@ -1,4 +1,4 @@
-"""Latencies that a user brings: their file's form, what is wrong with one, and the costs that come of it."""
+"""Latencies of a user: the template, mistakes in a file, and the resulting costs."""
 
 import json
 import re
@@ -30,8 +30,8 @@ def wanted() -> tuple[Any, list[Any], Any]:
 
 
 def filled_in(folder: Path) -> dict[str, Any]:
-    """The form that is written, with a different number in every place."""
-    with pytest.raises(ValueError, match=r"no such file; .*/mine_to_fill_in.json has its form and the blocks"):
+    """The template, filled in with distinct numbers."""
+    with pytest.raises(ValueError, match=r"no such file; fill in .*/mine_to_fill_in.json, which lists the blocks"):
         read_table(folder / "mine.json", *wanted())
     table: dict[str, Any] = json.loads((folder / "mine_to_fill_in.json").read_text())
     for number, row in enumerate(table["latencies"]):
@@ -39,10 +39,10 @@ def filled_in(folder: Path) -> dict[str, Any]:
     return table
 
 
-def test_the_form_that_is_written_can_be_read(tmp_path: Path) -> None:
+def test_a_filled_in_template_can_be_read(tmp_path: Path) -> None:
     table = filled_in(tmp_path)
     ffn = compose("puzzle", [*WORDS])["megatron"]["ffn_hidden_size"]
-    # Values that are the parent's may be left out.
+    # Values of the parent may be omitted.
     assert len(table["latencies"]) == 4
     table["latencies"][0]["block"] = "*"
     table["latencies"][2]["block"] = f"-{{ffn={ffn // 2}}}"
@@ -54,16 +54,16 @@ def test_the_form_that_is_written_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "mine.json").rename(tmp_path / "mine_to_fill_in.json")
     with pytest.raises(ValueError, match="no such file"):
         read_table(tmp_path / "mine.json", *wanted())
-    assert json.loads((tmp_path / "mine_to_fill_in.json").read_text()) == table, "what is filled in stays"
+    assert json.loads((tmp_path / "mine_to_fill_in.json").read_text()) == table, "an existing template is kept"
     assert list(found) == [*map(str, wanted()[1]), OUTSIDE]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda table: table.update(batch=8), "another shape than puzzle.serving (batch: 8 -> 4): make them agree"),
-        (lambda table: table["latencies"].pop(), "no latencies of outside: measure them, or narrow puzzle.variants"),
-        (lambda table: table["latencies"].append(table["latencies"][1]), "is there twice: leave one"),
+        (lambda table: table.update(batch=8), "another scenario than puzzle.serving (batch: 8 -> 4): make them agree"),
+        (lambda table: table["latencies"].pop(), "no latency of outside: measure them, or narrow puzzle.variants"),
+        (lambda table: table["latencies"].append(table["latencies"][1]), "is listed twice: remove one entry"),
         (lambda table: table["latencies"][0].update(block="attention"), "'attention' is not a block: "),
         (lambda table: table["latencies"][0].update(prefill_seconds=-1.0), "prefill_seconds=-1.0: "),
         (lambda table: table["latencies"][0].update(decode_seconds=float("inf")), "decode_seconds=inf: "),
@@ -71,7 +71,7 @@ def test_the_form_that_is_written_can_be_read(tmp_path: Path) -> None:
         (lambda table: table.update(note="x"), "unknown key 'note'"),
     ],
 )
-def test_what_is_wrong_is_named(change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_named(change: Callable[[dict[str, Any]], object], message: str, tmp_path: Path) -> None:
     table = filled_in(tmp_path)
     change(table)
     (tmp_path / "mine.json").write_text(json.dumps(table))
@@ -80,15 +80,13 @@ def test_what_is_wrong_is_named(change: Callable[[dict[str, Any]], object], mess
 
 
 @pytest.mark.slow
-def test_costs_have_the_latencies_and_a_changed_file_is_another_cost(
-    in_process: Callable[..., str], tmp_path: Path
-) -> None:
+def test_costs_have_the_latencies_and_a_changed_file_is_refused(in_process: Callable[..., str], tmp_path: Path) -> None:
     words = [
         *(*WORDS, f"run_dir={tmp_path / 'run'}", f"puzzle.measure.table={tmp_path / 'mine.json'}", "train.tokens=64"),
         *("megatron.seq_length=16", "megatron.micro_batch_size=1", "megatron.global_batch_size=1"),
         "puzzle.stages=[parent,cost]",
     ]
-    with pytest.raises(ValueError, match=r"mine_to_fill_in.json has its form and the blocks to measure"):
+    with pytest.raises(ValueError, match=r"mine_to_fill_in.json, which lists the blocks to measure"):
         in_process(*words)
     table = filled_in(tmp_path)
     (tmp_path / "mine.json").write_text(json.dumps(table))
@@ -106,17 +104,17 @@ def test_costs_have_the_latencies_and_a_changed_file_is_another_cost(
         in_process(*words)
 
 
-def test_a_table_that_is_there_is_read_before_a_job_queues(tmp_path: Path) -> None:
+def test_an_existing_table_is_checked_before_a_job_queues(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text("{}")
     words = [*WORDS, "run_dir=unused", f"puzzle.measure.table={tmp_path / 'mine.json'}"]
     with pytest.raises(ValueError, match=r"mine\.json: .*engine"):
         check(compose("puzzle", words))
-    check(compose("puzzle", [*words, f"puzzle.parent={tmp_path}"]))  # the parent is still to come
+    check(compose("puzzle", [*words, f"puzzle.parent={tmp_path}"]))  # the parent does not exist yet
     check(compose("puzzle", [*words, "puzzle.stages=[search]"]))
     (tmp_path / "mine.json").write_text(json.dumps(filled_in(tmp_path / "form")))
     check(compose("puzzle", words))
 
 
-def test_latencies_come_from_one_place() -> None:
+def test_latencies_have_one_source() -> None:
     with pytest.raises(ValueError, match=r"puzzle.measure has both enabled and table"):
         settings(compose("puzzle", [*WORDS, "puzzle.measure={enabled: true, table: x.json}"])["puzzle"])

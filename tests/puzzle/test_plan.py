@@ -1,4 +1,4 @@
-"""What stages take in all, against counts by hand."""
+"""Total work of stages, compared with counts by hand."""
 
 from dataclasses import replace
 
@@ -35,11 +35,11 @@ def test_every_pass_of_the_parent_is_counted() -> None:
     runs = sum(min(last, pairs) for last in range(3, pairs + 3, 3))
     assert distill.flops == pytest.approx(10 * 4 * 64 * (runs * (attention + ffn) + 3 * pairs * ffn / 2))
     assert once.flops == pytest.approx(10 * 4 * 64 * pairs * (attention + ffn + 3 * ffn / 2))
-    inputs = 4 * 64 * architecture.hidden_size * 2  # of a step; all groups but the last leave theirs, three checkpoints
+    inputs = 4 * 64 * architecture.hidden_size * 2  # per step; all groups but the last write inputs; three checkpoints
     states = 3 * 3 * 4 * pairs * cost.block_parameters(architecture, 2).total / 2
     assert once.passing_bytes == pytest.approx(10 * inputs * 2 * (-(-pairs // 3) - 1) + states, rel=0.01)
     assert (once.held_bytes, distill.held_bytes) == (inputs * (10 + 4), 0)
-    passes = parent  # for the inputs of blocks and the last hidden states
+    passes = parent  # for block inputs and the last hidden states
     for number in range(2 * pairs):
         later = [attention, ffn] * pairs
         own = [ffn, ffn / 2, 0] if number % 2 else [attention, 0]
@@ -48,13 +48,13 @@ def test_every_pass_of_the_parent_is_counted() -> None:
     each = 2 * cost.block_parameters(architecture, 2).total
     assert library.written_bytes == distill.written_bytes == pytest.approx(pairs * each / 2, rel=0.01)
     blocks = pairs * (each + 2 * cost.block_parameters(architecture, 1).total)
-    assert library.gathered_bytes == pytest.approx(blocks / 2 * (2 + 1))  # two batches a rank, and each block once
-    # FP32 gradients one way, BF16 weights the other, of FFNs of half the width.
+    assert library.gathered_bytes == pytest.approx(blocks / 2 * (2 + 1))  # two batches per rank, and each block once
+    # FP32 gradients one way, BF16 weights the other, for FFNs of half the width.
     sent = 10 * (4 + 2) / 2 * pairs * each / 2
     assert once.gathered_bytes == pytest.approx((10 * blocks + sent) / 2, rel=0.01)
 
 
-def test_hours_are_computing_and_gathering() -> None:
+def test_hours_include_computation_and_communication() -> None:
     gpu = GPUS["H100-80GB"]
     work = StageWork(
         stage="score",

@@ -1,4 +1,4 @@
-"""What a child's report says of its blocks and its speed."""
+"""Blocks and speed in a child's report."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -25,10 +25,10 @@ PARENT = row("parent", "(*-)x3", 6)
 CHILD = row("child", "*--*-", 5)
 
 
-def test_the_blocks_are_those_that_the_headline_counts() -> None:
+def test_the_blocks_match_the_headline() -> None:
     rows = [PARENT, CHILD, row("fused", "*-{ffn=96}*-", 4), row("healed", "*-{ffn=96}*-", 4)]
 
-    assert ", 4 blocks one after the other instead of 6" in _summary(rows)
+    assert ", 4 blocks in sequence instead of 6" in _summary(rows)
     assert _blocks(rows) == "4 blocks: `*-{ffn=96}*-`\n\nBefore fusion, 5 blocks: `*--*-`"
 
 
@@ -51,7 +51,7 @@ def test_a_speed_within_its_spread_is_called_noise(rounds: list[float], shown: s
     assert "| 1x |" in found
 
 
-def test_what_was_measured_without_rounds_keeps_its_spread() -> None:
+def test_measurements_without_rounds_keep_their_spread() -> None:
     parent = row("parent", "*-", 2, forward_seconds=0.01, forward_spread=0.002)
     child = row("child", "*-", 2, forward_seconds=0.0109, forward_spread=0.0)
 
@@ -59,8 +59,8 @@ def test_what_was_measured_without_rounds_keeps_its_spread() -> None:
 
 
 @pytest.mark.slow
-def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two equal models neither is timed at another time than the other."""
+def test_models_are_timed_alternately(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal models are timed in alternation, so neither is favoured."""
     order: list[str] = []
 
     def model(name: str) -> Any:
@@ -70,7 +70,5 @@ def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = evaluate.forward_seconds(model("a"), model("b"), torch.zeros(1, 1))
 
     turns = sum(now != before for before, now in pairwise(order)) + 1
-    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (
-        ROUNDS + 2
-    )  # two to warm up and to count
+    assert [len(each) for each in seconds] == [ROUNDS, ROUNDS] and turns == 2 * (ROUNDS + 2)  # warm-up and calibration
     assert all(each > 0 for rounds in seconds for each in rounds)

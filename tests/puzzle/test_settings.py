@@ -1,4 +1,4 @@
-"""The `puzzle:` section, checked."""
+"""Validation of the `puzzle:` section."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ from nemo_ext.puzzle.settings import Settings, limit, settings
 SEARCH = {"shares": {"parameters": 0.6}}
 
 
-def test_the_packaged_config_is_whole() -> None:
+def test_the_packaged_config_is_complete() -> None:
     chosen = settings(compose("puzzle", ["recipe=puzzle/quickstart"])["puzzle"])
     assert chosen.search.shares["memory_bytes"] == 0.6
     assert chosen.variants.ffn == (0.87, 0.75, 0.5, 0.25, 0.1)
@@ -45,8 +45,8 @@ def test_the_packaged_config_is_whole() -> None:
             {"search": {"limits": {"parameters": {"most": 1}}}},
             r"limits\.parameters: unknown key 'most': .*known: lower, upper",
         ),
-        ({"search": {"limits": {"parameters": {}}}}, "give it a number, or lower or upper"),
-        ({"search": {"limits": {"throughput": {"upper": 3}}}}, "only a lower bound"),
+        ({"search": {"limits": {"parameters": {}}}}, "expected a number, or"),
+        ({"search": {"limits": {"throughput": {"upper": 3}}}}, "has only a lower bound"),
         ({"search": {"shares": {"parameters": {"lower": 2, "upper": 1}}}}, "lower 2 is above upper 1"),
         ({"search": {**SEARCH, "gap": 1.5}}, r"puzzle: search\.gap=1\.5"),
         ({"search": SEARCH, "serving": {"precision": "int3"}}, r"puzzle: serving\.precision='int3'"),
@@ -59,12 +59,12 @@ def test_the_packaged_config_is_whole() -> None:
         ({"search": SEARCH, "child": "a/b"}, r"puzzle: child='a/b'"),
     ],
 )
-def test_what_does_not_fit_is_named(section: dict[str, Any], message: str) -> None:
+def test_invalid_values_are_named(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         settings(section)
 
 
-def test_the_defaults_are_those_of_the_packaged_file() -> None:
+def test_defaults_match_the_packaged_file() -> None:
     written = yaml.safe_load((Path(hydra_conf.__file__).parent / "compression.yaml").read_text())["puzzle"]
     own = json.loads(TypeAdapter(Settings).dump_json(settings({"search": SEARCH})))
     assert written["serving"].pop("flops") and own["serving"].pop("flops") == 494.5e12
@@ -73,7 +73,7 @@ def test_the_defaults_are_those_of_the_packaged_file() -> None:
     assert written == own
 
 
-def test_a_number_is_the_most_of_a_resource_and_the_least_of_a_throughput() -> None:
+def test_a_number_is_an_upper_bound_but_for_a_throughput() -> None:
     assert limit("x", 5) == Limit(upper=5)
     assert limit("x", 5, at_least=True) == Limit(lower=5)
     assert limit("x", {"lower": 1, "upper": 2}) == Limit(upper=2, lower=1)

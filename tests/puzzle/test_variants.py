@@ -1,4 +1,4 @@
-"""What blocks may become, and the weights with which that begins."""
+"""Variants of blocks and their initial weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -59,7 +59,7 @@ def test_the_paper_s_widths_of_llama_3_3_70b() -> None:
     assert widths == [25088, 21504, 14336, 7168, 3072]
 
 
-def test_a_linear_block_may_only_go() -> None:
+def test_a_linear_block_can_only_be_removed() -> None:
     model = description("llama_nemotron_tiny", 'model.pattern="*{linear}-"')
 
     assert [v.name for v in variants(model.architecture, CHOICES)[0]] == ["keep", "no_op"]
@@ -91,7 +91,7 @@ def test_every_variant_has_exactly_the_tensors_of_its_block(model: str) -> None:
 
 @pytest.fixture
 def layer(build_sections: Callable[[Mapping[str, Any]], torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """Megatron's own layer of one block, with given tensors."""
+    """Megatron's layer of one block, with given tensors."""
 
     def make(model: Description, number: int, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
         built = build_sections(to_config(model)).eval()
@@ -101,7 +101,7 @@ def layer(build_sections: Callable[[Mapping[str, Any]], torch.nn.Module]) -> Cal
 
 
 def put(built: torch.nn.Module, number: int, tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """Sets the weights of one attention or MLP layer, whose parameters are named as saved but for norms."""
+    """Set the weights of an attention or MLP layer, whose parameters except norms are named as in checkpoints."""
     found = built.decoder.layers[number]
     norms = {
         "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
@@ -140,7 +140,7 @@ def test_pooled_kv_heads_compute_the_same_where_heads_were_equal(layer: Callable
 
 
 @pytest.mark.parametrize("model", ["llama_nemotron_tiny", "domyn_small_tiny"])
-def test_channels_that_do_nothing_are_the_first_to_go(model: str, layer: Callable[..., torch.nn.Module]) -> None:
+def test_idle_channels_are_removed_first(model: str, layer: Callable[..., torch.nn.Module]) -> None:
     parent = description(model, 'model.pattern="-"')
     block, given = parent.blocks[0], tensors_of(parent, 0)
     idle = torch.randperm(512)[:256]
@@ -155,7 +155,7 @@ def test_channels_that_do_nothing_are_the_first_to_go(model: str, layer: Callabl
     assert (after - before).norm() <= 1e-6 * before.norm()
 
 
-def test_measured_importance_decides_what_stays() -> None:
+def test_measured_importance_decides_what_is_kept() -> None:
     parent = description("nemotron3_nano_tiny", 'model.pattern="M{heads=8}E-"')
     mamba, moe, mlp = parent.blocks
     heads = torch.tensor([1.0, 9, 2, 8, 7, 1, 1, 6])  # two groups of four
@@ -177,12 +177,12 @@ def replaced(block: Block, **values: int) -> Block:
     return Block(block.kind, tuple({**dict(block.values), **values}.items()))
 
 
-def test_what_is_not_smaller_is_refused() -> None:
+def test_variants_that_are_not_smaller_are_refused() -> None:
     parent = description("llama_nemotron_tiny", 'model.pattern="*-"')
     attention, mlp = parent.blocks
     with pytest.raises(ValueError, match="larger than"):
         initial_weights(mlp, replaced(mlp, ffn=1024), tensors_of(parent, 1), parent.architecture)
-    with pytest.raises(ValueError, match="head_dim must stay"):
+    with pytest.raises(ValueError, match="head_dim must not change"):
         initial_weights(attention, replaced(attention, head_dim=8), tensors_of(parent, 0), parent.architecture)
-    with pytest.raises(ValueError, match="of its parent's kind"):
+    with pytest.raises(ValueError, match="has its parent's kind"):
         initial_weights(mlp, attention, tensors_of(parent, 1), parent.architecture)

@@ -1,4 +1,4 @@
-"""Which stages are finished, and what they were made from."""
+"""Records of finished stages and of their inputs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,12 +26,12 @@ def opened(tmp_path: Path) -> Callable[..., Workspace]:
     return make
 
 
-def test_stages_stand_after_what_they_need() -> None:
+def test_stages_come_after_their_dependencies() -> None:
     order = list(STAGES)
     assert all(order.index(need) < order.index(stage) for stage, needs in STAGES.items() for need in needs)
 
 
-def test_a_stage_is_finished_with_its_own_settings_only(opened: Callable[..., Workspace]) -> None:
+def test_a_stage_is_finished_only_with_the_same_settings(opened: Callable[..., Workspace]) -> None:
     assert not opened().is_finished("parent")
     for stage in ("parent", "library", "distill"):
         opened().finish(stage)
@@ -44,15 +44,15 @@ def test_a_stage_is_finished_with_its_own_settings_only(opened: Callable[..., Wo
         opened("megatron.lr=1").is_finished("parent")
 
 
-def test_results_made_again_make_what_follows_stale(opened: Callable[..., Workspace]) -> None:
+def test_replaced_results_make_later_stages_stale(opened: Callable[..., Workspace]) -> None:
     for stage in ("parent", "library", "distill"):
         opened().finish(stage)
     opened("puzzle.variants.no_op=false").finish("library")
-    with pytest.raises(ValueError, match="distill was done from results that were replaced since"):
+    with pytest.raises(ValueError, match="distill was done from results that have been replaced since"):
         opened("puzzle.variants.no_op=false").is_finished("distill")
 
 
-def test_inputs_of_blocks_belong_to_one_distillation(opened: Callable[..., Workspace]) -> None:
+def test_block_inputs_belong_to_one_distillation(opened: Callable[..., Workspace]) -> None:
     shard = ("puzzle.stages=[distill]", "puzzle.shard=1/2")
     others = (("puzzle.distill.batch=6",), ("puzzle.distill.lr=1",), shard, ("puzzle.variants.no_op=false",))
 
@@ -61,7 +61,7 @@ def test_inputs_of_blocks_belong_to_one_distillation(opened: Callable[..., Works
 
     before = places()
     assert {each.parent for each in before} == {Path("there")}
-    assert len({*before}) == len(before) - 1, "variants count as the library is made"
+    assert len({*before}) == len(before) - 1, "variants count through the library"
     assert before[0] == opened("puzzle.distill.inputs=there", "puzzle.heal.lr=3").block_inputs("there")
     opened("puzzle.variants.no_op=false").finish("library")
     assert not {*places()} & {*before}
@@ -81,7 +81,7 @@ def test_missing_needs_are_named(opened: Callable[..., Workspace]) -> None:
     assert opened().missing("search") == ["score", "cost"]
 
 
-def test_the_newest_state_of_a_child(opened: Callable[..., Workspace]) -> None:
+def test_the_newest_checkpoint_of_a_child(opened: Callable[..., Workspace]) -> None:
     made = opened()
     made.link()
     assert not made.model.is_symlink(), "there is no child yet"
@@ -93,7 +93,7 @@ def test_the_newest_state_of_a_child(opened: Callable[..., Workspace]) -> None:
     assert made.realised() == made.fused
 
 
-def test_a_begun_stage_goes_on_with_the_same_settings_only(opened: Callable[..., Workspace]) -> None:
+def test_a_begun_stage_resumes_only_with_the_same_settings(opened: Callable[..., Workspace]) -> None:
     opened().finish("parent")
     opened().finish("library")
     opened().begin("distill")
@@ -104,7 +104,7 @@ def test_a_begun_stage_goes_on_with_the_same_settings_only(opened: Callable[...,
     assert opened().is_finished("distill")
 
 
-def test_what_had_nothing_to_do_may_be_asked_for_later(opened: Callable[..., Workspace]) -> None:
+def test_a_stage_that_had_nothing_to_do_may_be_enabled_later(opened: Callable[..., Workspace]) -> None:
     for stage in STAGES:
         opened("puzzle.heal.tokens=0").finish(stage, empty=stage in ("heal", "pretrain", "export"))
     with_healing = opened("puzzle.heal.tokens=4096", "puzzle.export=true")
@@ -112,12 +112,12 @@ def test_what_had_nothing_to_do_may_be_asked_for_later(opened: Callable[..., Wor
     with_healing.finish("heal")
     assert not with_healing.is_finished("pretrain")
     with_healing.finish("pretrain", empty=True)
-    assert not with_healing.is_finished("evaluate")  # what only looks is looked at again
+    assert not with_healing.is_finished("evaluate")  # stages that only report run again
     with pytest.raises(ValueError, match=r"heal was done with other settings \(heal\.tokens: 4096\.0 -> 0\.0"):
         opened("puzzle.heal.tokens=0").is_finished("heal")
 
 
-def test_training_on_and_other_pictures_need_no_other_child(opened: Callable[..., Workspace]) -> None:
+def test_further_training_and_other_pictures_need_no_other_child(opened: Callable[..., Workspace]) -> None:
     for stage in STAGES:
         opened().finish(stage, empty=stage == "pretrain")
     more = opened("puzzle.heal.continue_tokens=4096", "puzzle.search.sweep.points=3", "megatron.save_interval=7")
@@ -131,13 +131,13 @@ def test_a_parent_that_changed_is_noticed(opened: Callable[..., Workspace]) -> N
     checkpoints = opened().parent / "checkpoints"
     (checkpoints / "iter_0000003").rename(checkpoints / "iter_0000004")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("4")
-    with pytest.raises(ValueError, match=r"the parent changed since .*iter_0000003.* -> .*iter_0000004"):
+    with pytest.raises(ValueError, match=r"the parent has changed since .*iter_0000003.* -> .*iter_0000004"):
         opened().is_finished("parent")
 
 
-def test_a_record_that_is_gone_makes_what_follows_stale(opened: Callable[..., Workspace]) -> None:
+def test_a_removed_record_makes_later_stages_stale(opened: Callable[..., Workspace]) -> None:
     for stage in ("parent", "library", "distill"):
         opened().finish(stage)
     opened().record("library").unlink()
-    with pytest.raises(ValueError, match="distill was done from results that were replaced since"):
+    with pytest.raises(ValueError, match="distill was done from results that have been replaced since"):
         opened().is_finished("distill")

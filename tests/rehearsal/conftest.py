@@ -1,4 +1,4 @@
-"""Rehearsed ranks without a start of Python and Megatron for each."""
+"""Rehearses ranks in forks, so that Python and Megatron start once."""
 
 import subprocess
 import threading
@@ -13,7 +13,7 @@ from nemo_ext.rehearsal import ranks
 
 @pytest.fixture(autouse=True, scope="module")
 def forked(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The processes that `rehearse` starts are forked from one that has imported Megatron."""
+    """Forks the processes that `rehearse` starts from one that has imported Megatron."""
     one_at_a_time = threading.Lock()  # ranks are rehearsed in threads
 
     def run(command: Sequence[str], *, stdout: TextIO, env: Mapping[str, str], **_: Any) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""Peak of a Puzzle stage in bytes, on real tensors: `python puzzle_truth.py ASKED.json`, as `puzzle_rank` takes it."""
+"""Peak memory of a Puzzle stage on real tensors: `python puzzle_truth.py REQUEST.json` (as for `puzzle_rank`)."""
 
 import json
 import sys
@@ -7,22 +7,22 @@ from typing import Any
 
 from nemo_ext.megatron.session import data_parallel
 from nemo_ext.puzzle.settings import settings
-from nemo_ext.rehearsal.puzzle_rank import carry_out
+from nemo_ext.rehearsal.puzzle_rank import run_stage
 from nemo_ext.rehearsal.tracker import SCALAR, Tracker
 
 
 class Real(Tracker):
-    """A tracker whose numbers are known."""
+    """Tracker for real tensors, whose values are known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args) if func is SCALAR else super().__torch_dispatch__(func, types, args, kwargs)
 
 
 if __name__ == "__main__":
-    asked = json.loads(Path(sys.argv[1]).read_text())
+    request = json.loads(Path(sys.argv[1]).read_text())
     tracker = Real()
     tracker.kind = "temporary"
     with data_parallel(), tracker:
-        carry_out(asked["config"], settings(asked["puzzle"]), asked["stage"], 1, tracker)
+        run_stage(request["config"], settings(request["puzzle"]), request["stage"], 1, tracker)
     peak = {kind: size for kind, size in tracker.peak.items() if size}
     print(json.dumps({"peak": peak, "flops": sum(tracker.flops.values())}))

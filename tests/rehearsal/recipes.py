@@ -1,12 +1,12 @@
-"""Every recipe rehearsed: the tables of docs/rehearsal.md and docs/clusters.md.
+"""Rehearse every recipe, and write the tables of docs/rehearsal.md and docs/clusters.md.
 
     python tests/rehearsal/recipes.py                      # all recipes, one after the other, then the tables
-    python tests/rehearsal/recipes.py olmo3/7b_pretrain    # these anew, the rest as it was
-    python tests/rehearsal/recipes.py --missing            # those without figures
-    python tests/rehearsal/recipes.py --tables             # the tables alone
+    python tests/rehearsal/recipes.py olmo3/7b_pretrain    # only this one
+    python tests/rehearsal/recipes.py --missing            # recipes without figures
+    python tests/rehearsal/recipes.py --tables             # only the tables
 
-The figures are in recipes.json beside this file, written after every recipe. Recipes that differ only in what no shape
-depends on (learning rates, lengths, checkpoints) are rehearsed once.
+The figures are in recipes.json next to this file, written after every recipe. Recipes that differ only in settings
+without effect on shapes (learning rates, lengths, checkpoints) are rehearsed once.
 """
 
 import json
@@ -42,12 +42,12 @@ GIB = 2**30
 
 
 def memory(recipe: str) -> int:
-    """GiB of the GPUs that a recipe is written for: Leonardo's A100, else an H100."""
+    """GPU memory in GiB that a recipe is written for: Leonardo's A100, otherwise an H100."""
     return 64 if recipe.startswith("domyn_small/") else 80
 
 
 def teacher_words(recipe: str, folder: Path) -> list[str]:
-    """Words that put the model file of a recipe's teacher, which is all that a rehearsal reads, into a folder."""
+    """Copy the model file of a recipe's teacher, all that a rehearsal reads; returns arguments that use it."""
     teacher = (compose("train", [f"recipe={recipe}"]).get("distillation") or {}).get("teacher")
     if teacher is None:
         return []
@@ -58,7 +58,7 @@ def teacher_words(recipe: str, folder: Path) -> list[str]:
 
 
 def figures(recipe: str) -> dict[str, Any]:
-    """What is kept of a recipe's rehearsal."""
+    """Rehearse a recipe; returns the figures for recipes.json."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as teacher:
         words = [f"recipe={recipe}", *teacher_words(recipe, Path(teacher))]
         result = rehearse(compose("rehearse", words), "kinds", Path(folder))
@@ -69,7 +69,7 @@ def figures(recipe: str) -> dict[str, Any]:
 
 
 def estimates(recipe: str) -> tuple[list[int], list[float]]:
-    """The cost model's bytes and FLOPs of a step, by pipeline rank."""
+    """Bytes and FLOPs per step by the cost model, for each pipeline rank."""
     config, _ = rehearsed(compose("rehearse", [f"recipe={recipe}"]))
     world = world_size(config)
     config = {**config, "model": {**config["model"], "pattern": pattern_with_cuts(config)}}
@@ -79,12 +79,12 @@ def estimates(recipe: str) -> tuple[list[int], list[float]]:
     gpus = per_gpu(architecture, layout, seq_length=length)
     tokens = length * int(flags["global_batch_size"]) // layout.data_parallel
     flops = [TRAINING_FLOPS_FACTOR * gpu.forward_flops_per_token * tokens for gpu in gpus]
-    beside = teacher_bytes(config, layout)
-    return [gpu.total_bytes + beside for gpu in gpus], flops
+    teacher = teacher_bytes(config, layout)
+    return [gpu.total_bytes + teacher for gpu in gpus], flops
 
 
 def teacher_bytes(config: Mapping[str, Any], layout: Layout) -> int:
-    """Bytes of the weights of a teacher beside its student on one GPU."""
+    """Bytes of a teacher's weights on one GPU; 0 without a teacher."""
     teacher = (config.get("distillation") or {}).get("teacher")
     if teacher is None:
         return 0
@@ -92,79 +92,83 @@ def teacher_bytes(config: Mapping[str, Any], layout: Layout) -> int:
     return per_gpu(architecture, layout, seq_length=1)[0].weight_bytes
 
 
-def table(made: Mapping[str, Any]) -> str:
-    """All ranks beside the cost model; the seconds are those of a recipe's ranks together."""
+def table(figures_by_recipe: Mapping[str, Any]) -> str:
+    """Table of all ranks, compared with the cost model; seconds are the total over a recipe's ranks."""
     heading = [
         "recipe",
         "GPUs",
         "rank",
         "peak, GiB",
         "cost model",
-        "FLOPs a step",
+        "FLOPs per step",
         "cost model",
         "memory here",
         "seconds",
     ]
     rows = []
-    for recipe in (name for name in RECIPES if name in made):
+    for recipe in (name for name in RECIPES if name in figures_by_recipe):
         sizes, flops = estimates(recipe)
-        for rank in made[recipe]["ranks"]:
+        for rank in figures_by_recipe[recipe]["ranks"]:
             stage, peak, done = rank["stage"], rank["peak_bytes"], sum(rank["flops"].values())
             over = " of 64: too much" if peak > memory(recipe) * GIB else ""
             rows.append(
                 [
-                    *(recipe, f"{made[recipe]['world']:,}", str(stage), f"{peak / GIB:.1f}{over}"),
+                    *(recipe, f"{figures_by_recipe[recipe]['world']:,}", str(stage), f"{peak / GIB:.1f}{over}"),
                     f"{sizes[stage] / GIB:.1f} ({100 * (sizes[stage] / peak - 1):+.0f} %)",
                     f"{done:.2e}".replace("e+", "e"),
                     f"{flops[stage]:.2e} ({100 * (flops[stage] / done - 1):+.0f} %)".replace("e+", "e"),
                     f"{rank['memory_bytes'] / GIB:.1f} GiB",
-                    f"{made[recipe]['processor_seconds']}" if rank is made[recipe]["ranks"][0] else "",
+                    f"{figures_by_recipe[recipe]['processor_seconds']}"
+                    if rank is figures_by_recipe[recipe]["ranks"][0]
+                    else "",
                 ]
             )
     return markdown_table(heading, rows)
 
 
-def write_tables(made: Mapping[str, Any]) -> None:
-    """The table of docs/rehearsal.md, and the memory in that of docs/clusters.md."""
+def write_tables(figures_by_recipe: Mapping[str, Any]) -> None:
+    """Update the table in docs/rehearsal.md, and the memory in that of docs/clusters.md."""
     page = ROOT / "docs" / "rehearsal.md"
     before, rest = page.read_text().split(BEGIN)
-    write_text(page, f"{before}{BEGIN}\n{table(made)}\n\n{END}{rest.split(END, 1)[1]}")
+    write_text(page, f"{before}{BEGIN}\n{table(figures_by_recipe)}\n\n{END}{rest.split(END, 1)[1]}")
     page = ROOT / "docs" / "clusters.md"
     lines = page.read_text().splitlines()
     for place, line in enumerate(lines):
         recipe = line.split("|")[1].strip() if line.count("|") == 4 else ""
         if recipe in RECIPES:
-            known = recipe in made
-            peak = max([rank["peak_bytes"] for rank in made[recipe]["ranks"]] if known else estimates(recipe)[0])
+            known = recipe in figures_by_recipe
+            peak = max(
+                [rank["peak_bytes"] for rank in figures_by_recipe[recipe]["ranks"]] if known else estimates(recipe)[0]
+            )
             lines[place] = re.sub(r"\d+ GiB", f"{peak / GIB:.0f} GiB", line)
     write_text(page, "\n".join(lines) + "\n")
 
 
 def main(words: Iterable[str]) -> int:
-    asked = list(words)
-    made: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    recipes = [name for name in asked if not name.startswith("--")]
-    if "--missing" in asked:
-        recipes = [name for name in RECIPES if name not in made]
-    elif not asked:
+    arguments = list(words)
+    all_figures: dict[str, Any] = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+    recipes = [name for name in arguments if not name.startswith("--")]
+    if "--missing" in arguments:
+        recipes = [name for name in RECIPES if name not in all_figures]
+    elif not arguments:
         recipes = RECIPES
     if unknown := [name for name in recipes if name not in RECIPES]:
-        raise SystemExit(f"no recipe {unknown[0]}; known: {', '.join(RECIPES)}")
+        raise SystemExit(f"unknown recipe {unknown[0]}; known: {', '.join(RECIPES)}")
     os.environ["OMP_NUM_THREADS"] = "1"
     known: dict[str, Any] = {}
     failed = 0
     for recipe in recipes:
         key = key_of(one_phase(compose("rehearse", [f"recipe={recipe}"])))
         try:
-            known[key] = made[recipe] = known.get(key) or figures(recipe)
+            known[key] = all_figures[recipe] = known.get(key) or figures(recipe)
         except ValueError as error:
             failed += 1
             print(f"{recipe}: {error}", flush=True)
             continue
-        FIGURES.write_text(json.dumps({name: made[name] for name in sorted(made)}, indent=1) + "\n")
-        peaks = [f"{rank['peak_bytes'] / GIB:.1f} GiB" for rank in made[recipe]["ranks"]]
+        FIGURES.write_text(json.dumps({name: all_figures[name] for name in sorted(all_figures)}, indent=1) + "\n")
+        peaks = [f"{rank['peak_bytes'] / GIB:.1f} GiB" for rank in all_figures[recipe]["ranks"]]
         print(recipe, *peaks, flush=True)
-    write_tables(made)
+    write_tables(all_figures)
     return bool(failed)
 
 

@@ -1,4 +1,4 @@
-"""What a rank would write, against a checkpoint that Megatron wrote."""
+"""Tensors that a rank would write, compared with a checkpoint that Megatron wrote."""
 
 import json
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from nemo_ext.job.config import compose
 from nemo_ext.rehearsal.ranks import rehearse
-from nemo_ext.rehearsal.saved import summed, whole
+from nemo_ext.rehearsal.saved import combine, sum_tensors
 
 TINY = ("recipe=nemotron3_nano/quickstart", "data=mock", "megatron.bf16=true", "megatron.micro_batch_size=2")
 SHARED = ("megatron.use_distributed_optimizer=true",)
@@ -20,11 +20,11 @@ def test_sums_over_ranks() -> None:
             {"name": f"decoder.layers.{stage}.mixer.weight", "bytes": 100, "own_bytes": 50},
             {"name": "chained_0.optimizer.distributed.param", "bytes": 600, "own_bytes": 75 + stage},
         ]
-        return {**summed(tensors), "names": [line["name"] for line in tensors], "writers": 8}
+        return {**sum_tensors(tensors), "names": [line["name"] for line in tensors], "writers": 8}
 
     ranks = [rank(0), rank(2)]
     assert ranks[0]["own_bytes"] == 125
-    sums = whole(ranks, 1.5)
+    sums = combine(ranks, 1.5)
     assert sums == {
         "bytes": 2100,
         "model_bytes": 300,
@@ -44,7 +44,7 @@ def test_sums_over_ranks() -> None:
         pytest.param((), marks=pytest.mark.deep, id="plain"),
     ],
 )
-def test_names_and_shapes_are_those_of_a_checkpoint_that_was_written(
+def test_names_and_shapes_match_a_written_checkpoint(
     words: tuple[str, ...], launched: Callable[..., str], tmp_path: Path
 ) -> None:
     from torch.distributed.checkpoint import FileSystemReader

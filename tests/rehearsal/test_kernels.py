@@ -1,4 +1,4 @@
-"""What stand-ins keep, and for how long."""
+"""Tensors that stand-ins save, and their lifetime."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nemo_ext.rehearsal.tracker import Tracker
 
 
-def test_what_a_scan_saves_ends_with_its_backward_pass_though_its_graph_lives() -> None:
+def test_tensors_saved_by_a_scan_are_freed_in_its_backward_pass() -> None:
     from nemo_ext.rehearsal import kernels
 
     tracker = Tracker()
@@ -24,6 +24,6 @@ def test_what_a_scan_saves_ends_with_its_backward_pass_though_its_graph_lives() 
         with tracker.during("backward", "temporary"):
             loss.backward()
 
-    # What it projects and, before gating, makes; D; the sum of what comes out.
+    # The projection, the output before gating, D, and the sum of the output.
     assert kept == 4 * (256 * (64 + channels + heads) + 256 * 64 + heads + 1)
     assert tracker.live["activations"] == 4 == loss.nbytes

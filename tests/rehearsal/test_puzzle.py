@@ -1,4 +1,4 @@
-"""Puzzle's stages against the same functions on real tensors, and what `nemo-ext rehearse job=puzzle` refuses."""
+"""Rehearsed Puzzle stages, compared with real tensors, and settings that are refused."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ WORDS = ("recipe=puzzle/hybrid", "data=mock", "precision=bf16", "run_dir=unused"
 @pytest.mark.parametrize(
     "stage", [pytest.param(stage, marks=pytest.mark.deep if stage == "score" else pytest.mark.slow) for stage in STAGES]
 )
-def test_memory_and_flops_are_those_of_real_tensors(
+def test_memory_and_flops_match_real_tensors(
     stage: str, fork_program: Callable[..., list[int]], tmp_path: Path
 ) -> None:
     config = compose("rehearse_puzzle", [*WORDS, "megatron.seq_length=64", "puzzle.calibration.sequences=16"])
@@ -48,28 +48,28 @@ def test_a_compression_stage_by_stage(tmp_path: Path) -> None:
         ranks = rehearse_puzzle(compose("rehearse_puzzle", given), tmp_path / "ranks")["ranks"]
         return {rank["name"]: rank for rank in ranks}
 
-    found = peaks()
+    whole = peaks()
     words = ("launcher.nproc_per_node=4", "puzzle.distill.inputs=unused", "puzzle.stages=[distill]")
     shared = peaks(*words, "puzzle.heal.tokens=0")
     more = peaks("puzzle.calibration.sequences=40", "puzzle.stages=[score]", "puzzle.heal.tokens=0")
 
-    assert list(found) == ["library", "distill", "score", "compare", "heal"], "the parent is there"
-    assert found["heal"]["peak"]["teacher"] > 0
-    peak, part = found["distill"]["peak"], shared["distill"]["peak"]
-    # Masters and two moments in FP32; some numbers of Mamba are always.
+    assert list(whole) == ["library", "distill", "score", "compare", "heal"], "no training of the parent, which exists"
+    assert whole["heal"]["peak"]["teacher"] > 0
+    peak, part = whole["distill"]["peak"], shared["distill"]["peak"]
+    # Masters and two moments in FP32; some Mamba parameters are FP32 in any case.
     assert peak["optimizer"] / 6 == pytest.approx(peak["variants"], rel=1e-3)
     assert part["variants"] == peak["variants"] and part["optimizer"] == pytest.approx(peak["optimizer"] / 4, rel=0.01)
     sent = {each["operation"]: each["bytes"] for each in shared["distill"]["collectives"]}
     assert sent["reduce_scatter_base"] == pytest.approx(2 * sent["allgather_base"], rel=0.01), "FP32 one way, BF16 back"
-    # It begins with the input of the group's first block.
-    assert shared["distill"]["flops"]["forward"] < found["distill"]["flops"]["forward"] / 4
+    # The forward pass starts at the group's first block.
+    assert shared["distill"]["flops"]["forward"] < whole["distill"]["flops"]["forward"] / 4
     hidden, length = parent["megatron"]["hidden_size"], 256
     one_more = 8 * length * hidden * 2  # of 8 sequences
-    assert more["score"]["peak_bytes"] - found["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
+    assert more["score"]["peak_bytes"] - whole["score"]["peak_bytes"] == 2 * one_more, "a block's inputs, last states"
 
 
 @pytest.mark.slow
-def test_ranks_that_share_out_the_parent_hold_their_part_of_it(tmp_path: Path) -> None:
+def test_sharded_ranks_hold_their_part_of_the_parent(tmp_path: Path) -> None:
     def made(fsdp: str) -> dict[str, Any]:
         words = [*WORDS, "launcher.nproc_per_node=4", "puzzle.stages=[library]", f"puzzle.fsdp={fsdp}"]
         config = compose("rehearse_puzzle", [*words, "puzzle.parent=null"])
@@ -91,11 +91,14 @@ def test_ranks_that_share_out_the_parent_hold_their_part_of_it(tmp_path: Path) -
     ("words", "why"),
     [
         (["puzzle.parent=/nowhere"], "puzzle.parent=/nowhere: no such directory"),
-        (["puzzle.distill.batch=5", "launcher.nproc_per_node=2"], "puzzle.distill.batch=5: 2 ranks cannot share"),
+        (
+            ["puzzle.distill.batch=5", "launcher.nproc_per_node=2"],
+            "puzzle.distill.batch=5: is not divisible by the 2 ranks",
+        ),
         (["puzzle.calibration.sequences=8", "launcher.nproc_per_node=2"], "are too few for 2 ranks"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_process_starts(words: list[str], why: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_refused_before_a_process_starts(words: list[str], why: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=why):
         rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, *words]), tmp_path / "ranks")
     assert not (tmp_path / "ranks").exists()
@@ -113,10 +116,10 @@ def test_what_cannot_be_is_refused_before_a_process_starts(words: list[str], why
         ],
     ],
 )
-def test_stages_that_run_no_model_are_none(words: list[str], tmp_path: Path) -> None:
+def test_stages_without_a_model_are_not_rehearsed(words: list[str], tmp_path: Path) -> None:
     made = rehearse_puzzle(compose("rehearse_puzzle", [*WORDS, *words]), tmp_path / "ranks")
     assert made["ranks"] == []
 
 
-def test_the_settings_are_those_of_puzzle() -> None:
+def test_settings_match_those_of_puzzle() -> None:
     assert settings(compose("puzzle")["puzzle"]) == settings(compose("rehearse_puzzle")["puzzle"])

@@ -1,4 +1,4 @@
-"""The figures of docs/rehearsal.md: a rehearsal finds them again."""
+"""Figures of docs/rehearsal.md, reproduced by a rehearsal."""
 
 import importlib.util
 import json
@@ -14,11 +14,11 @@ from nemo_ext.rehearsal.ranks import rehearse
 CONFIGS = Path(hydra_conf.__file__).parent / "recipe"
 FIGURES = json.loads(Path(__file__).with_name("recipes.json").read_text())
 QUICK = {"llama_nemotron/ultra_sft", "olmo1/1b"}
-"""Made by Puzzle; without weights in its norms."""
+"""A model found by Puzzle, and one whose norms have no weights."""
 
 
-def made_by() -> ModuleType:
-    """The script that makes the figures."""
+def script() -> ModuleType:
+    """Module that computes the figures, recipes.py."""
     spec = importlib.util.spec_from_file_location("rehearsed_recipes", Path(__file__).with_name("recipes.py"))
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
@@ -28,18 +28,18 @@ def made_by() -> ModuleType:
 
 def test_every_recipe_has_figures() -> None:
     recipes = {f"{path.parent.name}/{path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "puzzle"}
-    assert FIGURES.keys() == recipes, "python tests/rehearsal/recipes.py --missing; what is gone has to be taken out"
+    assert FIGURES.keys() == recipes, "python tests/rehearsal/recipes.py --missing; remove those of deleted recipes"
 
 
 @pytest.mark.parametrize(
     "recipe",
     [pytest.param(name, marks=pytest.mark.slow if name in QUICK else pytest.mark.deep) for name in FIGURES],
 )
-def test_a_rehearsal_finds_the_figures_of_the_fullest_rank_again(recipe: str, tmp_path: Path) -> None:
+def test_a_rehearsal_reproduces_the_figures_of_the_fullest_rank(recipe: str, tmp_path: Path) -> None:
     kept = max(FIGURES[recipe]["ranks"], key=lambda rank: rank["peak_bytes"])
 
     (tmp_path / "teacher").mkdir()
-    words = [f"recipe={recipe}", *made_by().teacher_words(recipe, tmp_path / "teacher")]
+    words = [f"recipe={recipe}", *script().teacher_words(recipe, tmp_path / "teacher")]
 
     (found,) = rehearse(compose("rehearse", words), [kept["stage"]], tmp_path / "ranks")["ranks"]
 

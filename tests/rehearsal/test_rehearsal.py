@@ -1,4 +1,4 @@
-"""Ranks of small jobs against the cost model and against real ranks."""
+"""Rehearsed ranks of small jobs, compared with the cost model and with real ranks."""
 
 import json
 import re
@@ -17,26 +17,26 @@ REAL = ("nemotron3_nano, TP2 SP", "llama_nemotron, PP2", "nemotron3_nano, EP2", 
 TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "megatron.bf16=true")
 
 
-def of(*words: str, stages: Any = "all", folder: Path) -> list[dict[str, Any]]:
+def rehearsed_ranks(*words: str, stages: Any = "all", folder: Path) -> list[dict[str, Any]]:
     ranks: list[dict[str, Any]] = rehearse(compose("rehearse", [*TINY, *words]), stages, folder)["ranks"]
     return ranks
 
 
-def test_stages_that_are_not_there(tmp_path: Path) -> None:
+def test_unknown_pipeline_ranks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"rehearse.stages=\[0, 3\]: the layout has pipeline ranks 0 to 0"):
-        of(stages=[0, 3], folder=tmp_path)
+        rehearsed_ranks(stages=[0, 3], folder=tmp_path)
 
 
-def test_of_phases_the_longest_is_rehearsed() -> None:
+def test_the_phase_with_the_longest_sequences_is_rehearsed() -> None:
     config, _ = rehearsed(compose("rehearse", ["recipe=domyn_small/foundation"]))
     flags = config["megatron"]
     assert (flags["seq_length"], flags["global_batch_size"]) == (16384, 256)
     assert flags["max_position_embeddings"] >= 16384
 
 
-def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
+def test_a_layout_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a multiple of tensor_parallel 3"):
-        of("launcher.nproc_per_node=3", "megatron.tensor_model_parallel_size=3", folder=tmp_path)
+        rehearsed_ranks("launcher.nproc_per_node=3", "megatron.tensor_model_parallel_size=3", folder=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -82,24 +82,26 @@ def test_a_layout_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_exact_and_flops(words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_and_states_match_the_cost_model(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in of(*words, folder=tmp_path):
+    for rank in rehearsed_ranks(*words, folder=tmp_path):
         guess = rank["estimate"]
         assert rank["parameters"] == guess["parameters"]
         for kind in ("weights", "gradients", "optimizer"):
             assert rank["peak"][kind] == pytest.approx(guess[kind], rel=0.02), kind
         assert sum(rank["flops"].values()) == pytest.approx(guess["flops"], rel=0.1)
         assert rank["peak"]["activations"] > 0
-    assert not (tmp_path / "unused").exists(), "nothing is written where training would"
+    assert not (tmp_path / "unused").exists(), "nothing is written to the run directory"
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("case", REAL)
-def test_ranks_hold_and_send_what_was_said(
+def test_real_ranks_match_their_rehearsal(
     case: str, fork_program: Callable[..., list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Parameters, buffers, optimizer states and collectives exactly; the highest memory nearly (see truth.py)."""
+    """Parameters, buffers, optimizer states and collectives exactly; peak memory approximately (see truth.py)."""
     monkeypatch.chdir(tmp_path)
     codes = fork_program([str(TRUTH), case, "--json", str(tmp_path / "found.json")], tmp_path / "log")
     assert codes == [0], (tmp_path / "log").read_text()[-4000:]
@@ -112,11 +114,11 @@ def test_ranks_hold_and_send_what_was_said(
         assert rank["said"]["micro_batches"] > rank["said"]["rehearsed_micro_batches"], "and scaled"
         whole, rest = rank["ratios"]
         assert whole == pytest.approx(1, abs=0.05)
-        assert rest == pytest.approx(1, abs=0.1)  # gloo's threads hold some longer
+        assert rest == pytest.approx(1, abs=0.1)  # gloo's threads hold some tensors longer
 
 
 @pytest.mark.slow
-def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
+def test_imbalance_adds_work_of_experts(tmp_path: Path) -> None:
     words = ("launcher.nproc_per_node=4", "megatron.expert_model_parallel_size=4", "megatron.global_batch_size=32")
     words += ("megatron.moe_token_dispatcher_type=alltoall", "model.pattern=*E")
     (even,), (uneven,) = (
@@ -179,14 +181,14 @@ def test_imbalance_is_work_of_experts(tmp_path: Path) -> None:
     ],
     ids=["heads", "window", "fp8", "sequence", "sequence_parallel", "vocabulary", "batch", "interleaved", "empty"],
 )
-def test_mistakes_that_only_running_finds(words: str, said: str, tmp_path: Path) -> None:
+def test_mistakes_are_found_before_a_rank_starts(words: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        of("launcher.nproc_per_node=4", *words.split(), folder=tmp_path)
+        rehearsed_ranks("launcher.nproc_per_node=4", *words.split(), folder=tmp_path)
 
 
 @pytest.mark.slow
-def test_context_parallel_attention_sends_by_its_kind() -> None:
-    """Of 4 ranks with 2 MiB of queries and 1 MiB of keys and values each."""
+def test_context_parallel_attention_communicates_by_its_type() -> None:
+    """With 4 ranks, 2 MiB of queries, and 1 MiB each of keys and values."""
     import torch
 
     from nemo_ext.rehearsal.kernels import _sent
@@ -201,10 +203,10 @@ def test_context_parallel_attention_sends_by_its_kind() -> None:
 
 
 @pytest.mark.slow
-def test_what_megatron_asserts_comes_with_its_block(tmp_path: Path) -> None:
+def test_an_assertion_of_megatron_names_the_block(tmp_path: Path) -> None:
     words = ("launcher.nproc_per_node=4", "megatron.context_parallel_size=4", "model.pattern=MEM{heads=6}*")
     with pytest.raises(ValueError, match="stage 0 cannot") as caught:
-        of(*words, folder=tmp_path)
+        rehearsed_ranks(*words, folder=tmp_path)
     said = "block 3 (M{heads=6}): AssertionError: nheads must be evenly divisible by tp_size * cp_size"
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -212,6 +214,6 @@ def test_what_megatron_asserts_comes_with_its_block(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_fp16_has_moments_too(tmp_path: Path) -> None:
-    """Nobody knows whether a gradient overflows: no step would be taken, and no moments made."""
-    (rank,) = of("model=domyn_small_tiny", "megatron.bf16=false", "megatron.fp16=true", folder=tmp_path)
+    """Fake gradients must not count as overflow, which would skip the step and create no moments."""
+    (rank,) = rehearsed_ranks("model=domyn_small_tiny", "megatron.bf16=false", "megatron.fp16=true", folder=tmp_path)
     assert rank["peak"]["optimizer"] == pytest.approx(12 * rank["parameters"], rel=0.01)

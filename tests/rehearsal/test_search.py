@@ -1,4 +1,4 @@
-"""Layouts that a search finds, and their words on a command line."""
+"""Layouts found by a search, and their command-line arguments."""
 
 import json
 import subprocess
@@ -50,14 +50,14 @@ def test_sizes_fit_the_machine(model: str) -> None:
     assert len({(one.layout, one.pattern) for one in ranked}) == len(ranked)
 
 
-def test_what_fits_on_one_gpu_is_not_divided() -> None:
+def test_a_model_that_fits_on_one_gpu_is_not_divided() -> None:
     made, ranked = searched("domyn_small_tiny")
     how = next(made.fitting(ranked, Counter())).layout
     assert (how.tensor_parallel, how.pipeline_parallel, how.context_parallel, how.data_parallel) == (1, 1, 1, 8)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_does_not_fit_on_one_is_divided(model: str) -> None:
+def test_a_model_that_does_not_fit_on_one_gpu_is_divided(model: str) -> None:
     made, ranked = searched(model)
     whole = [one for one in ranked if one.layout.data_parallel == 8 and one.layout.expert_parallel == 1]
     least = min(made.bytes(one.layout, one.pattern) for one in whole)
@@ -70,7 +70,7 @@ def test_what_does_not_fit_on_one_is_divided(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_words_make_the_layout_that_was_timed(model: str) -> None:
+def test_arguments_reproduce_the_timed_layout(model: str) -> None:
     made, ranked = searched(model)
     interleaved = next(one for one in ranked if one.layout.virtual_stages == 2 and one.layout.recompute == "full")
     divided = next(one for one in ranked if one.layout.recompute == "selective" and one.layout.tensor_parallel == 2)
@@ -87,11 +87,11 @@ def test_words_make_the_layout_that_was_timed(model: str) -> None:
         assert again["megatron"]["global_batch_size"] == 16
 
 
-def test_what_does_not_fit_by_rehearsal_is_dropped_and_counted() -> None:
-    asked = []
+def test_a_layout_that_does_not_fit_by_rehearsal_is_dropped_and_counted() -> None:
+    rehearsed = []
 
     def rehearse(words: list[str], number: int) -> dict[str, Any]:
-        asked.append(words)
+        rehearsed.append(words)
         if number == 1:
             raise ValueError("Megatron says no")
         return {"ranks": [{"peak_bytes": 60 * GIB if number == 2 else 50 * GIB}]}
@@ -100,7 +100,7 @@ def test_what_does_not_fit_by_rehearsal_is_dropped_and_counted() -> None:
 
     assert [line.get("fits") for line in said["tried"]] == [None, False, True, True]
     assert said["tried"][0]["error"] == "Megatron says no"
-    assert len({tuple(words) for words in asked}) == 4
+    assert len({tuple(words) for words in rehearsed}) == 4
     assert [result["number"] for result in results] == [2, 3, 4]
 
 
@@ -116,7 +116,7 @@ def test_gpus_by_name_and_by_memory() -> None:
         gpu_of(None, None)
     with pytest.raises(ValueError, match=r"rehearse.gpu=H100: .*H100-80GB"):
         gpu_of("H100", None)
-    with pytest.raises(ValueError, match="no GPU known here has as much"):
+    with pytest.raises(ValueError, match="no known GPU has that much memory"):
         gpu_of(None, 500)
 
 
@@ -124,8 +124,11 @@ def test_gpus_by_name_and_by_memory() -> None:
     ("given", "why"),
     [
         ({"search": True, "try": ["megatron.micro_batch_size=2"]}, "exclude each other"),
-        ({"try": ["megatron.bf16=true rehearse.imbalance=2"]}, "rehearse.try has rehearse.imbalance=2: expected words"),
-        ({"try": ["++cluster.node.gpus=4"]}, r"rehearse.try has \+\+cluster.node.gpus=4: expected words"),
+        (
+            {"try": ["megatron.bf16=true rehearse.imbalance=2"]},
+            "rehearse.try has rehearse.imbalance=2: expected arguments",
+        ),
+        ({"try": ["++cluster.node.gpus=4"]}, r"rehearse.try has \+\+cluster.node.gpus=4: expected arguments"),
         ({"try": [""]}, "rehearse.try has an empty change"),
     ],
 )
@@ -159,7 +162,7 @@ def test_a_search_from_the_command_line_to_the_checks_of_training(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_change_that_cannot_be_is_told_beside_those_that_can(launched: Callable[..., str], tmp_path: Path) -> None:
+def test_an_invalid_change_is_reported_and_the_rest_rehearsed(launched: Callable[..., str], tmp_path: Path) -> None:
     change = "megatron.tensor_model_parallel_size=3"
     words = ["recipe=nemotron3_nano/quickstart", f"run_dir={tmp_path}", "format=json", f'rehearse.try=["{change}"]']
     found = json.loads(launched("rehearse", *words))

@@ -1,4 +1,4 @@
-"""A teacher beside the student that is rehearsed."""
+"""Rehearsal of a distillation with its teacher."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ TINY = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock", "mega
 
 @pytest.fixture(params=["run", "export"])
 def teacher(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder that says what model it is of, and has no weights."""
+    """Folder with the config of a model, without weights."""
     folder, config = tmp_path / "teacher", compose("train", TINY)
     folder.mkdir()
     if request.param == "run":
@@ -39,8 +39,8 @@ def test_the_model_of_a_folder_without_weights(teacher: Path) -> None:
     assert (made.sizes, made.hidden_size, made.vocab_size) == (own.sizes, own.hidden_size, own.vocab_size)
 
 
-def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no config of the model lies there; expected the run's config\.yaml"):
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config of a model; expected the run's config\.yaml"):
         model_of(str(tmp_path), "distillation.teacher")
     with pytest.raises(ValueError, match="no such directory"):
         model_of(str(tmp_path / "none"), "distillation.teacher")
@@ -50,7 +50,7 @@ def test_a_folder_that_says_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_its_weights_and_its_forward_pass_are_there(tmp_path: Path) -> None:
+def test_the_teachers_weights_and_forward_pass_are_counted(tmp_path: Path) -> None:
     folder, config = tmp_path / "teacher", compose("train", TINY)
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(config))

@@ -1,4 +1,4 @@
-"""What lives, by kind, at the highest."""
+"""Live bytes by kind at the peak, FLOPs, values of fake tensors."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -28,7 +28,7 @@ def test_bytes_by_kind_and_their_peak() -> None:
     assert tracker.peak_phase == "backward"
 
 
-def test_a_peak_can_be_forgotten_but_not_what_lives() -> None:
+def test_forgetting_the_peak_keeps_live_storages() -> None:
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         first = torch.zeros(8 * KIB, dtype=torch.uint8)
@@ -41,7 +41,7 @@ def test_a_peak_can_be_forgotten_but_not_what_lives() -> None:
     assert second.shape == third.shape
 
 
-def test_what_runs_after_the_end_is_not_counted() -> None:
+def test_operations_after_stop_are_not_counted() -> None:
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         first = torch.zeros(8 * KIB, dtype=torch.uint8)
@@ -69,7 +69,7 @@ def test_flops_of_products_forward_and_backward() -> None:
     assert tracker.flops == {"forward": 2 * 8 * 16 * 32, "backward": 2 * 8 * 16 * 32}
 
 
-def test_values_that_decide_are_one() -> None:
+def test_unknown_values_read_as_one() -> None:
     with FakeTensorMode(), Tracker():
         assert torch.zeros(()).item() == 1.0
         assert torch.zeros((), dtype=torch.int64).item() == 1

@@ -1,4 +1,4 @@
-"""What the stand-ins hold, against figures worked out by hand from the facts of their module."""
+"""Memory of the stand-ins, compared with figures computed by hand from the facts in their module."""
 
 from collections import Counter
 from pathlib import Path
@@ -21,11 +21,11 @@ QUICKSTART = ("recipe=nemotron3_nano/quickstart", "run_dir=unused", "data=mock",
 DENSE = (*QUICKSTART, "model=domyn_small_tiny", "megatron.kv_channels=64")
 ROWS, LAYERS = 8 * 256, 3
 SAVED = LAYERS * (128 + 128 + 512) - 512
-"""Numbers of a row that are saved in FP8 and not in BF16; at the highest point the last FFN's 512 are gone."""
+"""Numbers per row that are saved in FP8 rather than BF16; at the peak the last FFN's 512 are already freed."""
 
 
 def passed(scaling: str | None, *, keeps_input: bool = False, **given: Any) -> tuple[Counter[str], Counter[str]]:
-    """What lives after a forward pass of one layer, and after its backward pass."""
+    """Live bytes after a forward pass of one layer, and after its backward pass."""
     from nemo_ext.rehearsal.transformer_engine import Engine, Product
 
     tracker = Tracker()
@@ -50,7 +50,7 @@ def passed(scaling: str | None, *, keeps_input: bool = False, **given: Any) -> t
     [
         (None, 0, 0),
         ("tensorwise", 2 * OUT * WIDE + 4, TOKENS * WIDE),
-        ("delayed", 2 * OUT * WIDE + 4 + 4 * 5 * 2, TOKENS * WIDE),  # and a history of one step, with its scales
+        ("delayed", 2 * OUT * WIDE + 4 + 4 * 5 * 2, TOKENS * WIDE),  # with a history of one step and its scales
         ("blockwise", 2 * OUT * WIDE + 4 * (8 * 4 + 4 * 8), TOKENS * WIDE + 4 * (TOKENS // 128) * WIDE),
         ("mxfp8", 2 * (OUT * WIDE + OUT * WIDE // 32), TOKENS * WIDE + TOKENS * WIDE // 32),
     ],
@@ -58,10 +58,10 @@ def passed(scaling: str | None, *, keeps_input: bool = False, **given: Any) -> t
 def test_copies_of_a_layer(scaling: str | None, weights: int, saved: int) -> None:
     forward, backward = passed(scaling)
     assert forward[FP8_WEIGHTS] == backward[FP8_WEIGHTS] == weights
-    assert forward["activations"] == saved  # the BF16 input itself is not the layer's
+    assert forward["activations"] == saved  # the BF16 input does not belong to the layer
     assert forward["temporary"] == WORKSPACES
     assert backward["activations"] == 0
-    # The gradients of the input and, a dummy, of the weight.
+    # Gradient of the input, and the dummy gradient of the weight.
     assert backward["temporary"] == WORKSPACES + 2 * TOKENS * WIDE + 2 * OUT * WIDE
 
 
@@ -97,7 +97,7 @@ def test_experts_are_one_product_with_a_copy_each() -> None:
         with tracker.during("forward", "activations"):
             out = product(x, weights, counts=[32, 64, 96])
         assert out.shape == (192, 64)
-        with pytest.raises(ValueError, match="experts: mxfp8 FP8 takes tokens in multiples of 32, not 33"):
+        with pytest.raises(ValueError, match="experts: mxfp8 FP8 requires a multiple of 32 tokens, not 33"):
             product(x, weights, counts=[33, 63, 96])
         assert tracker.live["temporary"] == 5 * 32 * MIB + 4 * 1024
         # 128 rows and 4 columns, 4 rows and 128 columns of scales.
@@ -126,7 +126,7 @@ def test_experts_have_one_name_in_a_checkpoint() -> None:
         assert (made.global_shape, made.global_offset) == ((8, 32, 8), (2 + number, 0, 0))
 
 
-def test_a_part_of_a_matrix_that_fp8_does_not_take() -> None:
+def test_a_matrix_of_a_size_that_fp8_does_not_support() -> None:
     from nemo_ext.rehearsal.transformer_engine import Engine, Product
 
     tracker = Tracker()
@@ -134,7 +134,7 @@ def test_a_part_of_a_matrix_that_fp8_does_not_take() -> None:
         Product(Engine(tracker), "block 3 fc1", "tensorwise")(torch.empty(8, 512), torch.empty(1032, 512))
 
 
-def test_fused_permutation_saves_its_map_alone() -> None:
+def test_fused_permutation_saves_only_its_map() -> None:
     from megatron.core.transformer.moe import token_dispatcher
 
     from nemo_ext.rehearsal.transformer_engine import _permutation
@@ -152,7 +152,7 @@ def test_fused_permutation_saves_its_map_alone() -> None:
         assert tracker.live["activations"] == 64 * (2 * 8 + 1) * 4 + back.nbytes
 
 
-def test_a_width_that_fp8_does_not_take_is_one_line() -> None:
+def test_a_width_that_fp8_does_not_support_is_refused() -> None:
     with pytest.raises(ValueError, match="block 1 fc1: out 500 is not a multiple of 16"):
         rehearsed(compose("rehearse", [*DENSE, "precision=fp8_current", "model.pattern='*-{ffn=500}'"]))
 
@@ -195,7 +195,7 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ],
 )
 def test_copies_of_a_model(precision: str, scales: int, lost: int, bf16: dict[str, Any], tmp_path: Path) -> None:
-    """Layers of 128 numbers: qkv to 640, projection from 384, FFN of 512."""
+    """Hidden size 128: qkv to 640, projection from 384, FFN of 512."""
     rank = ranks(tmp_path, *DENSE, f"precision={precision}")[0]
     assert rank["peak"][FP8_WEIGHTS] == LAYERS * (2 * 262144 + scales)
     saved = bf16["peak"]["activations"] - rank["peak"]["activations"]
@@ -216,14 +216,14 @@ def test_sequence_parallel_ranks_gather_in_fp8(tmp_path: Path) -> None:
         for name in ("bf16", "fp8_current")
     )
     group = "TENSOR_MODEL_PARALLEL_GROUP"
-    # Of each of two micro-batches and a layer: two inputs, both again in the backward pass, and two gradients.
+    # Per micro-batch (of two) and layer: two inputs, both again in the backward pass, and two gradients.
     fewer = high[group, "allgather_base"] - low[group, "allgather_base"]
     assert fewer == 2 * LAYERS * 6 * ROWS * 128
     assert high[group, "reduce_scatter_base"] == low[group, "reduce_scatter_base"]
 
 
 @pytest.mark.slow
-def test_grouped_experts_are_those_of_sequential_ones(tmp_path: Path) -> None:
+def test_grouped_experts_match_sequential_ones(tmp_path: Path) -> None:
     words = (*QUICKSTART, "model.pattern=ME", "launcher.nproc_per_node=2", "megatron.expert_model_parallel_size=2")
     words = (*words, "megatron.moe_token_dispatcher_type=alltoall")
     one = ranks(tmp_path / "one", *words)[0]
@@ -239,7 +239,7 @@ def test_grouped_experts_are_those_of_sequential_ones(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_plan_of_single_blocks(tmp_path: Path) -> None:
-    """Also of 24 experts, whose 170 or 171 tokens are padded."""
+    """With 24 experts, whose 170 or 171 tokens are padded."""
     from nemo_ext.architecture.model import Architecture
     from nemo_ext.architecture.precision_plan import Plan, assigned
 

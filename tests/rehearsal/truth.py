@@ -1,9 +1,9 @@
-"""A program: small jobs on real tensors and real processes beside their rehearsals, rank by rank.
+"""Compare small jobs on real tensors and real processes with their rehearsals, rank by rank.
 
     python tests/rehearsal/truth.py --table            the table of docs/rehearsal.md
     python tests/rehearsal/truth.py 'olmo3, PP2' --json FILE
 
-Each rank of the real job runs Megatron's `pretrain()` over gloo; its second step is counted by a dispatch mode, by
+Each rank of the real job runs Megatron's `pretrain()` over gloo; its second step is measured by a dispatch mode, by
 torch's profiler and by torch's allocator.
 """
 
@@ -80,7 +80,7 @@ CASES = {
 GLOO = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
-    "reduce_scatter_base": "all_reduce",  # which gloo lacks
+    "reduce_scatter_base": "all_reduce",  # gloo does not have it
     "reduce_scatter_tensor_coalesced": "all_reduce",
     "allgather_base": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
@@ -88,11 +88,11 @@ GLOO = {
     "send": "send",
     "recv": "recv",
 }
-"""What torch's profiler calls the operations."""
+"""Names of the operations in torch's profiler."""
 
 
 class Collectives(TorchDispatchMode):
-    """Real collectives by group and operation: calls, and bytes of the larger side."""
+    """Counts real collectives by group and operation: calls, and bytes of the larger side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Collectives(TorchDispatchMode):
 
 
 def even(logits: torch.Tensor) -> torch.Tensor:
-    """Logits by which every expert gets as many tokens; gradients pass, as in Megatron's own random ones."""
+    """Logits that balance the experts exactly; gradients pass, as with Megatron's random logits."""
     from megatron.core.transformer.moe.moe_utils import RandomSTE
     from megatron.training import get_args
 
@@ -139,10 +139,10 @@ def even(logits: torch.Tensor) -> torch.Tensor:
 
 
 def real(config_path: str, out: Path) -> None:
-    """One rank of the real job: counts its second step and ends."""
+    """Run one rank of the real job: measures its second step, then exits."""
     from nemo_ext.megatron import arguments, rank
 
-    arguments.LOCAL_BACKEND.pop("no_bias_swiglu_fusion")  # as rehearsed: what a GPU's kernel saves
+    arguments.LOCAL_BACKEND.pop("no_bias_swiglu_fusion")  # as in a rehearsal: saves what the GPU kernel saves
     seen = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
 
     def prepare() -> None:
@@ -191,7 +191,7 @@ def real(config_path: str, out: Path) -> None:
 
 
 def held(models: Any, optimizer: Any) -> dict[str, Any]:
-    """Numbers of parameters, and bytes of the storages of gradient buffers and of the optimizer."""
+    """Number of parameters, and bytes of the gradient buffers and of the optimizer."""
     parameters = [each for model in models for each in model.parameters()]
     buffers = [buffer for model in models for buffer in (*model.buffers, *model.expert_parallel_buffers)]
     weights = {each.untyped_storage().data_ptr() for each in parameters}
@@ -213,9 +213,9 @@ def held(models: Any, optimizer: Any) -> dict[str, Any]:
 
 
 def profiled(seen: profile) -> dict[str, Any]:
-    """The step's highest bytes by torch's allocator, and its calls of gloo, by torch's profiler.
+    """Peak bytes of the step by torch's allocator, and its gloo calls by torch's profiler.
 
-    What gloo takes for itself is left out, as NCCL's buffers are in a rehearsal.
+    Memory of gloo itself is excluded, as are NCCL's buffers in a rehearsal.
     """
     events = list(_every(seen.profiler.kineto_results.experimental_event_tree()))
     span = next(event for event in events if event.name == "the step")
@@ -229,7 +229,7 @@ def profiled(seen: profile) -> dict[str, Any]:
         if size > 0 and (event.start_tid != span.start_tid or _within_gloo(event)):
             continue
         if size > 0:
-            live += size - sizes.get(place, 0)  # one that another thread has freed
+            live += size - sizes.get(place, 0)  # the address may have been freed by another thread
             sizes[place] = size
         else:
             live -= sizes.pop(place, 0)
@@ -257,18 +257,18 @@ def _within_gloo(event: Any) -> bool:
     return False
 
 
-def fake(asked: Mapping[str, Any], out: Path) -> None:
-    """One rank's rehearsal."""
+def fake(request: Mapping[str, Any], out: Path) -> None:
+    """Rehearse one rank."""
     from nemo_ext.rehearsal.rank import rehearse
 
-    made = rehearse(**asked)
+    made = rehearse(**request)
     made.pop("curve")
     out.write_text(json.dumps(made))
     leave(0)
 
 
 def forked(works: Sequence[tuple[Callable[[], None], Mapping[str, str], Path]]) -> None:
-    """Runs the works side by side in children of this process; the log of one that fails is the error."""
+    """Run functions in parallel child processes; raises RuntimeError with the log of the first that fails."""
     children = {}
     for work, environment, log in works:
         child = os.fork()
@@ -298,7 +298,7 @@ def forked(works: Sequence[tuple[Callable[[], None], Mapping[str, str], Path]]) 
 
 
 def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """Of each rank what it did (`real`), and its stage's rehearsals with GPU kernels (`said`) and without (`here`)."""
+    """Measurements of each rank (`real`); rehearsals of its stage with GPU kernels (`said`) and without (`here`)."""
     from nemo_ext.rehearsal.ranks import _micro_batches
     from nemo_ext.rehearsal.settings import rehearsed
 
@@ -356,29 +356,29 @@ def compared(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
 
 def differences(rank: Mapping[str, Any]) -> list[str]:
-    """What a rehearsal said of a rank that is not so."""
-    found, real = [], rank["real"]
+    """Differences between a rehearsal and the real rank, as texts."""
+    texts, real = [], rank["real"]
     counted = {(group, operation): [count, size] for group, operation, count, size in real["collectives"]}
     calls: Counter[str] = Counter()
     for (_, operation), (count, _) in counted.items():
         calls[GLOO[operation]] += count
     if calls != real["profiled"]:
-        found.append(f"counted {dict(calls)}, by torch's profiler {real['profiled']}")
+        texts.append(f"counted {dict(calls)}, by torch's profiler {real['profiled']}")
     for name in ("said", "here"):
         record = rank[name]
         sent = {(each["group"], each["operation"]): [each["count"], each["bytes"]] for each in record["collectives"]}
         for key in sorted(counted.keys() | sent.keys()):
             if counted.get(key) != sent.get(key):
-                found.append(f"{name}: {key}: {counted.get(key)} and not {sent.get(key)}")
+                texts.append(f"{name}: {key}: {counted.get(key)} and not {sent.get(key)}")
         pairs = [("parameters", record["parameters"]), ("gradients", record["peak"].get("gradients", 0))]
-        if record["rank"] == rank["rank"]:  # shards of others differ by the padding of buffers
+        if record["rank"] == rank["rank"]:  # the optimizer shards of other ranks differ by the padding of buffers
             pairs.append(("optimizer", record["peak"].get("optimizer", 0)))
-        found += [f"{name}: {key}: {real[key]} and not {value}" for key, value in pairs if real[key] != value]
-    return found
+        texts += [f"{name}: {key}: {real[key]} and not {value}" for key, value in pairs if real[key] != value]
+    return texts
 
 
 def ratios(rank: Mapping[str, Any]) -> tuple[float, float]:
-    """A rehearsal's peak by the real one, with and without weights, gradients and optimizer states."""
+    """Ratio of the rehearsed to the real peak, with and without weights, gradients and optimizer states."""
     real, here = rank["real"], rank["here"]
     held = sum(here["peak"].get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
     return here["peak_bytes"] / real["peak"], (here["peak_bytes"] - held) / (real["peak"] - held)
@@ -400,28 +400,28 @@ def rows(name: str, ranks: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
 
 
 HELD = ("parameters", "gradients, bytes", "optimizer, bytes")
-HEADING = ("model, layout", "rank", *HELD, "calls", "bytes sent", "said alike", "peak", "rest")
+HEADING = ("model, layout", "rank", *HELD, "calls", "bytes sent", "equal", "peak", "rest")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of: {'; '.join(CASES)}; without, all of them")
-    parser.add_argument("--table", action="store_true", help="prints the table of results")
-    parser.add_argument("--json", type=Path, help="writes all that was found there")
-    asked = parser.parse_args()
-    if unknown := set(asked.cases) - CASES.keys():
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"one of: {'; '.join(CASES)} (default: all)")
+    parser.add_argument("--table", action="store_true", help="print the table of results")
+    parser.add_argument("--json", type=Path, help="write all results to this file")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.cases) - CASES.keys():
         parser.error(f"unknown: {', '.join(unknown)}")
     preload()
     results = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(asked.cases or CASES):
+        for number, name in enumerate(arguments.cases or CASES):
             print(name, file=sys.stderr)
             results[name] = compared(CASES[name], Path(folder) / str(number))
             for rank in results[name]:
                 rank["differences"], rank["ratios"] = differences(rank), ratios(rank)
-            if asked.json:
-                asked.json.write_text(json.dumps(results, indent=1))
-    if asked.table:
+            if arguments.json:
+                arguments.json.write_text(json.dumps(results, indent=1))
+    if arguments.table:
         print(markdown_table(HEADING, [row for name, ranks in results.items() for row in rows(name, ranks)]))
 
 

@@ -1,4 +1,4 @@
-"""The choice of what stays in BF16."""
+"""Choice of the units kept in BF16."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -19,7 +19,7 @@ def some(sizes: Sequence[int]) -> list[Unit]:
 
 
 def least_bytes(units: Sequence[Unit], losses: Sequence[float], budget: float) -> int:
-    """By trying everything."""
+    """Fewest BF16 bytes by enumeration."""
     pairs = list(zip(units, losses, strict=True))
     return min(
         sum(unit.bytes for unit in units) - sum(unit.bytes for unit, _ in low)
@@ -30,7 +30,7 @@ def least_bytes(units: Sequence[Unit], losses: Sequence[float], budget: float) -
 
 
 @given(SIZES, st.floats(1e-3, 3.0))
-def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, float]], budget: float) -> None:
+def test_the_fewest_bytes_within_the_budget_are_kept_in_bf16(given: list[tuple[int, float]], budget: float) -> None:
     units, losses = some([size for size, _ in given]), [max(loss, 0.0) for _, loss in given]
 
     low = cheapest(units, losses, budget)
@@ -40,7 +40,7 @@ def test_the_fewest_bytes_within_the_budget_stay_in_bf16(given: list[tuple[int, 
 
 @given(SIZES, st.floats(0.3, 3.0), st.floats(0.01, 0.99))
 @example([(1, 4.996966561817696e-306)], 1.0, 0.5)  # its inverse times a thousand is infinite
-def test_the_measured_loss_keeps_the_budget_whatever_adding_up_says(
+def test_the_measured_loss_meets_the_budget_even_if_losses_do_not_add_up(
     given: list[tuple[int, float]], factor: float, share: float
 ) -> None:
     units, losses = some([size for size, _ in given]), [loss for _, loss in given]
@@ -56,7 +56,7 @@ def test_the_measured_loss_keeps_the_budget_whatever_adding_up_says(
     assert len({found.low for found in tried}) == len(tried)
 
 
-def test_a_budget_that_fp8_keeps_leaves_nothing_in_bf16() -> None:
+def test_a_budget_met_by_fp8_leaves_nothing_in_bf16() -> None:
     units = some([3, 5])
 
     def measure(low: Sequence[Unit]) -> float:
@@ -67,7 +67,7 @@ def test_a_budget_that_fp8_keeps_leaves_nothing_in_bf16() -> None:
     assert found.added == pytest.approx(0.3)
 
 
-def test_what_loses_nothing_alone_is_chosen_by_its_bytes() -> None:
+def test_units_without_a_loss_are_chosen_by_bytes() -> None:
     units = some([1, 50, 3])
     together = {0: 0.0, 1: 0.02, 2: 0.08, 3: 0.5}
 
@@ -76,8 +76,8 @@ def test_what_loses_nothing_alone_is_chosen_by_its_bytes() -> None:
     assert [unit.selector for unit in tried[-1].low] == ["1", "2"]
 
 
-def test_where_losses_do_not_add_up_more_is_found_by_measuring() -> None:
-    """Three blocks lose 1 each and 1.2 together: two keep a budget of 1.1, where adding up leaves one."""
+def test_measuring_finds_more_where_losses_do_not_add_up() -> None:
+    """Three blocks lose 1 each and 1.2 together: two meet a budget of 1.1, one by the sum of losses."""
     units = some([10, 11, 12])
     together = {0: 0.0, 1: 1.0, 2: 1.1, 3: 1.2}
 

@@ -1,4 +1,4 @@
-"""Measurements on real models, and the whole job."""
+"""Measurements on real models, and the complete job."""
 
 import json
 import os
@@ -27,7 +27,7 @@ from nemo_ext.sensitivity.units import only, units
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What imports Megatron, for seconds: when tests begin, not when they are collected."""
+    """Import Megatron, which takes seconds, when tests start rather than when they are collected."""
     global in_float8, Measurements, run
     from nemo_ext.megatron.float8_modules import in_float8
     from nemo_ext.sensitivity.sweep import Measurements, run
@@ -44,7 +44,7 @@ def parent(megatron: None) -> Parent:
 
 
 @torch.no_grad()
-def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
+def test_measurements_match_direct_computation(parent: Parent, tmp_path: Path) -> None:
     architecture = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny", "model.pattern=M*E-"]))
     plan = Plan.from_config({"default": "fp8", "rules": ["head bf16"]})
     every = units(plan, architecture, "block")
@@ -52,7 +52,7 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
     precision = Precision(only(plan, every[:2], every), architecture)
     measurements = Measurements(parent, batches, tmp_path / "scores.jsonl")
 
-    as_it_is, low = measurements.of("as it is", None), measurements.of("two", precision)
+    as_it_is, low = measurements.measure("as it is", None), measurements.measure("two", precision)
 
     kl = loss = 0.0
     for tokens in batches:
@@ -67,7 +67,7 @@ def test_what_is_measured(parent: Parent, tmp_path: Path) -> None:
     assert low.loss == pytest.approx(loss / 57, rel=1e-6)
     assert low.kl > 1e-7
     again = Measurements(parent, batches, tmp_path / "scores.jsonl")
-    assert again.of("two", None) == low  # from the file: the plan is not looked at
+    assert again.measure("two", None) == low  # from the file: the plan is not used
 
 
 def words_of(run_dir: Path, model: Path, *words: str) -> list[str]:
@@ -79,7 +79,7 @@ def words_of(run_dir: Path, model: Path, *words: str) -> list[str]:
 
 @pytest.fixture
 def sensitivity(megatron: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """The job with its rank in this process, which has imported Megatron already."""
+    """Run the job with its rank in this process, which has already imported Megatron."""
 
     def rank(command: Sequence[str], ranks: int, logs: Path) -> int:
         run(command[-1])
@@ -124,15 +124,15 @@ def test_the_job(
     describe(compose("describe", words))
     assert "precision plan" in capsys.readouterr().out
 
-    sensitivity(run_dir, model, "sensitivity.share=0.01")  # another budget: units are not measured again
+    sensitivity(run_dir, model, "sensitivity.share=0.01")  # with another budget units are not measured again
     assert (run_dir / "scores.jsonl").read_text().startswith(scores)
     tight = json.loads((run_dir / "plans.json").read_text())
     assert tight["budget"] == pytest.approx(result["budget"] / 50)
     assert set(tight["tried"][-1]["fp8"]) <= set(best["fp8"])
 
     for word, said in (
-        ("precision=mxfp8", "holds scores of something else .precision_plan"),
-        ("megatron.seed=5", "holds scores of something else .flags.seed: 1234 -> 5"),
+        ("precision=mxfp8", "has scores with other inputs .precision_plan"),
+        ("megatron.seed=5", "has scores with other inputs .flags.seed: 1234 -> 5"),
         ("sensitivity.share=1.5", r"sensitivity: share=1\.5: input should be less than or equal to 1"),
         ("precision=fp8_delayed", r"precision_plan\.recipe=delayed needs Transformer Engine"),
     ):
@@ -140,7 +140,7 @@ def test_the_job(
             sensitivity(run_dir, model, word)
     (weights,) = (model / "checkpoints").glob("iter_*10/__0_0.distcp")
     os.utime(weights)
-    with pytest.raises(ValueError, match=r"checkpoint: another one.*give another run_dir"):
+    with pytest.raises(ValueError, match=r"checkpoint: another one.*choose another run_dir"):
         sensitivity(run_dir, model)
 
 
@@ -148,11 +148,11 @@ CODE = "data.streams=[{name: code, weight: 1, source: {kind: python_stdlib, max_
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("seed", [3])  # 1 and 2 too, once, where 1 was as good as lost on another processor
+@pytest.mark.parametrize("seed", [3])  # or 1 and 2, as once on another processor, where the effect of 1 was almost lost
 def test_nanos_rule_loses_less_than_fp8_everywhere(
     fork_ranks: Callable[..., None], sensitivity: Callable[..., None], tmp_path: Path, seed: int
 ) -> None:
-    """Nemotron 3 Nano, FP8 PTQ: attention and the Mamba blocks before it in BF16; on code that every machine has."""
+    """Nemotron 3 Nano's FP8 PTQ: attention and the Mamba blocks before it in BF16; data: code on this machine."""
     text = ["data=local_text", CODE, f"data_root={tmp_path}", "data.workers=1", "megatron.seq_length=64"]
     trained = ["model.pattern=MEM*EME", f"megatron.seed={seed}", "train.tokens=163840", "train.validate_at_start=false"]
     batch = ["megatron.micro_batch_size=4", "megatron.global_batch_size=8", "megatron.num_workers=0"]

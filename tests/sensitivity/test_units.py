@@ -1,4 +1,4 @@
-"""What is quantised at a time, and rules for what is not."""
+"""Units that are quantised together, and rules for units kept in BF16."""
 
 import pytest
 from hypothesis import given
@@ -14,7 +14,7 @@ TINY = Architecture.from_config(compose("describe", ["model=nemotron3_nano_tiny"
 PLAN = Plan.from_config({"default": "fp8", "rules": ["head bf16"]})
 
 
-def test_blocks_are_grouped_by_kind_and_by_what_they_feed() -> None:
+def test_blocks_are_grouped_by_kind_and_successor() -> None:
     groups: dict[str, list[int | None]] = {}
     for unit in units(PLAN, NANO, "block"):
         groups.setdefault(unit.group, []).append(unit.block)
@@ -49,7 +49,7 @@ def test_exactly_the_chosen_units_are_in_fp8(
 
 
 @pytest.mark.parametrize("per", ["block", "part"])
-def test_a_rule_that_people_use_is_recognised(per: str) -> None:
+def test_a_common_rule_is_recognised(per: str) -> None:
     every = units(PLAN, NANO, per)
     kept = kept_by(("*", "M>*"), every, NANO)
 
@@ -59,7 +59,7 @@ def test_a_rule_that_people_use_is_recognised(per: str) -> None:
 
 
 @given(st.data())
-def test_routers_keep_their_precision_whatever_stays_in_bf16(data: st.DataObject) -> None:
+def test_routers_keep_their_precision_for_any_choice(data: st.DataObject) -> None:
     model = TINY.with_pattern("ME*EM-")
     plan = Plan.from_config({"default": "fp8", "rules": ["* bf16", ".router fp32", "head bf16"]})
     every = units(plan, model, "block")
@@ -70,7 +70,7 @@ def test_routers_keep_their_precision_whatever_stays_in_bf16(data: st.DataObject
     assert found == {"fp32"}
 
 
-def test_all_blocks_are_no_rule_by_position() -> None:
+def test_all_blocks_are_not_a_rule_by_position() -> None:
     model = TINY.with_pattern("M*E-")
     every = units(PLAN, model, "block")
 

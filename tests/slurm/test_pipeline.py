@@ -168,13 +168,19 @@ def test_only_outputs_of_stages_may_be_missing(tmp_path: Path) -> None:
     [
         (["pipeline=domin_small"], "pipeline=domin_small: no such pipeline: did you mean 'domyn_small'"),
         (["pipeline=domyn_small"], "not set: environment_tasks, math_tasks, pairs, start, tokenizer"),
-        (["pipeline=quickstart", "pretrian.megatron.lr=1"], "no stage or job of that name: did you mean 'pretrain'"),
+        (
+            ["pipeline=quickstart", "pretrian.megatron.lr=1"],
+            "no stage or job is called pretrian: did you mean 'pretrain'",
+        ),
         (["pipeline=quickstart", "skip=[export,tokenise]"], "skip=tokenise: did you mean 'tokenize'"),
         (["pipeline=mine"], "stages.b.after=c: known: a, b"),
         (["pipeline=other"], "stages.a: unknown key 'word': did you mean 'words'"),
         (["pipeline=third"], "job=trian: did you mean 'train'"),
-        (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job of that name"),
-        (["pipeline=quickstart", "slurm.shards=2"], "slurm.shards=2: is of one stage: write STAGE.slurm.shards=2"),
+        (["pipeline=quickstart", "rl.rl.batch=7"], "no stage or job is called rl"),
+        (
+            ["pipeline=quickstart", "slurm.shards=2"],
+            "slurm.shards=2: can only be set for one stage: write STAGE.slurm.shards=2",
+        ),
         (["pipeline=quickstart", "run_dir=null"], "run_dir=null: name a directory"),
     ],
 )
@@ -277,7 +283,7 @@ def test_a_chain_stops_at_a_failure_and_resumes_there(
     assert last.is_file()
     assert attempts.finished(root / "last") is not None
     assert submit().count("finished before") == 3
-    assert "finished with other words (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
+    assert "finished with other arguments (megatron.lr=1.0)" in submit("pretrain.megatron.lr=1.0", code=2)
 
 
 @pytest.mark.deep

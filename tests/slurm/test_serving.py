@@ -191,4 +191,4 @@ def test_a_stage_uses_the_server_next_to_it_and_ends_it(
     )
     assert len(table(tmp_path / "answers")) == ROWS
     told = here("submit", *words)
-    assert "ask: finished before" in told and "judge: no stage asks it now" in told
+    assert "ask: finished before" in told and "judge: not needed" in told

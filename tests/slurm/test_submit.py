@@ -349,8 +349,8 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=curriculum", "output=x"], "not set: rollouts"),
         (["job=quantize", "from=here", "to=x", "calibration.data=d"], "precision_plan=null"),
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
-        (["job=puzzle", "puzzle.stages=[serch]"], "there is no stage 'serch': did you mean 'search'"),
-        (["job=puzzle", "launcher.nodes=3"], "puzzle.distill.batch=4: 3 ranks cannot share it equally"),
+        (["job=puzzle", "puzzle.stages=[serch]"], "unknown stage 'serch': did you mean 'search'"),
+        (["job=puzzle", "launcher.nodes=3"], "puzzle.distill.batch=4: is not divisible by the 3 ranks"),
         (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null: puzzle compares models"),
         (
             ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],

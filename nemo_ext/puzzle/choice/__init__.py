@@ -1,1 +1,1 @@
-"""Choice of blocks: limits, costs and the mixed-integer program."""
+"""Choice of variants: limits, costs and the mixed-integer program."""

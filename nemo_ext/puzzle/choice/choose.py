@@ -1,4 +1,4 @@
-"""From scores and costs to choices: a parent's search problem, its pool of solutions and its Pareto front. No torch."""
+"""Choices from scores and costs: a parent's search problem, pool of solutions and Pareto front. No torch."""
 
 import csv
 import io
@@ -26,11 +26,11 @@ SIZES = ("memory_bytes", "weight_bytes", "parameters", "active_parameters")
 
 @dataclass(frozen=True)
 class Costs:
-    """Resources of every variant.
+    """Costs of every variant, by resource.
 
     Attributes:
-        outside: resources of everything outside the blocks.
-        variants: (1-based block, variant) -> the block (None for a no-op) and its resources.
+        outside: costs of everything outside the blocks.
+        variants: (1-based block, variant) -> the block (None for a no-op) and its costs.
     """
 
     outside: Mapping[str, float]
@@ -60,21 +60,21 @@ class Costs:
 
 
 def state_problem(scores: Sequence[Score], costs: Costs, chosen: Search, serving: Serving) -> Problem:
-    """The search problem: one candidate per variant, scored by the increase of the metric over the parent's own.
+    """Build the search problem: one candidate per variant, scored by the increase of the metric over the parent.
 
     Raises:
-        ValueError: a limit that leaves nothing for the blocks.
+        ValueError: a limit cannot be met even without blocks.
     """
     blocks: dict[int, list[Candidate]] = {}
-    kept = {score.block: getattr(score, chosen.metric) for score in scores if score.variant == KEEP}
+    unchanged = {score.block: getattr(score, chosen.metric) for score in scores if score.variant == KEEP}
     for score in scores:
-        own = getattr(score, chosen.metric) - kept[score.block]
+        increase = getattr(score, chosen.metric) - unchanged[score.block]
         blocks.setdefault(score.block, []).append(
-            Candidate(score.variant, own, dict(costs.variants[score.block, score.variant][1]))
+            Candidate(score.variant, increase, dict(costs.variants[score.block, score.variant][1]))
         )
     problem = Problem([blocks[number] for number in sorted(blocks)], outside=costs.outside)
-    wanted = {*chosen.shares, *chosen.limits, chosen.sweep.resource}
-    if wanted & {REQUEST_SECONDS, THROUGHPUT}:
+    resources = {*chosen.shares, *chosen.limits, chosen.sweep.resource}
+    if resources & {REQUEST_SECONDS, THROUGHPUT}:
         problem = with_request_seconds(problem, new_tokens=serving.context - serving.prompt)
     return problem.with_limits(_limits(problem, chosen, serving))
 
@@ -84,47 +84,51 @@ def _limits(problem: Problem, chosen: Search, serving: Serving) -> dict[str, Lim
     parent = problem.costs([0] * len(problem.blocks))
 
     def add(name: str, bounds: Limit, unit: float) -> None:
-        # A resource may be limited both ways: the tighter bound counts.
+        # If a resource is limited both as a share and absolutely, the tighter bound counts.
         before = limits.get(name, Limit())
         limits[name] = Limit(
             upper=min(before.upper, bounds.upper * unit),
             lower=max(before.lower, bounds.lower * unit),
         )
 
-    for name, given in chosen.shares.items():
-        add(name, limit(f"puzzle.search.shares.{name}", given), parent[name])
-    for name, given in chosen.limits.items():
-        bounds = limit(f"puzzle.search.limits.{name}", given, at_least=name == THROUGHPUT)
+    for name, value in chosen.shares.items():
+        add(name, limit(f"puzzle.search.shares.{name}", value), parent[name])
+    for name, value in chosen.limits.items():
+        bounds = limit(f"puzzle.search.limits.{name}", value, at_least=name == THROUGHPUT)
         if name != THROUGHPUT:
             add(name, bounds, 1.0)
             continue
         new_tokens = serving.context - serving.prompt
-        kept = throughput_limit(bounds.lower, serving=serving, new_tokens=new_tokens, outside=problem.outside)
-        add(REQUEST_SECONDS, kept, 1.0)
+        seconds = throughput_limit(bounds.lower, serving=serving, new_tokens=new_tokens, outside=problem.outside)
+        add(REQUEST_SECONDS, seconds, 1.0)
     return limits
 
 
 def choose(problem: Problem, chosen: Search, folder: Path) -> None:
-    """Search, and write problem.json and choices.json into a folder.
+    """Search, and write problem.json and choices.json to a folder.
 
     Raises:
         Infeasible: no choice satisfies the limits.
     """
     write_problem(problem, folder / "problem.json")
-    found = pool(problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit)
-    for solution in found:
+    solutions = pool(
+        problem, chosen.pool, min_distance=chosen.min_distance, gap=chosen.gap, time_limit=chosen.time_limit
+    )
+    for solution in solutions:
         if solution.gap > chosen.gap:
-            notice(f"search: the time limit came first, the score may be {solution.gap:.1%} from the best")
-    resource, most = _reference(problem)
-    most = found[0].costs[resource] if most == math.inf else most
+            notice(f"search: stopped at the time limit; the score may be {solution.gap:.1%} from the best")
+    resource, limit_of_reference = _reference(problem)
+    limit_of_reference = solutions[0].costs[resource] if limit_of_reference == math.inf else limit_of_reference
     alone = None
     if set(problem.limits) != {resource}:
-        # Reference for the baselines, which meet only the limit on this resource.
-        only = solve(problem.with_limits({resource: Limit(upper=most)}), chosen.gap, time_limit=chosen.time_limit)
-        alone = {"variants": problem.names(only.choice), "score": only.score}
+        # A reference for the baselines, which satisfy only the limit on this resource.
+        reference = solve(
+            problem.with_limits({resource: Limit(upper=limit_of_reference)}), chosen.gap, time_limit=chosen.time_limit
+        )
+        alone = {"variants": problem.names(reference.choice), "score": reference.score}
     choices = {
         "resource": resource,
-        "most": most,
+        "most": limit_of_reference,
         "alone": alone,
         "choices": [
             {
@@ -133,14 +137,14 @@ def choose(problem: Problem, chosen: Search, folder: Path) -> None:
                 "bound": each.bound,
                 "costs": each.costs,
             }
-            for each in found
+            for each in solutions
         ],
     }
     write_text(folder / "choices.json", json.dumps(choices, indent=1) + "\n")
 
 
 def _reference(problem: Problem) -> tuple[str, float]:
-    """The resource on which baselines are compared and its upper limit: a size, so that cutting any block saves."""
+    """Resource on which baselines are compared, with its upper limit: a size, which shrinks with any block."""
     for name in SIZES:
         if name in problem.limits and problem.limits[name].upper < math.inf:
             return name, problem.limits[name].upper
@@ -148,34 +152,34 @@ def _reference(problem: Problem) -> tuple[str, float]:
 
 
 def draw_front(problem: Problem, chosen: Search, folder: Path, *, title: str) -> bool:
-    """Search along `chosen.sweep`, and write pareto.csv and pareto.png into the folder used by `choose`.
+    """Search along `chosen.sweep`, and write pareto.csv and pareto.png to the folder used by `choose`.
 
     Returns:
-        True if there was anything to draw.
+        True if a front was computed.
     """
     resource = chosen.sweep.resource
     if resource is None:
         return False
     parent = (0,) * len(problem.blocks)
-    own = problem.limits.get(resource, Limit())
-    whole = problem.costs(parent)[resource]
+    resource_limit = problem.limits.get(resource, Limit())
+    total = problem.costs(parent)[resource]
     count, smallest = chosen.sweep.points, chosen.sweep.smallest
     shares = [smallest + (1 - smallest) * step / max(1, count - 1) for step in range(count)]
-    # The limit on the swept resource itself would truncate the front.
+    # A limit on the swept resource would truncate the front.
     free = problem.with_limits(
         {name: bounds for name, bounds in problem.limits.items() if name != resource}
-        | {resource: replace(own, upper=whole, lower=-math.inf)}
+        | {resource: replace(resource_limit, upper=total, lower=-math.inf)}
     )
     try:
         points = sweep(
             free,
             resource,
-            values=[whole * share for share in shares],
+            values=[total * share for share in shares],
             gap=chosen.gap,
             time_limit=chosen.time_limit,
         )
     except TimeoutError:
-        notice("front: the time limit came before the front was found; raise puzzle.search.time_limit to draw it")
+        notice("front: stopped at the time limit without a front; raise puzzle.search.time_limit")
         return False
     write_csv(points, folder / "pareto.csv")
     if any(point.solution for point in points):

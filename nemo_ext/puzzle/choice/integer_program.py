@@ -1,14 +1,14 @@
-"""Choose one variant per block at the least total, by SciPy's `milp` (HiGHS), on arrays alone.
+"""Integer program that chooses one variant per block with the lowest total, solved by SciPy's `milp` (HiGHS).
 
-The reductions made before HiGHS sees the program are exact:
-- Variants dominated within their block are left out: another one is no worse in the objective and in every row.
-- Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this does
-  nothing for an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
-- Rows and the objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
+Exact reductions before HiGHS gets the program:
+- Dominated variants are removed: another one of the block is at least as good in the objective and in every row.
+- Blocks with equal variants become one set of integer counts. Blocks usually differ in their scores, so this has no
+  effect on an ordinary search; it makes searches over costs alone (which limits conflict?) easy at 126 blocks.
+- Rows and objective are scaled so that HiGHS's absolute tolerances mean the same for bytes and for seconds.
 
 Ties: HiGHS runs on one thread with a fixed seed, so equal input gives equal output. Then, block by block, the best
-variant that satisfies the rows is taken, the first among equals, and equal blocks get their variants in ascending
-order; neither can make the total worse.
+variant that satisfies the rows is taken, the first of equal ones, and equal blocks get their variants in ascending
+order; neither can increase the total.
 """
 
 import math
@@ -34,7 +34,7 @@ _OBJECTIVE_SIZE = 1e4
 """Scaled range of the objective."""
 
 _ABSOLUTE_GAP = 1e-6
-"""Absolute gap at which HiGHS stops, needed for totals near 0. Bounds this close count as reached."""
+"""Absolute gap at which HiGHS stops, needed for totals near 0. A bound this close counts as reached."""
 
 _RETRIES = 20
 
@@ -44,8 +44,8 @@ class Program:
     """An integer program that chooses one variant per block.
 
     Attributes:
-        objective: One array [variants] per block; the sum over the chosen variants is minimised.
-        rows: One array [variants, rows] per block; the sum of each column over the chosen variants is bounded.
+        objective: Array [variants] per block; the sum over the chosen variants is minimised.
+        rows: Array [variants, rows] per block; the sum of each column over the chosen variants is bounded.
         lower: Lower bounds [rows], -inf for none.
         upper: Upper bounds [rows], inf for none.
     """
@@ -66,7 +66,7 @@ class Program:
 
     @cached_property
     def spread(self) -> float:
-        """Difference between the largest and the least total of the objective, bounds ignored."""
+        """Difference between the largest and the smallest total of the objective, ignoring bounds."""
         return float(sum(each.max() - each.min() for each in self.objective))
 
     @cached_property
@@ -95,7 +95,7 @@ class Answer:
 
     Attributes:
         choice: One index per block; None if there is no choice or none was found.
-        bound: Lower bound on the total, up to 1e-10 of the objective's range; inf if there is no choice at all.
+        bound: Lower bound on the total, up to 1e-10 of the objective's range; inf if no choice exists.
     """
 
     choice: tuple[int, ...] | None
@@ -103,15 +103,15 @@ class Answer:
 
     @property
     def infeasible(self) -> bool:
-        """True if it is proved that no choice satisfies the rows."""
+        """True if no choice satisfies the rows (proved)."""
         return self.choice is None and self.bound == np.inf
 
 
 def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
-    """Find a choice whose total is within the share `gap` of the best; a time limit may leave it worse, or None.
+    """Find a choice whose total is within the relative `gap` of the best; worse or None at the time limit.
 
     Raises:
-        RuntimeError: HiGHS gave up for numerical reasons.
+        RuntimeError: HiGHS failed for numerical reasons.
     """
     deadline = time.monotonic() + time_limit
     tried = program
@@ -119,11 +119,11 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
         answer = _Reduced(tried).minimise(gap=gap, deadline=deadline)
         if answer.choice is None or program.keeps(program.totals(answer.choice)):
             break
-        # Within HiGHS's tolerance but not ours: not a valid choice, so cutting it off loses nothing.
+        # Valid by HiGHS's tolerance but not by ours: exclude this choice.
         tried = tried.apart_from(answer.choice, 1)
     else:
         raise RuntimeError(
-            f"HiGHS returned {_RETRIES} choices that pass the limits by a rounding error: loosen a limit"
+            f"HiGHS returned {_RETRIES} choices that exceed the limits by rounding errors: loosen a limit"
         )
     if answer.choice is None:
         return answer
@@ -134,9 +134,9 @@ def minimise(program: Program, *, gap: float, time_limit: float) -> Answer:
 
 
 class _Reduced:
-    """A program in the form HiGHS gets: counts of variants in groups of equal blocks.
+    """Reduced program for HiGHS, with counts of variants in groups of equal blocks as variables.
 
-    Variables are ordered by group: `start[g]` ... `start[g + 1]`.
+    Variables are ordered by group: those of group g are `start[g]` to `start[g + 1] - 1`.
     """
 
     def __init__(self, program: Program) -> None:
@@ -151,15 +151,15 @@ class _Reduced:
         size = max(float(ranges @ self.count), 1e-9 * float(np.abs(objective).max()))
         self.scale = _OBJECTIVE_SIZE / size if size > 1e-300 else 1.0
         self.objective: Floats = objective * self.scale
-        # Half the tolerance, so that a sum that equals its bound up to rounding is not lost. Divided first: the inverse
-        # of a size may be infinite.
+        # Half the tolerance, so that a sum equal to its bound up to rounding is accepted. Divide first: the inverse of
+        # a size may be infinite.
         self.rows: Floats = rows / program.sizes * _ROW_SIZE
         self.lower: Floats = (program.lower / program.sizes - 0.5 * TOLERANCE) * _ROW_SIZE
         self.upper: Floats = (program.upper / program.sizes + 0.5 * TOLERANCE) * _ROW_SIZE
-        self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # of every variable
+        self.group = np.repeat(np.arange(len(self.count)), np.diff(self.start))  # group of every variable
 
     def minimise(self, *, gap: float, deadline: float) -> Answer:
-        """The best choice that HiGHS finds, and its bound."""
+        """Solve with HiGHS; returns the best choice found and its bound."""
         one_each = csr_array((np.ones(len(self.group)), (self.group, np.arange(len(self.group)))))
         constraints = [LinearConstraint(one_each, self.count, self.count)]
         if len(self.upper):
@@ -180,7 +180,7 @@ class _Reduced:
         if result.x is None:
             return Answer(None, bound)
         counts = np.rint(result.x).astype(np.int64)
-        assert (np.add.reduceat(counts, self.start[:-1]) == self.count).all(), "HiGHS broke 'one variant a block'"
+        assert (np.add.reduceat(counts, self.start[:-1]) == self.count).all(), "HiGHS broke 'one variant per block'"
         choice = [0] * sum(map(len, self.members))
         for number, (blocks, variants) in enumerate(zip(self.members, self.variants, strict=True)):
             spread = np.repeat(variants, counts[self.start[number] : self.start[number + 1]])
@@ -190,12 +190,12 @@ class _Reduced:
 
 
 def undominated(program: Program, block: int) -> Integers:
-    """Variants of a block that no other one dominates, ascending; of equal ones the first."""
+    """Indices of the variants of a block that no other dominates, ascending; the first of equal ones."""
     rows = program.rows[block]
     keys = np.column_stack(
         [program.objective[block], rows[:, np.isfinite(program.upper)], -rows[:, np.isfinite(program.lower)]]
     )
-    no_worse = (keys[:, None, :] <= keys[None, :, :]).all(axis=2)  # [one, other]: one can stand for other
+    no_worse = (keys[:, None, :] <= keys[None, :, :]).all(axis=2)  # [a, b]: a can replace b
     first = np.arange(len(keys))[:, None] < np.arange(len(keys))[None, :]
     return np.flatnonzero(~(no_worse & (~no_worse.T | first)).any(axis=0))
 
@@ -225,5 +225,5 @@ def _settle_ties(program: Program, choice: tuple[int, ...]) -> tuple[int, ...]:
     for blocks in _equal_blocks(program):
         for block, variant in zip(blocks, sorted(settled[block] for block in blocks), strict=True):
             settled[block] = variant
-    # Sums in another order may differ in the last digit.
+    # Sums in another order may differ by rounding.
     return tuple(settled) if program.keeps(program.totals(settled)) else choice

@@ -1,4 +1,4 @@
-"""Several good choices that differ: candidates for evaluation, which block-wise scores only predict."""
+"""Pool of distinct good choices to evaluate, as block-wise scores only predict the loss."""
 
 import time
 
@@ -9,21 +9,20 @@ from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, solve
 def pool(
     problem: Problem, size: int, *, min_distance: int = 1, gap: float = GAP, time_limit: float = TIME_LIMIT
 ) -> list[Solution]:
-    """Collect up to `size` choices, each the best (within `gap`) that is far enough from the previous ones.
+    """Find up to `size` choices, each the best (within `gap`) at the required distance from the previous ones.
 
-    The distance of two choices is the number of blocks in which they differ (Hamming distance). A dominated variant can
-    be part of a solution here: it may be the cheapest way to differ.
+    Distance is the number of blocks that differ (Hamming distance). A solution may contain a dominated variant, if it
+    is the cheapest way to differ.
 
     Args:
         problem: Blocks, candidates and limits.
-        size: Most solutions to return.
-        min_distance: Least number of blocks in which any two solutions differ.
+        size: Maximum number of solutions.
+        min_distance: Minimum number of blocks in which any two solutions differ.
         gap: Relative optimality gap of each solution.
         time_limit: Total seconds for all solutions.
 
     Returns:
-        The solutions found in time, in ascending score; bound and gap of each are relative to the choices that were
-        still available for it.
+        Solutions found in time, in ascending score; bound and gap of each refer to the choices that were still allowed.
 
     Raises:
         Infeasible: No choice satisfies the limits.
@@ -39,15 +38,15 @@ def pool(
     program = to_program(problem)
     while len(solutions) < size:
         program = program.apart_from(solutions[-1].choice, min_distance)
-        left = deadline - time.monotonic()
-        if left <= 0:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             break
         try:
-            solution = find(problem, program, gap=gap, time_limit=left)
+            solution = find(problem, program, gap=gap, time_limit=remaining)
         except TimeoutError:
             break
         if solution is None:
             break
         solutions.append(solution)
-    # Within the gap, a later solution may be better than an earlier one.
+    # A later solution may be better than an earlier one, within the gap.
     return sorted(solutions, key=lambda solution: solution.score)

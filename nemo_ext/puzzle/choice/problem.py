@@ -1,6 +1,6 @@
-"""The search problem: candidates for every block, and limits on the sums of their costs.
+"""Search problem: candidates for every block, and limits on the sums of their costs.
 
-A resource is any name that candidates carry a cost for: parameters, active_parameters, memory_bytes, cache_bytes,
+A resource is any name for which candidates have a cost: parameters, active_parameters, memory_bytes, cache_bytes,
 prefill_seconds, decode_seconds, attention_blocks. Its total is the amount outside the blocks plus the costs of the
 chosen variants.
 """
@@ -21,9 +21,10 @@ from nemo_ext.job.settings import STRICT, checked, nearest
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 TOLERANCE = 1e-9
-"""Share by which a total may pass its limit and still satisfy it: sums of floats are not exact.
+"""Relative tolerance of limits, as sums of floats are not exact.
 
-The share is of what the limit leaves for the blocks, or of the largest cost if that is over 1000 times as large.
+It is relative to the part of the limit that is left for the blocks, or to the largest cost if that is over 1000 times
+larger.
 """
 
 
@@ -33,7 +34,7 @@ class Candidate:
 
     Attributes:
         name: Name of the variant, unique in its block.
-        score: Increase of the model's loss if it is chosen; lower is better, negative is allowed.
+        score: Increase of the model's loss with this variant; lower is better, may be negative.
         costs: Resource -> cost in the resource's unit.
     """
 
@@ -49,8 +50,8 @@ class Limit:
     """Bounds on the total of a resource, both inclusive.
 
     Attributes:
-        upper: Largest total allowed.
-        lower: Least total required.
+        upper: Maximum total.
+        lower: Minimum total.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -61,7 +62,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Problem:
-    """A search problem: exactly one candidate of every block is chosen.
+    """Search problem in which exactly one candidate per block is chosen.
 
     Attributes:
         blocks: Candidates of each block.
@@ -69,9 +70,8 @@ class Problem:
         outside: Resource -> amount outside the blocks (embedding, runtime overhead); 0 if absent.
 
     Raises:
-        ValueError: No blocks or an empty block, a name twice in a block, a number that is not finite, a limit without
-            bounds or with crossed ones, or a limit on a resource that a candidate has no cost for. Names the 1-based
-            block and the candidate.
+        ValueError: No blocks or an empty block, a repeated name in a block, a number that is not finite, a limit
+            without bounds or with crossed ones, or a limit on a resource for which a candidate has no cost.
     """
 
     blocks: Sequence[Sequence[Candidate]]
@@ -92,16 +92,16 @@ class Problem:
             _check_limit(resource, limit)
             self._check_resource(resource, f"the limit on {resource!r}")
 
-    def _check_resource(self, resource: str, wanted_by: str) -> None:
+    def _check_resource(self, resource: str, user: str) -> None:
         for number, block in enumerate(self.blocks, start=1):
             for candidate in block:
                 if resource not in candidate.costs:
                     where = f"block {number}, candidate {candidate.name!r}"
-                    raise ValueError(f"{where}: {wanted_by} needs its cost; {nearest(resource, candidate.costs)}")
+                    raise ValueError(f"{where}: {user} needs its cost; {nearest(resource, candidate.costs)}")
 
     @property
     def resources(self) -> tuple[str, ...]:
-        """Resources that every candidate has a cost for, in the first candidate's order."""
+        """Resources for which every candidate has a cost, in the first candidate's order."""
         candidates = [candidate for block in self.blocks for candidate in block]
         return tuple(name for name in candidates[0].costs if all(name in other.costs for other in candidates))
 
@@ -110,7 +110,7 @@ class Problem:
         return math.fsum(block[index].score for block, index in zip(self.blocks, choice, strict=True))
 
     def costs(self, choice: Sequence[int]) -> dict[str, float]:
-        """Totals of `resources` for a choice, including what is outside the blocks."""
+        """Totals of `resources` for a choice, including the part outside the blocks."""
         chosen = [block[index] for block, index in zip(self.blocks, choice, strict=True)]
         return {
             name: math.fsum([self.outside.get(name, 0.0), *(float(one.costs[name]) for one in chosen)])
@@ -122,18 +122,18 @@ class Problem:
         return tuple(block[index].name for block, index in zip(self.blocks, choice, strict=True))
 
     def with_limits(self, limits: Mapping[str, Limit]) -> "Problem":
-        """The same blocks under other limits."""
+        """The same problem with other limits."""
         return replace(self, limits=limits)
 
 
 def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -> Problem:
-    """Give every candidate, and the outside, a further resource: a weighted sum of existing ones.
+    """Add a resource to every candidate and to the part outside: a weighted sum of existing ones.
 
     Examples: memory of weights and cache, `{"weight_bytes": 1, "cache_bytes_per_token": 600_000}`; latency of a
     request, `{"prefill_seconds": 1, "decode_seconds": 512}`.
 
     Raises:
-        ValueError: The name is taken, or a candidate lacks one of the resources.
+        ValueError: The name is taken, or a candidate does not have one of the resources.
     """
     if any(name in candidate.costs for block in problem.blocks for candidate in block):
         raise ValueError(f"candidates already have a cost {name!r}: choose another name")
@@ -148,9 +148,9 @@ def add_resource(problem: Problem, name: str, *, weights: Mapping[str, float]) -
 
 
 def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) -> float:
-    """Most seconds that a batch of `batch` sequences of `tokens` tokens each may take to reach a throughput.
+    """Maximum seconds for a batch of `batch` sequences of `tokens` tokens at a minimum throughput.
 
-    A minimum throughput thus becomes an upper limit on latency: batch * tokens / seconds >= tokens_per_second.
+    From batch * tokens / seconds >= tokens_per_second.
     """
     if not (0 < tokens_per_second < math.inf and batch > 0 and tokens > 0):
         raise ValueError(
@@ -160,7 +160,7 @@ def seconds_at_throughput(tokens_per_second: float, *, batch: int, tokens: int) 
 
 
 def write_problem(problem: Problem, path: Path) -> Path:
-    """Write a problem as JSON, one candidate per line; `read_problem` reads it back as an equal problem."""
+    """Write a problem as JSON, one candidate per line; `read_problem` restores an equal problem."""
 
     def line(candidate: Candidate) -> str:
         row = {"name": candidate.name, "score": candidate.score, "costs": dict(candidate.costs)}
@@ -192,7 +192,7 @@ def read_problem(path: Path) -> Problem:
     `{"limits": {resource: {upper, lower}}, "outside": {resource: amount}, "blocks": [[{name, score, costs}]]}`.
 
     Raises:
-        ValueError: The file is missing or invalid; names the place in it and the key at fault.
+        ValueError: The file is missing or invalid, with the position and key.
     """
 
     try:
@@ -206,12 +206,12 @@ def read_problem(path: Path) -> Problem:
 
 def _check_block(number: int, block: Sequence[Candidate]) -> None:
     if not block:
-        raise ValueError(f"block {number} has no candidates: give it at least the parent's own")
+        raise ValueError(f"block {number} has no candidates: add at least the parent's block")
     seen: dict[str, int] = {}
     for position, candidate in enumerate(block, start=1):
         where = f"block {number}, candidate {candidate.name!r}"
         if candidate.name in seen:
-            raise ValueError(f"{where}: the name stands twice, as candidate {seen[candidate.name]} and {position}")
+            raise ValueError(f"{where}: repeated name, in candidates {seen[candidate.name]} and {position}")
         seen[candidate.name] = position
         _check_number(candidate.score, f"{where}: score")
         for resource, cost in candidate.costs.items():
@@ -224,7 +224,7 @@ def _check_limit(resource: str, limit: Limit) -> None:
         if (bound := getattr(limit, side)) != unbounded:
             _check_number(bound, f"{where}: {side}")
     if limit.upper == math.inf and limit.lower == -math.inf:
-        raise ValueError(f"{where}: give it an upper or a lower bound, or leave it out")
+        raise ValueError(f"{where}: has no bound: add upper or lower, or remove it")
     if limit.lower > limit.upper:
         raise ValueError(f"{where}: lower {limit.lower:g} is above upper {limit.upper:g}")
 

@@ -1,4 +1,4 @@
-"""The search: the variant of every block with the least total score within the limits, or why there is none.
+"""Search for one variant per block with the lowest total score within limits, or an explanation of the conflict.
 
 problem = Problem(blocks=library, limits={"memory_bytes": Limit(upper=72e9)}, outside={"memory_bytes": 2e9})
 solution = solve(problem)
@@ -18,13 +18,13 @@ from nemo_ext.puzzle.choice.problem import Problem
 
 Side = Literal["upper", "lower"]
 LimitSide = tuple[str, Side]
-"""A resource and a side of its limit."""
+"""Resource and side of its limit."""
 
 GAP = 1e-4
 TIME_LIMIT = 600.0
 
 NEAREST_GAP = 1e-6
-"""Relative optimality gap of the nearest feasible values in an infeasible problem's explanation."""
+"""Relative optimality gap of the nearest feasible values that explain an infeasible problem."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,8 @@ class Solution:
     Attributes:
         choice: 0-based index of the chosen candidate of every block.
         score: Total score.
-        costs: Totals of every resource that all candidates have, including what is outside the blocks.
-        gap: (score - bound) / |score|, HiGHS's relative gap. More than was asked for means that the time limit was
-            reached.
+        costs: Totals of every resource that all candidates have, including the part outside the blocks.
+        gap: (score - bound) / |score|, the relative gap of HiGHS. Larger than requested if the time limit was reached.
         bound: Lower bound on the score of any choice within the limits (HiGHS's dual bound).
         seconds: Wall-clock time of the search.
     """
@@ -58,9 +57,9 @@ class Conflict:
         side: Side of the limit, `upper` or `lower`.
         limit: Value of the bound.
         nearest: Total nearest to the bound that is feasible under the other limits; None if the time limit was reached.
-        with_all_others: True if "the other limits" are all of the problem's, so that moving this one bound to `nearest`
-            makes the problem feasible; False if the remaining limits conflict even without it, and only those of the
-            set are kept.
+        with_all_others: True if `nearest` satisfies all other limits of the problem, so that moving this bound to it
+            makes the problem feasible; False if they conflict even without this one, so that only the other limits of
+            the set are satisfied.
     """
 
     resource: str
@@ -72,10 +71,10 @@ class Conflict:
     def __str__(self) -> str:
         sign = "<=" if self.side == "upper" else ">="
         if self.nearest is None:
-            reach = "nearest value not found in time"
+            reach = "nearest feasible value not found in time"
         else:
-            others = "the other limits" if self.with_all_others else "the others named here"
-            reach = f"nearest with {others} kept: {self.nearest:.9g}"
+            others = "all other limits" if self.with_all_others else "the other limits listed here"
+            reach = f"nearest feasible value under {others}: {self.nearest:.9g}"
         return f"{self.resource} {sign} {self.limit:.9g} ({reach})"
 
 
@@ -83,31 +82,33 @@ class Infeasible(ValueError):
     """No choice of variants satisfies the limits.
 
     Attributes:
-        conflicts: Limits that conflict as a set; without any one of them the others can be satisfied.
-        irreducible: True if the last part is proved; False if the time limit was reached first.
+        conflicts: Limits that conflict; if any one is removed, the rest can be satisfied.
+        irreducible: True if this was proved; False if the time limit was reached first.
     """
 
     def __init__(self, conflicts: tuple[Conflict, ...], *, irreducible: bool = True) -> None:
         self.conflicts = conflicts
         self.irreducible = irreducible
         limits = "; ".join(map(str, conflicts))
-        many = "these limits cannot be kept together" if len(conflicts) > 1 else "this limit cannot be kept"
-        doubt = "" if irreducible else " (the time limit came before it was clear whether all of them are needed)"
-        super().__init__(f"no choice of variants fits, {many}: {limits}{doubt}. Move one of the bounds to its nearest")
+        what = "these limits conflict" if len(conflicts) > 1 else "this limit cannot be met"
+        doubt = "" if irreducible else " (stopped at the time limit; some of them may not be part of the conflict)"
+        super().__init__(
+            f"no choice of variants fits; {what}: {limits}{doubt}. Move a bound to its nearest feasible value"
+        )
 
 
 def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT) -> Solution:
-    """Choose one variant per block with the least total score within the limits.
+    """Choose one variant per block with the lowest total score within the limits.
 
     Args:
         problem: Blocks, candidates and limits.
         gap: Relative optimality gap of the score.
-        time_limit: Seconds after which the best choice so far is returned; as long again to explain `Infeasible`.
+        time_limit: Seconds after which the best choice so far is returned; the same again to explain `Infeasible`.
 
     Raises:
-        Infeasible: No choice satisfies the limits; names the conflicting ones and how far each would have to move.
+        Infeasible: No choice satisfies the limits; has the conflicting limits and their nearest feasible values.
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
-        RuntimeError: HiGHS gave up for numerical reasons.
+        RuntimeError: HiGHS failed for numerical reasons.
         ValueError: `gap` or `time_limit` is out of range.
     """
     solution = find(problem, to_program(problem), gap=gap, time_limit=time_limit)
@@ -117,14 +118,14 @@ def solve(problem: Problem, gap: float = GAP, *, time_limit: float = TIME_LIMIT)
 
 
 def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -> Solution | None:
-    """`solve` for the problem's program or one with further rows; None if it is infeasible.
+    """Solve the problem's program, or one with further rows; None if it is infeasible.
 
     Raises:
         TimeoutError: Neither a choice nor a proof of infeasibility was found in time.
         ValueError: `gap` or `time_limit` is out of range.
     """
     if not 0 <= gap < 1:
-        raise ValueError(f"gap must be a share from 0 to below 1, got {gap}")
+        raise ValueError(f"gap must be at least 0 and below 1, got {gap}")
     if not 0 < time_limit < math.inf:
         raise ValueError(f"time_limit must be a positive number of seconds, got {time_limit}")
     start = time.perf_counter()
@@ -132,7 +133,9 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
     if answer.infeasible:
         return None
     if answer.choice is None:
-        raise TimeoutError(f"no choice of variants within {time_limit:g} s, and no proof that there is none")
+        raise TimeoutError(
+            f"found no choice of variants within {time_limit:g} s, and no proof that none exists: raise the time limit"
+        )
     score = problem.score(answer.choice)
     return Solution(
         choice=answer.choice,
@@ -145,14 +148,14 @@ def find(problem: Problem, program: Program, *, gap: float, time_limit: float) -
 
 
 def relative_gap(score: float, bound: float) -> float:
-    """Distance of a score from its bound, as a share of the score."""
+    """Distance of a score from its bound, relative to the score."""
     if score == bound:
         return 0.0
     return (score - bound) / abs(score) if score else math.inf
 
 
 def limit_sides(problem: Problem) -> tuple[LimitSide, ...]:
-    """All finite bounds of the problem's limits."""
+    """Finite bounds of the problem's limits."""
     sides: tuple[Side, ...] = ("upper", "lower")
     return tuple(
         (resource, side)
@@ -165,13 +168,13 @@ def limit_sides(problem: Problem) -> tuple[LimitSide, ...]:
 def to_program(
     problem: Problem, sides: Collection[LimitSide] | None = None, *, objective: str | None = None, sign: float = 1.0
 ) -> Program:
-    """Convert a problem to arrays.
+    """Convert a problem to an integer program.
 
     Args:
         problem: The problem.
         sides: Bounds to include; None for all.
-        objective: Resource to minimise instead of the score; the empty string for no objective.
-        sign: -1 to maximise that resource.
+        objective: Resource to minimise instead of the score; "" for no objective.
+        sign: -1 to maximise the resource.
     """
     sides = limit_sides(problem) if sides is None else sides
     resources = [resource for resource in problem.limits if {(resource, "upper"), (resource, "lower")} & set(sides)]
@@ -206,19 +209,19 @@ def to_program(
 def explain(problem: Problem, *, time_limit: float) -> Infeasible:
     """Explain why a problem has no feasible choice.
 
-    Finds an irreducible set by deletion: each bound in turn is dropped for good if the rest still conflict. A bound
-    left undecided by the time limit stays.
+    Finds an irreducible set by deletion: each bound in turn is dropped if the rest still conflict. Bounds undecided at
+    the time limit are kept.
     """
     deadline = time.monotonic() + time_limit
 
-    def left() -> float:
+    def remaining() -> float:
         return max(0.01, deadline - time.monotonic())
 
     every, irreducible = limit_sides(problem), True
     needed = list(every)
     for side in every:
         rest = [other for other in needed if other != side]
-        answer = minimise(to_program(problem, rest, objective=""), gap=0.0, time_limit=left())
+        answer = minimise(to_program(problem, rest, objective=""), gap=0.0, time_limit=remaining())
         if answer.infeasible:
             needed = rest
         elif answer.choice is None:
@@ -228,7 +231,7 @@ def explain(problem: Problem, *, time_limit: float) -> Infeasible:
         others = [other for other in kept if other != (resource, side)]
         sign = 1.0 if side == "upper" else -1.0
         program = to_program(problem, others, objective=resource, sign=sign)
-        return minimise(program, gap=NEAREST_GAP, time_limit=left())
+        return minimise(program, gap=NEAREST_GAP, time_limit=remaining())
 
     def conflict(resource: str, side: Side) -> Conflict:
         answer = nearest(resource, side, every)

@@ -1,4 +1,4 @@
-"""Pareto front between score and one resource: the best choice under each of several limits; as CSV and picture."""
+"""Pareto front of score and one resource: the best choice under each of several limits, as CSV and picture."""
 
 import csv
 import io
@@ -14,7 +14,7 @@ from nemo_ext.puzzle.choice.search import GAP, TIME_LIMIT, Solution, find, relat
 
 @dataclass(frozen=True)
 class Point:
-    """The best choice under one upper limit; `solution` is None if the limit is infeasible."""
+    """Best choice under one upper limit; `solution` is None if the limit is infeasible."""
 
     limit: float
     solution: Solution | None
@@ -25,12 +25,12 @@ def sweep(
 ) -> list[Point]:
     """Solve the problem with each of `values` as the upper limit of a resource, its other limits unchanged.
 
-    Scores never rise with a looser limit. A choice that also meets the next tighter limit is reused without solving
-    again, and nothing is solved below the first infeasible limit.
+    Scores never increase with a looser limit. A choice that also satisfies the next tighter limit is reused, and limits
+    below the first infeasible one are not solved.
 
     Args:
         problem: Blocks, candidates and limits; a limit on `resource` gives its lower bound.
-        resource: A resource that every candidate has a cost for.
+        resource: Resource for which every candidate has a cost.
         values: Upper limits on its total, in its unit; duplicates count once.
         gap: Relative optimality gap of each score.
         time_limit: Seconds per solve.
@@ -40,17 +40,17 @@ def sweep(
 
     Raises:
         TimeoutError: For some value neither a choice nor a proof of infeasibility was found in time.
-        ValueError: A candidate has no cost for `resource`, or `values` is empty or holds a number that is not finite.
+        ValueError: A candidate has no cost for `resource`, or `values` is empty or has a number that is not finite.
     """
     if not values:
-        raise ValueError("values is empty: give the upper limits to solve for")
-    own = problem.limits.get(resource, Limit())
+        raise ValueError("values is empty: expected upper limits")
+    resource_limit = problem.limits.get(resource, Limit())
     points: list[Point] = []
     for value in sorted(set(values), reverse=True):
-        if value < own.lower:
+        if value < resource_limit.lower:
             points.append(Point(value, None))
             continue
-        limited = problem.with_limits({**problem.limits, resource: replace(own, upper=value)})
+        limited = problem.with_limits({**problem.limits, resource: replace(resource_limit, upper=value)})
         looser = points[-1].solution if points else None
         if points and looser is None:
             solution = None
@@ -64,22 +64,22 @@ def sweep(
 
 
 def _monotone(points: list[Point]) -> list[Point]:
-    """Points that take a tighter limit's choice where it is better: within the gap, a solve may return a worse one."""
+    """Points with a tighter limit's choice where it is better, as a solve may return a worse one within the gap."""
     better: list[Point] = []
     for point in points:
         tighter = better[-1].solution if better else None
-        own = point.solution
-        if tighter is not None and own is not None and tighter.score < own.score:
-            bound = min(own.bound, tighter.score)
-            own = replace(tighter, bound=bound, gap=relative_gap(tighter.score, bound), seconds=own.seconds)
-        better.append(Point(point.limit, own))
+        solution = point.solution
+        if tighter is not None and solution is not None and tighter.score < solution.score:
+            bound = min(solution.bound, tighter.score)
+            solution = replace(tighter, bound=bound, gap=relative_gap(tighter.score, bound), seconds=solution.seconds)
+        better.append(Point(point.limit, solution))
     return better
 
 
 def write_csv(points: Sequence[Point], path: Path) -> Path:
-    """Write one line per limit: the limit, score, bound, gap, totals of the resources, and the choice's indices.
+    """Write one line per limit: limit, score, bound, gap, totals of the resources, and indices of the choice.
 
-    Lines of infeasible limits hold only the limit. Times are left out, so equal searches give equal files.
+    Lines of infeasible limits have only the limit. Times are omitted, so equal searches give equal files.
     """
     solved = [point.solution for point in points if point.solution is not None]
     resources = list(solved[0].costs) if solved else []
@@ -106,15 +106,15 @@ def plot(
     child: Sequence[int] | None = None,
     title: str = "",
 ) -> Path:
-    """Draw score over the actual cost of the choices (PNG or SVG by suffix).
+    """Draw score against the actual cost of the choices (PNG or SVG by suffix).
 
     Args:
         points: Points from `sweep`.
         path: Path of the picture.
-        problem: The problem that was searched.
-        resource: Resource along the horizontal axis.
-        parent: The parent's choice to mark, one index per block.
-        child: The child's choice to mark.
+        problem: The searched problem.
+        resource: Resource on the horizontal axis.
+        parent: Choice of the parent to mark, one index per block.
+        child: Choice of the child to mark.
         title: Title of the picture.
 
     Raises:
@@ -122,7 +122,7 @@ def plot(
     """
     solved = [point.solution for point in points if point.solution is not None]
     if not solved:
-        raise ValueError("no limit of the sweep can be kept, so there is nothing to draw")
+        raise ValueError("no limit of the sweep is feasible, so there is nothing to draw")
 
     figure, (axis,) = panels(8, 5)
     costs = [solution.costs[resource] for solution in solved]
@@ -143,7 +143,7 @@ def plot(
 
 
 def _axis(resource: str, most: float) -> tuple[float, str]:
-    """Scale of the axis and its label; the unit follows from the resource's name."""
+    """Scale of the axis and its label, with a unit derived from the resource's name."""
     words, _, last = resource.rpartition("_")
     units: tuple[tuple[float, str], ...] = ((1e9, "billions"), (1e6, "millions"), (1e3, "thousands"), (1.0, "number"))
     if last == "bytes":

@@ -1,12 +1,12 @@
-"""Dependency matrix of FFN Fusion (arXiv:2503.18908): how much each block depends on the ones before it.
+"""Dependency matrix of FFN Fusion (arXiv:2503.18908): dependency of each block on earlier ones.
 
-h_j(x) = f_j(x) - x is what block j adds to the residual stream. M[i][j], i < j, is the cosine distance between h_j in
-the whole model and h_j with block i left out, averaged over the tokens of a calibration set. Where it is small, blocks
-compute nearly the same in parallel as in sequence.
+h_j(x) = f_j(x) - x is the contribution of block j to the residual stream. M[i][j], i < j, is the cosine distance
+between h_j in the whole model and h_j without block i, averaged over the tokens of a calibration set. Where it is
+small, blocks compute nearly the same in parallel as in sequence.
 
-One pass through the whole model gives every block's input. Block i is left out by running from block i + 1 on with the
-input of block i, which gives row i at once. Rows are lines of JSON; existing ones are not measured again. A block adds
-to the residual stream in its own precision: in bf16, small contributions lose digits that count in the distance.
+One pass of the whole model gives every block's input. Row i is measured by running from block i + 1 on with the input
+of block i. Rows are lines of JSON; existing ones are not measured again. The residual stream is in the model's
+precision: in bf16, small contributions lose digits that matter in the distance.
 """
 
 import json
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 _UNIT = "cosine distance of a block's contribution (1 − cos)"
 _SHOWN = {"*": "\N{ASTERISK OPERATOR}", "-": "\N{EN DASH}"}
-"""Symbols that are vertically centred, unlike the typed ones."""
+"""Vertically centred symbols for these kinds of blocks."""
 _FUSED: dict[str, Any] = {"fill": False, "edgecolor": "#f2348b", "linewidth": 1.6}
 _LABELS = 60
-"""Most labels that fit along an axis."""
+"""Maximum number of labels on an axis."""
 TOGETHER = 8
-"""Rows per pass of the whole model over the calibration set; they are written together."""
+"""Rows measured per pass over the calibration set, and written together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Change in later blocks when one block is left out.
+    """Change of later blocks' contributions without one block.
 
     Attributes:
-        block: 1-based number of the block that is left out.
+        block: 1-based number of the removed block.
         distances: 1-based number of a later block -> cosine distance, 0 to 2, mean over tokens.
         blocks: number of blocks in the model.
         tokens: number of tokens in the calibration set.
@@ -67,21 +67,20 @@ class Row:
 def measure_dependency(
     parent: Parent, calibration: Sequence[Tensor], file: Path, *, advance: Callable[[int], None] = lambda passes: None
 ) -> list[list[float]]:
-    """Measure every row that `file` does not have yet.
+    """Measure the dependency matrix; only rows that `file` does not have yet are computed.
 
     Args:
         parent: the model.
         calibration: this rank's tokens `[batch, seq]`.
         file: path of dependency.jsonl.
-        advance: called for every pass of one row over one batch, including those already in `file`:
-            `(blocks - 1) x batches` in total.
+        advance: called for every row and batch, including those already in `file`: `(blocks - 1) x batches` in total.
 
     Returns:
         The matrix, `[i][j]` by 0-based block numbers; NaN where j <= i.
 
     Raises:
-        ValueError: no calibration tokens, a file from another model or calibration set or with a line that is not a
-            row, or a model that gives NaN or infinity.
+        ValueError: there are no calibration tokens, `file` is from another model or calibration set or has an invalid
+            line, or the model gives NaN or infinity.
     """
     count = len(parent.layers)
     if not calibration:
@@ -90,7 +89,12 @@ def measure_dependency(
     shares = torch.tensor([sum(batch.numel() for batch in calibration), checksum(calibration)])
     tokens, check = data_parallel.summed(shares).tolist()
     identity = (count, tokens, check % 2**32)
-    _check_same(known.values(), identity, file)
+    for row in known.values():
+        if (row.blocks, row.tokens, row.checksum) != identity:
+            raise ValueError(
+                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), this "
+                f"run has {count} blocks and {tokens} tokens (checksum {identity[2]}): remove the file"
+            )
     todo = [i for i in range(count - 1) if i not in known]
     advance((count - 1 - len(todo)) * len(calibration))
     for start in range(0, len(todo), TOGETHER):
@@ -113,19 +117,10 @@ def measure_dependency(
     return matrix
 
 
-def _check_same(rows: Iterable[Row], identity: tuple[int, int, int], file: Path) -> None:
-    for row in rows:
-        if (row.blocks, row.tokens, row.checksum) != identity:
-            raise ValueError(
-                f"{file} was measured with {row.blocks} blocks on {row.tokens} tokens (checksum {row.checksum}), these "
-                f"are {identity[0]} blocks and {identity[1]} tokens (checksum {identity[2]}): remove the file"
-            )
-
-
 def checksum(calibration: Iterable[Tensor]) -> int:
     """Checksum of the sequences of a calibration set, independent of their order and batches.
 
-    It is a sum of CRC-32 modulo 2^32, so the checksums of parts (data-parallel ranks) add up to that of the whole.
+    It is a sum of CRC-32 modulo 2^32, so the checksums of data-parallel ranks add up to the whole set's.
     """
     sequences = (sequence for tokens in calibration for sequence in tokens.to("cpu", torch.int64).contiguous())
     return sum(crc32(sequence.numpy().tobytes()) for sequence in sequences) % 2**32
@@ -133,29 +128,29 @@ def checksum(calibration: Iterable[Tensor]) -> int:
 
 def distance_sums(
     parent: Parent,
-    left_out: Sequence[int],
+    removed: Sequence[int],
     batches: Iterable[Tensor],
     *,
     advance: Callable[[int], None] = lambda passes: None,
 ) -> dict[int, Tensor]:
-    """Sums over tokens of the distances of some rows; sums over parts of a calibration set add up.
+    """Distances of some rows, summed over tokens, so that results of data-parallel ranks add up.
 
     Args:
         parent: the model.
-        left_out: 0-based numbers of the blocks that are left out, one after the other.
+        removed: 0-based numbers of the blocks to remove, one at a time.
         batches: tokens `[batch, seq]`.
-        advance: called for every pass of one row over one batch.
+        advance: called for every row and batch.
 
     Returns:
-        Sums `[later blocks]` in fp64 for each row.
+        Sums `[later blocks]` in fp64 by row.
     """
     count = len(parent.layers)
-    sums = {i: torch.zeros(count - 1 - i, dtype=torch.double) for i in left_out}
+    sums = {i: torch.zeros(count - 1 - i, dtype=torch.double) for i in removed}
     with torch.no_grad():
         for batch in batches:
             with parent.recorded() as whole:
                 parent.hidden(batch)
-            for i in left_out:
+            for i in removed:
                 with parent.recorded() as changed:
                     parent.hidden_from(i + 1, whole[i][0])
                 for at, (before, after) in enumerate(zip(whole[i + 1 :], changed, strict=True)):
@@ -166,9 +161,9 @@ def distance_sums(
 
 
 def cosine_distance(first: Tensor, second: Tensor) -> Tensor:
-    """1 - cosine over the last dimension, as half the squared distance of the unit vectors: no cancellation near zero.
+    """1 - cosine over the last dimension, computed as half the squared distance of unit vectors to avoid cancellation.
 
-    A zero vector has no direction: two of them are 0 apart, a zero and a nonzero vector 0.5.
+    The distance of two zero vectors is 0, of a zero and a nonzero vector 0.5.
     """
     return (normalize(first, dim=-1) - normalize(second, dim=-1)).square().sum(-1) / 2
 
@@ -180,7 +175,7 @@ def _contribution(record: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """Rows in a file; empty if there is no file.
+    """Read rows from a file; empty if it does not exist.
 
     Raises:
         ValueError: a line is not a row.
@@ -198,7 +193,7 @@ def draw_dependency(
 ) -> Path:
     """Draw a matrix as a heat map (PNG or SVG by suffix).
 
-    Colours follow the square root of the distance, because the blocks that can be fused differ at small distances.
+    Colours are by the square root of the distance, as blocks that can be fused differ at small distances.
 
     Args:
         matrix: matrix from `measure_dependency`.
@@ -208,11 +203,11 @@ def draw_dependency(
         title: title of the picture.
 
     Raises:
-        ValueError: the matrix has another size than the pattern.
+        ValueError: the sizes of matrix and pattern differ.
     """
     count = len(pattern.blocks)
     if any(len(row) != count for row in [matrix, *matrix]):
-        raise ValueError(f"the dependency matrix has {len(matrix)} rows, the model {count} blocks")
+        raise ValueError(f"the dependency matrix has {len(matrix)} rows, but the model {count} blocks")
     from matplotlib.colors import PowerNorm
 
     figure, (axis,) = panels(8.6, 7.4)
@@ -239,7 +234,7 @@ def _square(axis: "Axes", place: int, length: int, **looks: Any) -> None:
 
 
 def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
-    """Draws the legend in the empty half."""
+    """Draws the legend in the empty half of the matrix."""
     from matplotlib.patches import Patch
 
     kinds = dict.fromkeys(block.kind for block in pattern.blocks)
@@ -250,7 +245,7 @@ def _add_legend(axis: "Axes", pattern: Pattern, *, fused: bool) -> None:
 
 
 def _label(axis: "Axes", pattern: Pattern) -> None:
-    """Labels every block with number and symbol, or every second, fifth or tenth where they would not fit."""
+    """Labels blocks with number and symbol; only every second, fifth or tenth if all would not fit."""
     count = len(pattern.blocks)
     step = next((step for step in (1, 2, 5, 10, 20, 50) if count / step <= _LABELS), 100)
     places = range(step - 1, count, step)
@@ -260,6 +255,6 @@ def _label(axis: "Axes", pattern: Pattern) -> None:
     axis.set_xticks(places, labels, rotation=90, fontsize=size)
     axis.set_yticks(places, labels, fontsize=size)
     axis.set_xlabel("block whose contribution changes")
-    axis.set_ylabel("block left out")
+    axis.set_ylabel("removed block")
     axis.tick_params(length=2)
     axis.spines[["top", "right", "left", "bottom"]].set_visible(False)

@@ -1,12 +1,12 @@
 """FFN Fusion (arXiv:2503.18908): merge a run of consecutive FFN blocks into one wide block.
 
-The blocks of a run compute x + FFN_j(norm_j(x)), one after the other. In parallel, on the same x, they compute
+The blocks of a run compute x + FFN_j(norm_j(x)) in sequence. In parallel, on the same x, they compute
 x + sum_j FFN_j(norm_j(x)), which one FFN computes exactly: each norm's weight is folded into the columns of its block's
 first linear (a LayerNorm's bias into its bias), first linears are stacked along the width, second ones along their
 input. The error of fusion is the difference between sequential and parallel blocks, so runs are fused where blocks
-depend on each other least.
+depend least on each other.
 
-Whole checkpoints are rewritten (`fuse`), tensor by tensor, independent of the run's tensor-parallel size.
+Whole checkpoints are rewritten (`fuse`), tensor by tensor, for any tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from nemo_ext.checkpoint.torch_dist import TorchDistReader
 
 Dependency = Sequence[Sequence[float]]
-"""`[i][j]`, i < j, 0-based block numbers: change of block j's contribution when block i is left out (cosine distance,
-see `nemo_ext.puzzle.fusion.dependency`)."""
+"""`[i][j]`, i < j, 0-based block numbers: change of block j's contribution without block i (cosine distance, from
+`nemo_ext.puzzle.fusion.dependency`)."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Consecutive FFN blocks that are merged into one.
+    """Consecutive FFN blocks to be merged into one.
 
     Attributes:
         first: 0-based number of the first block.
         last: 0-based number of the last block.
 
     Raises:
-        ValueError: there are fewer than two blocks.
+        ValueError: the group has fewer than two blocks.
     """
 
     first: int
@@ -54,7 +54,7 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 0 <= self.first < self.last:
-            raise ValueError(f"{self}: fusing takes two blocks or more, the last after the first, counted from 0")
+            raise ValueError(f"{self}: fusion needs two blocks or more, with 0 <= first < last")
 
     @property
     def blocks(self) -> range:
@@ -64,7 +64,7 @@ class Group:
 
 def runs(description: Description) -> list[Group]:
     """Maximal runs of two or more consecutive FFN blocks; a linear block ends a run."""
-    found: list[Group] = []
+    groups: list[Group] = []
     start: int | None = None
     for number, block in enumerate((*description.blocks, None)):
         is_ffn = block is not None and block.kind == "-" and not block.is_linear
@@ -72,9 +72,9 @@ def runs(description: Description) -> list[Group]:
             start = number
         if not is_ffn and start is not None:
             if number - start > 1:
-                found.append(Group(start, number - 1))
+                groups.append(Group(start, number - 1))
             start = None
-    return found
+    return groups
 
 
 def plan(
@@ -89,45 +89,45 @@ def plan(
     max_blocks: int | None = None,
     max_groups: int | None = None,
 ) -> list[Group]:
-    """Groups of blocks to fuse, the least dependent group first.
+    """Groups of blocks to fuse, the least dependent first.
 
-    Every run is cut into the fewest groups that meet all limits together. With a measured `dependency`, groups are then
-    sorted by mean dependency, and `largest_dependency` and `max_groups` select among them in this order; so fusing one
-    step further adds one group to those of the step before.
+    Every run is divided into the fewest groups that satisfy all limits. With a measured `dependency`, groups are then
+    sorted by mean dependency, and `largest_dependency` and `max_groups` select the first ones; so a larger
+    `max_groups` only adds groups.
 
     Args:
         description: the model.
         dependency: dependency measured on calibration data; without it, groups are in model order.
-        largest_dependency: groups with a higher mean over their pairs of blocks are not fused at all; they are not cut
-            further, so `max_blocks` may let parts of them pass.
-        keep_last: keep the last FFN of every run as it is: it is the most sensitive one (paper, section 3).
-        max_width: largest width of a fused block.
-        max_bytes: most bytes of a fused block's weights and norm, over all tensor-parallel ranks.
-        precision: precision of the weights that `max_bytes` counts, for example `bf16` or `fp8`.
-        max_blocks: most blocks in a group.
-        max_groups: most groups.
+        largest_dependency: maximum mean over the pairs of a group; groups above it are not fused, and not divided
+            further (`max_blocks` does that).
+        keep_last: True to keep the last FFN of every run unfused, as it is the most sensitive one (paper, section 3).
+        max_width: maximum width of a fused block.
+        max_bytes: maximum bytes of a fused block's weights and norm, over all tensor-parallel ranks.
+        precision: precision of the weights for `max_bytes`, for example `bf16` or `fp8`.
+        max_blocks: maximum number of blocks in a group.
+        max_groups: maximum number of groups.
 
     Returns:
-        Groups that do not overlap; empty if the limits leave no two neighbours together.
+        Disjoint groups; empty if the limits exclude all.
 
     Raises:
-        ValueError: norms are on outputs, which fusion cannot fold; a limit is invalid; the dependency is not of this
-            model or lacks pairs of a group.
+        ValueError: norms are on outputs and cannot be folded, a limit is invalid, or the dependency belongs to another
+            model or does not have all pairs of a group.
     """
     if description.architecture.norm_placement != "input":
         raise ValueError(
             "model.norm_placement=output: a norm after an FFN cannot be folded into it, so nothing can be fused"
         )
     if max_blocks is not None and max_blocks < 2:
-        raise ValueError(f"max_blocks={max_blocks}: fusing takes two blocks or more")
+        raise ValueError(f"max_blocks={max_blocks}: fusion needs two blocks or more")
     for name, limit in {"max_width": max_width, "max_bytes": max_bytes, "max_groups": max_groups}.items():
         if limit is not None and not limit > 0:
-            raise ValueError(f"{name}={limit}: expected a positive number, or none for no limit")
+            raise ValueError(f"{name}={limit}: expected a positive number, or null for no limit")
     if dependency is None and largest_dependency is not None:
         raise ValueError(f"largest_dependency={largest_dependency} needs a measured dependency")
     if max_bytes is not None:
-        own = width_of_bytes(description, max_bytes, precision)
-        max_width = own if max_width is None else min(own, max_width)
+        width = width_of_bytes(description, max_bytes, precision)
+        max_width = width if max_width is None else min(width, max_width)
     groups = []
     for run in runs(description):
         numbers = run.blocks[:-1] if keep_last else run.blocks
@@ -138,10 +138,10 @@ def plan(
 
 
 def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, largest: float | None) -> list[Group]:
-    """Groups up to the largest mean dependency, the least dependent first."""
+    """Groups with a mean dependency of at most `largest`, the least dependent first."""
     if any(len(row) != blocks for row in [dependency, *dependency]):
         raise ValueError(
-            f"the dependency matrix is of {len(dependency)} blocks, the model has {blocks}: measure it on this model"
+            f"the dependency matrix has {len(dependency)} blocks, but the model {blocks}: measure it on this model"
         )
     mean = {group: mean_dependency(dependency, group) for group in groups}
     kept = [group for group in groups if largest is None or mean[group] <= largest]
@@ -149,7 +149,7 @@ def _ordered(groups: Sequence[Group], dependency: Dependency, blocks: int, large
 
 
 def width_of_bytes(description: Description, size: float, precision: str) -> int:
-    """Largest width of a fused block whose weights, biases and norm take at most `size` bytes; 0 if none does.
+    """Maximum width of a fused block whose weights, biases and norm take at most `size` bytes; may be 0.
 
     Raises:
         ValueError: the precision is unknown.
@@ -159,20 +159,20 @@ def width_of_bytes(description: Description, size: float, precision: str) -> int
 
 
 def _alone(description: Description, width: int) -> Architecture:
-    """A model of one fused block; it has biases if any FFN block of the description brings some."""
-    bias = _brings_bias(description, range(len(description.blocks)))
+    """A model of one fused block, with biases if fusion of any FFN block creates them."""
+    bias = _creates_bias(description, range(len(description.blocks)))
     return description.architecture.with_pattern(Pattern((Block.from_values("-", ffn=width, bias=bias),)))
 
 
 def _cut(
     description: Description, numbers: Sequence[int], *, max_width: int | None, max_blocks: int | None
 ) -> list[Group]:
-    """Groups that leave the fewest blocks within the limits, with lengths as equal as possible.
+    """Groups that result in the fewest blocks within the limits, with lengths as equal as possible.
 
-    A block that fits in no group stays alone.
+    A block that does not fit in any group is not fused.
     """
     widths = [description.blocks[number].size("ffn") for number in numbers]
-    # For the first n blocks: how many blocks they become, the sum of squared lengths, and the lengths.
+    # For the first n blocks: number of resulting blocks, sum of squared lengths, lengths.
     best: list[tuple[int, int, tuple[int, ...]]] = [(0, 0, ())]
     for end in range(1, len(numbers) + 1):
         options = []
@@ -212,14 +212,16 @@ def fused(description: Description, groups: Sequence[Group]) -> Description:
     """Description of the model after fusion.
 
     Raises:
-        ValueError: groups overlap or hold anything but FFN blocks.
+        ValueError: groups overlap or have blocks other than FFNs.
     """
     blocks: list[Block] = []
     starts = _by_first(description, groups)
     inside = {number for group in groups for number in group.blocks}
     for number, block in enumerate(description.architecture.pattern.blocks):
         if number in starts:
-            blocks.append(_fused_block(description, starts[number]))
+            numbers = starts[number].blocks
+            width = sum(description.blocks[n].size("ffn") for n in numbers)
+            blocks.append(Block.from_values("-", ffn=width, bias=_creates_bias(description, numbers)))
         elif number not in inside:
             blocks.append(block)
     architecture = description.architecture.with_pattern(Pattern(tuple(blocks)))
@@ -239,26 +241,23 @@ def _by_first(description: Description, groups: Sequence[Group]) -> dict[int, Gr
     return {group.first: group for group in groups}
 
 
-def _fused_block(description: Description, group: Group) -> Block:
-    width = sum(description.blocks[number].size("ffn") for number in group.blocks)
-    return Block.from_values("-", ffn=width, bias=_brings_bias(description, group.blocks))
-
-
-def _brings_bias(description: Description, numbers: Sequence[int]) -> bool:
-    """True if these blocks, fused, have biases that the model's linears do not have anyway."""
-    own = description.architecture
-    folded = own.norm_affine and own.normalization == "LayerNorm"
+def _creates_bias(description: Description, numbers: Sequence[int]) -> bool:
+    """True if fusing these blocks creates biases that the model's linears do not have."""
+    architecture = description.architecture
+    folded = architecture.norm_affine and architecture.normalization == "LayerNorm"
     some = any(
-        has_bias(own, block) for block in (description.blocks[number] for number in numbers) if block.kind == "-"
+        has_bias(architecture, block)
+        for block in (description.blocks[number] for number in numbers)
+        if block.kind == "-"
     )
-    return (folded or some) and not own.bias
+    return (folded or some) and not architecture.bias
 
 
 def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Group]) -> list[Work]:
-    """Work that rewrites a Megatron checkpoint of `description` as one of `fused(description, groups)`.
+    """Work items that rewrite a Megatron checkpoint of `description` as one of `fused(description, groups)`.
 
     Args:
-        reader: the checkpoint.
+        reader: reader of the checkpoint.
         description: the model before fusion.
         groups: groups to fuse, in any order.
     """
@@ -270,12 +269,12 @@ def fuse(reader: TorchDistReader, description: Description, groups: Sequence[Gro
     for row in rows(target, stacked_experts=True):
         pieces.setdefault(row.block, []).extend(row.pieces)
     work = []
-    for number, made in pieces.items():
+    for number, block_pieces in pieces.items():
         origin = None if number is None else origins[number]
         if origin in starts:
-            work.append(_fused_work(reader, description, starts[origin], made))
+            work.append(_fused_work(reader, description, starts[origin], block_pieces))
         else:
-            work += [_copied(reader, piece, number, origin) for piece in made]
+            work += [_copied(reader, piece, number, origin) for piece in block_pieces]
     return work
 
 
@@ -290,11 +289,11 @@ def _copied(reader: TorchDistReader, piece: Piece, number: int | None, origin: i
     return Work((Slot(piece, reader.tensors[source].dtype),), lambda: [reader.read(source)], (source,))
 
 
-def _fused_work(reader: TorchDistReader, description: Description, group: Group, made: Sequence[Piece]) -> Work:
-    """Work for all tensors of a fused block at once, so that each part is read once."""
+def _fused_work(reader: TorchDistReader, description: Description, group: Group, pieces: Sequence[Piece]) -> Work:
+    """One work item for all tensors of a fused block, so that each source block is read once."""
     prefix = f"{_layer(group.first)}mlp."
     dtype = reader.tensors[f"{prefix}linear_fc1.weight"].dtype
-    names = [piece.key.split(".mlp.", 1)[1] for piece in made]
+    names = [piece.key.split(".mlp.", 1)[1] for piece in pieces]
 
     def part(number: int) -> dict[str, Tensor]:
         at = f"{_layer(number)}mlp."
@@ -305,26 +304,26 @@ def _fused_work(reader: TorchDistReader, description: Description, group: Group,
         return [whole[name] for name in names]
 
     sources = tuple(f"{_layer(number)}mlp" for number in group.blocks)
-    return Work(tuple(Slot(piece, dtype) for piece in made), make, sources)
+    return Work(tuple(Slot(piece, dtype) for piece in pieces), make, sources)
 
 
 def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description) -> dict[str, Tensor]:
-    """Weights of one FFN block that computes the sum of several on the same input.
+    """Weights of one FFN block that computes the sum of several blocks on the same input.
 
     Args:
-        parts: each block's tensors by their names in Megatron's checkpoint after `mlp.`: `linear_fc1.weight`
+        parts: tensors of each block by their names in Megatron's checkpoint after `mlp.`: `linear_fc1.weight`
             `[ffn or 2 x ffn, hidden]`, `linear_fc2.weight` `[hidden, ffn]`, `linear_fc1.layer_norm_weight` ...; folding
-            is computed in fp64.
+            is in fp64.
         description: the model, for the norm, the gate and the biases.
 
     Returns:
-        Tensors of the fused block by the same names, in the parts' dtype.
+        Tensors of the fused block by the same names, in the same dtype.
     """
     import torch
 
-    own = description.architecture
+    architecture = description.architecture
     folded = [_folded(part, description) for part in parts]
-    halves = 2 if own.gated else 1
+    halves = 2 if architecture.gated else 1
     first = parts[0]["linear_fc1.weight"]
     zeros = partial(torch.zeros, dtype=torch.double, device=first.device)
     whole = {
@@ -334,28 +333,28 @@ def fuse_weights(parts: Sequence[Mapping[str, Tensor]], description: Description
     biases = [bias for _, bias in folded]
     if any(bias is not None for bias in biases):
         widths = [weight.shape[0] for weight, _ in folded]
-        given = [b if b is not None else zeros(w) for b, w in zip(biases, widths, strict=True)]
-        whole["linear_fc1.bias"] = torch.cat([b.chunk(halves)[half] for half in range(halves) for b in given])
+        first_biases = [b if b is not None else zeros(w) for b, w in zip(biases, widths, strict=True)]
+        whole["linear_fc1.bias"] = torch.cat([b.chunk(halves)[half] for half in range(halves) for b in first_biases])
         zero = zeros(first.shape[1])
         seconds = [part["linear_fc2.bias"].double() if "linear_fc2.bias" in part else zero for part in parts]
         whole["linear_fc2.bias"] = torch.stack(seconds).sum(0)
-    if own.norm_affine:
+    if architecture.norm_affine:
         whole["linear_fc1.layer_norm_weight"] = zeros(first.shape[1]) + (0.0 if description.zero_centred_norm else 1.0)
-        if own.normalization == "LayerNorm":
+        if architecture.normalization == "LayerNorm":
             whole["linear_fc1.layer_norm_bias"] = zeros(first.shape[1])
     return {name: tensor.to(first.dtype) for name, tensor in whole.items()}
 
 
 def _folded(part: Mapping[str, Tensor], description: Description) -> tuple[Tensor, Tensor | None]:
-    """First linear of a block with its norm folded in: the weight in its own dtype, the bias in fp64."""
-    given = part["linear_fc1.weight"]
-    weight = given.double()
+    """First linear of a block with its norm folded in: weight in its original dtype, bias in fp64."""
+    original = part["linear_fc1.weight"]
+    weight = original.double()
     bias = part["linear_fc1.bias"].double() if "linear_fc1.bias" in part else None
     if not description.architecture.norm_affine:
-        return given, bias
+        return original, bias
     scale = part["linear_fc1.layer_norm_weight"].double() + (1.0 if description.zero_centred_norm else 0.0)
     if "linear_fc1.layer_norm_bias" in part:
         shift = weight @ part["linear_fc1.layer_norm_bias"].double()
         bias = shift if bias is None else bias + shift
-    # Cast back at once: a fused block is large, and only one part at a time needs to be held in fp64.
-    return (weight * scale).to(given.dtype), bias
+    # Cast back immediately, so that only one block at a time is in fp64.
+    return (weight * scale).to(original.dtype), bias

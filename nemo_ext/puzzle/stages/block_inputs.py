@@ -1,6 +1,6 @@
-"""Inputs of a block for every step of distillation, in files: the next group of variants goes on from them.
+"""Files of a block's inputs at every distillation step, from which the next group of variants starts.
 
-So the parent runs once for all groups, each of which leaves what comes to the first block of the next one.
+Each group writes the inputs of the next group's first block, so that the parent runs only once for all groups.
 """
 
 import shutil
@@ -19,10 +19,10 @@ from nemo_ext.blockwise.read_ahead import read_ahead
 
 
 class BlockInputs:
-    """A folder of hidden states `[seq, batch, hidden]`, a file for each block, step and rank.
+    """Folder of hidden states `[seq, batch, hidden]`, one file per block, step and rank.
 
     Args:
-        folder: path of the folder, which belongs to one training alone.
+        folder: path of the folder, used by one distillation only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,14 +35,16 @@ class BlockInputs:
         return self.folder / f"block_{number + 1:03d}" / f"step_{step:06d}_{rank}.safetensors"
 
     def has(self, number: int, steps: Iterable[int]) -> bool:
-        """True if every rank has the input of a block (0-based number) for these steps; all ranks together."""
+        """True if every rank has the inputs of a block (0-based number) for these steps. Collective."""
         files = [self._file(number, step) for step in steps]
         sizes = {file.stat().st_size if file.is_file() else 0 for file in files}
-        own = len(sizes) <= 1 and 0 not in sizes  # all are as large, but for what a node lost when it went down
-        return int(data_parallel.summed(torch.tensor(int(own)))) == data_parallel.count()
+        complete = (
+            len(sizes) <= 1 and 0 not in sizes
+        )  # all files have the same size, unless a failing node truncated some
+        return int(data_parallel.summed(torch.tensor(int(complete)))) == data_parallel.count()
 
     def read(self, number: int, steps: Iterable[int]) -> Iterator[Tensor]:
-        """This rank's inputs of a block in the host's memory, one read ahead."""
+        """This rank's inputs of a block in host memory, with one step of read-ahead."""
 
         def read(step: int) -> Tensor:
             hidden = load_file(self._file(number, step))["hidden"]
@@ -51,7 +53,7 @@ class BlockInputs:
         return read_ahead(read, [*steps])
 
     def write(self, number: int, step: int, hidden: Tensor) -> None:
-        """Writes this rank's input of a block in the background, once the one before is written."""
+        """Write this rank's input of a block in the background, after the previous write has ended."""
 
         def write() -> None:
             file = self._file(number, step)
@@ -65,30 +67,30 @@ class BlockInputs:
         self._written = self._pool.submit(write)
 
     def wait(self) -> None:
-        """Waits for what is being written.
+        """Wait for the write in progress.
 
         Raises:
-            ValueError: it could not be written.
+            ValueError: the file could not be written.
         """
         try:
             self._written.result()
         except (OSError, SafetensorError) as error:
             raise ValueError(
-                f"puzzle.distill.inputs: {self.folder}: {error}: name a folder with more room, or null"
+                f"puzzle.distill.inputs: {self.folder}: {error}: choose a folder with more space, or null"
             ) from error
 
     def remove(self, number: int, steps: Iterable[int]) -> None:
-        """Removes this rank's inputs of a block, as far as there are any."""
+        """Remove this rank's existing inputs of a block for these steps."""
         for step in steps:
             self._file(number, step).unlink(missing_ok=True)
 
     def forget(self, number: int) -> None:
-        """Removes all ranks' inputs of a block; all ranks together."""
+        """Remove all ranks' inputs of a block. Collective."""
         remove = partial(shutil.rmtree, self._file(number, 0).parent, ignore_errors=True)
         data_parallel.written(remove, on_every_node=True)
 
     def clear(self) -> None:
-        """Removes the folder, and those of shards if it is no shard's; all ranks together."""
+        """Remove the folder and, if it does not belong to a shard, also the folders of shards. Collective."""
         folders = [self.folder] if "_" in self.folder.name else self.folder.parent.glob(f"{self.folder.name}*")
 
         def remove() -> None:

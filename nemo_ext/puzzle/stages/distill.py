@@ -1,9 +1,9 @@
-"""Block-wise local distillation: every variant learns its parent block's output from the parent's own input.
+"""Block-wise local distillation: every variant is trained to reproduce its parent block's output.
 
-One forward pass of the parent serves many variants: each sees the input that the parent's block saw, and is trained to
-reproduce the block's output by itself, regardless of later blocks (Puzzle, section 3.1; "decoupled": attention and
-FFN variants apart). The loss is the mean squared error relative to the parent block's own contribution,
-|variant(x) - block(x)|^2 / |block(x) - x|^2, so a no-op has a loss of 1.
+One forward pass of the parent serves many variants: each gets the input of the parent's block and is trained on the
+block's output, independently of other blocks (Puzzle, section 3.1; "decoupled": attention and FFN variants separately).
+The loss is the squared error relative to the block's contribution, |variant(x) - block(x)|^2 / |block(x) - x|^2, so a
+no-op has a loss of 1.
 """
 
 import shutil
@@ -45,14 +45,14 @@ class Result:
     last: float
 
 
-def trainable(found: Sequence[Sequence[Variant]]) -> list[Variant]:
-    """Variants with weights of their own."""
-    return [variant for each in found for variant in each if variant.block is not None and variant.name != KEEP]
+def trainable(by_block: Sequence[Sequence[Variant]]) -> list[Variant]:
+    """Variants that have weights other than the parent's."""
+    return [variant for each in by_block for variant in each if variant.block is not None and variant.name != KEEP]
 
 
 def distill(
     parent: Parent,
-    found: Sequence[Sequence[Variant]],
+    by_block: Sequence[Sequence[Variant]],
     library: Library,
     trained: Library,
     batches: Callable[[int], Iterator[Tensor]],
@@ -64,34 +64,34 @@ def distill(
 ) -> list[Result]:
     """Train every variant of `library` that is not in `trained` yet.
 
-    Data parallel: every rank has its part of each batch, and gradients are averaged over ranks. Each rank has the
-    variants' weights, and a part of their FP32 master weights and of AdamW's moments (ZeRO-2).
+    Data-parallel: batches are split over ranks and gradients averaged. Each rank holds the variants' weights, and a
+    shard of their FP32 master weights and AdamW moments (ZeRO-2).
 
     Args:
         parent: the model.
-        found: variants of each block, from `variants`.
+        by_block: variants of each block, from `variants`.
         library: library of initial weights.
-        trained: library of trained weights; a group of variants is written after its last step, and a checkpoint of the
-            group in training every `training.save_interval` steps.
-        batches: this rank's tokens `[batch, seq]` from the given step on; all groups of variants see the same ones, so
-            results do not depend on grouping or interruptions.
-        training: see `Training`.
-        shard: shard that `found` belongs to, while others train theirs into the same library; its checkpoints have
-            names of their own. Without one, checkpoints left by shards are resumed.
-        inputs: where each group keeps what comes to the next one's first block, of this training and shard alone; None
-            to run the parent from its start for every group. Results are the same; it is empty at the end.
-        advance: called for every step of a group with the number of its variants; also for steps already done.
+        trained: library of trained weights; a group of variants is written after its last step, and its checkpoint
+            every `training.save_interval` steps.
+        batches: function that returns this rank's tokens `[batch, seq]` from a step on; all groups get the same data,
+            so results do not depend on grouping or interruptions.
+        training: settings.
+        shard: shard of `by_block`, for which checkpoints have separate names; without one, checkpoints of shards are
+            resumed.
+        inputs: storage for the inputs of the next group's first block, used only by this training and shard; None to
+            run the whole parent for every group. Results are the same; it is empty at the end.
+        advance: called for every step of a group with its number of variants, also for steps done before.
 
     Returns:
         One result per trainable variant, in order.
 
     Raises:
-        ValueError: there are too few batches, or a checkpoint is from another training.
+        ValueError: there are too few batches, or a checkpoint was written with other settings.
     """
-    every = {(variant.number, variant.name): variant for variant in trainable(found)}
+    every = {(variant.number, variant.name): variant for variant in trainable(by_block)}
     todo = data_parallel.agreed(lambda: [key for key, variant in every.items() if not trained.has(variant)])
     begun = data_parallel.agreed(lambda: _begun(trained, training, shard))
-    for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # all of its variants are written
+    for file in [file for file, keys in begun.items() if not {*keys} & {*todo}]:  # all of its variants are finished
         del begun[file]
         data_parallel.written(partial(_remove, file))
     interrupted = {key for keys in begun.values() for key in keys}
@@ -104,20 +104,20 @@ def distill(
         train_group(parent, group, library, trained, batches, training, file, advance, inputs, after)
     if inputs is not None:
         inputs.clear()
-    return results(found, trained)
+    return results(by_block, trained)
 
 
-def results(found: Sequence[Sequence[Variant]], trained: Library) -> list[Result]:
-    """Training results of the trained variants, read from their files."""
-    made = []
-    for variant in trainable(found):
+def results(by_block: Sequence[Sequence[Variant]], trained: Library) -> list[Result]:
+    """Read the training results of trained variants from their files."""
+    collected = []
+    for variant in trainable(by_block):
         notes = trained.notes(variant)
-        made.append(Result(variant.number + 1, variant.name, float(notes["first"]), float(notes["last"])))
-    return made
+        collected.append(Result(variant.number + 1, variant.name, float(notes["first"]), float(notes["last"])))
+    return collected
 
 
 class _InTraining:
-    """A variant in training; every rank has its weights, and a part of its FP32 master weights and AdamW's moments."""
+    """A variant in training: its weights, and this rank's shard of FP32 master weights and AdamW moments."""
 
     def __init__(self, layer: Any, training: Training) -> None:
         self.layer, self.clip = layer, training.clip
@@ -127,12 +127,12 @@ class _InTraining:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, _decay(training.steps))
 
     def step(self, error: Tensor) -> None:
-        """Takes a step against this rank's error; all ranks together."""
+        """Take an optimizer step on this rank's error. Collective."""
         gradients = [*torch.autograd.grad(error, self.weights, allow_unused=True, materialize_grads=True)]
         for master in reversed(self.masters):
             master.grad = data_parallel.mean_part(gradients.pop())
-        own = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
-        norm = data_parallel.summed(own.square()).sqrt()
+        local_norm = torch.nn.utils.get_total_norm([each.grad for each in self.masters if each.grad is not None])
+        norm = data_parallel.summed(local_norm.square()).sqrt()
         torch.nn.utils.clip_grads_with_norm_(self.masters, self.clip, norm)
         self.optimizer.step()
         self.schedule.step()
@@ -144,7 +144,7 @@ class _InTraining:
             weight.data.copy_(data_parallel.whole_of(master.detach().to(weight.dtype), weight))
 
     def state(self) -> dict[str, Any]:
-        """This rank's parts of the master weights and of the optimizer's state, and the schedule's state."""
+        """This rank's shards of master weights and optimizer state, and the schedule's state."""
         return {
             "masters": [each.detach() for each in self.masters],
             "optimizer": self.optimizer.state_dict(),
@@ -152,7 +152,7 @@ class _InTraining:
         }
 
     def load(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up this rank's `state`, or those of all ranks of another number; all ranks together."""
+        """Restore this rank's `state`, or the states of all ranks if their number has changed. Collective."""
 
         def own(parts: Sequence[Tensor], at: int) -> Tensor:
             if len(parts) == 1 or not parts[0].dim():
@@ -180,12 +180,13 @@ def train_group(
     inputs: BlockInputs | None = None,
     after: int | None = None,
 ) -> None:
-    """Trains variants side by side and writes them to `trained`.
+    """Train a group of variants in the same forward passes, and write them to `trained`.
 
     Args:
-        file: their checkpoint.
-        after: 0-based number of the block whose inputs the next group wants; None for none.
-        others: as of `distill`.
+        group: variants to train, in model order.
+        file: checkpoint of the group.
+        after: 0-based number of the block whose inputs the next group needs; None for the last group.
+        others: as in `distill`.
     """
     learners = [_InTraining(library.layer(parent, variant), training) for variant in group]
     errors: list[list[float]] = [[] for _ in group]
@@ -193,10 +194,10 @@ def train_group(
     if data_parallel.agreed(file.is_file):
         state = _read(file)
         first, errors, ranks = state["step"], state["errors"], state["ranks"]
-        wanted = [data_parallel.number()] if ranks == data_parallel.count() else range(ranks)
-        files = [_part(file, first, number, ranks) for number in wanted]
+        needed = [data_parallel.number()] if ranks == data_parallel.count() else range(ranks)
+        files = [_part(file, first, number, ranks) for number in needed]
         if lost := [each for each in files if not each.is_file()]:
-            raise ValueError(f"{lost[0]}: not there, but {file} names it: remove {file}, and its variants begin again")
+            raise ValueError(f"{lost[0]}: missing, but {file} refers to it: remove {file} to train its variants again")
         parts = [_read(each) for each in files]
         for learner, each in zip(learners, zip(*parts, strict=True), strict=True):
             learner.load(each)
@@ -205,43 +206,46 @@ def train_group(
     advance(first * len(group))
     data, places = batches(first), sorted({variant.number for variant in group})
     begin, last, steps = places[0], places[-1], range(first, training.steps)
-    kept = inputs if inputs is not None and inputs.has(begin, steps) else None
-    if inputs is not None and kept is None and after != begin and len(steps):
-        inputs.forget(begin)  # what an earlier start left of it
-    left = None  # where inputs of block `after` go, unless they are there or that block comes before
-    if inputs is not None and after is not None and (after > begin or (after == begin and kept is None)):
-        left, last = inputs, max(last, after - 1)
-    numbers = sorted({*places, last, *([] if left is None or after is None or after > last else [after])})
-    hidden = None if kept is None else kept.read(begin, steps)
+    source = inputs if inputs is not None and inputs.has(begin, steps) else None
+    if inputs is not None and source is None and after != begin and len(steps):
+        inputs.forget(begin)  # an incomplete set from an earlier start
+    sink = None  # storage for inputs of block `after`, unless they exist or that block comes earlier
+    if inputs is not None and after is not None and (after > begin or (after == begin and source is None)):
+        sink, last = inputs, max(last, after - 1)
+    numbers = sorted({*places, last, *([] if sink is None or after is None or after > last else [after])})
+    hidden = None if source is None else source.read(begin, steps)
     for step in steps:
         tokens = next(data, None)
         if tokens is None:
-            raise ValueError(f"distillation wants {training.steps} batches, the data end after {step}")
+            raise ValueError(
+                f"distillation needs {training.steps} batches, but the data have only {step}: provide more, or "
+                "lower puzzle.distill.steps"
+            )
         with torch.no_grad(), parent.recorded(numbers) as record:
-            given = None if hidden is None else next(hidden).to(parent.device, non_blocking=True)
-            parent.run_to(last, tokens, 0 if given is None else begin, given)
-        if left is not None and after is not None:
-            left.write(after, step, record[numbers.index(after)][0] if after in numbers else record[-1][1])
+            block_input = None if hidden is None else next(hidden).to(parent.device, non_blocking=True)
+            parent.run_to(last, tokens, 0 if block_input is None else begin, block_input)
+        if sink is not None and after is not None:
+            sink.write(after, step, record[numbers.index(after)][0] if after in numbers else record[-1][1])
         for variant, learner, seen in zip(group, learners, errors, strict=True):
             error = _error(parent, variant, learner.layer, *record[numbers.index(variant.number)])
             learner.step(error)
             seen.append((data_parallel.summed(error.detach()) / data_parallel.count()).item())
         if (step + 1) % training.save_interval == 0 or step + 1 == training.steps:
-            if left is not None:
-                left.wait()
-            own = _part(file, step + 1, data_parallel.number(), data_parallel.count())
-            _write(own, [learner.state() for learner in learners])
+            if sink is not None:
+                sink.wait()
+            part = _part(file, step + 1, data_parallel.number(), data_parallel.count())
+            _write(part, [learner.state() for learner in learners])
             data_parallel.wait()
             state = {
                 "variants": [(variant.number, variant.name) for variant in group],
-                "training": _told(training),
+                "training": _identity(training),
                 "step": step + 1,
                 "ranks": data_parallel.count(),
                 "errors": errors,
             }
             data_parallel.written(partial(_index, file, state))
-            if kept is not None and after != begin:
-                kept.remove(begin, range(step + 1))
+            if source is not None and after != begin:
+                source.remove(begin, range(step + 1))
         advance(len(group))
     tail = max(1, training.steps // 10)
 
@@ -249,16 +253,16 @@ def train_group(
         for variant, learner, seen in zip(group, learners, errors, strict=True):
             prefix = _prefix(variant)
             tensors = take_tensors(learner.layer, prefix)
-            made = {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items()}
-            trained.write(variant, made, first=repr(seen[0]), last=repr(sum(seen[-tail:]) / tail))
+            weights = {name.removeprefix(prefix): tensor.cpu() for name, tensor in tensors.items()}
+            trained.write(variant, weights, first=repr(seen[0]), last=repr(sum(seen[-tail:]) / tail))
         _remove(file)
 
     data_parallel.written(write)
 
 
-def _told(training: Training) -> dict[str, Any]:
-    """What decides the results of a training."""
-    return {name: each for name, each in asdict(training).items() if name != "inputs"}
+def _identity(training: Training) -> dict[str, Any]:
+    """Settings that identify a distillation run, used by resume checks."""
+    return {name: value for name, value in asdict(training).items() if name != "inputs"}
 
 
 def _checkpoint(trained: Library, shard: Shard | None) -> Path:
@@ -266,7 +270,7 @@ def _checkpoint(trained: Library, shard: Shard | None) -> Path:
 
 
 def _parts(file: Path) -> Path:
-    """Folder with the ranks' parts of a checkpoint."""
+    """Folder with the ranks' shards of a checkpoint."""
     return file.with_suffix(".parts")
 
 
@@ -275,7 +279,7 @@ def _part(file: Path, step: int, number: int, ranks: int) -> Path:
 
 
 def _index(file: Path, state: Mapping[str, Any]) -> None:
-    """Writes what makes the ranks' parts of this step a checkpoint, and removes older parts."""
+    """Writes the index that completes a checkpoint of the ranks' shards, and removes older shards."""
     _write(file, state)
     for part in _parts(file).iterdir():
         if not part.name.startswith(f"step_{state['step']:06d}_"):
@@ -303,7 +307,7 @@ def _prefix(variant: Variant) -> str:
 
 
 def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Path, list[tuple[int, str]]]:
-    """Groups whose training was interrupted, by checkpoint; some of their files may already be written."""
+    """Interrupted groups by checkpoint; some of their variants may already be written."""
     every = [_checkpoint(trained, shard)] if shard else sorted(trained.folder.glob("in_training*.pt"))
     begun = {}
     for file in every:
@@ -311,9 +315,11 @@ def _begun(trained: Library, training: Training, shard: Shard | None) -> dict[Pa
             continue
         state = _read(file)
         if "ranks" not in state:
-            raise ValueError(f"{file} was begun by an older nemo_ext: remove it, and its variants begin again")
-        if state["training"] != _told(training):
-            raise ValueError(f"{file} is of another training ({state['training']}): remove it, or train as it says")
+            raise ValueError(f"{file} is from an older nemo_ext: remove it to train its variants again")
+        if state["training"] != _identity(training):
+            raise ValueError(
+                f"{file} is from a distillation with other settings ({state['training']}): use these, or remove it"
+            )
         begun[file] = [(number, name) for number, name in state["variants"]]
     return begun
 
@@ -325,6 +331,6 @@ def _error(parent: Parent, variant: Variant, layer: torch.nn.Module, hidden: Ten
 
 
 def _decay(steps: int) -> Callable[[int], float]:
-    """Cosine decay to zero after a warm-up over a twentieth of the steps."""
+    """Learning-rate schedule: cosine decay to zero after a warm-up over a twentieth of the steps."""
     warm_up = max(1, steps // 20)
     return lambda step: min((step + 1) / warm_up, 0.5 * (1 + cos(pi * min(1.0, step / steps))))

@@ -1,4 +1,4 @@
-"""Blocks in Megatron's own inference: one layer of a parent, with the cache that it keeps during generation."""
+"""One layer of a parent in Megatron's static inference, with its generation cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +11,11 @@ from nemo_ext.blockwise.parent import Parent
 
 
 class Inference:
-    """Part of a model in Megatron's static inference; `open_inference` makes one.
+    """A reduced model in Megatron's static inference, made by `open_inference`.
 
     Args:
-        decoder: the stack, holding the layers to run.
-        rotary: the model's rotary embedding for `length` tokens, None if it has none.
+        decoder: stack of the layers to run.
+        rotary: the model's rotary embedding for `length` tokens, or None.
         batch: batch size.
         length: cache capacity in tokens per sequence.
     """
@@ -27,29 +27,29 @@ class Inference:
         self.context = StaticInferenceContext(batch, length)
 
     def __call__(self, hidden: Tensor, *, start: int) -> Tensor:
-        """Output `[seq, batch, hidden]` for tokens from 0-based position `start` on; earlier ones are in the cache."""
+        """Output `[seq, batch, hidden]` for tokens from 0-based position `start`; earlier ones are in the cache."""
         self.at(start)
         return self.decoder(hidden, None, inference_context=self.context, rotary_pos_emb=self.rotary)
 
     def at(self, start: int) -> None:
-        """Sets the number of tokens that the cache holds."""
+        """Set the number of tokens in the cache."""
         self.context.sequence_len_offset = start
         self.context.decode_mode = start > 0
 
     @property
     def cache(self) -> list[Tensor]:
-        """Tensors that the layers have allocated: keys and values, or convolution and scan states."""
+        """Allocated cache tensors: keys and values, or convolution and scan states."""
         return [tensor for pair in self.context.key_value_memory_dict.values() for tensor in pair]
 
     def fill(self) -> None:
-        """Fills the cache with random numbers: memory that was only allocated may be slow to compute with."""
+        """Fill the cache with random numbers, as uninitialised values may be slow to compute with."""
         for tensor in self.cache:
             tensor.normal_()
 
 
 @contextmanager
 def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int, length: int) -> Iterator[Inference]:
-    """Reduces the parent's stack to one layer without the final norm, or without a layer to the norm alone."""
+    """Reduces the parent's stack to one layer without the final norm, or to the final norm if `layer` is None."""
     from megatron.core.inference.utils import InferenceMode
 
     decoder = parent.model.decoder
@@ -64,7 +64,7 @@ def open_inference(parent: Parent, layer: torch.nn.Module | None, *, batch: int,
 
 
 def _rotary(model: Any, length: int) -> Tensor | None:
-    """Rotary embedding that HybridModel passes to all blocks; a model computes it once for all of them."""
+    """Rotary embedding that HybridModel computes once and passes to all blocks."""
     if model.position_embedding_type not in ("rope", "yarn"):
         return None
     embedding = model.rotary_pos_emb(length)
@@ -73,10 +73,10 @@ def _rotary(model: Any, length: int) -> Tensor | None:
 
 @contextmanager
 def _decodes_batches(layer: Any) -> Iterator[None]:
-    """Makes a Mamba-2 layer decode more than one sequence statically.
+    """Makes static decoding of a Mamba-2 layer correct for more than one sequence.
 
-    Megatron-Core passes `[1, batch, width]` to a step that takes `[batch, 1, width]`: without this, the sequences
-    of a batch are taken for the tokens of one sequence (core/ssm/mamba_mixer.py: `_decode`, in 0.20 `_static_decode`).
+    Megatron-Core passes `[1, batch, width]` to a function that expects `[batch, 1, width]`: without this, the sequences
+    of a batch are treated as tokens of one sequence (core/ssm/mamba_mixer.py: `_decode`, in 0.20 `_static_decode`).
     """
     mixer = getattr(layer, "mixer", None)
     name = "ssm_decode" if hasattr(mixer, "ssm_decode") else "_ssm_decode"  # since 0.20; until 0.19

@@ -1,8 +1,7 @@
-"""Initial weights of a variant, taken from the parent's block.
+"""Initial weights of a variant, from the parent's block.
 
-Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The parts of a block that are kept are chosen
-by an importance measured on calibration data (`Importance`); without one, by the norm of the weights that carry a
-channel, head or expert back to the residual stream.
+Tensors are named as in Megatron's checkpoint after `decoder.layers.N.`. The kept channels, heads and experts are those
+of the largest importance on calibration data (`Importance`), or without it of the largest norm of the output weights.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ Tensors = Mapping[str, "Tensor"]
 
 @dataclass(frozen=True)
 class Importance:
-    """Importance of each part of a block on calibration data; larger is more important.
+    """Importance of channels, experts or heads of a block on calibration data; larger is more important.
 
     Attributes:
-        channels: importance of channels, `[ffn]` for an MLP, `[experts, ffn]` for experts.
-        experts: router mass of each expert, `[experts]`.
-        heads: importance of the heads of a Mamba-2 block, `[heads]`.
+        channels: `[ffn]` for an MLP, `[experts, ffn]` for experts.
+        experts: total router weight of each expert, `[experts]`.
+        heads: heads of a Mamba-2 block, `[heads]`.
     """
 
     channels: Tensor | None = None
@@ -38,40 +37,42 @@ class Importance:
 def initial_weights(
     parent: Block, variant: Block, tensors: Tensors, architecture: Architecture, importance: Importance | None = None
 ) -> dict[str, Tensor]:
-    """Tensors of a variant.
+    """Derive the tensors of a variant from its parent block.
 
     Args:
         parent: the parent's block with all values.
-        variant: the block that it becomes, of the same kind, with all values.
-        tensors: the parent block's tensors.
+        variant: block of the same kind with all values.
+        tensors: tensors of the parent's block.
         architecture: the parent's architecture.
         importance: measured importance; None to use the norms of weights.
 
     Raises:
-        ValueError: the variant is larger than its parent, of another kind, or differs in a value that must stay.
+        ValueError: the variant is larger than its parent, of another kind, or differs in a value that cannot change.
     """
     if variant.kind != parent.kind or parent.is_linear:
-        raise ValueError(f"{variant} cannot be made from {parent}: a variant is of its parent's kind")
+        raise ValueError(f"{variant} cannot be made from {parent}: a variant has its parent's kind")
     measured = importance or Importance()
     if variant.is_linear:
         return _linear(parent, tensors, architecture)
     changed = {name for name, value in variant.values if value != parent.get(name)}
     known = {"*": {"kv", "window"}, "-": {"ffn"}, "M": {"heads"}, "E": {"experts", "topk", "ffn"}}[parent.kind]
     if changed - known:
-        raise ValueError(f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must stay")
-    grown = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
-    if grown:
-        raise ValueError(f"{variant} is larger than {parent} in {', '.join(grown)}")
-    made = dict(tensors)
+        raise ValueError(
+            f"{variant} cannot be made from {parent}: {', '.join(sorted(changed - known))} must not change"
+        )
+    larger = [n for n in changed - {"window"} if variant.size(n) > parent.size(n)]
+    if larger:
+        raise ValueError(f"{variant} is larger than {parent} in {', '.join(larger)}")
+    result = dict(tensors)
     if "kv" in changed:
-        made |= _fewer_kv_heads(parent, variant, tensors)
+        result |= _fewer_kv_heads(parent, variant, tensors)
     if parent.kind == "-" and "ffn" in changed:
-        made |= _narrower_mlp(variant.size("ffn"), tensors, architecture, measured.channels)
+        result |= _narrower_mlp(variant.size("ffn"), tensors, architecture, measured.channels)
     if "heads" in changed:
-        made |= _fewer_mamba_heads(parent, variant, tensors, measured.heads)
+        result |= _fewer_mamba_heads(parent, variant, tensors, measured.heads)
     if parent.kind == "E":
-        made |= _smaller_moe(parent, variant, tensors, measured)
-    return made
+        result |= _smaller_moe(parent, variant, tensors, measured)
+    return result
 
 
 def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str, Tensor]:
@@ -82,21 +83,21 @@ def _fewer_kv_heads(parent: Block, variant: Block, tensors: Tensors) -> dict[str
     fewer = variant.size("kv")
     if groups % fewer:
         raise ValueError(f"{groups} KV heads cannot be pooled to {fewer}: expected a divisor")
-    each, merged = heads // groups, groups // fewer
-    made = {}
+    queries_per_group, merged = heads // groups, groups // fewer
+    result = {}
     for name in ("weight", "bias"):
         fused = tensors.get(f"self_attention.linear_qkv.{name}")
         if fused is None:
             continue
-        grouped = fused.reshape(groups, each + 2, head_dim, *fused.shape[1:])
-        queries = grouped[:, :each].reshape(fewer, merged * each, head_dim, *fused.shape[1:])
-        pooled = grouped[:, each:].reshape(fewer, merged, 2, head_dim, *fused.shape[1:]).mean(1)
-        made[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
-    # A QK norm over the full width holds one weight per key channel.
+        grouped = fused.reshape(groups, queries_per_group + 2, head_dim, *fused.shape[1:])
+        queries = grouped[:, :queries_per_group].reshape(fewer, merged * queries_per_group, head_dim, *fused.shape[1:])
+        pooled = grouped[:, queries_per_group:].reshape(fewer, merged, 2, head_dim, *fused.shape[1:]).mean(1)
+        result[f"self_attention.linear_qkv.{name}"] = torch.cat([queries, pooled], dim=1).reshape(-1, *fused.shape[1:])
+    # A QK norm over the full width has one weight per key channel.
     width = tensors.get("self_attention.k_layernorm.weight")
     if width is not None and width.shape[0] == groups * head_dim:
-        made["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
-    return made
+        result["self_attention.k_layernorm.weight"] = width.reshape(fewer, merged, head_dim).mean(1).reshape(-1)
+    return result
 
 
 def _narrower_mlp(
@@ -116,7 +117,7 @@ def _narrower_mlp(
 
 
 def _fewer_mamba_heads(parent: Block, variant: Block, tensors: Tensors, importance: Tensor | None) -> dict[str, Tensor]:
-    """Keeps equally many heads of every group, because a group's B and C serve equally many heads."""
+    """Keeps the same number of heads in every group, as the heads of a group use its B and C."""
     import torch
 
     heads, head_dim, groups = (parent.size(name) for name in ("heads", "head_dim", "groups"))
@@ -138,14 +139,14 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
     import torch
 
     first, second = (tensors[f"mlp.experts.experts.linear_fc{n}.weight"] for n in (1, 2))
-    made: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     channels = second.float().norm(dim=1) if importance.channels is None else importance.channels
     if variant.size("experts") < parent.size("experts"):
         mass = second.float().square().sum((1, 2)) if importance.experts is None else importance.experts
         kept = _largest(mass, variant.size("experts"))
         first, second, channels = first[kept], second[kept], channels[kept]
         router = ("mlp.router.weight", "mlp.router.expert_bias", "mlp.router.bias")
-        made |= {name: tensors[name][kept] for name in router if name in tensors}
+        result |= {name: tensors[name][kept] for name in router if name in tensors}
     if variant.size("ffn") < parent.size("ffn"):
         halves = first.shape[1] // second.shape[2]  # 2 for gated experts
         width = variant.size("ffn")
@@ -153,17 +154,17 @@ def _smaller_moe(parent: Block, variant: Block, tensors: Tensors, importance: Im
         cut = [torch.cat([h[k] for h in e.chunk(halves)]) for e, k in zip(first, narrow, strict=True)]
         first = torch.stack(cut)
         second = torch.stack([e[:, k] for e, k in zip(second, narrow, strict=True)])
-    return made | {
+    return result | {
         "mlp.experts.experts.linear_fc1.weight": first,
         "mlp.experts.experts.linear_fc2.weight": second,
     }
 
 
 def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict[str, Tensor]:
-    """One linear map after the block's norm, as if every token attended to itself alone and nothing were gated.
+    """One linear map after the block's norm: the block with tokens that attend only to themselves, without gates.
 
-    Attention: output x value; an FFN: down x up; Mamba-2: out_proj x the rows of x (Puzzle, section 3). MoE: the shared
-    expert's product, or the mean of the experts'.
+    Attention: output x value; FFN: down x up; Mamba-2: out_proj x the rows of x (Puzzle, section 3). MoE: product of
+    the shared expert, or mean of the experts' products.
     """
     import torch
 
@@ -197,13 +198,13 @@ def _linear(parent: Block, tensors: Tensors, architecture: Architecture) -> dict
     return _norms(tensors, at, norm, architecture) | {f"{module}.weight": product.to(first.dtype)}
 
 
-def _norms(tensors: Tensors, at: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
-    """The block's norm under its name before a linear map; a neutral one if the parent's norm is on its output."""
+def _norms(tensors: Tensors, prefix: str, norm: str, architecture: Architecture) -> dict[str, Tensor]:
+    """The block's norm, named as before a linear map; an identity if the parent's norm is on its output."""
     import torch
 
     if architecture.norm_affine and architecture.norm_placement == "output":
         return {f"{norm}weight": torch.ones(architecture.hidden_size, dtype=next(iter(tensors.values())).dtype)}
-    return {norm + name.removeprefix(at): tensor for name, tensor in tensors.items() if name.startswith(at)}
+    return {norm + name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def _largest(importance: Tensor, count: int) -> Tensor:

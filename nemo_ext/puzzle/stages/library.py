@@ -1,8 +1,8 @@
-"""Block library: the weights of every variant of every block, one file each, made once and reused.
+"""Block library: weights of the variants of all blocks, one file per variant.
 
     FOLDER/block_003/ffn256.safetensors     tensors by their names in Megatron's checkpoint after `decoder.layers.N.`
 
-Existing variants are not made again. `keep` and `no_op` need no file.
+Existing files are reused. `keep` and `no_op` need no file.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ BLOCK = "block"
 
 @dataclass(frozen=True)
 class Library:
-    """A folder of variants.
+    """Folder with the weights of variants.
 
     Attributes:
         folder: path of the folder.
@@ -37,15 +37,15 @@ class Library:
     folder: Path
 
     def file(self, variant: Variant) -> Path:
-        """Path of a variant's weights; block numbers are 1-based, as in all user-facing names."""
+        """Path of a variant's weights; block numbers in names are 1-based."""
         return self.folder / f"block_{variant.number + 1:03d}" / f"{variant.name}.safetensors"
 
     def has(self, variant: Variant) -> bool:
-        """True if a variant is in the library or needs no weights of its own."""
+        """True if a variant's weights are in the library or not needed."""
         return variant.name in (KEEP, NO_OP) or self.file(variant).is_file()
 
     def write(self, variant: Variant, tensors: dict[str, Tensor], **notes: str) -> None:
-        """Write a variant's weights with notes as metadata; the file gets its name once it is complete."""
+        """Write a variant's weights with notes as metadata, by atomic rename."""
         file = self.file(variant)
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f".{file.name}")
@@ -57,31 +57,32 @@ class Library:
         unfinished.replace(file)
 
     def read(self, variant: Variant) -> dict[str, Tensor]:
-        """Weights of a variant.
+        """Read the weights of a variant.
 
         Raises:
-            ValueError: it is not in the library, or was made from another block.
+            ValueError: they are not in the library, or belong to another block.
         """
         if (made_of := self.notes(variant).get(BLOCK)) != str(variant.block):
             raise ValueError(
-                f"{self.file(variant)} holds {made_of}, not {variant.block}: remove it, or use another folder"
+                f"{self.file(variant)} has weights of {made_of}, not of {variant.block}: remove it, or use "
+                "another folder"
             )
         return load_file(self.file(variant))
 
     def notes(self, variant: Variant) -> dict[str, str]:
-        """Metadata written with a variant's weights.
+        """Read the metadata of a variant's weights.
 
         Raises:
-            ValueError: it is not in the library.
+            ValueError: they are not in the library.
         """
         if not self.file(variant).is_file():
             raise ValueError(f"{self.file(variant)}: not in the library: run the stage `library` first")
         with safe_open(self.file(variant), framework="pt") as opened:
-            found: dict[str, str] = opened.metadata()
-        return found
+            metadata: dict[str, str] = opened.metadata()
+        return metadata
 
     def layer(self, parent: Parent, variant: Variant) -> torch.nn.Module | None:
-        """Layer of a variant, ready to replace its block; None for a no-op."""
+        """Build the layer of a variant with its weights; None for a no-op."""
         if variant.block is None:
             return None
         if variant.name == KEEP:
@@ -92,44 +93,45 @@ class Library:
 def build(
     parent: Parent,
     description: Description,
-    found: Sequence[Sequence[Variant]],
+    by_block: Sequence[Sequence[Variant]],
     library: Library,
     *,
     calibration: Sequence[Tensor],
     advance: Callable[[int], None] = lambda count: None,
 ) -> int:
-    """Make the variants that are missing; returns how many were made.
+    """Build the missing variants; returns their number.
 
     Args:
         parent: the model.
         description: the model's description.
-        found: variants of each block, from `variants`.
-        library: library that they are written to.
-        calibration: this rank's tokens `[batch, seq]` on which importance is measured; empty to use the norms of
-            weights.
-        advance: called with 1 for every variant, made or found.
+        by_block: variants of each block, from `variants`.
+        library: library to write to.
+        calibration: this rank's tokens `[batch, seq]` for measuring importance; empty to use the norms of weights.
+        advance: called after every block with its number of variants.
     """
-    missing = data_parallel.agreed(lambda: [(v.number, v.name) for each in found for v in each if not library.has(v)])
+    missing = data_parallel.agreed(
+        lambda: [(v.number, v.name) for each in by_block for v in each if not library.has(v)]
+    )
     measured = importance(parent, description, calibration) if missing and calibration else {}
 
     turns = cycle(range(data_parallel.count()))
-    for number, each in enumerate(found):
-        new = [variant for variant in each if (variant.number, variant.name) in missing]
+    for number, block_variants in enumerate(by_block):
+        new = [variant for variant in block_variants if (variant.number, variant.name) in missing]
         if new:
-            own = next(turns) == data_parallel.number()
-            tensors = {name: t.cpu() for name, t in parent.tensors(number, wanted=own).items()}
-            for variant in new if own else ():
+            mine = next(turns) == data_parallel.number()
+            tensors = {name: t.cpu() for name, t in parent.tensors(number, wanted=mine).items()}
+            for variant in new if mine else ():
                 assert variant.block is not None
                 block = description.blocks[number]
-                made = initial_weights(block, variant.block, tensors, description.architecture, measured.get(number))
-                library.write(variant, made)
-        advance(len(each))
+                weights = initial_weights(block, variant.block, tensors, description.architecture, measured.get(number))
+                library.write(variant, weights)
+        advance(len(block_variants))
     data_parallel.wait()
     return len(missing)
 
 
 def importance(parent: Parent, description: Description, calibration: Sequence[Tensor]) -> dict[int, Importance]:
-    """Importance of the channels, experts and heads of every block on calibration data.
+    """Measure the importance of channels, experts and heads of every block on calibration data.
 
     MLP channels: mean of |activation| x norm of the channel's output column (Puzzle, section 3.2). Mamba-2 heads: root
     mean square of the head's output x norm of its columns. Experts: total router weight.
@@ -148,22 +150,22 @@ def importance(parent: Parent, description: Description, calibration: Sequence[T
             hooks.callback(module.register_forward_hook(add).remove)
         for tokens in calibration:
             parent.hidden(tokens)
-    found = {}
-    for number, own in sums.items():
-        total = data_parallel.summed(own).cpu()
+    result = {}
+    for number, local_sum in sums.items():
+        total = data_parallel.summed(local_sum).cpu()
         block = description.blocks[number]
         layer: Any = parent.layers[number]
         if block.kind == "-":
             with parent.gathered(number):
-                found[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
+                result[number] = Importance(channels=total * _columns(layer.mlp.linear_fc2))
         elif block.kind == "M":
             heads, head_dim = block.size("heads"), block.size("head_dim")
             with parent.gathered(number):
                 columns = _columns(layer.mixer.out_proj).reshape(heads, head_dim)
-            found[number] = Importance(heads=(total.sqrt().reshape(heads, head_dim) * columns).sum(1))
+            result[number] = Importance(heads=(total.sqrt().reshape(heads, head_dim) * columns).sum(1))
         else:
-            found[number] = Importance(experts=total)
-    return found
+            result[number] = Importance(experts=total)
+    return result
 
 
 def _measured_modules(parent: Parent, description: Description) -> Iterator[tuple[int, Any, Any]]:

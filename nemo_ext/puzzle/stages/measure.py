@@ -1,14 +1,14 @@
-"""Cost of blocks on this machine: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
+"""Measured cost of blocks: seconds of prefill and of a decoding step, bytes of weights, cache and activations.
 
-Every distinct block is built once as Megatron's own layer, run in Megatron's static inference (a key-value cache for
-attention, convolution and scan states for Mamba-2) at a serving shape, timed with `torch.utils.benchmark`, and freed.
-Seconds are the median over repetitions, the spread is their interquartile range. Weights and hidden states are
-arbitrary: they do not affect time except through MoE routing, where the layer's own router sees random hidden states.
+Every distinct block is built once as Megatron's own layer, run in Megatron's static inference (a KV cache for
+attention, convolution and scan states for Mamba-2) in the serving scenario, timed with `torch.utils.benchmark`, and
+freed. Seconds are medians over repetitions, spreads interquartile ranges. Weights and hidden states are arbitrary: they
+affect time only through MoE routing, where the router sees random hidden states.
 
-What is timed is eager Megatron, not a serving engine: small blocks wait for kernel launches, a windowed block's cache
-is as long as the context, keys are rotated again at every step, and weights may stay in the device's cache between
-repetitions. Results are lines of JSON under a first line that gives the machine, the model and the shape; a file taken
-under other conditions is refused, because a search needs one number per block, all comparable.
+This times eager Megatron, not a serving engine: small blocks wait for kernel launches, a windowed block's cache is as
+long as the context, keys are rotated again at every step, and weights may stay in the device's cache between
+repetitions. Results are lines of JSON after a first line with the machine, the model and the scenario; a file from
+other conditions is refused, as a search needs comparable numbers for all blocks.
 """
 
 import importlib.util
@@ -36,7 +36,7 @@ from nemo_ext.puzzle.stages.initialise import initial_weights
 from nemo_ext.puzzle.variants import KEEP, NO_OP, Variant
 
 ROUNDS = 5
-"""Least number of repetitions, however long each takes: the spread of fewer means nothing."""
+"""Minimum number of repetitions; the spread of fewer is meaningless."""
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
@@ -46,7 +46,7 @@ MODEL_WIDE = (
     *("bias_activation_fusion", "bias_dropout_fusion", "moe_latent_size", "moe_grouped_gemm", "moe_permute_fusion"),
     *("moe_token_dispatcher_type", "moe_router_score_function", "moe_router_num_groups", "moe_shared_expert_gate"),
 )
-"""Fields of Megatron's config that affect a block's time and are not in its notation."""
+"""Fields of Megatron's config that affect a block's time but are not in its notation."""
 
 STACK_WIDE = (
     *("norm_affine", "norm_placement", "qk_norm_scope", "position_embedding_type"),
@@ -59,13 +59,13 @@ class Measured:
     """Measurements of one block.
 
     Attributes:
-        block: notation of the block with all of its values; or `outside`, or `no_op`.
-        prefill_seconds: seconds for a whole batch of prompts, median.
-        prefill_spread: interquartile range of the same.
-        decode_seconds: seconds for one token of every sequence of the batch at full context, median.
-        decode_spread: interquartile range of the same.
+        block: notation of the block with all values; or `outside`, or `no_op`.
+        prefill_seconds: median seconds for a whole batch of prompts.
+        prefill_spread: interquartile range of prefill seconds.
+        decode_seconds: median seconds for one token of every sequence of the batch at full context.
+        decode_spread: interquartile range of decode seconds.
         weight_bytes: bytes of the layer's parameters.
-        cache_bytes: bytes Megatron allocated for the batch: full context even for windows, in the model's precision.
+        cache_bytes: bytes allocated by Megatron for the batch: full context even for windows, in the model's precision.
         activation_bytes: peak bytes of prefill beyond weights, cache and input; None without a GPU.
     """
 
@@ -80,18 +80,18 @@ class Measured:
 
 
 NOTHING = Measured(NO_OP, 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
-"""Measurements of a no-op."""
+"""Measurement of a no-op."""
 
 
 def block_key(block: Block | None) -> str:
-    """Key of a block in results: its notation, or `no_op` for none."""
+    """Key of a block in results: its notation, or `no_op` for None."""
     return NO_OP if block is None else str(block)
 
 
-def distinct_blocks(found: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
-    """Key -> the first variant with this block, without no-ops; equal blocks at other depths take as long."""
+def distinct_blocks(by_block: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
+    """First variant of each distinct block by `block_key`, without no-ops; depth does not affect time."""
     distinct: dict[str, Variant] = {}
-    for variant in (variant for each in found for variant in each):
+    for variant in (variant for each in by_block for variant in each):
         if variant.block is not None:
             distinct.setdefault(block_key(variant.block), variant)
     return distinct
@@ -99,7 +99,7 @@ def distinct_blocks(found: Sequence[Sequence[Variant]]) -> dict[str, Variant]:
 
 def measure_blocks(
     parent: Parent,
-    found: Sequence[Sequence[Variant]],
+    by_block: Sequence[Sequence[Variant]],
     layer_of: Callable[[Variant], torch.nn.Module | None],
     serving: Serving,
     file: Path,
@@ -107,66 +107,67 @@ def measure_blocks(
     min_seconds: float = 0.2,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[str, Measured]:
-    """Measure every distinct block, and the part outside the blocks, unless `file` already has a line for it.
+    """Measure every distinct block, and the part outside the blocks, that `file` does not have yet.
 
     Args:
         parent: the model, in the precision to measure in.
-        found: variants of each block, from `variants`.
-        layer_of: returns the layer of a variant (`Library.layer`, or `initial_layer` without a library).
+        by_block: variants of each block, from `variants`.
+        layer_of: function that returns a variant's layer (`Library.layer`, or `initial_layer` without a library).
         serving: batch, prompt, context and precision; `cache_precision`, `flops` and `bandwidth` are not used.
         file: path of measured.jsonl.
-        min_seconds: least time that each of the two numbers is repeated for, in at least `ROUNDS` repetitions.
-        advance: called with 1 for every distinct block and for the outside: `len(distinct_blocks) + 1` times.
+        min_seconds: minimum total time of the repetitions of each number, at least `ROUNDS` of them.
+        advance: called with 1 for every distinct block and for `outside`.
 
     Returns:
         Measurements by `block_key`, including `no_op` and `outside`.
 
     Raises:
-        ValueError: the precision is not the parent's or is not available here; a line of `file` is no measurement, or
-            `file` is from another machine, model or shape.
+        ValueError: the precision is not the parent's or not available here; a line of `file` is not a measurement, or
+            `file` is from another machine, model or scenario.
     """
     taken_under = conditions(parent, serving)
     known = read_measured(file, taken_under)
 
-    def dealt_with(key: str, measure: Callable[[], Measured]) -> None:
+    def measure_once(key: str, measure: Callable[[], Measured]) -> None:
         if key not in known:
             known[key] = measure()
             _write(file, taken_under, known)
         advance(1)
 
-    distinct = distinct_blocks(found)
+    distinct = distinct_blocks(by_block)
     for key, variant in distinct.items():
-        dealt_with(key, partial(_measure_variant, parent, layer_of, variant, serving, min_seconds))
-    dealt_with(OUTSIDE, partial(_measure_outside, parent, serving, min_seconds))
+        measure_once(key, partial(_measure_variant, parent, layer_of, variant, serving, min_seconds))
+    measure_once(OUTSIDE, partial(_measure_outside, parent, serving, min_seconds))
     return {key: known[key] for key in [*distinct, OUTSIDE]} | {NO_OP: NOTHING}
 
 
 def measured_costs(analytic: Mapping[str, float], measured: Measured | Latency) -> dict[str, float]:
-    """Costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds in place of the roofline's.
+    """Costs of a block (`cost.block_costs`, `cost.outside_costs`) with measured seconds instead of the roofline's.
 
-    Bytes stay those of the cost model: a serving engine's cache ends at the window, Megatron's static one does not.
+    Bytes are still those of the cost model: a serving engine's cache ends at the window, Megatron's static one does
+        not.
     """
     seconds = {"prefill_seconds": measured.prefill_seconds, "decode_seconds": measured.decode_seconds}
     return {**analytic, **seconds}
 
 
 def initial_layer(parent: Parent, description: Description, variant: Variant) -> torch.nn.Module | None:
-    """Layer of a variant without a library, its weights cut out of the parent's; None for a no-op.
+    """Build the layer of a variant without a library, from the parent's weights; None for a no-op.
 
     Args:
         parent: the model.
         description: the model's description.
-        variant: a variant of one of its blocks.
+        variant: variant of one of its blocks.
     """
     if variant.block is None:
         return None
-    if parent.shared:  # one rank measures: it cannot gather what is shared out, and weights do not matter
+    if parent.shared:  # one rank measures and cannot gather a sharded parent; the values of weights do not matter
         return parent.fresh(variant.number, variant.block)
     if variant.name == KEEP:
         return parent.layers[variant.number]
     block, tensors = description.blocks[variant.number], parent.tensors(variant.number)
-    made = initial_weights(block, variant.block, tensors, description.architecture)
-    return parent.layer(variant.number, variant.block, made)
+    weights = initial_weights(block, variant.block, tensors, description.architecture)
+    return parent.layer(variant.number, variant.block, weights)
 
 
 def _measure_variant(
@@ -194,7 +195,7 @@ def _measure_variant(
 
 
 def _measure_outside(parent: Parent, serving: Serving, min_seconds: float) -> Measured:
-    """Measures the model without its blocks: token embedding, final norm, logits of each sequence's last token."""
+    """Measures a model without its blocks: token embedding, final norm, logits of each sequence's last token."""
     model = parent.model
     device = next(model.parameters()).device
     tokens = torch.randint(model.vocab_size, (serving.batch, serving.prompt), device=device)
@@ -225,8 +226,8 @@ def _measure(
     weights: torch.nn.Module,
     min_seconds: float,
 ) -> Measured:
-    # Megatron compiles its fused functions, and torch gives up after a number of shapes: without the reset a block's
-    # time would depend on the blocks before it.
+    # Megatron compiles its fused functions, and torch stops compiling after a number of shapes: without the reset a
+    # block's time would depend on the blocks before it.
     torch.compiler.reset()
     prefill()
     inference.fill()
@@ -248,13 +249,13 @@ def _measure(
 
 
 def median_seconds(run: Callable[[], Tensor], min_seconds: float) -> tuple[float, float]:
-    """Median and interquartile range of the seconds of one run; the timer waits for the device."""
+    """Median and interquartile range of seconds per call; the timer synchronises the device."""
     from torch.utils.benchmark import Measurement, Timer
 
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     rounds = [timer.blocked_autorange(min_run_time=min_seconds / ROUNDS) for _ in range(ROUNDS)]
-    (repeated,) = Measurement.merge(rounds)
-    return repeated.median, repeated.iqr
+    (merged,) = Measurement.merge(rounds)
+    return merged.median, merged.iqr
 
 
 def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
@@ -269,25 +270,28 @@ def _peak_bytes(run: Callable[[], Tensor]) -> int | None:
 
 
 def conditions(parent: Parent, serving: Serving) -> dict[str, Any]:
-    """Everything besides the block that measurements depend on: machine, versions, shape, model.
+    """Conditions of measurements besides the block: machine, versions, serving scenario, model.
 
     Raises:
-        ValueError: the precision is not the parent's or is not available here; the context is too short to decode.
+        ValueError: the precision is not the parent's or not available here, or the context is too short to decode.
     """
     config = parent.model_config.transformer
-    own = "fp8" if config.fp8 else PRECISIONS.get(config.params_dtype)
+    precision = "fp8" if config.fp8 else PRECISIONS.get(config.params_dtype)
     if serving.precision == "fp8" and importlib.util.find_spec("transformer_engine") is None:
         raise ValueError(
-            "puzzle.serving.precision=fp8 needs Transformer Engine, which is not installed here: measure in bf16, or "
-            "install it on a machine with CUDA"
+            "puzzle.serving.precision=fp8 needs Transformer Engine, which is not installed: measure in bf16, or "
+            "on a machine with CUDA and Transformer Engine"
         )
-    if serving.precision != own:
+    if serving.precision != precision:
         raise ValueError(
-            f"puzzle.serving.precision={serving.precision}, but the parent is in {own or config.params_dtype}: blocks "
-            f"are measured in the parent's precision ({', '.join([*PRECISIONS.values(), 'fp8'])}): make the two agree"
+            f"puzzle.serving.precision={serving.precision}, but the parent is in {precision or config.params_dtype}: "
+            f"blocks are measured in the parent's precision ({', '.join([*PRECISIONS.values(), 'fp8'])}): make "
+            "both the same"
         )
     if serving.context < 2:
-        raise ValueError(f"puzzle.serving.context={serving.context}: decoding needs a token before the one it decodes")
+        raise ValueError(
+            f"puzzle.serving.context={serving.context}: decoding needs at least one earlier token: set it to 2 or more"
+        )
     model = {name: getattr(config, name, None) for name in MODEL_WIDE}
     model |= {name: getattr(parent.model_config, name, None) for name in STACK_WIDE}
     model |= {
@@ -308,7 +312,7 @@ def _machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     return {
         "device": torch.cuda.get_device_name() if cuda else _processor(),
-        # A GPU's time does not depend on how many threads the host computes with.
+        # Times on a GPU do not depend on the host's number of threads.
         "threads": None if cuda else torch.get_num_threads(),
         "torch": torch.__version__,
         "megatron_core": megatron.core.__version__,
@@ -316,7 +320,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Name of the CPU; Linux has it only in /proc."""
+    """Name of the CPU, on Linux from /proc."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
     named = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -324,7 +328,7 @@ def _processor() -> str:
 
 
 def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measured]:
-    """Measurements in a file, by `block_key`; a last line that was cut short by a kill is left out.
+    """Read measurements from a file, by `block_key`; an incomplete last line is skipped.
 
     Raises:
         ValueError: they were taken under other conditions, or a line is not a measurement.
@@ -332,17 +336,15 @@ def read_measured(file: Path, taken_under: Mapping[str, Any]) -> dict[str, Measu
     if not file.is_file():
         return {}
     with file.open() as opened:
-        _check_conditions(file, opened.readline(), taken_under)
+        line = opened.readline()
+    try:
+        recorded = {**json.loads(line)["conditions"]}
+    except (json.JSONDecodeError, KeyError, TypeError):
+        raise ValueError(f"{file}:1: not the conditions of measurements: choose another file") from None
+    changed = f"{file} was measured under other conditions"
+    check_same(recorded, taken_under, changed, "choose another file, or remove it")
     measured = read_records(file, lambda record: Measured(**record), what="a measurement", first=2)
     return {each.block: each for each in measured}
-
-
-def _check_conditions(file: Path, line: str, wanted: Mapping[str, Any]) -> None:
-    try:
-        there = {**json.loads(line)["conditions"]}
-    except (json.JSONDecodeError, KeyError, TypeError):
-        raise ValueError(f"{file}:1: not the conditions of measurements: name another file") from None
-    check_same(there, wanted, f"{file} was measured under other conditions", "name another file, or remove it")
 
 
 def _write(file: Path, taken_under: Mapping[str, Any], known: Mapping[str, Measured]) -> None:

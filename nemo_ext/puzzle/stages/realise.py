@@ -1,9 +1,7 @@
-"""The child made by a choice of variants: its description, and its checkpoint from parent and library."""
+"""Child of a choice of variants: its description, and its checkpoint from parent and library."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
@@ -14,9 +12,6 @@ from nemo_ext.checkpoint.torch_dist import TorchDistReader
 from nemo_ext.checkpoint.writing import Slot, Work
 from nemo_ext.puzzle.stages.library import Library
 from nemo_ext.puzzle.variants import KEEP, Variant
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def child(parent: Description, choice: Sequence[Variant]) -> Description:
@@ -30,10 +25,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
         ValueError: the choice is not one variant per block, or the child has no block.
     """
     if [variant.number for variant in choice] != list(range(len(parent.blocks))):
-        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in their order")
+        raise ValueError(f"a child needs one variant for each of the {len(parent.blocks)} blocks, in order")
     blocks = tuple(_shortened(parent.architecture, v.block) for v in choice if v.block is not None)
     if not blocks:
-        raise ValueError("a child without any block: every chosen variant is a no-op")
+        raise ValueError("the child has no block: every chosen variant is a no-op")
     architecture = parent.architecture.with_pattern(Pattern(blocks))
     routed = any(block.kind == "E" and not block.is_linear for block in blocks)
     return replace(
@@ -46,10 +41,10 @@ def child(parent: Description, choice: Sequence[Variant]) -> Description:
 
 
 def _shortened(architecture: Architecture, block: Block) -> Block:
-    """The block without the values that the model implies anyway."""
+    """The block without values that the model implies."""
     values = dict(block.values)
     for name, _ in block.values:
-        # Where the model sets windows by layer number, a block that moves up keeps its own.
+        # If the model sets windows by layer number, a block that changes its number keeps its window.
         if name == "window" and architecture.window_attn_skip_freq is not None:
             continue
         without = Block(block.kind, tuple((key, value) for key, value in values.items() if key != name))
@@ -59,11 +54,11 @@ def _shortened(architecture: Architecture, block: Block) -> Block:
 
 
 def realise(reader: TorchDistReader, parent: Description, choice: Sequence[Variant], library: Library) -> list[Work]:
-    """Work that writes a child's checkpoint: kept blocks from the parent, others from the library.
+    """Work items that write a child's checkpoint: kept blocks from the parent, others from the library.
 
     Args:
-        reader: the parent's checkpoint.
-        parent: the parent's description.
+        reader: reader of the parent's checkpoint.
+        parent: description of the parent.
         choice: one variant for each block.
         library: library of initial or trained weights.
     """
@@ -82,8 +77,4 @@ def _work(reader: TorchDistReader, library: Library, variant: Variant | None, pi
         source = name if variant is None else f"decoder.layers.{variant.number}.{name}"
         return Work((Slot(piece, reader.tensors[source].dtype),), lambda: [reader.read(source)], (source,))
     dtype = reader.tensors["embedding.word_embeddings.weight"].dtype
-    return Work((Slot(piece, dtype),), partial(_from_library, library, variant, name), (str(library.file(variant)),))
-
-
-def _from_library(library: Library, variant: Variant, name: str) -> "list[Tensor]":
-    return [library.read(variant)[name]]
+    return Work((Slot(piece, dtype),), lambda: [library.read(variant)[name]], (str(library.file(variant)),))

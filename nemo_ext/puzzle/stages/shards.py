@@ -1,8 +1,8 @@
-"""Shards: the variants of one stage divided among commands that run concurrently, on as many machines. No torch.
+"""Shards: the variants of one stage divided among concurrent commands, on one or several machines. No torch.
 
-Every variant is trained and scored independently, so any command may do it. The division depends only on the variants,
-not on what is already done. Shards share the run directory: each shard keeps out a second start of itself, and shards
-and commands without a shard keep each other out.
+Every variant is trained and scored independently. The division depends only on the variants, not on finished work.
+Shards use the same run directory; locks prevent starting a shard twice, and running shards together with a command
+without a shard.
 """
 
 import re
@@ -17,11 +17,11 @@ from nemo_ext.job.files import only_run_in
 from nemo_ext.puzzle.variants import Variant
 
 SHARDED = ("distill", "score")
-"""Stages whose variants are independent of each other."""
+"""Stages that can be divided, as their variants are independent."""
 
 LOCKS = ".shards"
 SECONDS_TO_START = 600.0
-"""Seconds that a shard waits for others that start at the same moment; each takes well under a second."""
+"""Seconds that a shard waits for others that are starting; a start takes well under a second."""
 
 
 @dataclass(frozen=True, order=True)
@@ -37,24 +37,24 @@ class Shard:
     count: int
 
     @classmethod
-    def of(cls, text: str) -> "Shard":
+    def parse(cls, text: str) -> "Shard":
         """Parse `puzzle.shard=I/N`.
 
         Raises:
-            ValueError: the text has another form, or no such shard exists.
+            ValueError: the text is malformed, or the shard does not exist.
         """
-        given = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
-        if given is None:
-            raise ValueError(f"puzzle.shard={text}: expected I/N, 0/4 for the first of four shards for example")
-        number, count = map(int, given.groups())
+        match = re.fullmatch(r"(\d+)/(\d+)", text, re.ASCII)
+        if match is None:
+            raise ValueError(f"puzzle.shard={text}: expected I/N, for example 0/4 for the first of four shards")
+        number, count = map(int, match.groups())
         if not count:
-            raise ValueError(f"puzzle.shard={text}: expected one shard at least, 0/1")
+            raise ValueError(f"puzzle.shard={text}: expected at least one shard, 0/1")
         if number >= count:
             raise ValueError(f"puzzle.shard={text}: {count} shards are numbered 0/{count} to {count - 1}/{count}")
         return cls(number, count)
 
     def __str__(self) -> str:
-        """`I/N`, as the user writes it."""
+        """`I/N`, as on the command line."""
         return f"{self.number}/{self.count}"
 
     @property
@@ -63,30 +63,31 @@ class Shard:
         return f"{self.number}of{self.count}"
 
     @classmethod
-    def of_label(cls, file: Path) -> "Shard":
-        """The shard whose label ends a file's name."""
+    def from_label(cls, file: Path) -> "Shard":
+        """Parse the label at the end of a file's name."""
         number, _, count = file.stem.rpartition("_")[2].partition("of")
         return cls(int(number), int(count))
 
-    def share(self, found: Sequence[Sequence[Variant]]) -> list[list[Variant]]:
+    def select(self, by_block: Sequence[Sequence[Variant]]) -> list[list[Variant]]:
         """This shard's variants of every block, in order; some blocks may have none.
 
         Every variant is in exactly one shard. Variants of the same sizes take about the same time, so each kind is
-        dealt out evenly: shards differ by one at most, for each kind and in total.
+        divided evenly: shards differ by at most one variant, per kind and in total.
         """
-        alike = sorted((variant for each in found for variant in each), key=lambda v: (str(v.block), v.number, v.name))
-        own = set(alike[self.number :: self.count])
-        return [[variant for variant in each if variant in own] for each in found]
+        every = (variant for each in by_block for variant in each)
+        ordered = sorted(every, key=lambda v: (str(v.block), v.number, v.name))
+        selected = set(ordered[self.number :: self.count])
+        return [[variant for variant in each if variant in selected] for each in by_block]
 
 
 @contextmanager
 def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> Iterator[None]:
-    """Keeps the same shard and runs without a shard out of a directory while open.
+    """Locks a shard: no second start of it, and no run without a shard, can begin in the directory.
 
     Args:
         run_dir: run directory of the compression.
-        shard: this one.
-        begin: called first, while no other shard and no other run can start.
+        shard: shard to lock.
+        begin: called first, while no other shard or run can start.
 
     Raises:
         ValueError: the shard or a run without a shard is already running there, or the directory cannot be written.
@@ -97,29 +98,29 @@ def only_shard_in(run_dir: Path, shard: Shard, begin: Callable[[], object]) -> I
             try:
                 lock.acquire(timeout=0)
             except Timeout:
-                raise ValueError(f"{run_dir}: puzzle.shard={shard} is running already; wait for it") from None
+                raise ValueError(f"{run_dir}: puzzle.shard={shard} is already running; wait for it") from None
             held.callback(lock.release)
             begin()
         yield
 
 
 def refuse_beside_shards(run_dir: Path) -> None:
-    """Stops a run without a shard if shards are running; the caller already holds the directory (`only_run_in`).
+    """Refuse a run without a shard while shards are running; the caller holds the directory's lock (`only_run_in`).
 
     Raises:
-        ValueError: shards are running; names them.
+        ValueError: shards are running.
     """
     running = []
     for file in (run_dir / LOCKS).glob("shard_*.lock"):
-        shard = Shard.of_label(file)
+        shard = Shard.from_label(file)
         try:
             with _lock(run_dir, shard).acquire(timeout=0):
                 pass
         except Timeout:
             running.append(shard)
     if running:
-        named = ", ".join(map(str, sorted(running)))
-        raise ValueError(f"{run_dir}: shards are running in this directory ({named}); wait for them")
+        names = ", ".join(map(str, sorted(running)))
+        raise ValueError(f"{run_dir}: shards are running in this directory ({names}); wait for them")
 
 
 def _lock(run_dir: Path, shard: Shard) -> FileLock:

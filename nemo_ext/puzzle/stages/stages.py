@@ -1,6 +1,6 @@
-"""Stages that run a model, on one rank: library, distill, score, cost, compare, realise, fuse, evaluate.
+"""Stages that run a model, on one rank: library, distill, score, cost, compare, baselines, realise, fuse, evaluate.
 
-Ranks split the data (`data_parallel`); rank 0 writes. Each stage resumes from what an interrupted run left.
+Ranks split the data (`data_parallel`); rank 0 writes files. Each stage resumes an interrupted run.
 """
 
 import json
@@ -32,13 +32,13 @@ from nemo_ext.job.files import write_text
 from nemo_ext.job.run_directory import read_config
 from nemo_ext.job.statistics import difference
 from nemo_ext.megatron.session import data_parallel as process_group
-from nemo_ext.puzzle.choice.baselines import CannotReach, at_random, greedy, last, uniform
+from nemo_ext.puzzle.choice.baselines import CannotReach, at_random, greedy, uniform
 from nemo_ext.puzzle.choice.choose import Costs
 from nemo_ext.puzzle.configs import stage_config
 from nemo_ext.puzzle.cost import RESOURCES, block_costs, outside_costs
 from nemo_ext.puzzle.fusion.dependency import draw_dependency, measure_dependency
 from nemo_ext.puzzle.fusion.fusion import Group, fuse, fused, plan, runs
-from nemo_ext.puzzle.latencies import blocks_to_measure, read_table
+from nemo_ext.puzzle.latencies import Latency, blocks_to_measure, read_table
 from nemo_ext.puzzle.score_file import collect_scores, read_scores
 from nemo_ext.puzzle.settings import Batches, Settings, settings
 from nemo_ext.puzzle.stages import evaluate
@@ -47,6 +47,7 @@ from nemo_ext.puzzle.stages.distill import distill, trainable
 from nemo_ext.puzzle.stages.library import Library, build
 from nemo_ext.puzzle.stages.measure import (
     OUTSIDE,
+    Measured,
     block_key,
     distinct_blocks,
     initial_layer,
@@ -64,14 +65,14 @@ RANDOM_CHOICES = 3
 
 
 def run(config_path: str, names: Sequence[str]) -> None:
-    """Carry out stages on this rank, except those already finished.
+    """Run stages on this rank, except finished ones.
 
     Args:
         config_path: path of the composed config, data arguments filled in.
         names: names from `workspace.STAGES`, in order.
 
     Raises:
-        ValueError: a stage was done with other settings before, or its settings do not fit the model or the data.
+        ValueError: a stage was run with other settings before, or its settings do not fit the model or the data.
     """
     config = read_config(Path(config_path))
     with process_group():
@@ -84,7 +85,7 @@ def run(config_path: str, names: Sequence[str]) -> None:
 
 
 class Stages:
-    """The stages of one child.
+    """Stages of one child, as methods.
 
     Args:
         config: composed config, with `puzzle`.
@@ -95,7 +96,7 @@ class Stages:
         self.chosen: Settings = settings(config["puzzle"])
         self.workspace = Workspace(config, self.chosen)
         self.description = description_of(self.workspace.parent)
-        self.found = variants(self.description.architecture, self.chosen.variants)
+        self.variants = variants(self.description.architecture, self.chosen.variants)
         self._costs: dict[Block | None, dict[str, float]] = {}
 
     @cached_property
@@ -104,47 +105,47 @@ class Stages:
         return self.open(self.workspace.parent, self.description)
 
     def open(self, checkpoint: Path, description: Description) -> Parent:
-        """Model of a checkpoint, whole on this rank or shared out (`puzzle.fsdp`)."""
+        """Load the model of a checkpoint, whole on this rank or sharded (`puzzle.fsdp`)."""
         config = stage_config(self.config, description, data_parallel.count())
         return open_parent(config, checkpoint, self.chosen.fsdp)
 
-    def tokens(self, split: Any, of: Batches) -> list[torch.Tensor]:
-        """This rank's batches of the calibration or the validation set."""
-        return self._token_batches(split, of.sequences).batches(of.batch)
+    def tokens(self, split: Any, size: Batches) -> list[torch.Tensor]:
+        """This rank's batches of the training or validation data."""
+        return self._token_batches(split, size.sequences).batches(size.batch)
 
     def _token_batches(self, split: Any, sequences: int) -> TokenBatches:
-        # Megatron's first reader of a data set writes its index for later readers, who must not find it half written:
-        # ranks wait for rank 0 anyway, shards wait for each other here.
-        device = self.parent.device  # opens the model, for which shards need not wait
-        alone: AbstractContextManager[object] = nullcontext()
+        # Megatron's first reader of a data set writes an index, which others must not read half written: ranks wait for
+        # rank 0 anyway; shards wait for each other here.
+        device = self.parent.device  # loads the model before the lock is taken
+        lock: AbstractContextManager[object] = nullcontext()
         if self.workspace.shard is not None and data_parallel.number() == 0:
-            alone = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
-        with alone:
+            lock = FileLock(self.workspace.run_dir / LOCKS / "data.lock")
+        with lock:
             config = stage_config(self.config, self.description, data_parallel.count())
             return TokenBatches(config, split, sequences, device)
 
     @cached_property
     def calibration(self) -> list[torch.Tensor]:
-        """This rank's share of the calibration set."""
+        """This rank's batches of the calibration set."""
         return self.tokens("train", self.chosen.calibration)
 
     @cached_property
     def validation(self) -> list[torch.Tensor]:
-        """This rank's share of the validation set."""
+        """This rank's batches of the validation set."""
         return self.tokens("valid", self.chosen.evaluation)
 
     @cached_property
     def best(self) -> Library:
-        """Library with the weights of every variant: trained ones if they were trained."""
+        """Library of all variants: trained weights if they were distilled, otherwise the initial ones."""
         return Library(self.workspace.trained if self.chosen.distill.steps else self.workspace.initial)
 
     def library(self) -> None:
-        """Make every variant from the parent's weights."""
-        with data_parallel.progress("library", sum(map(len, self.found)), "variants") as advance:
+        """Build the weights of every variant from the parent's."""
+        with data_parallel.progress("library", sum(map(len, self.variants)), "variants") as advance:
             build(
                 self.parent,
                 self.description,
-                self.found,
+                self.variants,
                 Library(self.workspace.initial),
                 calibration=self.calibration,
                 advance=advance,
@@ -156,24 +157,25 @@ class Stages:
         if not training.steps:
             return
         shard = self.workspace.shard
-        found = self._share([trainable([each]) for each in self.found])
-        if shard is None or any(found):
+        by_block = self._of_shard([trainable([each]) for each in self.variants])
+        if shard is None or any(by_block):
             initial, trained = Library(self.workspace.initial), Library(self.workspace.trained)
-            self._distill(found, initial, trained, "distill", shard)
+            self._distill(by_block, initial, trained, "distill", shard)
 
-    def _share(self, found: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
-        """The variants that this shard deals with; all without a shard."""
+    def _of_shard(self, by_block: Sequence[Sequence[Variant]]) -> Sequence[Sequence[Variant]]:
+        """Variants of this shard, by block; all without a shard."""
         shard = self.workspace.shard
         if shard is None:
-            return found
-        own = shard.share(found)
-        if not any(own):
-            data_parallel.say(f"shard {shard}: there are only {sum(map(len, found))} variants, so it has nothing to do")
-        return own
+            return by_block
+        selected = shard.select(by_block)
+        if not any(selected):
+            total = sum(map(len, by_block))
+            data_parallel.say(f"shard {shard}: there are only {total} variants, so it has nothing to do")
+        return selected
 
     def _distill(
         self,
-        found: Sequence[Sequence[Variant]],
+        by_block: Sequence[Sequence[Variant]],
         initial: Library,
         trained: Library,
         label: str,
@@ -183,10 +185,10 @@ class Stages:
         data = self._token_batches("train", training.steps * training.batch)
         folder = training.inputs
         inputs = None if folder is None else BlockInputs(self.workspace.block_inputs(folder))
-        with data_parallel.progress(label, training.steps * len(trainable(found)), "steps") as advance:
+        with data_parallel.progress(label, training.steps * len(trainable(by_block)), "steps") as advance:
             distill(
                 self.parent,
-                found,
+                by_block,
                 initial,
                 trained,
                 lambda step: data.stream(step, training.batch),
@@ -197,21 +199,21 @@ class Stages:
             )
 
     def score(self) -> None:
-        """Score every variant in place of its block."""
+        """Score every variant by replacing its block with it."""
         scores, whole = self.workspace.scores, self.workspace.shard is None
-        order = [(variant.number + 1, variant.name) for each in self.found for variant in each]
-        found = self._share(self.found)
+        order = [(variant.number + 1, variant.name) for each in self.variants for variant in each]
+        by_block = self._of_shard(self.variants)
         if whole:
             data_parallel.written(lambda: collect_scores(scores, self.workspace.scores_of_shards(), order))
-        else:  # a run without shards may have begun
+        else:  # a run without shards may have scored some
             done = data_parallel.agreed(lambda: {(score.block, score.variant) for score in read_scores(scores)})
-            found = [[v for v in each if (v.number + 1, v.name) not in done] for each in found]
-        if not any(found):
+            by_block = [[v for v in each if (v.number + 1, v.name) not in done] for each in by_block]
+        if not any(by_block):
             return
-        with data_parallel.progress("score", sum(map(len, found)), "variants") as advance:
+        with data_parallel.progress("score", sum(map(len, by_block)), "variants") as advance:
             score_blocks(
                 self.parent,
-                found,
+                by_block,
                 partial(self.best.layer, self.parent),
                 self.calibration,
                 self.workspace.own_scores,
@@ -221,77 +223,60 @@ class Stages:
             data_parallel.written(lambda: collect_scores(scores, [], order))
 
     def cost(self) -> None:
-        """Write the resources of every variant."""
+        """Write the costs of every variant."""
         serving, architecture = self.chosen.serving, self.description.architecture
         costs = Costs(
             outside_costs(architecture, serving),
             {
                 (v.number + 1, v.name): (v.block, block_costs(architecture, v.block, serving))
-                for each in self.found
+                for each in self.variants
                 for v in each
             },
         )
         if self.chosen.measure.table is not None:
-            costs = self._with_table(costs, Path(self.chosen.measure.table))
+            blocks = blocks_to_measure(self.variants)
+            costs = _with_latencies(costs, read_table(Path(self.chosen.measure.table), architecture, blocks, serving))
         if not self.chosen.measure.enabled:
             data_parallel.written(lambda: costs.write(self.workspace.costs))
             return
-        parent = self.parent  # on every rank: loading it is collective
+        parent = self.parent  # loading it is collective: on every rank
         data_parallel.written(lambda: self._measured(parent, costs).write(self.workspace.costs))
 
-    def _with_table(self, costs: Costs, file: Path) -> Costs:
-        """The same costs with the latencies of a table."""
-        wanted = blocks_to_measure(self.found)
-        table = read_table(file, self.description.architecture, wanted, self.chosen.serving)
-        return Costs(
-            measured_costs(costs.outside, table[OUTSIDE]),
-            {
-                key: (block, own if block is None else measured_costs(own, table[str(block)]))
-                for key, (block, own) in costs.variants.items()
-            },
-        )
-
     def _measured(self, parent: Parent, costs: Costs) -> Costs:
-        """The same costs with latencies timed on this machine, on one rank."""
-        with data_parallel.progress("cost", len(distinct_blocks(self.found)) + 1, "blocks") as advance:
+        """Costs with latencies measured on this machine, by one rank."""
+        with data_parallel.progress("cost", len(distinct_blocks(self.variants)) + 1, "blocks") as advance:
             measured = measure_blocks(
                 parent,
-                self.found,
+                self.variants,
                 partial(initial_layer, parent, self.description),
                 self.chosen.serving,
                 self.workspace.measured,
                 min_seconds=self.chosen.measure.min_seconds,
                 advance=advance,
             )
-        return Costs(
-            measured_costs(costs.outside, measured[OUTSIDE]),
-            {
-                key: (block, measured_costs(own, measured[block_key(block)]))
-                for key, (block, own) in costs.variants.items()
-            },
-        )
+        return _with_latencies(costs, measured)
 
     def compare(self) -> None:
-        """Evaluate the choices of the search; the one with the least loss on calibration data becomes the child.
+        """Evaluate the choices of the search; the one with the lowest loss on calibration data becomes the child.
 
-        The reported losses are on validation data, which play no part in the selection.
+        The reported losses are on validation data, which are not used for the selection.
         """
         choices = json.loads((self.workspace.folder / "choices.json").read_text())["choices"]
-        rows: list[dict[str, Any]] = [self._row("parent", [each[0] for each in self.found], self.best)]
-        for number, each in enumerate(choices, start=1):
-            picked = self._named(each["variants"])
+        rows: list[dict[str, Any]] = [self._row("parent", [each[0] for each in self.variants], self.best)]
+        for number, choice in enumerate(choices, start=1):
+            picked = self._named(choice["variants"])
             calibration = None
             if len(choices) > 1:
                 calibration = evaluate.loss(self.parent, self.calibration, self._replaced(picked, self.best))
             row = self._row(f"choice {number}", picked, self.best)
-            rows.append(row | {"score": each["score"], "calibration_loss": calibration})
+            rows.append(row | {"score": choice["score"], "calibration_loss": calibration})
         best = min(rows[1:], key=lambda row: row["calibration_loss"]) if len(choices) > 1 else rows[1]
         rows = [_compared(row, rows[0]) for row in rows]
         self._write_json("comparison.json", rows)
         self._write_json("choice.json", best)
 
     def _write_json(self, name: str, content: Any) -> None:
-        """Writes a file of the child's folder."""
+        """Writes a JSON file in the child's folder."""
         text = json.dumps(content, indent=1) + "\n"
         data_parallel.written(lambda: write_text(self.workspace.folder / name, text))
 
@@ -308,8 +293,8 @@ class Stages:
         }
 
     def _named(self, names: Sequence[str]) -> list[Variant]:
-        """One variant per block, by name."""
-        return [next(v for v in each if v.name == name) for each, name in zip(self.found, names, strict=True)]
+        """The variant with the given name for each block."""
+        return [next(v for v in each if v.name == name) for each, name in zip(self.variants, names, strict=True)]
 
     def _replaced(self, picked: Sequence[Variant], library: Library) -> Replaced:
         replaced = {}
@@ -317,83 +302,84 @@ class Stages:
             if variant.name != KEEP:
                 layer = library.layer(self.parent, variant)
                 if layer is not None and self.parent.share is not None:
-                    self.parent.share(layer)  # a child has many
+                    self.parent.share(layer)  # a child replaces many blocks
                 replaced[variant.number] = layer
         return replaced
 
     def _total(self, blocks: Sequence[Block | None], resource: str) -> float:
-        """Total of a resource for the whole model with these blocks."""
+        """Total of a resource over a model with these blocks."""
         architecture, serving = self.description.architecture, self.chosen.serving
         for block in {*blocks} - self._costs.keys():
             self._costs[block] = block_costs(architecture, block, serving)
         return sum((self._costs[block][resource] for block in blocks), outside_costs(architecture, serving)[resource])
 
     def baselines(self) -> bool:
-        """Evaluate the baselines at the same cost, and the search limited by that resource alone, beside the child."""
+        """Evaluate baselines at the child's cost, and a search limited by that resource alone."""
         if not self.chosen.baselines:
             return False
         choices = json.loads((self.workspace.folder / "choices.json").read_text())
-        most = choices["most"]
+        limit = choices["most"]
         cost = partial(self._total, resource=choices["resource"])
         scores = {(score.block, score.variant): score for score in read_scores(self.workspace.scores)}
         metric = self.chosen.search.metric
 
-        def narrow() -> tuple[list[Variant], Library]:
-            picked = uniform(self.description.blocks, cost, most)
+        def pruned() -> tuple[list[Variant], Library]:
+            picked = uniform(self.description.blocks, cost, limit)
             folder = self.workspace.folder / "baselines"
             initial, trained = Library(folder / "initial"), Library(folder / "trained")
-            pairs = [[each[0], variant] for each, variant in zip(self.found, picked, strict=True)]
+            pairs = [[each[0], variant] for each, variant in zip(self.variants, picked, strict=True)]
             build(self.parent, self.description, pairs, initial, calibration=self.calibration)
             if self.chosen.distill.steps:
                 self._distill(pairs, initial, trained, "uniform pruning")
             return picked, trained if self.chosen.distill.steps else initial
 
-        def drop() -> tuple[list[Variant], Library]:
-            return greedy(self.found, lambda v: getattr(scores[v.number + 1, v.name], metric), cost, most), self.best
+        def dropped() -> tuple[list[Variant], Library]:
+            return greedy(
+                self.variants, lambda v: getattr(scores[v.number + 1, v.name], metric), cost, limit
+            ), self.best
 
-        def draw(seed: int) -> tuple[list[Variant], Library]:
-            return at_random(self.found, cost, most, seed), self.best
+        def random_choice(seed: int) -> tuple[list[Variant], Library]:
+            return at_random(self.variants, cost, limit, seed), self.best
 
         parent = json.loads((self.workspace.folder / "comparison.json").read_text())[0]
-        own = json.loads((self.workspace.folder / "choice.json").read_text())
+        chosen = json.loads((self.workspace.folder / "choice.json").read_text())
         rows = []
         if (alone := choices["alone"]) is not None:
             picked = self._named(alone["variants"])
             name = f"search with {choices['resource']} limited alone"
             rows.append(self._row(name, picked, self.best) | {"score": alone["score"]})
-        chance = range(1, RANDOM_CHOICES + 1)
         methods: dict[str, Callable[[], tuple[list[Variant], Library]]] = {
-            "uniform width pruning": narrow,
-            "greedy dropping": drop,
-            "last blocks dropped": lambda: (last(self.found, cost, most), self.best),
-            **{f"random choice {seed}": partial(draw, seed) for seed in chance},
+            "uniform width pruning": pruned,
+            "greedy dropping": dropped,
+            "last blocks dropped": lambda: (greedy(self.variants, lambda v: -v.number, cost, limit), self.best),
+            **{f"random choice {seed}": partial(random_choice, seed) for seed in range(1, RANDOM_CHOICES + 1)},
         }
         for name, make in methods.items():
             try:
                 rows.append(self._row(name, *make()))
             except CannotReach as reason:
                 rows.append({"name": name, "cannot": str(reason)})
-        compared = [row if "cannot" in row else _compared(row, parent, own) for row in rows]
+        compared = [row if "cannot" in row else _compared(row, parent, chosen) for row in rows]
         self._write_json("baselines.json", compared)
         return True
 
     def realise(self) -> None:
-        """Write the child's checkpoint, notation and block_configs."""
+        """Write the child's checkpoint, notation and Puzzle block_configs."""
         names = json.loads((self.workspace.folder / "choice.json").read_text())["variants"]
         picked = self._named(names)
-        made = child(self.description, picked)
+        description = child(self.description, picked)
         reader = TorchDistReader(checkpoint_folder(self.workspace.parent))
         work = realise(reader, self.description, picked, self.best)
-        self._write(self.workspace.weights, work, made, {"choice": names})
-        self._write_json("child.json", _as_json(made))
+        self._write(self.workspace.weights, work, description, {"choice": names})
+        self._write_json("child.json", _as_json(description))
 
-    def _write(self, to: Path, work: Sequence[Work], made: Description, identity: dict[str, Any]) -> None:
+    def _write(self, to: Path, work: Sequence[Work], description: Description, identity: dict[str, Any]) -> None:
         source = self.workspace.parent
         extras = extras_beside(source, checkpoint_folder(source))
 
         def finish(folder: Path) -> None:
             name = f"{self.config['model']['name']}_{self.workspace.child}"
-            write_model_file(folder, to_config(made), name=name, comment=f"A child of {source}.")
+            write_model_file(folder, to_config(description), name=name, comment=f"A child of {source}.")
             keep_extras(extras, folder)
 
         def write() -> None:
@@ -401,50 +387,52 @@ class Stages:
                 to,
                 MEGATRON,
                 cut_into_parts(work, SHARD_GIGABYTES),
-                identity={**identity, "model": to_config(made)},
+                identity={**identity, "model": to_config(description)},
                 finish=finish,
-                arguments=megatron_arguments(made.architecture),
+                arguments=megatron_arguments(description.architecture),
             )
 
         data_parallel.written(write)
 
     def fuse(self) -> bool:
-        """Measure how the child's blocks depend on each other, and fuse its runs of FFN blocks."""
-        given = self.chosen.fuse
-        made = description_of(self.workspace.weights)
-        if not given.enabled:
+        """Measure the dependencies between the child's blocks, and fuse runs of FFN blocks."""
+        chosen = self.chosen.fuse
+        description = description_of(self.workspace.weights)
+        if not chosen.enabled:
             return False
-        opened = self.open(self.workspace.weights, made)
+        opened = self.open(self.workspace.weights, description)
         file = self.workspace.folder / "dependency.jsonl"
-        with data_parallel.progress("dependency", (len(made.blocks) - 1) * len(self.calibration), "passes") as advance:
+        with data_parallel.progress(
+            "dependency", (len(description.blocks) - 1) * len(self.calibration), "passes"
+        ) as advance:
             matrix = measure_dependency(opened, self.calibration, file, advance=advance)
         groups: list[Group] = []
-        if made.architecture.norm_placement != "input":
-            nothing = "norms on outputs cannot be folded into FFN blocks, so nothing is fused"
-        elif not runs(made):
-            nothing = "no two FFN blocks follow each other, so there is nothing to fuse"
+        if description.architecture.norm_placement != "input":
+            reason = "norms on outputs cannot be folded into FFN blocks, so nothing is fused"
+        elif not runs(description):
+            reason = "no two FFN blocks are adjacent, so there is nothing to fuse"
         else:
-            nothing = "the limits leave nothing to fuse"
-            limits = {name: value for name, value in asdict(given).items() if name != "enabled"}
-            groups = plan(made, dependency=matrix, precision=self.chosen.serving.precision, **limits)
+            reason = "the limits of puzzle.fuse exclude all groups"
+            limits = {name: value for name, value in asdict(chosen).items() if name != "enabled"}
+            groups = plan(description, dependency=matrix, precision=self.chosen.serving.precision, **limits)
         picture = self.workspace.folder / "dependency.png"
-        title = f"{self.workspace.child}: how much blocks depend on earlier ones"
-        pattern = made.architecture.pattern
+        title = f"{self.workspace.child}: dependency of blocks on earlier ones"
+        pattern = description.architecture.pattern
         data_parallel.written(lambda: draw_dependency(matrix, picture, pattern=pattern, groups=groups, title=title))
         if not groups:
-            data_parallel.say(f"fuse: {nothing}")
+            data_parallel.say(f"fuse: {reason}")
             return False
         reader = TorchDistReader(checkpoint_folder(self.workspace.weights))
         self._write(
             self.workspace.fused,
-            fuse(reader, made, groups),
-            fused(made, groups),
+            fuse(reader, description, groups),
+            fused(description, groups),
             {"groups": [[group.first, group.last] for group in groups]},
         )
         return True
 
     def evaluate(self) -> None:
-        """Loss and speed of the child in every state, compared with the parent's in the same run."""
+        """Measure loss and speed of the child in every state, compared with the parent in the same run."""
         states = {
             "parent": self.workspace.parent,
             "child": self.workspace.weights,
@@ -460,7 +448,7 @@ class Stages:
                 continue
             description = description_of(checkpoint)
             opened = self.parent if name == "parent" else self.open(checkpoint, description)
-            beside, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
+            parent_seconds, seconds = evaluate.forward_seconds(self.parent, opened, tokens)
             rows.append(
                 {
                     "name": name,
@@ -470,17 +458,17 @@ class Stages:
                     "predicted": predicted,
                     "blocks": len(description.blocks),
                     "forward_seconds": median(seconds),
-                    "speedups": [parent / own for parent, own in zip(beside, seconds, strict=True)],
+                    "speedups": [parent / own for parent, own in zip(parent_seconds, seconds, strict=True)],
                     "tokens": tokens.numel(),
                     "costs": {r: self._total(description.blocks, r) for r in RESOURCES},
                     "pattern": format_pattern(description.architecture.pattern),
                 }
             )
-            del opened  # before the next one is read
+            del opened  # free it before the next one is loaded
         self._write_json("evaluation.json", [_compared(row, rows[0]) for row in rows])
 
     def _bytes(self) -> int | None:
-        """Bytes of text whose tokens are predicted in the validation set; None where the config names no tokenizer."""
+        """Bytes of text behind the predicted tokens of the validation set; None if the config has no tokenizer."""
         tokenizer = (self.config.get("data") or {}).get("tokenizer")
         if tokenizer is None:
             return None
@@ -489,18 +477,31 @@ class Stages:
         return int(data_parallel.summed(torch.tensor(sum(len(text.encode(errors="replace")) for text in texts))))
 
 
-def _compared(row: dict[str, Any], parent: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A row with its losses' paired differences, by sequence, from the parent's and from the child's."""
-    sides = {"from_parent": parent, "from_child": own}
+def _with_latencies(costs: Costs, latencies: Mapping[str, Measured] | Mapping[str, Latency]) -> Costs:
+    """Costs with measured latencies by `block_key`; no-ops have none."""
+    return Costs(
+        measured_costs(costs.outside, latencies[OUTSIDE]),
+        {
+            key: (block, own if block is None else measured_costs(own, latencies[block_key(block)]))
+            for key, (block, own) in costs.variants.items()
+        },
+    )
+
+
+def _compared(
+    row: dict[str, Any], parent: Mapping[str, Any], chosen: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """A row with paired differences of its per-sequence losses from the parent and the chosen child."""
+    sides = {"from_parent": parent, "from_child": chosen}
     return row | {
         name: asdict(difference(side["losses"], row["losses"], seed=1234)) for name, side in sides.items() if side
     }
 
 
-def _as_json(made: Description) -> dict[str, Any]:
-    """A child as notation, and as Puzzle's block_configs if they can express it."""
-    pattern = made.architecture.pattern
-    sizes = to_config(made)["megatron"]
+def _as_json(description: Description) -> dict[str, Any]:
+    """Notation of a child, and Puzzle's block_configs if they can express it."""
+    pattern = description.architecture.pattern
+    sizes = to_config(description)["megatron"]
     result: dict[str, Any] = {"pattern": format_pattern(pattern), "block_configs": None}
     try:
         result["block_configs"] = to_block_configs(

@@ -7,7 +7,7 @@ import pytest
 from nemo_ext.architecture.blocks import Block
 from nemo_ext.architecture.model import Architecture
 from nemo_ext.job.config import compose
-from nemo_ext.puzzle.choice.baselines import at_random, greedy, last, uniform
+from nemo_ext.puzzle.choice.baselines import at_random, greedy, uniform
 from nemo_ext.puzzle.cost import Serving, block_costs
 from nemo_ext.puzzle.variants import variants
 
@@ -25,7 +25,7 @@ def cost_of(architecture: Architecture):
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.4])
-def test_uniform_pruning_takes_as_much_as_it_may(architecture: Architecture, share: float) -> None:
+def test_uniform_pruning_uses_the_limit_up(architecture: Architecture, share: float) -> None:
     cost = cost_of(architecture)
     most = share * cost(architecture.sizes)
 
@@ -52,32 +52,32 @@ def test_uniform_pruning_takes_as_much_as_it_may(architecture: Architecture, sha
     assert len(widths) == 1
 
 
-def test_uniform_pruning_says_when_it_cannot(architecture: Architecture) -> None:
+def test_uniform_pruning_below_its_minimum_is_refused(architecture: Architecture) -> None:
     with pytest.raises(ValueError, match="uniform width pruning cannot reach 1,000"):
         uniform(architecture.sizes, cost_of(architecture), 1000)
 
 
 def test_greedy_dropping_takes_the_lowest_scores_first(architecture: Architecture) -> None:
-    cost, found = cost_of(architecture), variants(architecture)
-    scores = {number: float((number * 5) % len(found)) for number in range(len(found))}
+    cost, by_block = cost_of(architecture), variants(architecture)
+    scores = {number: float((number * 5) % len(by_block)) for number in range(len(by_block))}
     most = 0.6 * cost(architecture.sizes)
 
-    made = greedy(found, lambda variant: scores[variant.number], cost, most)
+    made = greedy(by_block, lambda variant: scores[variant.number], cost, most)
 
     dropped = {variant.number for variant in made if variant.block is None}
     kept = set(scores) - dropped
     assert max(scores[number] for number in dropped) < min(scores[number] for number in kept)
     assert cost([variant.block for variant in made]) <= most
-    last = max(dropped, key=lambda number: scores[number])  # one less would not have done
-    assert cost([found[v.number][0].block if v.number == last else v.block for v in made]) > most
+    last = max(dropped, key=lambda number: scores[number])  # one fewer would not have been enough
+    assert cost([by_block[v.number][0].block if v.number == last else v.block for v in made]) > most
 
 
-def test_greedy_dropping_leaves_something(architecture: Architecture) -> None:
-    with pytest.raises(ValueError, match="nothing would be left"):
+def test_greedy_dropping_keeps_at_least_one_block(architecture: Architecture) -> None:
+    with pytest.raises(ValueError, match="no block would remain"):
         greedy(variants(architecture), lambda variant: 0.0, cost_of(architecture), 1)
 
 
-def test_greedy_dropping_leaves_what_saves_nothing(architecture: Architecture) -> None:
+def test_greedy_dropping_keeps_blocks_that_save_nothing(architecture: Architecture) -> None:
     def attention(blocks: Sequence[Block | None]) -> float:
         return sum(block is not None and block.kind == "*" for block in blocks)
 
@@ -108,7 +108,7 @@ def test_depth_pruning_drops_the_last_blocks(architecture: Architecture) -> None
     cost, found = cost_of(architecture), variants(architecture)
     most = 0.6 * cost(architecture.sizes)
 
-    made = last(found, cost, most)
+    made = greedy(found, lambda variant: -variant.number, cost, most)
 
     left = [variant.block is not None for variant in made]
     kept = left.index(False)

@@ -1,4 +1,4 @@
-"""From scores and costs to choices."""
+"""Choices from scores and costs."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def scores(found: list[list[Variant]]) -> list[Score]:
     ]
 
 
-def test_costs_come_back_from_their_file(costs: Costs, tmp_path: Path) -> None:
+def test_costs_are_restored_from_their_file(costs: Costs, tmp_path: Path) -> None:
     costs.write(tmp_path / "costs.csv")
     assert Costs.read(tmp_path / "costs.csv") == costs
 
@@ -51,7 +51,7 @@ def total(costs: Costs, names: list[str], resource: str) -> float:
     return costs.outside[resource] + sum(costs.variants[n, name][1][resource] for n, name in enumerate(names, start=1))
 
 
-def test_the_choice_keeps_shares_of_the_whole_parent(costs: Costs, scores: list[Score], tmp_path: Path) -> None:
+def test_the_choice_satisfies_shares_of_the_whole_parent(costs: Costs, scores: list[Score], tmp_path: Path) -> None:
     chosen = Search(shares={"parameters": 0.6}, limits={"attention_blocks": 2}, pool=3, min_distance=2)
     problem = state_problem(scores, costs, chosen, SERVING)
     choose(problem, chosen, tmp_path)
@@ -72,7 +72,7 @@ def test_the_choice_keeps_shares_of_the_whole_parent(costs: Costs, scores: list[
     )
     with (tmp_path / "pareto.csv").open() as file:
         front = [float(row["score"]) for row in csv.DictReader(file) if row["score"]]
-    assert front == sorted(front, reverse=True) and front[-1] == pytest.approx(0.2)  # of two attention blocks at most
+    assert front == sorted(front, reverse=True) and front[-1] == pytest.approx(0.2)  # at most two attention blocks
     assert (tmp_path / "pareto.png").stat().st_size > 2_000
 
 
@@ -99,13 +99,13 @@ def test_both_bounds_and_the_tighter_of_two_limits(costs: Costs, scores: list[Sc
     assert limits.lower == pytest.approx(0.5 * total(costs, [KEEP] * 6, "parameters"))
 
 
-def test_scores_are_what_a_variant_adds(costs: Costs, scores: list[Score]) -> None:
+def test_scores_are_increases_over_the_parent(costs: Costs, scores: list[Score]) -> None:
     chosen = Search(metric="loss", shares={"parameters": 0.6})
     problem = state_problem(scores, costs, chosen, SERVING)
     assert [one.score for one in problem.blocks[0]][:3] == pytest.approx([0.0, 0.1, 0.2])
 
 
-def test_what_cannot_be_is_explained(costs: Costs, scores: list[Score], tmp_path: Path) -> None:
+def test_an_infeasible_limit_is_explained(costs: Costs, scores: list[Score], tmp_path: Path) -> None:
     chosen = Search(shares={"parameters": 0.01})
     with pytest.raises(Infeasible, match=r"parameters <= .*nearest"):
         choose(state_problem(scores, costs, chosen, SERVING), chosen, tmp_path)

@@ -1,4 +1,4 @@
-"""Problems: what is refused, sums of resources, files."""
+"""Search problems: validation, sums of resources, files."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def test_totals_and_names_of_a_choice() -> None:
     assert small().names((1, 1)) == ("no_op", "half")
 
 
-def test_a_resource_that_some_candidates_lack_has_no_total() -> None:
+def test_a_resource_that_some_candidates_do_not_have_has_no_total() -> None:
     blocks = [[Candidate("a", 0.0, {"bytes": 1, "heads": 2}), Candidate("b", 0.0, {"bytes": 2})]]
     assert Problem(blocks).resources == ("bytes",)
 
@@ -51,7 +51,7 @@ def test_a_resource_that_some_candidates_lack_has_no_total() -> None:
     [
         ([], {}, "no blocks"),
         ([[Candidate("a", 0.0, {})], []], {}, "block 2 has no candidates"),
-        ([[Candidate("a", 0.0, {}), Candidate("a", 1.0, {})]], {}, "block 1, candidate 'a': the name stands twice"),
+        ([[Candidate("a", 0.0, {}), Candidate("a", 1.0, {})]], {}, "block 1, candidate 'a': repeated name"),
         ([[Candidate("a", math.nan, {})]], {}, "block 1, candidate 'a': score must be a finite number, got nan"),
         ([[Candidate("a", 0.0, {"bytes": math.inf})]], {}, "cost 'bytes' must be a finite number, got inf"),
         ([[Candidate("a", True, {})]], {}, "score must be a finite number, got True"),
@@ -60,13 +60,13 @@ def test_a_resource_that_some_candidates_lack_has_no_total() -> None:
             {"memory_byte": Limit(upper=1.0)},
             r"block 1, candidate 'a': the limit on 'memory_byte' needs its cost.*did you mean 'memory_bytes'\?",
         ),
-        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit()}, "limit on 'bytes': give it an upper or a lower"),
+        ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit()}, "limit on 'bytes': has no bound"),
         ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=1, lower=2)}, "lower 2 is above upper 1"),
         ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=math.nan)}, "upper must be a finite number"),
         ([[Candidate("a", 0.0, {"bytes": 1})]], {"bytes": Limit(upper=-math.inf)}, "upper must be a finite number"),
     ],
 )
-def test_what_is_refused(blocks: Any, limits: dict[str, Limit], message: str) -> None:
+def test_invalid_problems_are_refused(blocks: Any, limits: dict[str, Limit], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Problem(blocks, limits)
 
@@ -86,7 +86,7 @@ def test_a_throughput_is_a_limit_on_seconds() -> None:
         seconds_at_throughput(0.0, batch=1, tokens=1)
 
 
-def test_files_come_back_equal(tmp_path: Path) -> None:
+def test_files_restore_equal_problems(tmp_path: Path) -> None:
     path = write_problem(small(), tmp_path / "problem.json")
     assert read_problem(path) == small()
     assert json.loads(path.read_text())["limits"] == {
@@ -118,7 +118,7 @@ GOOD = '{"name": "a", "score": 0.5, "costs": {"bytes": 1}}'
         ('{"blocks": [[{"name": 1, "score": 1, "costs": {}}]]}', r"blocks\.0\.0\.name=1"),
     ],
 )
-def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "problem.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as caught:
@@ -126,6 +126,6 @@ def test_files_that_are_refused(text: str, message: str, tmp_path: Path) -> None
     assert str(path) in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such problem file"):
         read_problem(tmp_path / "none.json")

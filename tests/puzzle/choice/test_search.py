@@ -1,4 +1,4 @@
-"""The search against trying every choice."""
+"""The search, compared with enumeration of every choice."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn, *, blocks: int = 6, limits: int = 4) -> Problem:
 
 
 def choices(problem: Problem, sides: Sequence[LimitSide] | None = None) -> Iterator[tuple[int, ...]]:
-    """Every choice that keeps the limits, or only these sides of them."""
+    """Every choice that satisfies the limits, or only the given sides of them."""
     sides = limit_sides(problem) if sides is None else sides
     for choice in itertools.product(*(range(len(block)) for block in problem.blocks)):
         totals = {
@@ -76,7 +76,7 @@ def distance(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def check_account(problem: Problem, error: Infeasible) -> None:
-    """The conflicting limits really are irreducible, and their nearest values the nearest ones that are feasible."""
+    """Check that the conflicting limits are irreducible, and that the nearest values are correct."""
     needed = [(conflict.resource, conflict.side) for conflict in error.conflicts]
     assert error.irreducible
     assert next(choices(problem, needed), None) is None
@@ -101,7 +101,7 @@ def test_costs_outside_the_blocks_count_towards_a_limit(outside: float, chosen: 
 
 
 @given(problem=problems())
-def test_it_finds_what_trying_everything_finds(problem: Problem) -> None:
+def test_the_search_finds_the_same_as_enumeration(problem: Problem) -> None:
     feasible = {choice: problem.score(choice) for choice in choices(problem)}
     try:
         solution = solve(problem, gap=0.0)
@@ -118,7 +118,7 @@ def test_it_finds_what_trying_everything_finds(problem: Problem) -> None:
 
 
 @given(problem=problems(blocks=4, limits=2), size=st.integers(1, 6), data=st.data())
-def test_a_pool_is_the_best_choice_far_enough_from_those_before(problem: Problem, size: int, data: Any) -> None:
+def test_a_pool_has_the_best_choices_at_the_required_distance(problem: Problem, size: int, data: Any) -> None:
     apart = data.draw(st.integers(1, len(problem.blocks)))
     feasible = list(choices(problem))
     if not feasible:
@@ -147,13 +147,13 @@ def test_a_dominated_variant_may_be_the_cheapest_way_to_differ() -> None:
 
 
 @pytest.mark.parametrize(("size", "apart"), [(0, 1), (1, 0), (1, 2)])
-def test_a_pool_of_nothing_and_impossible_distances_are_refused(size: int, apart: int) -> None:
+def test_an_empty_pool_and_impossible_distances_are_refused(size: int, apart: int) -> None:
     with pytest.raises(ValueError, match="must be"):
         pool(Problem([candidates((0.0, 1.0))]), size, min_distance=apart)
 
 
 @given(problem=problems())
-def test_leaving_out_dominated_variants_loses_nothing(problem: Problem) -> None:
+def test_removing_dominated_variants_loses_nothing(problem: Problem) -> None:
     program = to_program(problem)
     kept = [set(integer_program.undominated(program, block)) for block in range(len(problem.blocks))]
     feasible = list(choices(problem))
@@ -161,14 +161,14 @@ def test_leaving_out_dominated_variants_loses_nothing(problem: Problem) -> None:
     assert min(map(problem.score, left), default=None) == min(map(problem.score, feasible), default=None)
 
 
-def test_of_variants_and_blocks_that_are_alike_the_first_is_taken() -> None:
+def test_the_first_of_equal_variants_and_blocks_is_chosen() -> None:
     block = candidates((0.0, 2.0), (0.0, 2.0), (1.0, 1.0), (1.0, 1.0))
     problem = Problem([block] * 5, {"memory_bytes": Limit(upper=8)})
     assert solve(problem, gap=0.0).choice == (0, 0, 0, 2, 2)
 
 
 @pytest.mark.parametrize("count", [40, 200])
-def test_many_blocks_alike_are_counted(count: int) -> None:
+def test_many_equal_blocks_are_counted(count: int) -> None:
     block = candidates((0.0, 7.0), (1.0, 4.0), (1.9, 2.0), (6.0, 0.0))
     upper = 3 * count + 1
     best = min(
@@ -191,19 +191,19 @@ def test_a_score_of_nothing_has_no_gap() -> None:
     assert (found.score, found.bound, found.gap) == (0.0, 0.0, 0.0)
 
 
-def test_a_limit_that_only_rounding_breaks_is_kept() -> None:
+def test_a_limit_exceeded_only_by_rounding_is_satisfied() -> None:
     problem = Problem([candidates((0.0, 0.1), (1.0, 0.0))] * 3)
     assert sum([0.1] * 3) > 0.3
     assert solve(problem.with_limits({"memory_bytes": Limit(upper=0.3)})).choice == (0, 0, 0)
 
 
 @pytest.mark.parametrize("over", [1.2e-9, 1.4e-9, 1e-8, 1e-6])
-def test_a_limit_that_is_broken_by_more_is_not(over: float) -> None:
+def test_a_limit_exceeded_by_more_is_not(over: float) -> None:
     problem = Problem([candidates((0.0, 1e11), (1.0, 1.0))] * 3)
     assert solve(problem.with_limits({"memory_bytes": Limit(upper=3e11 / (1 + over))})).score == 1.0
 
 
-def test_sizes_of_numbers_do_not_matter() -> None:
+def test_magnitudes_do_not_matter() -> None:
     rng = np.random.default_rng(0)
     rows = [[tuple(map(float, row)) for row in rng.integers(0, 50, (6, 2))] for _ in range(8)]
     choices_found = set()
@@ -213,7 +213,7 @@ def test_sizes_of_numbers_do_not_matter() -> None:
     assert len(choices_found) == 1
 
 
-def test_the_account_of_a_conflict_says_what_to_change() -> None:
+def test_the_explanation_of_a_conflict_says_what_to_change() -> None:
     blocks = [
         [
             Candidate("keep", 0.0, {"memory_bytes": 4e9, "parameters": 2, "decode_seconds": 1.0}),
@@ -233,11 +233,11 @@ def test_the_account_of_a_conflict_says_what_to_change() -> None:
     assert by_resource.keys() == {"memory_bytes", "parameters"}
     assert (by_resource["memory_bytes"].nearest, by_resource["parameters"].nearest) == (13e9, 4)
     message = str(caught.value)
-    assert "memory_bytes <= 1e+10 (nearest with the other limits kept: 1.3e+10)" in message
-    assert "parameters >= 6 (nearest with the other limits kept: 4)" in message
+    assert "memory_bytes <= 1e+10 (nearest feasible value under all other limits: 1.3e+10)" in message
+    assert "parameters >= 6 (nearest feasible value under all other limits: 4)" in message
 
 
-def test_of_two_conflicts_one_is_told_and_that_there_is_more() -> None:
+def test_one_of_two_conflicts_is_explained_and_the_other_mentioned() -> None:
     blocks = [[Candidate("only", 0.0, {"memory_bytes": 4, "parameters": 2})]]
     problem = Problem(blocks, {"memory_bytes": Limit(upper=3), "parameters": Limit(upper=1)})
     error = explain(problem, time_limit=10.0)
@@ -253,7 +253,7 @@ def test_gaps_and_times_out_of_range_are_refused(wrong: dict[str, float]) -> Non
 
 
 def ultra() -> Problem:
-    """126 blocks of 6 attention and 9 FFN variants, five limits that all matter."""
+    """126 blocks with 6 attention and 9 FFN variants, and five active limits."""
     rng = np.random.default_rng(3)
     attention, ffn = np.meshgrid(
         [1, 0.5, 0.25, 0.12, 0.06, 0], [1, 0.87, 0.75, 0.5, 0.25, 0.2, 0.1, 0.08, 0], indexing="ij"
@@ -288,7 +288,7 @@ def test_a_problem_of_the_size_of_ultra() -> None:
 
 
 @pytest.mark.parametrize("gap", [pytest.param(0.3, marks=pytest.mark.slow), pytest.param(0.02, marks=pytest.mark.deep)])
-def test_a_loose_gap_gives_a_true_bound_and_nothing_that_one_block_could_better(gap: float) -> None:
+def test_a_loose_gap_gives_a_true_bound_and_a_locally_optimal_choice(gap: float) -> None:
     problem = ultra()
     best = solve(problem)
 
@@ -321,5 +321,5 @@ def test_a_conflict_in_a_problem_of_the_size_of_ultra() -> None:
             solve(problem.with_limits({**limits, conflict.resource: moved}))
 
 
-def test_a_gap_is_a_share_of_the_score() -> None:
+def test_a_gap_is_relative_to_the_score() -> None:
     assert [relative_gap(4.0, 3.0), relative_gap(-4.0, -5.0), relative_gap(2.0, 2.0)] == [0.25, 0.25, 0.0]

@@ -1,4 +1,4 @@
-"""Fronts between score and a resource."""
+"""Pareto fronts of score and a resource."""
 
 import csv
 import math
@@ -35,7 +35,7 @@ def problem() -> Problem:
 VALUES = [float(gigabytes) * 1e9 for gigabytes in (50, 2, 12, 18, 22, 26, 30, 34, 38, 41, 42, 12)]
 
 
-def test_every_point_is_what_its_own_search_finds() -> None:
+def test_every_point_matches_a_separate_search() -> None:
     points = sweep(problem(), "memory_bytes", values=VALUES, gap=0.0)
 
     assert [point.limit for point in points] == sorted(set(VALUES))
@@ -80,7 +80,7 @@ def test_a_tighter_limits_choice_replaces_a_worse_one(monkeypatch: pytest.Monkey
     assert second.solution.costs == {"memory_bytes": 55e9}
 
 
-def test_nothing_is_solved_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_points_are_not_solved_again(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
 
     def count(limited: Problem, *others: object, **options: float) -> object:
@@ -94,7 +94,7 @@ def test_nothing_is_solved_that_is_known(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [point.solution is None for point in points] == [True, True, False, False]
 
 
-def test_a_lower_bound_of_the_resource_stays() -> None:
+def test_a_lower_bound_of_the_resource_is_kept() -> None:
     limited = problem().with_limits({"memory_bytes": Limit(lower=20e9)})
     points = sweep(limited, "memory_bytes", values=[10e9, 30e9])
     assert points[0].solution is None
@@ -106,16 +106,16 @@ def test_a_lower_bound_of_the_resource_stays() -> None:
     ("resource", "values", "message"),
     [
         ("memory_bytes", [], "values is empty"),
-        ("memory_bytes", [math.inf], "give it an upper or a lower bound"),
+        ("memory_bytes", [math.inf], "has no bound"),
         ("memory", [1.0], "needs its cost"),
     ],
 )
-def test_what_is_refused(resource: str, values: list[float], message: str) -> None:
+def test_invalid_sweeps_are_refused(resource: str, values: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sweep(problem(), resource, values=values)
 
 
-def test_the_csv_has_a_line_a_limit(tmp_path: Path) -> None:
+def test_the_csv_has_one_line_per_limit(tmp_path: Path) -> None:
     points = sweep(problem(), "memory_bytes", values=VALUES)
 
     path = write_csv(points, tmp_path / "front.csv")
@@ -144,7 +144,7 @@ def test_the_plot_names_its_axes_and_marks_the_parent(tmp_path: Path) -> None:
     assert sorted(file.name for file in tmp_path.iterdir()) == ["front.png", "front.svg"]
 
 
-def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
+def test_a_front_without_solutions_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nothing to draw"):
         plot([Point(1.0, None)], tmp_path / "front.png", problem=problem(), resource="memory_bytes")
 
@@ -159,5 +159,5 @@ def test_nothing_to_draw_is_said(tmp_path: Path) -> None:
         ("bytes", 0.0, (1.0, "bytes (bytes)")),
     ],
 )
-def test_units_follow_from_names(resource: str, most: float, label: tuple[float, str]) -> None:
+def test_units_are_derived_from_names(resource: str, most: float, label: tuple[float, str]) -> None:
     assert module._axis(resource, most) == label

@@ -1,9 +1,9 @@
-"""One of the ranks of test_dependency.py: measures with its share of the calibration set.
+"""A rank of test_dependency.py: measures with its part of the calibration set.
 
     torchrun --nproc-per-node 2 dependency_rank.py FOLDER
 
-FOLDER has overrides.json (of a training config), weights.pt and calibration.pt; dependency.jsonl and matrixRANK.pt come
-into it.
+FOLDER has overrides.json (of a training config), weights.pt and calibration.pt; dependency.jsonl and matrixRANK.pt are
+written to it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""One of the tensor parallel ranks of test_fusion.py: logits of checkpoints, whole, into files; checkpoints again.
+"""A tensor-parallel rank of test_fusion.py: writes the full logits of checkpoints, or saves checkpoints again.
 
     torchrun --nproc-per-node 2 logits_rank.py FOLDER
 

@@ -1,4 +1,4 @@
-"""The dependency matrix: against leaving blocks out by hand, and from a file that is there already."""
+"""Dependency matrix: compared with removing blocks by hand, and resumed from an existing file."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def parent(megatron: None) -> Callable[..., Parent]:
         made = Parent(*build_model(compose("train", overrides)))
         with torch.no_grad():
             for parameter in made.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.1)  # untrained blocks add next to nothing
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # untrained blocks contribute almost nothing
         return made
 
     return make
@@ -45,7 +45,7 @@ def calibration(batches: int = 2, seed: int = 5) -> list[torch.Tensor]:
 
 
 def by_hand(parent: Parent, tokens: torch.Tensor) -> list[list[float]]:
-    """One pass of the whole model without block i for every i, cosines in fp64."""
+    """Pass of the whole model without block i, for every i, with cosines in fp64."""
 
     def contributions(without: int | None) -> list[torch.Tensor]:
         with torch.no_grad(), parent.recorded() as record:
@@ -69,7 +69,7 @@ def by_hand(parent: Parent, tokens: torch.Tensor) -> list[list[float]]:
     ("model", "pattern"),
     [("llama_nemotron_tiny", "*---*-"), ("nemotron3_nano_tiny", "M*-E-"), ("domyn_small_tiny", "*--{linear}-")],
 )
-def test_rows_are_what_leaving_a_block_out_changes(
+def test_rows_match_removing_a_block_by_hand(
     model: str, pattern: str, parent: Callable[..., Parent], tmp_path: Path
 ) -> None:
     opened, data = parent(model, pattern), calibration()
@@ -83,10 +83,10 @@ def test_rows_are_what_leaving_a_block_out_changes(
     for found, row in zip(matrix, expected, strict=True):
         assert found == pytest.approx(row, rel=1e-4, abs=1e-6, nan_ok=True)
     with torch.no_grad():
-        assert torch.equal(opened.logits(data[0]), before)  # nothing stayed left out
+        assert torch.equal(opened.logits(data[0]), before)  # no block remained removed
 
 
-def test_what_the_file_has_is_not_measured_again(
+def test_rows_in_the_file_are_not_measured_again(
     parent: Callable[..., Parent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened, data, file = parent(), calibration(), tmp_path / "dependency.jsonl"
@@ -114,7 +114,7 @@ def test_what_the_file_has_is_not_measured_again(
         assert found == pytest.approx(row, nan_ok=True)
 
 
-def test_shares_of_the_calibration_set_add_up(parent: Callable[..., Parent]) -> None:
+def test_parts_of_the_calibration_set_add_up(parent: Callable[..., Parent]) -> None:
     opened, data, left_out = parent(), calibration(3), [0, 2]
 
     whole = distance_sums(opened, left_out, data)
@@ -127,7 +127,7 @@ def test_shares_of_the_calibration_set_add_up(parent: Callable[..., Parent]) -> 
 
 
 @pytest.mark.slow
-def test_ranks_with_shares_of_the_calibration_set_write_what_one_would(
+def test_ranks_with_parts_of_the_calibration_set_write_the_same_as_one(
     parent: Callable[..., Parent], on_ranks: Callable[..., None], tmp_path: Path
 ) -> None:
     opened, data = parent(pattern="*--"), calibration(3)
@@ -142,21 +142,21 @@ def test_ranks_with_shares_of_the_calibration_set_write_what_one_would(
     for rank in range(2):
         for found, row in zip(torch.load(tmp_path / f"matrix{rank}.pt"), whole, strict=True):
             assert found == pytest.approx(row, rel=1e-5, nan_ok=True)
-    # The ranks' file is one of the whole calibration set: nothing of it is measured again.
+    # The ranks' file is of the whole calibration set: nothing is measured again.
     lines = (tmp_path / "dependency.jsonl").read_text()
     measure_dependency(opened, data, tmp_path / "dependency.jsonl")
     assert (tmp_path / "dependency.jsonl").read_text() == lines
 
 
-def test_a_file_of_something_else_is_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
+def test_a_file_of_another_model_or_data_is_refused(parent: Callable[..., Parent], tmp_path: Path) -> None:
     opened, data, file = parent(pattern="*--"), calibration(), tmp_path / "dependency.jsonl"
     measure_dependency(opened, data, file)
 
-    with pytest.raises(ValueError, match=r"48 tokens .* these are 3 blocks and 24 tokens"):
+    with pytest.raises(ValueError, match=r"48 tokens .* this run has 3 blocks and 24 tokens"):
         measure_dependency(opened, data[:1], file)
     with pytest.raises(ValueError, match="remove the file"):
         measure_dependency(opened, calibration(seed=6), file)
-    with pytest.raises(ValueError, match=r"measured with 3 blocks .* these are 4 blocks"):
+    with pytest.raises(ValueError, match=r"measured with 3 blocks .* this run has 4 blocks"):
         measure_dependency(parent(pattern="*--*"), data, file)
     file.write_text(file.read_text() + '{"block": 3}\n')
     with pytest.raises(ValueError, match=r"dependency\.jsonl:3: not a row"):
@@ -189,7 +189,7 @@ def test_a_picture_of_a_large_model(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["d.png"]
 
 
-def test_a_picture_names_blocks_and_outlines_what_is_fused(tmp_path: Path) -> None:
+def test_a_picture_names_blocks_and_outlines_fused_ones(tmp_path: Path) -> None:
     matrix = [[0.25 if j > i else nan for j in range(6)] for i in range(6)]
 
     path = draw_dependency(matrix, tmp_path / "d.svg", pattern=parse("*-----"), groups=[Group(2, 3)])
@@ -201,5 +201,5 @@ def test_a_picture_names_blocks_and_outlines_what_is_fused(tmp_path: Path) -> No
 
 def test_a_picture_of_one_block_and_of_another_model(tmp_path: Path) -> None:
     assert draw_dependency([[nan]], tmp_path / "d.png", pattern=parse("-")).is_file()
-    with pytest.raises(ValueError, match="2 rows, the model 3 blocks"):
+    with pytest.raises(ValueError, match="2 rows, but the model 3 blocks"):
         draw_dependency([[nan] * 2] * 2, tmp_path / "d.png", pattern=parse("---"))

@@ -1,4 +1,4 @@
-"""FFN fusion: which blocks, and that the fused block is exactly the blocks side by side."""
+"""FFN fusion: selection of blocks, and exactness compared with the blocks in parallel."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -108,7 +108,7 @@ def test_the_last_ffn_of_a_run_stays_and_limits_cut_evenly() -> None:
     assert plan(seven, max_blocks=3) == [Group(1, 3), Group(4, 6)]
     assert plan(seven, max_width=1024) == [Group(1, 2), Group(3, 4), Group(5, 6)]  # each is 512 wide
     assert plan(seven, max_width=600) == []
-    assert plan(description("*--*")) == []  # one of two stays, one alone is nothing to fuse
+    assert plan(description("*--*")) == []  # one of two is kept, and a single one cannot be fused
 
 
 def test_groups_that_depend_least_on_each_other_come_first() -> None:
@@ -121,7 +121,7 @@ def test_groups_that_depend_least_on_each_other_come_first() -> None:
     assert mean_dependency(dependency, Group(1, 2)) == 0.5
 
 
-def test_steps_of_fusing_go_by_measured_dependency() -> None:
+def test_groups_are_added_by_measured_dependency() -> None:
     model = description("*---*---*---")
     dependency = [[0.3] * 12 for _ in range(12)]
     dependency[5][6] = 0.1
@@ -129,8 +129,8 @@ def test_steps_of_fusing_go_by_measured_dependency() -> None:
     steps = [plan(model, dependency=dependency, max_groups=count) for count in (1, 2, 9)]
 
     assert steps == [[Group(5, 6)], [Group(5, 6), Group(1, 2)], [Group(5, 6), Group(1, 2), Group(9, 10)]]
-    assert [len(fused(model, groups).blocks) for groups in steps] == [11, 10, 9]  # blocks one after the other
-    # Groups above the largest dependency are gone before they are counted.
+    assert [len(fused(model, groups).blocks) for groups in steps] == [11, 10, 9]  # blocks in sequence
+    # Groups above the largest dependency are removed before they are counted.
     assert plan(model, dependency=dependency, largest_dependency=0.2, max_groups=2) == [Group(5, 6)]
     assert plan(model, max_groups=1) == [Group(1, 2)]
 
@@ -206,7 +206,7 @@ def test_groups_are_disjoint_and_within_limits(lengths: list[int], most: int | N
         assert any(run.first <= group.first and group.last <= run.last - keep_last for run in runs(model))
 
 
-def test_what_cannot_be_fused_is_refused() -> None:
+def test_invalid_fusions_are_refused() -> None:
     with pytest.raises(ValueError, match="norm_placement=output"):
         plan(description("*---", "model=olmo3_tiny"))
     with pytest.raises(ValueError, match=r"block 1 .* is not an FFN"):
@@ -223,17 +223,17 @@ def test_what_cannot_be_fused_is_refused() -> None:
         Group(2, 2)
 
 
-def test_a_dependency_that_says_nothing_is_refused() -> None:
+def test_an_invalid_dependency_is_refused() -> None:
     model = description("----")
     with pytest.raises(ValueError, match="needs a measured dependency"):
         plan(model, largest_dependency=0.1)
-    with pytest.raises(ValueError, match=r"of 3 blocks, the model has 4"):
+    with pytest.raises(ValueError, match=r"has 3 blocks, but the model 4"):
         plan(model, dependency=[[0.0] * 3] * 3)
     with pytest.raises(ValueError, match=r"dependency of block 2 on block 1 was not measured"):
         plan(model, dependency=[[nan] * 4] * 4)
 
 
-def test_parameters_are_kept_but_for_folded_norms() -> None:
+def test_only_norm_parameters_are_lost() -> None:
     before = description("*---*--")
     after = fused(before, [Group(1, 3), Group(5, 6)])
     hidden = before.architecture.hidden_size
@@ -242,8 +242,8 @@ def test_parameters_are_kept_but_for_folded_norms() -> None:
     assert parameters(before.architecture).total - parameters(after.architecture).total == 3 * hidden
 
 
-def test_ultra_out_of_a_run_before_fusion() -> None:
-    """Norms are all that is lost. What its four widest FFNs were before is not published: equal parts stand for it."""
+def test_ultra_from_a_run_before_fusion() -> None:
+    """Only norms are lost. Its FFNs before fusion are not published: equal parts are assumed."""
     ultra = described("model=llama_nemotron_ultra_253b")
     fused_widths = {399360: 15, 425984: 16, 343040: 10, 301056: 14}
     pattern = str(ultra.architecture.pattern)
@@ -270,7 +270,7 @@ def test_ultra_out_of_a_run_before_fusion() -> None:
 def test_a_fused_block_is_the_sum_of_its_parts(
     kind: str, build_sections: Callable[[Mapping[str, Any]], torch.nn.Module], tmp_path: Path
 ) -> None:
-    """The whole model through checkpoints and Megatron's own loader, the blocks against its own layers."""
+    """The whole model by checkpoints and Megatron's loader, and blocks compared with Megatron's layers."""
     before = description(PATTERN, *KINDS[kind])
     groups = GROUPS
     after = fused(before, groups)
@@ -320,7 +320,7 @@ def write_fused(checkpoint: Path, to: Path, before: Description, groups: Sequenc
 
 
 class SideBySide(torch.nn.Module):
-    """x + sum_j FFN_j(norm_j(x)), by the blocks' own layers."""
+    """x + sum_j FFN_j(norm_j(x)), computed by the blocks' layers."""
 
     def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
         super().__init__()
@@ -334,13 +334,13 @@ class SideBySide(torch.nn.Module):
 
 
 def side_by_side(parent: Parent, groups: Sequence[Group]) -> dict[int, torch.nn.Module | None]:
-    """What replaces the blocks of groups in a model."""
+    """Replacements for the blocks of groups in a model."""
     replaced: dict[int, torch.nn.Module | None] = {number: None for group in groups for number in group.blocks}
     return replaced | {group.first: SideBySide([parent.layers[number] for number in group.blocks]) for group in groups}
 
 
 def spread(parent: Parent, seed: int = 0) -> Parent:
-    """Weights under which nothing that is folded can hide, and activations of order one."""
+    """Weights for which every folded term matters, with activations of order one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parent.model.parameters():
@@ -380,7 +380,7 @@ def test_every_kind_of_ffn_is_fused_exactly(kind: Kind, megatron: None) -> None:
         assert relative_error(parent.block_output(1, hidden, layer) - hidden, beside) <= 1e-6
         expected = parent.logits(tokens(), side_by_side(parent, [group]))
         assert relative_error(parent.logits(tokens(), replaced), expected) <= 1e-6
-        assert relative_error(parent.logits(tokens()), expected) > 1e-2  # one after the other is something else
+        assert relative_error(parent.logits(tokens()), expected) > 1e-2  # in sequence the result differs
     count = sum(parameter.numel() for parameter in layer.parameters())
     assert count == block_parameters(after.architecture, 2).total
     assert sum(t.numel() for t in weights.values() if t.dim() == 2) == sum(
@@ -403,7 +403,7 @@ def test_a_fused_block_is_where_its_parts_are(bias: bool) -> None:
 
 
 def test_a_fused_block_can_be_fused_again(megatron: None) -> None:
-    """It has biases, which its neighbours do not have."""
+    """Its biases, which its neighbours do not have, are kept."""
     config = Kind("SwiGLU", "LayerNorm", False).config("-{ffn=96,bias}-{ffn=64}-{ffn=32,bias}*")
     before, group = from_config(config), Group(0, 2)
     parent = spread(Parent(*build_model(config)))
@@ -422,12 +422,12 @@ def test_a_fused_block_can_be_fused_again(megatron: None) -> None:
 
 @dataclass(frozen=True)
 class Ranks:
-    """What two tensor parallel ranks made.
+    """Results of two tensor-parallel ranks.
 
     Attributes:
-        logits: by kind, of the fused checkpoint; and those of blocks side by side on one rank.
+        logits: by kind, of the fused checkpoint; and of parallel blocks on one rank.
         before: a model in one process.
-        checkpoint: its weights as the ranks saved them.
+        checkpoint: its weights as saved by the ranks.
     """
 
     logits: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
@@ -473,7 +473,7 @@ def test_a_fused_checkpoint_is_exact_under_tensor_parallelism(kind: Kind, ranks:
 
 @pytest.mark.slow
 def test_a_checkpoint_of_tensor_parallel_ranks_is_fused(ranks: Ranks, tmp_path: Path) -> None:
-    """Each rank's file has its part of the gate and its part of up, one after the other."""
+    """Each rank's file has its part of the gate followed by its part of up."""
     parent, before = ranks.before, from_config(SAVED.config())
     write_fused(ranks.checkpoint, tmp_path / "after", before, GROUPS)
 

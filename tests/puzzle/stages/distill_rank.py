@@ -1,8 +1,9 @@
-"""One of the ranks of test_distill.py: variants trained by `distill`, and by AdamW with whole states on every rank.
+"""A rank of test_distill.py: variants trained by `distill`, and by AdamW with whole states on every rank.
 
     torchrun --nproc-per-node 2 distill_rank.py FOLDER
 
-FOLDER/config.json is a training config. Weights of each way are written to FOLDER/WAY, which blocks ran to done.json.
+FOLDER/config.json is a training config. Weights of each way are written to FOLDER/WAY, the blocks that ran to
+done.json.
 """
 
 import itertools
@@ -98,7 +99,7 @@ def main(folder: Path) -> None:
             if not stop_at:
                 raise KeyboardInterrupt
 
-        # One at a time it stops in the fifth step of the second group, else of the first; each begins with a call.
+        # With groups of one it stops in the fifth step of the second group, otherwise of the first.
         for together, calls in ((1, 1 + 1 + STEPS + 1 + 5), (3, 1 + 1 + 5)):
             inputs, trained = BlockInputs(folder / "inputs"), Library(folder / f"resumed_{together}")
             training, stop_at = Training(**FREE, together=together, save_interval=3), calls

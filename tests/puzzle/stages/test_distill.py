@@ -1,4 +1,4 @@
-"""Block-wise distillation and the child that comes of it."""
+"""Block-wise distillation, and the child made of its variants."""
 
 import itertools
 import json
@@ -39,20 +39,20 @@ def test_every_kind_of_variant_learns(opened: Callable[..., Any], tmp_path: Path
 
     assert [(r.block, r.variant) for r in results] == [(v.number + 1, v.name) for v in trainable(found)]
     for result in results:
-        # Fewer of independent random heads or experts have next to nothing to learn from random tokens.
+        # Fewer random heads or experts can learn almost nothing from random tokens.
         if not result.variant.startswith(("kv", "experts")):
             assert result.last < 0.9 * result.first, result
     after = parent.model.state_dict()
-    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent stays as it is
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())  # the parent is unchanged
 
 
 @pytest.mark.parametrize(
     "call", [pytest.param(call, marks=() if call in (5, 11) else pytest.mark.slow) for call in range(2, 15, 3)]
 )
 def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     whole, parts = Library(tmp_path / "whole"), Library(tmp_path / "parts")
     calls, steps = 0, 0
 
@@ -66,19 +66,19 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
         nonlocal steps
         steps += number
 
-    every = distill(parent, found, library, whole, data, Training(steps=5))
+    every = distill(parent, by_block, library, whole, data, Training(steps=5))
     training = Training(steps=5, together=1, save_interval=2)
     inputs = BlockInputs(tmp_path / "inputs")
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, parts, data, training, inputs=inputs, advance=stop)
+        distill(parent, by_block, library, parts, data, training, inputs=inputs, advance=stop)
     first = {file: file.stat().st_mtime_ns for file in parts.folder.rglob("*.safetensors")}
-    again = distill(parent, found, library, parts, data, training, inputs=inputs, advance=count)
+    again = distill(parent, by_block, library, parts, data, training, inputs=inputs, advance=count)
 
     assert all(file.stat().st_mtime_ns == time for file, time in first.items())
-    assert steps == 5 * len(trainable(found))
+    assert steps == 5 * len(trainable(by_block))
     assert again == every
     assert not (parts.folder / "in_training.pt").exists() and not inputs.folder.exists()
-    for variant in trainable(found):
+    for variant in trainable(by_block):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -87,10 +87,10 @@ def test_groups_and_interruptions_change_nothing(call: int, opened: Callable[...
 def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
     ranks: int, opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library, whole, parts = (Library(tmp_path / name) for name in ("library", "whole", "parts"))
-    build(parent, description, found, library, calibration=[])
-    distill(parent, found, library, whole, data, training := Training(steps=5, save_interval=3))
+    build(parent, description, by_block, library, calibration=[])
+    distill(parent, by_block, library, whole, data, training := Training(steps=5, save_interval=3))
     steps = itertools.count()
 
     def stop(count: int) -> None:
@@ -98,13 +98,13 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, parts, data, training, advance=stop)
+        distill(parent, by_block, library, parts, data, training, advance=stop)
     (own,) = (parts.folder / "in_training.parts").iterdir()
     assert own.name == "step_000003_0of1.pt"
     state, index = torch.load(own), torch.load(parts.folder / "in_training.pt")
     own.unlink()
-    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: not there"):
-        distill(parent, found, library, parts, data, training)
+    with pytest.raises(ValueError, match=r"step_000003_0of1.pt: missing"):
+        distill(parent, by_block, library, parts, data, training)
     for rank in range(ranks):
         with monkeypatch.context() as there:
             there.setattr(data_parallel, "number", lambda rank=rank: rank)
@@ -112,23 +112,23 @@ def test_a_checkpoint_of_another_number_of_ranks_is_resumed(
             part = tree_map(lambda each: data_parallel.part_of(each) if getattr(each, "ndim", 0) else each, state)
             torch.save(part, own.with_name(f"step_000003_{rank}of{ranks}.pt"))
     torch.save(index | {"ranks": ranks}, parts.folder / "in_training.pt")
-    distill(parent, found, library, parts, data, training)
+    distill(parent, by_block, library, parts, data, training)
 
-    for variant in trainable(found):
+    for variant in trainable(by_block):
         one, other = whole.read(variant), parts.read(variant)
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
-def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+def test_sharded_states_train_the_same_as_whole_states(on_ranks: Callable[..., None], tmp_path: Path) -> None:
     words = ["run_dir=unused", "data=mock", "precision=bf16", "model=nemotron3_nano_tiny", 'model.pattern="M*E-"']
     (tmp_path / "config.json").write_text(json.dumps(compose("train", words)))
     on_ranks(Path(__file__).with_name("distill_rank.py"), tmp_path)
 
     files = [file.relative_to(tmp_path / "initial") for file in (tmp_path / "initial").rglob("*.safetensors")]
     assert len(files) == 4
-    # Of BF16, and of half a step: the parts' norms add up in another order, and where a gradient is about 0 Adam's
-    # steps are of any size.
+    # Tolerances of BF16 and of half a step: norms are summed in another order, and where a gradient is about 0, Adam's
+    # steps have any size.
     ulp = {"rtol": 2**-7, "atol": Training().lr / 2}
     for way, other, tolerance in (
         ("shared_1e+09", "plain_1e+09", {"rtol": 0, "atol": 0}),
@@ -142,7 +142,7 @@ def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callab
     clipped, free = (load_file(tmp_path / f"plain_{clip}" / files[0]) for clip in ("0.05", "1e+09"))
     with pytest.raises(AssertionError):
         torch.testing.assert_close(clipped, free, **ulp)
-    # Two ranks: groups M, E, - and -, of which each goes on from the one before; * is on the way. Then M E - and -.
+    # Two ranks: groups M, E, - and -, each from the inputs of the previous one; * runs in between. Then M E - and -.
     assert json.loads((tmp_path / "done.json").read_text()) == [
         {"runs": [7, 7, 5, 0], "files": {"block_003": 2 * 4, "block_004": 2 * 5}},  # a checkpoint after three steps
         {"runs": [0, 0, 4, 14], "files": {}},
@@ -154,10 +154,10 @@ def test_ranks_that_share_out_states_train_what_whole_states_do(on_ranks: Callab
 def test_a_group_killed_while_its_files_are_written_is_written_again(
     opened: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-"')
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
-    last = trainable(found)[-1]
+    build(parent, description, by_block, library, calibration=[])
+    last = trainable(by_block)[-1]
     write = Library.write
 
     def full(self: Library, variant: Any, *args: Any, **notes: str) -> None:
@@ -168,38 +168,38 @@ def test_a_group_killed_while_its_files_are_written_is_written_again(
     with monkeypatch.context() as patch:
         patch.setattr(Library, "write", full)
         with pytest.raises(OSError, match="disk full"):
-            distill(parent, found, library, trained, data, Training(steps=3))
+            distill(parent, by_block, library, trained, data, Training(steps=3))
     assert not trained.has(last)
 
     def nothing(start: int) -> Iterator[torch.Tensor]:
         return iter(()) if start == 3 else data(start)  # all steps are done
 
-    distill(parent, found, library, trained, nothing, Training(steps=3))
-    assert all(trained.has(variant) for variant in trainable(found))
+    distill(parent, by_block, library, trained, nothing, Training(steps=3))
+    assert all(trained.has(variant) for variant in trainable(by_block))
 
 
-def test_a_checkpoint_of_another_training_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+def test_a_checkpoint_with_other_settings_is_refused(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
-    with pytest.raises(ValueError, match="data end after 2"):
+    build(parent, description, by_block, library, calibration=[])
+    with pytest.raises(ValueError, match="the data have only 2"):
         distill(
             parent,
-            found,
+            by_block,
             library,
             trained,
             lambda start: itertools.islice(data(0), 2),
             Training(steps=3, save_interval=1),
         )
-    with pytest.raises(ValueError, match="is of another training"):
-        distill(parent, found, library, trained, data, Training(steps=4))
+    with pytest.raises(ValueError, match="from a distillation with other settings"):
+        distill(parent, by_block, library, trained, data, Training(steps=4))
 
 
-def test_too_little_data_is_told(opened: Callable[..., Any], tmp_path: Path) -> None:
+def test_too_little_data_is_reported(opened: Callable[..., Any], tmp_path: Path) -> None:
     parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library = Library(tmp_path / "library")
     build(parent, description, found, library, calibration=[])
-    with pytest.raises(ValueError, match="wants 3 batches, the data end after 2"):
+    with pytest.raises(ValueError, match="needs 3 batches, but the data have only 2"):
         distill(
             parent,
             found,
@@ -214,7 +214,7 @@ def test_too_little_data_is_told(opened: Callable[..., Any], tmp_path: Path) -> 
     "model",
     ["nemotron3_nano_tiny", *(pytest.param(m, marks=pytest.mark.slow) for m in ("llama_nemotron_tiny", "olmo3_tiny"))],
 )
-def test_a_child_s_checkpoint_computes_what_the_replaced_parent_does(
+def test_a_child_s_checkpoint_computes_the_same_as_the_replaced_parent(
     model: str, opened: Callable[..., Any], build_sections: Callable[..., Any], tmp_path: Path
 ) -> None:
     from megatron.core import dist_checkpointing

@@ -1,4 +1,4 @@
-"""Blocks in Megatron's inference compute what they compute without it; measurements are taken once and kept apart."""
+"""Blocks compute the same in Megatron's inference as without it; measurements are taken once per condition."""
 
 import gc
 import weakref
@@ -87,7 +87,7 @@ def test_decoding_step_by_step_is_the_forward_pass(opened: Opened, case: str) ->
 
 
 @pytest.mark.parametrize("window", ["none", "5"])
-def test_a_prompt_may_come_in_parts(opened: Opened, window: str) -> None:
+def test_a_prompt_may_be_processed_in_parts(opened: Opened, window: str) -> None:
     parent, _ = opened("llama_nemotron_tiny", f"*{{window={window}}}")
     hidden = torch.randn(12, 2, parent.model_config.transformer.hidden_size)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_decoding_in_bf16(opened: Opened, kind: str) -> None:
 
 
 def measure(parent: Parent, description: Description, file: Path, **changes: Any) -> tuple[dict[str, Measured], list]:
-    """Measures the variants of a parent; also the blocks that it had to build."""
+    """Measure the variants of a parent; returns measurements and the blocks that were built."""
     built: list[str] = []
 
     def layer_of(variant: Variant) -> torch.nn.Module | None:
@@ -129,9 +129,9 @@ def measure(parent: Parent, description: Description, file: Path, **changes: Any
 
 def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("nemotron3_nano_tiny", "-*-M-E")
-    told: list[int] = []
+    advanced: list[int] = []
 
-    first, built = measure(parent, description, tmp_path / "measured.jsonl", advance=told.append)
+    first, built = measure(parent, description, tmp_path / "measured.jsonl", advance=advanced.append)
     written = (tmp_path / "measured.jsonl").read_bytes()
     again, built_again = measure(parent, description, tmp_path / "measured.jsonl")
 
@@ -141,7 +141,7 @@ def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
         *("M{heads=16,head_dim=16,state=32,groups=2}", "M{linear}", str(description.blocks[5]), "E{linear}"),
     ]
     assert set(first) == {*built, OUTSIDE, "no_op"}
-    assert sum(told) == len(distinct_blocks(variants(description.architecture, CHOICES))) + 1 == len(built) + 1
+    assert sum(advanced) == len(distinct_blocks(variants(description.architecture, CHOICES))) + 1 == len(built) + 1
     assert again == first and built_again == [] and (tmp_path / "measured.jsonl").read_bytes() == written
     for key, measured in first.items():
         assert (measured.prefill_seconds > 0) == (measured.decode_seconds > 0) == (key != "no_op")
@@ -149,7 +149,7 @@ def test_every_block_is_measured_once(opened: Opened, tmp_path: Path) -> None:
     assert first["no_op"] is NOTHING
 
 
-def test_bytes_are_those_of_the_layer_and_of_the_cache(opened: Opened, tmp_path: Path) -> None:
+def test_bytes_of_layer_and_cache(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("nemotron3_nano_tiny", "*-ME")
     architecture = description.architecture
 
@@ -171,7 +171,7 @@ def test_bytes_are_those_of_the_layer_and_of_the_cache(opened: Opened, tmp_path:
     assert all(measured[key].cache_bytes == 0 for key in without)
 
 
-def test_tied_embeddings_are_weighed_once(opened: Opened, tmp_path: Path) -> None:
+def test_tied_embeddings_are_counted_once(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("olmo1_tiny", "-", "megatron.untie_embeddings_and_output_weights=false")
 
     measured, _ = measure(parent, description, tmp_path / "measured.jsonl")
@@ -180,7 +180,7 @@ def test_tied_embeddings_are_weighed_once(opened: Opened, tmp_path: Path) -> Non
     assert measured[OUTSIDE].weight_bytes == outside_costs(description.architecture, SERVING)["weight_bytes"]
 
 
-def test_a_killed_measurement_goes_on(opened: Opened, tmp_path: Path) -> None:
+def test_a_killed_measurement_resumes(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("llama_nemotron_tiny", "*-")
     file = tmp_path / "measured.jsonl"
     told: list[int] = []
@@ -192,13 +192,13 @@ def test_a_killed_measurement_goes_on(opened: Opened, tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         measure(parent, description, file, advance=killed)
-    file.write_text(file.read_text() + '{"block": "-{ffn')  # as a kill in the middle of a copy leaves it
+    file.write_text(file.read_text() + '{"block": "-{ffn')  # as after a kill in the middle of a write
     kept = file.read_text().splitlines()[:4]
     measured, built = measure(parent, description, file)
 
     assert len(built) == len(distinct_blocks(variants(description.architecture, CHOICES))) - 3
     assert file.read_text().splitlines()[:4] == kept
-    assert len(file.read_text().splitlines()) == 1 + len(measured) - 1  # conditions; a no-op has no line
+    assert len(file.read_text().splitlines()) == 1 + len(measured) - 1  # the line of conditions; a no-op has no line
     assert [path.name for path in tmp_path.iterdir()] == ["measured.jsonl"]
 
 
@@ -224,7 +224,7 @@ def test_other_conditions_are_refused(opened: Opened, tmp_path: Path, monkeypatc
     assert file.read_bytes() == before
 
 
-def test_files_of_something_else_are_refused(opened: Opened, tmp_path: Path) -> None:
+def test_other_files_are_refused(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("llama_nemotron_tiny", "-{linear}")
     file = tmp_path / "measured.jsonl"
     measure(parent, description, file)
@@ -249,12 +249,12 @@ def test_precisions_that_cannot_be_measured_are_refused(
     monkeypatch.setattr("nemo_ext.puzzle.stages.measure.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="fp8 needs Transformer Engine"):
         measure(parent, description, tmp_path / "file", serving=replace(SERVING, precision="fp8"))
-    with pytest.raises(ValueError, match="a token before the one"):
+    with pytest.raises(ValueError, match="at least one earlier token"):
         measure(parent, description, tmp_path / "file", serving=replace(SERVING, prompt=1, context=1))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_bf16_weighs_half(opened: Opened, tmp_path: Path) -> None:
+def test_bf16_takes_half_the_bytes(opened: Opened, tmp_path: Path) -> None:
     weights = {}
     for precision in ("fp32", "bf16"):
         parent, description = opened("llama_nemotron_tiny", "*-", precision=precision)
@@ -266,7 +266,7 @@ def test_bf16_weighs_half(opened: Opened, tmp_path: Path) -> None:
         assert 2 * measured.cache_bytes == weights["fp32"][key].cache_bytes
 
 
-def test_layers_go_when_they_are_measured(opened: Opened, tmp_path: Path) -> None:
+def test_layers_are_freed_after_measuring(opened: Opened, tmp_path: Path) -> None:
     parent, description = opened("llama_nemotron_tiny", "*-")
     alive: list[weakref.ref] = []
     most = 0
@@ -287,7 +287,7 @@ def test_layers_go_when_they_are_measured(opened: Opened, tmp_path: Path) -> Non
     assert len(alive) > 2 and most == 0
 
 
-def test_measured_seconds_take_the_place_of_the_roofline_s() -> None:
+def test_measured_seconds_replace_the_roofline_s() -> None:
     analytic = {"weight_bytes": 5.0, "prefill_seconds": 1.0, "decode_seconds": 2.0}
     measured = replace(NOTHING, prefill_seconds=3.0, decode_seconds=4.0)
 
@@ -307,7 +307,7 @@ def test_a_throughput_is_a_limit_on_request_seconds() -> None:
 
     assert limit.upper == 4.0 and problem.outside["request_seconds"] == pytest.approx(0.35)
     assert problem.costs((0, 1))["request_seconds"] == pytest.approx(0.35 + 2.0 + 0.9)
-    with pytest.raises(ValueError, match=r"more than puzzle\.serving\.context=1000"):
+    with pytest.raises(ValueError, match=r"exceed puzzle\.serving\.context=1000"):
         scenario(200.0, new_tokens=101)
     with pytest.raises(ValueError, match="embedding and output layer alone"):
         scenario(1e6, new_tokens=100)
@@ -328,7 +328,9 @@ def test_prefill_is_no_faster_than_the_device(opened: Opened, tmp_path: Path) ->
     serving = Serving(batch=4, prompt=2048, context=4096, flops=peak, bandwidth=1e15)
     block: Block = description.blocks[0]
 
-    measured, _ = measure(parent, description, tmp_path / "file", serving=serving, found=[[Variant(0, "keep", block)]])
+    measured, _ = measure(
+        parent, description, tmp_path / "file", serving=serving, by_block=[[Variant(0, "keep", block)]]
+    )
 
     bound = block_costs(description.architecture, block, serving)["prefill_seconds"]
     assert measured[str(block)].prefill_seconds >= bound > 0

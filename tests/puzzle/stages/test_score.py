@@ -1,4 +1,4 @@
-"""The library and replace-one-block scores on small random models."""
+"""Block library and replace-one-block scores on small random models."""
 
 import json
 from collections.abc import Callable
@@ -19,19 +19,19 @@ def calibration() -> list[torch.Tensor]:
     return [torch.randint(0, 384, (2, 16), generator=generator) for _ in range(3)]
 
 
-def test_the_library_is_made_once_and_knows_its_blocks(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
+def test_the_library_is_built_once_and_records_its_blocks(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("nemotron3_nano_tiny", 'model.pattern="M*E-"')
     library = Library(tmp_path)
 
-    first = build(parent, description, found, library, calibration=calibration())
-    again = build(parent, description, found, library, calibration=calibration())
+    first = build(parent, description, by_block, library, calibration=calibration())
+    again = build(parent, description, by_block, library, calibration=calibration())
 
-    assert first == sum(len(each) - 2 for each in found)  # keep and no_op have no weights of their own
+    assert first == sum(len(each) - 2 for each in by_block)  # keep and no_op have no files
     assert again == 0
     assert (tmp_path / "block_004" / "ffn256.safetensors").is_file()
     (tmp_path / "block_004" / "ffn256.safetensors").rename(tmp_path / "block_004" / "linear.safetensors")
-    with pytest.raises(ValueError, match=r"holds -\{ffn=256\}, not -\{linear\}"):
-        library.read(next(v for v in found[3] if v.name == "linear"))
+    with pytest.raises(ValueError, match=r"has weights of -\{ffn=256\}, not of -\{linear\}"):
+        library.read(next(v for v in by_block[3] if v.name == "linear"))
 
 
 def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
@@ -40,7 +40,7 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
     with torch.no_grad():
         layers[3].mlp.linear_fc2.weight[:, 7] = 0.0
         layers[0].mixer.out_proj.weight[:, 16:32] = 0.0  # the second head
-        layers[2].mlp.router.expert_bias[5] = -100.0  # nobody chooses it
+        layers[2].mlp.router.expert_bias[5] = -100.0  # never chosen
 
     measured = importance(parent, description, calibration())
 
@@ -50,19 +50,21 @@ def test_importance_finds_idle_parts(opened: Callable[..., Any]) -> None:
     assert (measured[2].experts == 0).nonzero().flatten().tolist() == [5]
 
 
-def test_scores_are_those_of_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*-"')
+def test_scores_match_the_whole_model(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*-"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     tokens = torch.cat(calibration())
 
-    scores = score_blocks(parent, found, lambda v: library.layer(parent, v), calibration(), tmp_path / "scores.jsonl")
+    scores = score_blocks(
+        parent, by_block, lambda v: library.layer(parent, v), calibration(), tmp_path / "scores.jsonl"
+    )
 
     by_name = {(score.block, score.variant): score for score in scores}
-    assert len(scores) == sum(map(len, found))
+    assert len(scores) == sum(map(len, by_block))
     with torch.no_grad():
         whole = parent.logits(tokens)
-        for variant in (v for each in found for v in each):
+        for variant in (v for each in by_block for v in each):
             logits = parent.logits(tokens, {variant.number: library.layer(parent, variant)})
             loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).item()
             p, q = (each[:, :-1].log_softmax(-1) for each in (whole, logits))
@@ -75,10 +77,10 @@ def test_scores_are_those_of_the_whole_model(opened: Callable[..., Any], tmp_pat
         assert by_name[number + 1, "no_op"].kl > 1e-4
 
 
-def test_scoring_goes_on_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+def test_scoring_resumes_after_a_kill_with_the_same_result(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     asked: list[str] = []
 
     def layer_of(variant: Any) -> Any:
@@ -87,17 +89,17 @@ def test_scoring_goes_on_after_a_kill_with_the_same_result(opened: Callable[...,
             raise KeyboardInterrupt
         return library.layer(parent, variant)
 
-    whole = score_blocks(parent, found, lambda v: library.layer(parent, v), calibration(), tmp_path / "whole.jsonl")
+    whole = score_blocks(parent, by_block, lambda v: library.layer(parent, v), calibration(), tmp_path / "whole.jsonl")
     with pytest.raises(KeyboardInterrupt):
-        score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
+        score_blocks(parent, by_block, layer_of, calibration(), tmp_path / "scores.jsonl")
     done = read_scores(tmp_path / "scores.jsonl")
     with open(tmp_path / "scores.jsonl", "a") as file:
-        file.write('{"block": 2, "vari')  # what a kill leaves of a line
-    resumed = score_blocks(parent, found, layer_of, calibration(), tmp_path / "scores.jsonl")
+        file.write('{"block": 2, "vari')  # an incomplete line after a kill
+    resumed = score_blocks(parent, by_block, layer_of, calibration(), tmp_path / "scores.jsonl")
 
-    assert [score.block for score in done] == [1] * len(found[0])
+    assert [score.block for score in done] == [1] * len(by_block[0])
     assert resumed == whole
-    assert len(asked) == 8 + sum(map(len, found[1:])) and asked.count("0keep") == 1
+    assert len(asked) == 8 + sum(map(len, by_block[1:])) and asked.count("0keep") == 1
     assert (tmp_path / "scores.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
@@ -107,7 +109,7 @@ def test_scores_of_another_calibration_set_are_not_mixed(opened: Callable[..., A
     keep = [[found[0][0]]]
     score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration(), file)
 
-    with pytest.raises(ValueError, match="holds scores of 90 tokens, the calibration set has 30"):
+    with pytest.raises(ValueError, match="has scores on 90 tokens, but the calibration set has 30"):
         score_blocks(parent, keep, lambda v: parent.layers[v.number], calibration()[:1], file)
     with pytest.raises(ValueError, match="calibration set is empty"):
         score_blocks(parent, keep, lambda v: parent.layers[v.number], [], file)

@@ -1,4 +1,4 @@
-"""One stage in shards: the division, who keeps whom out, and the same results as of one process."""
+"""One stage in shards: division, locks, and the same results as in one process."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def every(count: int) -> list[Shard]:
 
 @st.composite
 def libraries(draw: st.DrawFn) -> list[list[Variant]]:
-    """Variants of some blocks, as `variants` makes them."""
+    """Variants of some blocks, as from `variants`."""
     kinds = draw(st.lists(st.sampled_from("*-"), min_size=1, max_size=40))
     widths = draw(st.lists(st.integers(1, 9).map(lambda n: 16 * n), unique=True, max_size=6))
     found = []
@@ -70,11 +70,11 @@ def libraries(draw: st.DrawFn) -> list[list[Variant]]:
 
 @given(found=libraries(), count=st.integers(1, 50))
 def test_every_variant_is_in_one_shard_and_shards_are_even(found: list[list[Variant]], count: int) -> None:
-    shares = [shard.share(found) for shard in every(count)]
+    shares = [shard.select(found) for shard in every(count)]
 
     for at, each in enumerate(found):
         assert Counter(v for share in shares for v in share[at]) == Counter(each)
-        assert all(share[at] == [v for v in each if v in share[at]] for share in shares)  # in their order
+        assert all(share[at] == [v for v in each if v in share[at]] for share in shares)  # in order
     sizes = [sum(map(len, share)) for share in shares]
     assert max(sizes) - min(sizes) <= 1
     for kind in {str(v.block) for each in found for v in each}:
@@ -82,10 +82,10 @@ def test_every_variant_is_in_one_shard_and_shards_are_even(found: list[list[Vari
         assert max(alike) - min(alike) <= 1
 
 
-def test_a_block_s_variants_are_not_all_dealt_to_one_shard() -> None:
+def test_a_block_s_variants_are_not_all_in_one_shard() -> None:
     found = [[Variant(n, f"ffn{w}", Block.from_values("-", ffn=w)) for w in (64, 32)] for n in range(8)]
-    # Every second variant would be all the wide ones.
-    assert [Counter(v.name for each in shard.share(found) for v in each) for shard in every(2)] == 2 * [
+    # Every second variant would select only the wide ones.
+    assert [Counter(v.name for each in shard.select(found) for v in each) for shard in every(2)] == 2 * [
         Counter({"ffn64": 4, "ffn32": 4})
     ]
 
@@ -94,25 +94,25 @@ def test_a_block_s_variants_are_not_all_dealt_to_one_shard() -> None:
     ("overrides", "message"),
     [
         ((DISTILL, "puzzle.shard=4/4"), "puzzle.shard=4/4: 4 shards are numbered 0/4 to 3/4"),
-        ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected one shard at least"),
+        ((DISTILL, "puzzle.shard=0/0"), "puzzle.shard=0/0: expected at least one shard"),
         ((DISTILL, "puzzle.shard=a/b"), "puzzle.shard=a/b: expected I/N"),
         ((DISTILL, "puzzle.shard=-1/4"), "puzzle.shard=-1/4: expected I/N"),
         ((DISTILL, "puzzle.shard=3"), "puzzle: shard=3: "),
-        (("puzzle.shard=0/4",), "puzzle.shard=0/4 is a part of one stage: say 'puzzle.stages=[distill]'"),
-        (("puzzle.stages=[library]", "puzzle.shard=0/4"), "puzzle.shard=0/4 is a part of one stage"),
-        (("puzzle.stages=[distill,score]", "puzzle.shard=0/4"), "puzzle.shard=0/4 is a part of one stage"),
+        (("puzzle.shard=0/4",), "puzzle.shard=0/4 requires a single stage: add 'puzzle.stages=[distill]'"),
+        (("puzzle.stages=[library]", "puzzle.shard=0/4"), "puzzle.shard=0/4 requires a single stage"),
+        (("puzzle.stages=[distill,score]", "puzzle.shard=0/4"), "puzzle.shard=0/4 requires a single stage"),
     ],
 )
-def test_what_is_no_shard_is_named(overrides: Sequence[str], message: str) -> None:
+def test_an_invalid_shard_is_refused(overrides: Sequence[str], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         settings(compose("puzzle", ["data=mock", *overrides])["puzzle"])
 
 
-def test_a_shard_keeps_out_itself_and_runs_without_a_shard(tmp_path: Path) -> None:
+def test_a_shard_locks_out_itself_and_runs_without_a_shard(tmp_path: Path) -> None:
     first, second = every(2)
     with only_shard_in(tmp_path, first, list), only_shard_in(tmp_path, second, list):
         with (
-            pytest.raises(ValueError, match="0/2 is running already"),
+            pytest.raises(ValueError, match="0/2 is already running"),
             only_shard_in(tmp_path, first, list),
         ):
             pass
@@ -157,7 +157,7 @@ def workspace(tmp_path: Path) -> Callable[..., Workspace]:
     return make
 
 
-def test_shards_are_finished_one_by_one_and_the_stage_after_them(workspace: Callable[..., Workspace]) -> None:
+def test_a_stage_is_finished_after_all_its_shards(workspace: Callable[..., Workspace]) -> None:
     first, last = (workspace(DISTILL, f"puzzle.shard={number}/3") for number in (0, 2))
     first.begin("distill")
     last.begin("distill")
@@ -185,14 +185,14 @@ def test_settings_of_another_shard_are_refused(workspace: Callable[..., Workspac
     workspace(DISTILL, "puzzle.shard=1/3").begin("distill")
 
 
-def test_a_shard_wants_the_library_first(tmp_path: Path) -> None:
+def test_a_shard_requires_the_library(tmp_path: Path) -> None:
     config = compose("puzzle", [*SMALL, f"run_dir={tmp_path}", DISTILL, "puzzle.shard=0/3"])
-    with pytest.raises(ValueError, match=r"puzzle\.shard=0/3: distill takes what library makes"):
+    with pytest.raises(ValueError, match=r"puzzle\.shard=0/3: distill needs the output of library"):
         Job(config).run()
     assert not list(tmp_path.rglob("*.json"))
 
 
-def test_beside_a_running_shard_a_run_is_refused(tmp_path: Path) -> None:
+def test_a_run_is_refused_while_a_shard_runs(tmp_path: Path) -> None:
     with only_shard_in(tmp_path, Shard(1, 3), list), pytest.raises(ValueError, match="shards are running"):
         Job(compose("puzzle", [*SMALL, f"run_dir={tmp_path}"])).run()
 
@@ -209,15 +209,15 @@ def same(one: Library, other: Library, variants: Sequence[Variant]) -> bool:
 
 
 @pytest.mark.parametrize("rest", ["in shards", "without a shard"])
-def test_shards_train_what_one_process_trains(rest: str, opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+def test_shards_train_the_same_as_one_process(rest: str, opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     whole, parts = Library(tmp_path / "whole"), Library(tmp_path / "parts")
-    expected = distill(parent, found, library, whole, data, Training(steps=5))
+    expected = distill(parent, by_block, library, whole, data, Training(steps=5))
     training = Training(steps=5, together=2, save_interval=2)
     shards = every(3)
-    shares = {shard: shard.share([trainable([each]) for each in found]) for shard in shards}
+    shares = {shard: shard.select([trainable([each]) for each in by_block]) for shard in shards}
 
     def stop(count: int) -> None:
         if (parts.folder / "in_training_1of3.pt").exists():
@@ -241,20 +241,20 @@ def test_shards_train_what_one_process_trains(rest: str, opened: Callable[..., A
     if rest == "in shards":
         for shard in shards[1:]:
             distill(parent, shares[shard], library, parts, noted, training, shard=shard)
-        assert distill(parent, found, library, parts, lambda start: iter(()), training) == expected
+        assert distill(parent, by_block, library, parts, lambda start: iter(()), training) == expected
     else:
-        assert distill(parent, found, library, parts, noted, training, advance=count) == expected
-        assert steps == 5 * len(trainable(found))
+        assert distill(parent, by_block, library, parts, noted, training, advance=count) == expected
+        assert steps == 5 * len(trainable(by_block))
     assert first[0] == 2 and set(first[1:]) == {0}  # where the interrupted one was
 
-    assert same(whole, parts, trainable(found))
+    assert same(whole, parts, trainable(by_block))
     assert not list(parts.folder.glob("in_training*"))
 
 
-def test_a_checkpoint_whose_variants_shards_have_trained_is_left(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
+def test_a_checkpoint_whose_variants_shards_have_trained_is_kept(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="-"')
     library, trained = Library(tmp_path / "library"), Library(tmp_path / "trained")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     training = Training(steps=4, save_interval=2)
 
     def stop(count: int) -> None:
@@ -262,36 +262,36 @@ def test_a_checkpoint_whose_variants_shards_have_trained_is_left(opened: Callabl
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        distill(parent, found, library, trained, data, training, advance=stop)
-    distill(parent, found, library, trained, data, training, shard=Shard(0, 1))
-    assert (trained.folder / "in_training.pt").exists()  # not a shard's to touch
-    distill(parent, found, library, trained, lambda start: iter(()), training)
+        distill(parent, by_block, library, trained, data, training, advance=stop)
+    distill(parent, by_block, library, trained, data, training, shard=Shard(0, 1))
+    assert (trained.folder / "in_training.pt").exists()  # a shard must not touch it
+    distill(parent, by_block, library, trained, lambda start: iter(()), training)
     assert not (trained.folder / "in_training.pt").exists()
 
 
-def test_scores_of_shards_are_those_of_one_process(opened: Callable[..., Any], tmp_path: Path) -> None:
-    parent, description, found = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
+def test_scores_of_shards_match_one_process(opened: Callable[..., Any], tmp_path: Path) -> None:
+    parent, description, by_block = opened("llama_nemotron_tiny", 'model.pattern="*-*"')
     library = Library(tmp_path / "library")
-    build(parent, description, found, library, calibration=[])
+    build(parent, description, by_block, library, calibration=[])
     calibration = [next(data(step)) for step in range(2)]
-    order = [(v.number + 1, v.name) for each in found for v in each]
+    order = [(v.number + 1, v.name) for each in by_block for v in each]
 
     def score(variants: Sequence[Sequence[Variant]], name: str) -> None:
         score_blocks(parent, variants, lambda v: library.layer(parent, v), calibration, tmp_path / name)
 
-    score(found, "whole.jsonl")
+    score(by_block, "whole.jsonl")
     for shard in (Shard(2, 3), Shard(0, 3)):
-        score(shard.share(found), f"part{shard.number}.jsonl")
+        score(shard.select(by_block), f"part{shard.number}.jsonl")
     parts = sorted(tmp_path.glob("part*"))
     collect_scores(tmp_path / "scores.jsonl", parts, order)
-    score(found, "scores.jsonl")  # what the missing shard lacks
+    score(by_block, "scores.jsonl")  # scores of the missing shard
     collect_scores(tmp_path / "scores.jsonl", [], order)
 
     assert (tmp_path / "scores.jsonl").read_text() == (tmp_path / "whole.jsonl").read_text()
     assert not any(part.exists() for part in parts)
 
 
-def test_scores_of_something_else_are_kept(tmp_path: Path, opened: Callable[..., Any]) -> None:
+def test_other_scores_are_kept(tmp_path: Path, opened: Callable[..., Any]) -> None:
     parent, _, found = opened("llama_nemotron_tiny", 'model.pattern="-"')
     file = tmp_path / "scores.jsonl"
     score_blocks(parent, [found[0][:1]], lambda v: parent.layers[v.number], [next(data(0))], file)
@@ -317,7 +317,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 
 
 def contents(run_dir: Path) -> dict[str, Any]:
-    """Tensors, what is noted with them, scores and records of finished stages, by file."""
+    """Tensors, their metadata, scores and records of finished stages, by file."""
     found: dict[str, Any] = {"scores.jsonl": (run_dir / "blocks" / "scores.jsonl").read_text()}
     for file in sorted((run_dir / "blocks" / "trained").rglob("*")):
         if file.is_file():
@@ -334,7 +334,7 @@ def contents(run_dir: Path) -> dict[str, Any]:
 def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
     tmp_path: Path, in_process: Callable[..., str]
 ) -> None:
-    """What is killed is in a process of its own."""
+    """The killed shard is a separate process."""
     whole, divided = tmp_path / "whole", tmp_path / "divided"
     parent = f"puzzle.parent={whole / 'parent'}"
     here = partial(in_process, *SMALL, f"run_dir={divided}", parent)
@@ -352,7 +352,7 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
         kill(process)
     assert checkpoint.exists()  # in the middle
     said = [here(DISTILL, f"puzzle.shard={number}/3") for number in (0, 1)]
-    assert all("left to do" in each for each in said)
+    assert all("unfinished shards" in each for each in said)
     assert not list((divided / "blocks" / "trained").glob("in_training*"))
     assert "distill, shard 0/3: finished before" in here(DISTILL, "puzzle.shard=0/3")
     with pytest.raises(ValueError, match=r"distill was begun with other settings \(distill\.steps: 60 -> 7\)"):
@@ -364,7 +364,7 @@ def test_three_shards_one_of_them_killed_make_the_files_of_one_process(
     rest = here("puzzle.stages=[parent,library,distill,score]")
 
     assert "distill: finished before" in rest
-    assert "score: shards 1/3 are not finished: what they lack is done here" in rest
+    assert "score: shards 1/3 are not finished: the rest of their work is done here" in rest
     assert contents(divided) == contents(whole)
     assert not list((divided / "blocks").glob("scores_*")) and not list((divided / "blocks").rglob("*shard*"))
     for number in range(3):
