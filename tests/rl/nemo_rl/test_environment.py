@@ -1,4 +1,4 @@
-"""The environment without Ray around it."""
+"""The environment without Ray."""
 
 import asyncio
 import importlib
@@ -32,7 +32,7 @@ def module(nemo_rl: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def made(module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """An actor's inside around an environment of the test's."""
+    """Environment of an actor, around a test's environment."""
 
     def make(environment: Environment, **config: Any) -> Any:
         monkeypatch.setattr("nemo_ext.rl.episodes.make", lambda name, settings: environment)
@@ -47,7 +47,7 @@ def info(number: int = 0) -> dict[str, Any]:
 
 
 def closed(returned: Any) -> dict[str, Any]:
-    """What the next response begins from, outside a trace that the template opens in a mode with reasoning."""
+    """Episode of the next response with a closed trace, which the template opens in reasoning mode."""
     return {"episode": replace(returned.metadata[0]["episode"], thinking_opened=False)}
 
 
@@ -61,7 +61,7 @@ def is_equal(response: Response, reference: Any) -> Verdict:
     return Verdict.correct(response.answer) if right else Verdict.wrong("another")
 
 
-def test_a_batch_is_verified_in_its_order(made: Step) -> None:
+def test_a_batch_is_verified_in_order(made: Step) -> None:
     environment = made(Environment(name="test", check=dict, verify=is_equal))
 
     returned = step(environment, ["0", "<think>2</think>1", "1", ""])
@@ -73,7 +73,7 @@ def test_a_batch_is_verified_in_its_order(made: Step) -> None:
     assert environment.take_metrics() == {}
 
 
-def test_many_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
+def test_verifications_run_concurrently_up_to_the_limit(made: Step) -> None:
     now = most = 0
     lock = threading.Lock()
 
@@ -92,7 +92,7 @@ def test_many_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
     assert 1 < most <= 4
 
 
-def test_coroutines_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
+def test_coroutines_run_concurrently_up_to_the_limit(made: Step) -> None:
     now = most = 0
 
     async def verify(response: Response, reference: Any) -> Verdict:
@@ -108,7 +108,7 @@ def test_coroutines_wait_at_once_and_no_more_than_allowed(made: Step) -> None:
     assert most == 4
 
 
-def test_a_verifier_that_fails_is_an_error_and_ends_nothing(made: Step) -> None:
+def test_a_failing_verifier_is_an_error_verdict(made: Step) -> None:
     def verify(response: Response, reference: Any) -> Verdict:
         raise RuntimeError("out of order")
 
@@ -120,7 +120,7 @@ def test_a_verifier_that_fails_is_an_error_and_ends_nothing(made: Step) -> None:
     assert environment.take_metrics()["error"] == 1
 
 
-def test_a_groups_reference_is_parsed_once(made: Step) -> None:
+def test_the_reference_of_a_group_is_parsed_once(made: Step) -> None:
     checked: list[Any] = []
     environment = made(
         Environment(name="test", check=lambda given: checked.append(given) or dict(given), verify=is_equal)
@@ -133,7 +133,7 @@ def test_a_groups_reference_is_parsed_once(made: Step) -> None:
 
 @dataclass
 class Counting:
-    """Ends after the third response, or at a full stop."""
+    """Conversation that ends after the third response or at a full stop."""
 
     said: list[str] = field(default_factory=list)
 
@@ -146,7 +146,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("template", ["nemotron3_nano", "olmo3", "llama_nemotron", "domyn"])
-def test_a_conversation_goes_on_in_its_metadata(made: Step, template: str) -> None:
+def test_the_metadata_hold_the_conversation(made: Step, template: str) -> None:
     environment = made(
         Environment(name="test", check=dict, begin=lambda reference: Counting(), max_turns=4), template=template
     )
@@ -176,8 +176,8 @@ def test_turns_are_limited(made: Step) -> None:
     assert second.terminateds[0] and second.observations[0]["content"] == "wrong"
 
 
-def test_a_conversation_needs_a_template(made: Step) -> None:
-    with pytest.raises(ValueError, match="give the chat template"):
+def test_a_conversation_requires_a_template(made: Step) -> None:
+    with pytest.raises(ValueError, match="set the chat template"):
         made(Environment(name="test", check=dict, begin=lambda reference: Counting()))
 
 
@@ -187,12 +187,12 @@ def test_a_conversation_needs_a_template(made: Step) -> None:
         ({"rewards": "outcome"}, "did you mean 'reward'"),
         ({"reward": "outcom"}, "did you mean 'outcome'"),
         ({"reward": {"name": "domyn_math", "max_token": 1}}, "did you mean 'max_tokens'"),
-        ({"reward": "domyn_math"}, "give the environment the tokenizer"),
+        ({"reward": "domyn_math"}, "set the tokenizer"),
         ({"tool_style": "xml"}, "tool_style='xml': input should be 'any'"),
         ({"concurrency": 0}, "concurrency=0: input should be greater than or equal to 1"),
     ],
 )
-def test_wrong_settings_are_named(made: Step, config: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(made: Step, config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         made(Environment(name="test", check=dict, verify=is_equal), **config)
 
