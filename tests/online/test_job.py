@@ -94,7 +94,7 @@ def test_a_round_raises_the_reward_and_resumes_after_interrupts(
         ),
         (("tasks.train.path=nothing.jsonl",), "no such task file"),
         (("rl.lengths={prompt: null, total: 288}",), "online.max_tokens=null"),
-        (("rl.loss.length_normalised=true",), "loss.length_normalised: rpo's margins are sums"),
+        (("rl.loss.length_normalised=true",), "loss.length_normalised: RPO's margins are sums"),
         (("tasks.train.path=bank.jsonl",), "'bank' has several turns"),
         (("save_every=0",), "save_every"),
     ],

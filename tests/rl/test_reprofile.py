@@ -166,7 +166,7 @@ def test_a_curriculum_without_its_prompts_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reprofile", "said"),
     [
-        ({}, "give every"),
+        ({}, "set every"),
         ({"every": 0}, "every"),
         ({"plateu": 3}, "did you mean 'plateau'"),
         ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum: .*'sigmo'"),

@@ -361,7 +361,10 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
             "rl.schedule.steps=null: OLMo 3, RL-Zero gives no",
         ),
-        (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
+        (
+            ["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"],
+            "set NEMO_RL_ROOT to a checkout",
+        ),
     ],
 )
 def test_other_jobs_are_asked_too(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:

@@ -135,7 +135,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
     [
         ({}, "set one of path, curriculum, or directory"),
         ({"path": "a", "curriculum": "b"}, "set one of"),
-        ({"path": "nowhere.jsonl"}, "no such file"),
+        ({"path": "nowhere.jsonl"}, "no such task file"),
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
@@ -170,7 +170,7 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
         plan_tasks(settings, steps=1, prompts=2)
 
     lines = str(raised.value).splitlines()
-    for line, start in zip(lines, ("2: not a JSON object", "3: the id 'a'", "5: the id 'b'"), strict=False):
+    for line, start in zip(lines, ("2: not a JSON object", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False):
         assert f"one.jsonl:{start}" in line
     assert lines[2].endswith("one.jsonl:4")
     assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
