@@ -85,9 +85,9 @@ def generate(
 
 
 def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generation, folder: Path) -> None:
-    settings = job.read(_evaluation_config(config, folder))
+    settings = job.read(evaluation_config(config, folder))
     benchmarks = list(_benchmarks(tasks, generation, folder / "tasks"))
-    result = job.asked(_evaluation_config(config, folder), settings, benchmarks)
+    result = job.asked(evaluation_config(config, folder), settings, benchmarks)
     if result["missing"]:
         raise ValueError(next(iter(result["missing"].values())))
     verifiers = {name: entry["verifier"] for name, entry in result["benchmarks"].items()}
@@ -112,7 +112,7 @@ def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generat
             file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
 
-def _evaluation_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def evaluation_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Config of the evaluation that generates the responses."""
     keys = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
     return {**{key: config[key] for key in keys}, "endpoint": None, "key_variable": None, "run_dir": str(folder)}

@@ -14,6 +14,7 @@ import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from importlib.util import find_spec
 from math import gcd
@@ -28,9 +29,9 @@ from nemo_ext.job.made_of import differing, note, told
 from nemo_ext.job.progress import notice
 from nemo_ext.job.run_directory import CHECKPOINTS, METRICS, OWN, REPORT, read_metrics, write_config, write_versions
 from nemo_ext.job.settings import checked
-from nemo_ext.online.answers import Generation, generate
+from nemo_ext.online.answers import Generation, evaluation_config, generate
 from nemo_ext.online.report import line_of, shown, summary, write_report
-from nemo_ext.online.settings import Settings, algorithm_in_rounds, folder_of_round, of_a_round
+from nemo_ext.online.settings import Settings, algorithm_in_rounds
 from nemo_ext.rl import job as rl
 from nemo_ext.rl.environments import Environment, make, settings_of
 from nemo_ext.rl.groups import check_judges, group_reward
@@ -42,7 +43,7 @@ from nemo_ext.rl.trl.render import check_arguments, render
 MODEL = "model"
 PAIRS = "trl_train.jsonl"
 _MADE_OF = "made_of.json"
-_OF_EVALUATION = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
+
 _OF_TRAINING = ("trl", "micro_batch", "save_every", "memory_profile", "on_inexpressible", "seed", "trust_remote_code")
 SAME = ("served", "rl", "tasks", "online", "trl", "seed")
 """Keys that must be unchanged when a run is resumed, except for the number of rounds."""
@@ -101,8 +102,8 @@ class _Run:
         assert self.algorithm.online is not None
         self.rounds, self.samples = self.algorithm.online.rounds, self.algorithm.online.generations_per_prompt
         self.run_dir, self.policy = Path(settings.run_dir), Path(settings.served).expanduser()
-        evaluation.read({**{key: config[key] for key in _OF_EVALUATION}, "run_dir": str(self.run_dir)})
-        self.training = of_a_round(self.algorithm)
+        evaluation.read(evaluation_config(config, self.run_dir))
+        self.training = replace(self.algorithm, online=None, rounds=1)
         if settings.trl and find_spec("trl") is not None:
             check_arguments(self.training, settings.trl)
         rendered = render(self.training, micro_batch=gcd(self.training.batch, settings.micro_batch))
@@ -167,7 +168,7 @@ class _Run:
         Raises:
             ValueError: the first round has fewer pairs than a batch.
         """
-        folder = folder_of_round(self.run_dir, number)
+        folder = self.run_dir / "rounds" / str(number)
         model = folder / "train" / MODEL
         if not model.is_dir() and not self._make(folder, policy, number):
             return None

@@ -1,8 +1,7 @@
 """Settings of `nemo-ext online`."""
 
 from collections.abc import Mapping
-from dataclasses import field, replace
-from pathlib import Path
+from dataclasses import field
 from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
@@ -85,13 +84,3 @@ def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
             "'rl.online={generations_per_prompt: 4, rounds: 2}'"
         )
     return algorithm
-
-
-def of_a_round(algorithm: Preference) -> Preference:
-    """Algorithm of the training run of one round."""
-    return replace(algorithm, online=None, rounds=1)
-
-
-def folder_of_round(run_dir: Path, number: int) -> Path:
-    """Folder of a round by number, from 1."""
-    return run_dir / "rounds" / str(number)
