@@ -90,11 +90,7 @@ SERVERS: Mapping[str, Served] = {
     ),
     "code": Served("coding", "Python and C++ programs, each test in a sandbox", "programs", {"environment": "code"}),
     "workplace": Served(
-        "agent",
-        "A workplace of five databases with tools",
-        "workplace",
-        {"environment": "workplace"},
-        max_steps=6,
+        "agent", "A workplace of five databases with tools", "workplace", {"environment": "workplace"}, max_steps=6
     ),
     "bank": Served(
         "agent",

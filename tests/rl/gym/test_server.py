@@ -301,9 +301,7 @@ def base_resources_server() -> ModuleType:
     [
         ({"environment": "maths"}, "did you mean 'math'"),
         ({"environment": "math", "rewards": "score"}, "did you mean 'reward'"),
-        ({"environment": "math", "reward": "scores"}, "did you mean 'score'"),
         ({"environment": "bank", "num_workers": 2}, "num_workers must be 1"),
-        ({"environment": "math", "concurrency": 0}, "environment: concurrency=0"),
         ({"group_size": 4, "judge": {"endpoint": "http://x/v1", "model": "m"}, "num_workers": 2}, "num_workers must"),
         ({"group_size": 1, "judge": {"endpoint": "http://x/v1", "model": "m"}}, "group_size"),
         ({"group_size": 4, "judge": {"endpoint": "x://y", "model": "m"}}, "judge: endpoint"),
