@@ -1,6 +1,8 @@
 """Verification of responses and turns of conversations, without an engine."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +123,45 @@ def test_a_failing_environment_is_an_error_verdict(around: Make) -> None:
 
     assert turn.verdict == Verdict.error("RuntimeError: out of order")
     assert turn.reward is not None and turn.reward.total == 0
+
+
+def test_verifications_run_concurrently_up_to_the_limit(around: Make) -> None:
+    now = most = 0
+    lock = threading.Lock()
+
+    def count(change: int) -> None:
+        nonlocal now, most
+        with lock:
+            now, most = now + change, max(most, now + change)
+
+    def in_thread(response: Response, reference: Any) -> Verdict:
+        count(1)
+        time.sleep(0.01)
+        count(-1)
+        return Verdict.correct()
+
+    async def as_coroutine(response: Response, reference: Any) -> Verdict:
+        count(1)
+        await asyncio.sleep(0.01)
+        count(-1)
+        return Verdict.correct()
+
+    for verify in (in_thread, as_coroutine):
+        most = 0
+        made = around(Environment(name="test", check=dict, verify=verify), concurrency=4)
+        turns = asyncio.run(made.turns([episode()] * 12, ["x"] * 12))
+        assert [turn.reward.total for turn in turns if turn.reward] == [1] * 12
+        assert 1 < most <= 4
+
+
+def test_invalid_settings_are_reported(around: Make) -> None:
+    for config, message in (
+        ({"reward": {"name": "domyn_math", "max_token": 1}}, "did you mean 'max_tokens'"),
+        ({"tool_style": "xml"}, "tool_style='xml': input should be 'any'"),
+        ({"concurrency": 0}, "concurrency=0: input should be greater than or equal to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            around(echoing(), **config)
 
 
 def test_references_are_not_distinguished_by_id_alone(around: Make) -> None:

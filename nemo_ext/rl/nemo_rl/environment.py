@@ -72,7 +72,7 @@ class TaskEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """The unchanged batch and the metrics; NeMo-RL's training loops never call this."""
+        """Unchanged batch and metrics; NeMo-RL's training loops never call this."""
         return batch, self.take_metrics()
 
     def take_metrics(self) -> dict[str, float]:

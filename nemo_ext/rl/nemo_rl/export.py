@@ -198,7 +198,11 @@ def _convert(
     saved_tokenizer.save_pretrained(to)
     if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
         raise ValueError("the conversion succeeded but wrote no config.json or no weights")
-    _copy_beside(Path(str(policy["model_name"])).expanduser(), to)
+    # Files of the policy's folder that the conversion does not write: generation config and model code.
+    base = Path(str(policy["model_name"])).expanduser()
+    for file in (base / "generation_config.json", *base.glob("*.py")):
+        if file.is_file() and not (to / file.name).exists():
+            shutil.copyfile(file, to / file.name)
 
 
 def _adapters(policy: Mapping[str, Any]) -> str | None:
@@ -221,13 +225,6 @@ def _as_safetensors(folder: Path) -> None:
     state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
     hub.save_torch_state_dict(state, folder)
     (folder / _BIN).unlink()
-
-
-def _copy_beside(base: Path, to: Path) -> None:
-    """Copy files of the policy's folder that the conversion does not write: generation config and model code."""
-    for file in (base / "generation_config.json", *base.glob("*.py")):
-        if file.is_file() and not (to / file.name).exists():
-            shutil.copyfile(file, to / file.name)
 
 
 def _record(step: int, master: Mapping[str, Any], section: Section) -> dict[str, Any]:

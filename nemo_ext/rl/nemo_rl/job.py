@@ -83,10 +83,7 @@ def settings_of(
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     run_values: dict[str, Any] = {
         section: {"seed": config["seed"]},
-        "policy": {
-            "model_name": config["policy"],
-            "tokenizer": {"name": config["policy"]},
-        },
+        "policy": {"model_name": config["policy"], "tokenizer": {"name": config["policy"]}},
         "checkpointing": {"enabled": True, "checkpoint_dir": str(run_dir / CHECKPOINTS)},
         "logger": {"log_dir": str(run_dir / "logs")},
     }
@@ -120,10 +117,7 @@ def on_cluster(
     section = config["nemo_rl"]
     sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
     memory = section.get("gpu_memory_gib") or gpu_memory_gib
-    return {
-        **config,
-        "nemo_rl": {**section, "set": {**sizes, **flat(section["set"] or {})}, "gpu_memory_gib": memory},
-    }
+    return {**config, "nemo_rl": {**section, "set": {**sizes, **flat(section["set"] or {})}, "gpu_memory_gib": memory}}
 
 
 def _lay_out(

@@ -284,7 +284,7 @@ class _Search:
         Raises:
             ValueError: as `plan`.
         """
-        least, reasons = None, dict[str, None]()
+        smallest, reasons = None, dict[str, None]()
         for tensor, pipeline, context in self._sizes():
             parts = tensor * pipeline * context
             if world % parts:
@@ -301,14 +301,14 @@ class _Search:
                     reasons[division] = None
                 elif division.bytes <= TRAINING_SHARE * self.memory:
                     return self._with_larger_micro_batch(division)
-                elif least is None or division.bytes < least.bytes:
-                    least = division
-        if least is not None:
-            how = least.layout
+                elif smallest is None or division.bytes < smallest.bytes:
+                    smallest = division
+        if smallest is not None:
+            how = smallest.layout
             raise ValueError(
                 f"training: no layout on {world} GPUs of {self.memory / GIB:g} GiB fits; the smallest, "
                 f"TP{how.tensor_parallel} PP{how.pipeline_parallel} CP{how.context_parallel}, needs about "
-                f"{least.bytes / GIB:.0f} GiB; use more nodes or shorter sequences (rl.lengths), or correct "
+                f"{smallest.bytes / GIB:.0f} GiB; use more nodes or shorter sequences (rl.lengths), or correct "
                 "nemo_rl.gpu_memory_gib, the memory of a GPU"
             )
         raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
@@ -344,7 +344,8 @@ class _Search:
 
     def _generation_bytes(self, architecture: Architecture, tensor: int, weight: int) -> float:
         cached = cost.kv_cache_bytes(architecture, self.length) + cost.state_bytes_per_sequence(architecture)
-        shared = min([tensor, *(block.size("kv") for block in architecture.sizes if _attends(block))])
+        attention = (block for block in architecture.sizes if block.kind == "*" and not block.is_linear)
+        shared = min([tensor, *(block.size("kv") for block in attention)])
         return cost.total_params(architecture) * weight / tensor + SEQUENCES * cached / shared
 
     def _sizes(self) -> list[tuple[int, int, int]]:
@@ -444,10 +445,6 @@ class _Search:
                 break
             division = replace(division, layout=layout, micro_batch=micro, bytes=needed)
         return division
-
-
-def _attends(block: Any) -> bool:
-    return block.kind == "*" and not block.is_linear
 
 
 def is_paired(model: Description) -> bool:

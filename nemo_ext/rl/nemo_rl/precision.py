@@ -52,8 +52,7 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft:
     _cache(precision, algorithm, backend, draft)
     if algorithm.loss.importance_correction.kind == "none" and algorithm.asynchronous is None:
         draft.cannot(
-            "loss.importance_correction.kind",
-            "generation in FP8 requires a correction; kind=untruncated is used",
+            "loss.importance_correction.kind", "generation in FP8 requires a correction; kind=untruncated is used"
         )
         draft.put("loss.importance_correction.kind", "loss_fn.use_importance_sampling_correction", True)
 

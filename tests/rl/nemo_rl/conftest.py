@@ -68,10 +68,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        tokenizer_object=made, pad_token="<pad>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.chat_template = (REPOSITORY / "nemo_ext/chat/templates/nemotron3_nano.jinja").read_text()

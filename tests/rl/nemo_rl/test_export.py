@@ -210,11 +210,7 @@ print("done")
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_megatron_is_converted_by_the_script_in_a_separate_process(
-    whole: bool,
-    tiny_llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    whole: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "checkout" / "examples" / "converters" / "convert_megatron_to_hf.py"
     script.parent.mkdir(parents=True)
@@ -279,11 +275,7 @@ def test_a_dtensor_checkpoint_by_its_own_converter(
 
 @pytest.mark.nemo_rl
 def test_conversion_without_megatron_bridge_fails_cleanly(
-    nemo_rl: ModuleType,
-    ray_cluster: None,
-    tiny_llama: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    nemo_rl: ModuleType, ray_cluster: None, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if importlib.util.find_spec("megatron.bridge") is not None:
         pytest.skip("Megatron-Bridge is there")

@@ -47,9 +47,7 @@ def test_advantages_match_the_reference(
     baseline, std = groups.baseline_and_std(prompts_of(len(rewards), size), given, torch.ones(len(given)))
 
     expected = group_advantages(
-        rewards,
-        baseline="leave_one_out" if leave_one_out else "mean",
-        normalise="std" if biased else "unbiased_std",
+        rewards, baseline="leave_one_out" if leave_one_out else "mean", normalise="std" if biased else "unbiased_std"
     )
     divided = torch.where(std > 0, (given - baseline) / (std + 1e-6), given - baseline)
     np.testing.assert_allclose(divided.numpy(), expected.flatten(), rtol=1e-4, atol=1e-5)

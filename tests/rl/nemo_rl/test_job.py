@@ -22,10 +22,7 @@ GRPO = (
     *("preset=domyn_math_grpo", "rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4"),
     *("rl.lengths={prompt: 15000, response: 4000}", "environments={math: {reward: outcome}}"),
 )
-ASYNC = (
-    "rl.asynchronous={max_age: 1, in_flight: false}",
-    "nemo_rl.set.cluster.gpus_per_node=2",
-)
+ASYNC = ("rl.asynchronous={max_age: 1, in_flight: false}", "nemo_rl.set.cluster.gpus_per_node=2")
 DPO = ("preset=dpo_delta", "rl.batch=2", "rl.lengths={total: 2000}")
 COMMON = (
     *(
