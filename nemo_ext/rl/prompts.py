@@ -38,18 +38,10 @@ class Prompts:
         return cls(Template.load(template), eos)
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any) -> "Prompts":
-        """Chat template of a Hugging Face tokenizer.
-
-        Raises:
-            ValueError: the tokenizer has none.
-        """
-        return cls(Template.of_tokenizer(tokenizer), tokenizer.eos_token)
-
-    @classmethod
-    def from_tokenizer(cls, tokenizer: Any, template: str | None) -> "Prompts":
+    def from_tokenizer(cls, tokenizer: Any, template: str | None = None) -> "Prompts":
         """Named chat template with the tokenizer's end token; None for the tokenizer's own. Raises as `load`."""
-        return cls.of_tokenizer(tokenizer) if template is None else cls.load(template, eos=tokenizer.eos_token)
+        loaded = Template.of_tokenizer(tokenizer) if template is None else Template.load(template)
+        return cls(loaded, tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
         """Text before the first response, and whether it ends inside a trace.

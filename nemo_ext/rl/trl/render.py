@@ -13,43 +13,33 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
 
-def render(
-    algorithm: Algorithm,
-    *,
-    micro_batch: int = 1,
-    processes: int = 1,
-    vllm: bool = False,
-    by_adapter: Collection[str] = (),
-) -> Rendered:
-    """Render the algorithm as arguments of `config_class`.
+def render(algorithm: Algorithm, *, micro_batch: int = 1, by_adapter: Collection[str] = ()) -> Rendered:
+    """Render the algorithm as arguments of `config_class`, for one process that generates with transformers.
 
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
-        micro_batch: number of responses or pairs per microbatch on a device.
-        processes: number of training devices.
-        vllm: whether vLLM generates instead of transformers.
+        micro_batch: number of responses or pairs per microbatch.
         by_adapter: our keys that TRL cannot express and the caller handles, such as `lengths.prompt`.
 
     Raises:
-        ValueError: the batch is not a multiple of the micro-batches on all devices.
+        ValueError: the batch is not a multiple of the microbatch.
     """
-    concurrent = micro_batch * processes
-    if algorithm.batch % concurrent:
-        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch x processes = {concurrent}")
+    if algorithm.batch % micro_batch:
+        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch={micro_batch}")
     draft = Rendered(by_adapter=by_adapter)
     draft.surround(algorithm)
     draft.settings |= {
         "per_device_train_batch_size": micro_batch,
         "per_device_eval_batch_size": micro_batch,
-        "gradient_accumulation_steps": algorithm.batch // concurrent,
+        "gradient_accumulation_steps": algorithm.batch // micro_batch,
     }
     if isinstance(algorithm, PolicyGradient):
         # TRL validates whole groups. Without log-probabilities the batch can be as large as in generation for training.
         group = algorithm.generations_per_prompt
-        scored = vllm or algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
-        at_once = micro_batch if scored else algorithm.responses_per_step // processes
+        scored = algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
+        at_once = micro_batch if scored else algorithm.responses_per_step
         draft.settings["per_device_eval_batch_size"] = math.ceil(at_once / group) * group
-        _generation(draft, algorithm, vllm=vllm)
+        _generation(draft, algorithm)
         if algorithm.algorithm == "rloo":
             _rloo(draft, algorithm)
         else:
@@ -99,7 +89,7 @@ def scaled(algorithm: PolicyGradient) -> str:
     return "none" if algorithm.advantage.normalise == "none" else "group"
 
 
-def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> None:
+def _generation(draft: Rendered, algorithm: PolicyGradient) -> None:
     draft.settings |= {
         "num_generations": algorithm.generations_per_prompt,
         "generation_batch_size": algorithm.responses_per_step,
@@ -109,16 +99,12 @@ def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> No
         "max_completion_length": algorithm.lengths.response,
         "mask_truncated_completions": algorithm.overlong_filtering,
         "beta": algorithm.loss.kl.coefficient,
-        "use_vllm": vllm,
         # The adapter orders the prompts by curricula and shares of environments.
         "shuffle_dataset": False,
     }
-    lengths = algorithm.lengths
-    if vllm:
-        draft.settings["vllm_max_model_length"] = lengths.context
-    if lengths.prompt is not None:
+    if algorithm.lengths.prompt is not None:
         draft.cannot("lengths.prompt", "TRL trains on longer prompts as well; exclude them from the tasks")
-    elif lengths.total is not None and not vllm:
+    elif algorithm.lengths.total is not None:
         draft.cannot("lengths.total", "only vLLM limits the total length; here only lengths.response is limited")
     if algorithm.turns > 1 and algorithm.algorithm != "grpo":
         draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is used")

@@ -30,14 +30,14 @@ class Rollout:
         episode: initial episode.
         prompt: token ids of the prompt.
         tokens: token ids after the prompt.
-        own: mask of `tokens`: 1 for generated tokens, 0 for tokens of observations.
+        mask: 1 for generated tokens, 0 for tokens of observations.
         turn: outcome of the last response.
     """
 
     episode: Episode
     prompt: list[int]
     tokens: list[int]
-    own: list[int]
+    mask: list[int]
     turn: Turn
 
 
@@ -117,7 +117,7 @@ class Rollouts:
                 raise ValueError(f"environment {name!r} has several turns, which this trainer does not support")
         turns = self._turns(episodes, responses, [self._finished(ids) for ids in responses])
         return [
-            Rollout(episode=episode, prompt=[], tokens=list(ids), own=[1] * len(ids), turn=turn)
+            Rollout(episode=episode, prompt=[], tokens=list(ids), mask=[1] * len(ids), turn=turn)
             for episode, ids, turn in zip(episodes, responses, turns, strict=True)
         ]
 
@@ -127,7 +127,7 @@ class Rollouts:
         current = list(initial)
         prompts = self.encoded(texts)
         tokens: list[list[int]] = [[] for _ in texts]
-        own: list[list[int]] = [[] for _ in texts]
+        masks: list[list[int]] = [[] for _ in texts]
         ended: dict[int, Turn] = {}
         while len(ended) < len(texts):
             active = [index for index in range(len(texts)) if index not in ended]
@@ -137,7 +137,7 @@ class Rollouts:
             responses = [ids[: room[index]] for index, ids in zip(active, responses, strict=True)]
             for index, ids in zip(active, responses, strict=True):
                 tokens[index] += ids
-                own[index] += [1] * len(ids)
+                masks[index] += [1] * len(ids)
             finished = [self._finished(ids) for ids in responses]
             turns = self._turns([current[index] for index in active], responses, finished)
             for index, turn, end in zip(active, turns, finished, strict=True):
@@ -152,11 +152,11 @@ class Rollouts:
                     ended[index] = self._run(self.environments[turn.following.task.environment].close(turn))
                     continue
                 tokens[index] += observation
-                own[index] += [0] * len(observation)
+                masks[index] += [0] * len(observation)
                 current[index] = turn.following
-        rows = zip(initial, prompts, tokens, own, strict=True)
+        rows = zip(initial, prompts, tokens, masks, strict=True)
         return [
-            Rollout(episode=episode, prompt=prompt, tokens=ids, own=mask, turn=ended[index])
+            Rollout(episode=episode, prompt=prompt, tokens=ids, mask=mask, turn=ended[index])
             for index, (episode, prompt, ids, mask) in enumerate(rows)
         ]
 
@@ -188,7 +188,7 @@ class Rollouts:
             "reward": reward,
             "outcome": verdict.outcome if verdict else "error",
             "score": verdict.score if verdict else 0.0,
-            "tokens": sum(rollout.own),
+            "tokens": sum(rollout.mask),
             "finished": rollout.turn.response.finished,
             "response": self.tokenizer.decode(rollout.tokens[:-1] if ended else rollout.tokens),
         }
@@ -237,12 +237,12 @@ class Rollouts:
         thinking = 0
         if response.thinking is not None:
             thinking = min(
-                len(self.encoded([response.text.partition("</think>")[0] + "</think>"])[0]), sum(rollout.own)
+                len(self.encoded([response.text.partition("</think>")[0] + "</think>"])[0]), sum(rollout.mask)
             )
         return Member(
             reward=reward,
             thinking_tokens=thinking,
-            answer_tokens=sum(rollout.own) - thinking,
+            answer_tokens=sum(rollout.mask) - thinking,
             prompt=rollout.episode.task.prompt,
             response=response,
         )

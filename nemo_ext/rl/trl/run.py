@@ -58,13 +58,19 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
         phases = sampler.Phases(None if seconds is None else folder)
         phases.begin("setup")
         try:
-            trained, stopped = _train(config, algorithm, phases)
+            ready = _ready(config, algorithm)
+            run_dir = Path(config["run_dir"])
+            write_config(run_dir, config)
+            write_versions(run_dir, sys.argv)
+            # To measure pass rates again, training ends with a checkpoint and resumes from it, as after a kill.
+            while (trained := _train(config, algorithm, phases, ready)) is None:
+                _free_memory()
         finally:
             phases.begin(None)
     if trained:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
-        notice(f"report: {write_report(Path(config['run_dir']), algorithm, curricula)}")
-    return stopped
+        notice(f"report: {write_report(run_dir, algorithm, curricula)}")
+    return bool(ready.stop.asked)
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ class _Ready:
         rendered: algorithm rendered for TRL.
         trusted: True if Python files in the model's folder may run.
         stop: callback that ends training after a signal.
-        transformers, trainers: modules.
+        trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
     """
 
     model: Path
@@ -85,21 +91,7 @@ class _Ready:
     rendered: Rendered
     trusted: bool
     stop: Any
-    transformers: Any
     trainers: Any
-
-
-def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> tuple[bool, bool]:
-    """Train; returns whether there was anything left to do, and the result of `run`."""
-    ready = _ready(config, algorithm)
-    run_dir = Path(config["run_dir"])
-    write_config(run_dir, config)
-    write_versions(run_dir, sys.argv)
-    # To measure pass rates again, training ends with a checkpoint and resumes from it, as after a kill.
-    while (trained := _train_to_reprofile(config, algorithm, phases, ready)) is None:
-        gc.collect()
-        import_module("torch").cuda.empty_cache()
-    return trained, ready.stop.asked
 
 
 def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
@@ -131,12 +123,10 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
         rendered.cannot("precision_plan", reason)
     rendered.settled(config["on_inexpressible"])
     stop = trainers.Stop(algorithm.updates_per_step)
-    return _Ready(folder, tokenizer, rendered, trusted, stop, transformers, trainers)
+    return _Ready(folder, tokenizer, rendered, trusted, stop, trainers)
 
 
-def _train_to_reprofile(
-    config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready
-) -> bool | None:
+def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
     """Train from the last checkpoint to the end or to the next measurement of pass rates.
 
     Returns:
@@ -181,7 +171,7 @@ def _train_to_reprofile(
         notice(f"resuming from step {done // algorithm.updates_per_step}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
-    trainer.remove_callback(ready.transformers.PrinterCallback)
+    trainer.remove_callback(import_module("transformers").PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.phases = phases
     phases.begin("training")
@@ -260,8 +250,12 @@ def _measure(
             )
         del trainer
         curricula.make(number)
-        gc.collect()
-        import_module("torch").cuda.empty_cache()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    import_module("torch").cuda.empty_cache()
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
@@ -380,7 +374,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether the file that is written last is complete; a kill may have truncated it."""
+    """True if the file that is written last is complete; a kill may have truncated it."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_bytes())
     except (OSError, ValueError):

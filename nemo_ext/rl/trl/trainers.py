@@ -743,7 +743,7 @@ def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | No
     return {
         "prompt_ids": [rollout.prompt for rollout in rollouts],
         "completion_ids": [rollout.tokens for rollout in rollouts],
-        "env_mask": [rollout.own for rollout in rollouts],
+        "env_mask": [rollout.mask for rollout in rollouts],
         "logprobs": None,
         "rollout": rollouts,
     }

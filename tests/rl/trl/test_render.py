@@ -73,7 +73,7 @@ def test_the_loss() -> None:
 
 def test_an_untruncated_correction_has_bounds_that_never_bind(tmp_path: Path) -> None:
     algorithm = small(loss=loss(importance_correction={"kind": "untruncated"}))
-    config = make_config(algorithm, render(algorithm, vllm=True).settings, output_dir=str(tmp_path), **CPU)
+    config = make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), **CPU)
 
     assert config.vllm_importance_sampling_mode == "token_truncate"
     assert (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max) == (0, None)
@@ -118,7 +118,7 @@ def test_settings_that_trl_cannot_express_are_reported_unless_handled(change: di
 
 
 def test_plain_grpo_is_fully_expressed() -> None:
-    assert set(render(small(), vllm=True).inexpressible) == set()
+    assert set(render(small()).inexpressible) == {"lengths.total"}
 
 
 def test_steps_are_updates(tmp_path: Path) -> None:
@@ -152,8 +152,8 @@ def test_pairs() -> None:
 
 
 def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch=16 must be a multiple of micro_batch x processes = 12"):
-        render(small(), micro_batch=3, processes=4)
+    with pytest.raises(ValueError, match="batch=16 must be a multiple of micro_batch=3"):
+        render(small(), micro_batch=3)
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -94,9 +94,9 @@ def test_a_conversation_continues_until_the_task_is_done(model: Path, tmp_path: 
     assert done.turn.verdict is not None and done.turn.verdict.outcome == "correct"
     assert refused.turn.verdict is not None and refused.turn.verdict.outcome == "wrong"
     # Tokens of the model are its own, tokens of the bank are not.
-    own = [token for token, mine in zip(done.tokens, done.own, strict=True) if mine]
-    assert made.tokenizer.decode(own).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
-    read = [token for token, mine in zip(done.tokens, done.own, strict=True) if not mine]
+    generated = [token for token, mine in zip(done.tokens, done.mask, strict=True) if mine]
+    assert made.tokenizer.decode(generated).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
+    read = [token for token, mine in zip(done.tokens, done.mask, strict=True) if not mine]
     assert "assistant<|end_header_id|>" in made.tokenizer.decode(read)
     # Every prompt has all previous tokens, without tokenising again.
     whole = done.prompt + done.tokens
@@ -118,7 +118,7 @@ def test_the_end_of_turn_of_the_template_ends_a_response(model: Path, tmp_path: 
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = "<|pad|>"
-    prompts = Prompts.of_tokenizer(tokenizer)
+    prompts = Prompts.from_tokenizer(tokenizer)
     environments = {name: Episodes({"name": name}, prompts) for name in ("math", "bank")}
     made = Rollouts(
         tokenizer=tokenizer,
@@ -174,7 +174,7 @@ def test_a_conversation_without_room_is_verified_in_its_state(model: Path, tmp_p
     (found,) = made.conversations([made.prompt(task)], lambda prompts, room: [ids(made, first)])
 
     assert found.turn.verdict is not None and found.turn.verdict.outcome == "wrong"
-    assert set(found.own) == {1}
+    assert set(found.mask) == {1}
 
 
 def test_lengths_are_controlled_within_groups(model: Path, tmp_path: Path) -> None:

@@ -397,14 +397,6 @@ def test_a_reward_model_is_trained(model: Path, tmp_path: Path) -> None:
     assert lines(tmp_path / "run" / "metrics.jsonl")[0]["genrm/reward/format"] == -10
 
 
-def test_a_chat_without_a_judge_is_refused(model: Path, tmp_path: Path) -> None:
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"id": "a", "environment": "chat", "prompt": "Hi."}) + "\n")
-    words = ("rl", "preset=rl_zero", f"model={model}", f"tasks.train.path={path}", *SMALL, "environments={chat: {}}")
-
-    assert "has no rewards without a judge" in refusal(*words, f"run_dir={tmp_path / 'run'}")
-
-
 @pytest.mark.slow
 def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
     pairs = tmp_path / "pairs.jsonl"
@@ -441,10 +433,6 @@ def test_dpo_trains_on_pairs(model: Path, tmp_path: Path) -> None:
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation=t"], "write tasks.validation.path=FILE"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "tasks.validation.paht=t"], "input should be 'path'"),
         (["preset=rl_zero", "model=m", "tasks.train.path=t", "micro_batch=abc"], "micro_batch"),
-        (
-            ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {plateau: 2}}"],
-            "reprofile.plateau: of what?",
-        ),
         (
             ["preset=rl_zero", "model=m", "tasks.train={path: t, reprofile: {every: 2}}", "engine=nemo_rl"],
             "reprofile: engine=",
@@ -542,7 +530,7 @@ def test_errors_found_by_a_run_are_one_line(model: Path, tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert done.stderr.splitlines()[-1].startswith("error: model=nowhere: no config.json there")
+    assert done.stderr.splitlines()[-1].startswith("error: model=nowhere: has no config.json")
     assert "no such task file" in refusal(*words, "tasks.train.path=nowhere.jsonl")
     assert "did you mean 'learning_rate'" in refusal(*words, f"tasks.train.path={path}", "trl.learning_rat=1")
     assert "unknown key 'foo'" in refusal(
