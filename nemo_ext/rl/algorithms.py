@@ -64,7 +64,7 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyLoss:
-    """The surrogate loss."""
+    """Surrogate loss of the policy gradient."""
 
     # mean over all tokens of a batch (`token`), or over its responses, each as the mean of its tokens (`sequence`) or
     # as their sum (`sequence_sum`: a response is one action, as in RLOO)
@@ -281,7 +281,7 @@ class _Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyGradient(_Training):
-    """GRPO and related algorithms: rewards for responses that the policy generates."""
+    """GRPO and related algorithms, which train on rewards for responses that the policy generates."""
 
     algorithm: Literal["grpo", "rloo"]  # selects the trainer of an engine that has one for each
     prompts_per_step: PositiveInt  # number of prompts per generation step

@@ -46,7 +46,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
     Braces must balance, escaped ones (`\{`) aside; a box that does not close is not counted.
     """
-    found, open_braces = [], []
+    spans, open_braces = [], []
     for token in _BRACES.finditer(text):
         mark = token.group()
         if mark.startswith(r"\boxed"):
@@ -56,14 +56,14 @@ def boxes(text: str) -> list[tuple[int, int]]:
         elif mark == "}" and open_braces:
             begin = open_braces.pop()
             if begin >= 0:
-                found.append((begin, token.start()))
-    return found
+                spans.append((begin, token.start()))
+    return spans
 
 
 def last_boxed(text: str) -> str | None:
     r"""Contents of the last \boxed{}, including any inner boxes, or None if there is no box."""
-    found = boxes(text)
-    return text[slice(*found[-1])].strip() if found else None
+    spans = boxes(text)
+    return text[slice(*spans[-1])].strip() if spans else None
 
 
 def final_line(text: str) -> str | None:
@@ -84,13 +84,13 @@ def final_text(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The first sentence of `final_line`."""
+    """First sentence of `final_line`, or None."""
     line = final_line(text)
     return line and _trimmed(line.split(". ", 1)[0])
 
 
 def bare(text: str) -> str | None:
-    """The text without emphasis and full stop if it is a single line, else None."""
+    """Text without emphasis and full stop; None unless it is a single line."""
     stripped = _trimmed(text)
     return stripped if stripped and "\n" not in stripped else None
 

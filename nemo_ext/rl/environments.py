@@ -29,7 +29,7 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One environment.
+    """Environment that verifies single responses or holds conversations.
 
     Attributes:
         name: name in task files.

@@ -22,7 +22,7 @@ GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One response of a group.
+    """Response of a group with its reward and lengths.
 
     Attributes:
         reward: reward from the environment.

@@ -23,7 +23,7 @@ from nemo_ext.rl.prompts import Prompts
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair from one line of a file, checked.
+    """Checked preference pair from one line of a file.
 
     Attributes:
         prompt: text before the responses.

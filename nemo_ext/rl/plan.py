@@ -17,7 +17,7 @@ file of each prompt step by step, and the plan decides only the order within eac
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -277,17 +277,15 @@ def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> P
     _refuse(problems)
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
-    if adapt is not None and any(node.cap_epochs is not None for node in _nodes(root)):
+    if adapt is not None and _is_capped(root):
         raise ValueError(f"{where}.adapt: adaptive shares cannot respect cap_epochs; remove one of the two")
-    if adapt is not None and len([share for share in shares.values() if share]) < 2:
+    if adapt is not None and sum(map(bool, shares.values())) < 2:
         raise ValueError(f"{where}.adapt: requires at least two streams with a share above 0")
     return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=settings.seed, adapt=adapt)
 
 
-def _nodes(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from _nodes(child)
+def _is_capped(node: Node) -> bool:
+    return node.cap_epochs is not None or any(map(_is_capped, node.children))
 
 
 def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:

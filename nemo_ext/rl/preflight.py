@@ -19,12 +19,7 @@ from nemo_ext.rl.trl.render import check_arguments
 
 
 def findings(
-    config: Mapping[str, Any],
-    settings: Any,
-    *,
-    paths: bool,
-    here: bool,
-    model_to_come: Mapping[str, Any] | None,
+    config: Mapping[str, Any], settings: Any, *, paths: bool, here: bool, model_to_come: Mapping[str, Any] | None
 ) -> Iterator[Finding]:
     """Findings on an RL job.
 
