@@ -71,7 +71,6 @@ def generate(
     Args:
         config: config of the evaluation, whose `served` is the policy.
         tasks: tasks to respond to.
-        generation: settings of generation and rewards.
         folder: folder of all files.
 
     Raises:

@@ -87,11 +87,7 @@ def check(config: Mapping[str, Any], *, tasks: bool = True) -> None:
 
 
 class _Run:
-    """Run with checked settings; `check_tasks` checks its tasks.
-
-    Raises:
-        ValueError: see `run`.
-    """
+    """Run with checked settings; `check_tasks` checks its tasks. Raises as `run`."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(Settings, config)
@@ -163,11 +159,7 @@ class _Run:
         write_versions(self.run_dir, sys.argv)
 
     def round(self, policy: Path, number: int) -> Path | None:
-        """Run or resume a round; returns the folder of the trained policy, None if there are fewer pairs than a batch.
-
-        Raises:
-            ValueError: the first round has fewer pairs than a batch.
-        """
+        """Run or resume a round; returns the trained policy, or None if pairs are too few (ValueError in round 1)."""
         folder = self.run_dir / "rounds" / str(number)
         model = folder / "train" / MODEL
         if not model.is_dir() and not self._make(folder, policy, number):

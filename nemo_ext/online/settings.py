@@ -41,11 +41,7 @@ class OnlineSettings:
         return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
-        """Maximum length of a response in tokens.
-
-        Raises:
-            ValueError: neither `max_tokens` nor `rl.lengths` determines it.
-        """
+        """Maximum length of a response in tokens; raises ValueError if the settings do not determine it."""
         lengths = algorithm.lengths
         if self.max_tokens is not None:
             return self.max_tokens
@@ -66,11 +62,7 @@ class Settings(TrainingSettings):
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
-    """Algorithm of a composed config, which must train in rounds.
-
-    Raises:
-        ValueError: the algorithm is missing or does not train in rounds.
-    """
+    """Algorithm of a composed config; raises ValueError if it does not train in rounds."""
     if not config.get("rl"):
         raise ValueError("preset=null: choose a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")

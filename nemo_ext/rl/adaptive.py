@@ -25,11 +25,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def signals_of(rewards: npt.ArrayLike) -> Floats:
-    """Mean absolute advantage of each group in standard deviations, `[groups, responses] -> [groups]`, from 0 to 1.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
+    """Mean absolute advantage in standard deviations, 0 to 1, of finite rewards `[groups, responses]`: `[groups]`."""
     signals: Floats = np.abs(group_advantages(rewards, baseline="mean", normalise="std")).mean(axis=-1)
     return signals
 
@@ -121,11 +117,7 @@ class AdaptiveShares:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Load the state of a checkpoint.
-
-        Raises:
-            ValueError: the state belongs to different datasets.
-        """
+        """Load the state of a checkpoint; raises ValueError if it belongs to different datasets."""
         if state["names"] != list(self.names):
             raise ValueError(f"the saved state is for the datasets {state['names']}, the run has {list(self.names)}")
         self._signal = np.array(state["signal"], dtype=np.float64)

@@ -157,11 +157,7 @@ class Schedule:
         return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None
 
     def warmup(self, total: int | None) -> int:
-        """Number of warm-up steps out of `total`.
-
-        Raises:
-            ValueError: warmup_share is set and the total number of steps is unknown.
-        """
+        """Number of warm-up steps out of `total`; raises ValueError for a share of an unknown total."""
         if self.warmup_share is None:
             return self.warmup_steps
         if total is None:

@@ -66,7 +66,6 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     """Create an environment by name.
 
     Args:
-        name: name of the environment.
         settings: arguments of its module's `environment`, such as limits.
 
     Raises:
@@ -80,11 +79,7 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
 
 
 def settings_of(name: str) -> dict[str, bool]:
-    """Names of an environment's settings, each with True if it is required.
-
-    Raises:
-        ValueError: unknown environment.
-    """
+    """Names of an environment's settings, each with True if it is required; raises as `make`."""
     parameters = inspect.signature(_module(name).environment).parameters
     return {key: parameter.default is parameter.empty for key, parameter in parameters.items()}
 

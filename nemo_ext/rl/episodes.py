@@ -135,8 +135,6 @@ class Episodes:
         """Outcome of one response.
 
         Args:
-            episode: episode of the response.
-            response: the response.
             unreadable: reason by id of each malformed call. In a conversation the model gets the reasons as error
                 messages; a single turn with a malformed call is wrong.
         """
@@ -161,11 +159,7 @@ class Episodes:
         return replace(episode, conversation=self.environment.begin(self.reference(episode.task)))
 
     def reference(self, task: Task) -> Any:
-        """Parsed reference of a task; cached, because all responses of a group share it.
-
-        Raises:
-            ValueError: the environment cannot verify against it.
-        """
+        """Parsed reference of a task, cached for its group; raises ValueError if it cannot be verified against."""
         # Ids are unique only within a file, so the reference is compared too.
         cache, key = self._references, task.id or repr(task.reference)
         if key not in cache or cache[key][0] != task.reference:

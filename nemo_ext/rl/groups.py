@@ -65,12 +65,7 @@ def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
-    """Check, before training starts, that all judges of a run can be reached.
-
-    Raises:
-        ValueError: an environment requires a group judge and there is none, or a judge does not answer or serves a
-            different model.
-    """
+    """Raise ValueError, before training starts, if a judge is missing, unreachable or serves a different model."""
     environments = list(environments)
     checks = [environment.reach for environment in environments if environment.reach is not None]
     if group.get("judge"):
@@ -118,8 +113,6 @@ async def judged(
     All groups are judged concurrently. The environment's rewards are ignored. Unanswered questions are reported.
 
     Args:
-        groups: members of each group.
-        judge: client of the judge or reward model.
         control: length control; None for none.
         show: function that writes two responses for the judge; None for a reward model, which scores each separately.
         both_orders: whether each pair is judged in both orders.

@@ -59,11 +59,7 @@ def run(config: Mapping[str, Any]) -> bool:
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with changed settings, except for the number of steps.
-
-    Raises:
-        ValueError: names each changed key with its old and new value.
-    """
+    """Refuse to resume with changed settings except more steps; ValueError names each with both values."""
     old, new = ({key: config.get(key) for key in SAME} for config in (before, now))
     was, is_ = flat(old), flat(new)
     # Off, empty and absent mean the same to an engine.
@@ -102,11 +98,7 @@ def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, 
 
 
 def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm:
-    """Algorithm with epochs over the run's pairs instead of the paper's.
-
-    Raises:
-        ValueError: the file does not exist or has fewer pairs than a batch.
-    """
+    """Algorithm with epochs over the run's pairs; raises ValueError if these are missing or less than a batch."""
     schedule = algorithm.schedule
     if isinstance(algorithm, PolicyGradient) or schedule.steps is not None or not schedule.epochs:
         return algorithm
@@ -122,11 +114,7 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
 
 
 def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Require a number of steps from the user or the paper.
-
-    Raises:
-        ValueError: the number of steps is unknown; suggests one from the number of tasks and the paper's epochs.
-    """
+    """Require a number of steps; the ValueError suggests one from the paper's epochs and the number of tasks."""
     schedule = algorithm.schedule
     if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
         return
@@ -164,11 +152,7 @@ def _rows(path: Path) -> int:
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """Algorithm of a config, after a check of all keys.
-
-    Raises:
-        ValueError: as `run`.
-    """
+    """Algorithm of a config, after a check of all keys; raises as `run`."""
     settings = checked(Settings, config)
     if not settings.rl:
         raise ValueError(f"preset=null: choose an algorithm: {', '.join(presets())}")

@@ -132,11 +132,7 @@ class Judge:
         return [task.result() for task in tasks]
 
     async def check(self) -> None:
-        """Check that the endpoint can be reached and serves the model; called when a run starts.
-
-        Raises:
-            ValueError: the endpoint cannot be reached, or serves a different model.
-        """
+        """Raise ValueError if the endpoint cannot be reached or serves a different model; called when a run starts."""
         try:
             await (await self._connect(min(_TO_COME_UP, self.settings.total_seconds)))[0].check()
         except ValueError as error:

@@ -82,11 +82,7 @@ class TaskFile:
             raise ValueError(f"{self.path}: the file has no tasks")
 
     def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Remove the unwanted tasks; returns their ids.
-
-        Raises:
-            ValueError: no tasks remain.
-        """
+        """Remove the unwanted tasks and return their ids; raises ValueError if none remain."""
         excluded = {row for row, task in enumerate(self.tasks) if unwanted(task)}
         if len(excluded) == len(self.tasks):
             raise ValueError(f"{self.path}: all of its {len(excluded):,} tasks are excluded")

@@ -66,11 +66,7 @@ def _reinforcement(
 
 
 def _on_nemo_rl(config: Mapping[str, Any], algorithm: Any, settings: Any) -> Iterator[Finding]:
-    """Findings of NeMo-RL's own `setup` on the config of the job, if NeMo-RL can be imported.
-
-    Raises:
-        ValueError: the config cannot be rendered, or no layout fits.
-    """
+    """Findings of NeMo-RL's own `setup`, if it can be imported; ValueError if the config cannot be rendered."""
     from nemo_ext.rl.nemo_rl.checkout import Checkout
     from nemo_ext.rl.nemo_rl.draft import section_of
     from nemo_ext.rl.nemo_rl.job import on_cluster, settings_of

@@ -30,11 +30,7 @@ class Prompts:
 
     @classmethod
     def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
-        """Load a chat template by its name, its file, or the folder of a tokenizer.
-
-        Raises:
-            ValueError: there is no such template.
-        """
+        """Load a template by its name, its file, or a tokenizer's folder; raises ValueError if there is none."""
         return cls(Template.load(template), eos)
 
     @classmethod
@@ -44,11 +40,7 @@ class Prompts:
         return cls(loaded, tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
-        """Text before the first response, and whether it ends inside a trace.
-
-        Raises:
-            ValueError: the template refuses the task, or omits a part of it.
-        """
+        """Text before the first response, and whether it ends in a trace; ValueError if the template omits a part."""
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         self.template.check_complete(sample, thinking=task.thinking is not False)
         return self._ending(sample, task.thinking)

@@ -64,11 +64,7 @@ class Rendered:
             adapter["group"] = algorithm.group.settings()
 
     def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
-        """Require that everything is expressed, or with `warn` accept substitutes; returns self.
-
-        Raises:
-            ValueError: lists the settings that are not expressed, with reasons.
-        """
+        """Return self if everything is expressed or `warn` accepts substitutes; else ValueError lists the settings."""
         if on_inexpressible not in ("error", "warn"):
             raise ValueError(f"on_inexpressible must be error or warn, not {on_inexpressible!r}")
         lines = [f"{key}: {reason}" for key, reason in self.inexpressible.items()]

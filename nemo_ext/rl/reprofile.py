@@ -96,11 +96,7 @@ class Curricula:
 
     @classmethod
     def from_config(cls, train: Mapping[str, Any], run_dir: Path, *, prompts: int, steps: int) -> "Curricula | None":
-        """Curricula of a run from its `tasks.train`; None without `reprofile`.
-
-        Raises:
-            ValueError: names the setting.
-        """
+        """Curricula of a run from its `tasks.train`; None without `reprofile`. Invalid settings raise ValueError."""
         settings = checked(TrainTasks, train, "tasks.train")
         if settings.reprofile is None:
             return None
@@ -188,11 +184,7 @@ class Curricula:
         write_text(self.of_number(len(self.changes()) + 1) / BEGUN, json.dumps(asdict(change)) + "\n")
 
     def make(self, number: int) -> None:
-        """Make a curriculum from its complete rollouts; if no order can be made, the old one is kept.
-
-        Raises:
-            ValueError: a file is invalid.
-        """
+        """Make a curriculum from its complete rollouts; if no order can be made, the old one is kept."""
         folder, changes = self.of_number(number), self.changes()
         config = self._config(number, changes, step=changes[number - 1].step)
         kept = None

@@ -117,14 +117,7 @@ SERVERS: Mapping[str, Served] = {
 
 
 def run(config: Mapping[str, Any]) -> str:
-    """Write the folder; repeating the command writes the same files.
-
-    Returns:
-        Command that starts the first server.
-
-    Raises:
-        ValueError: names the key, its value and the allowed values, or a task that no server can verify.
-    """
+    """Write the folder and return a command that starts a server; ValueError for invalid settings or tasks."""
     settings = checked(GymSettings, config)
     names = settings.servers or tuple(SERVERS)
     for name in names:

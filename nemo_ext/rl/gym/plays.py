@@ -42,11 +42,7 @@ class Plays:
         self._plays: OrderedDict[str, Play] = OrderedDict()
 
     def begin(self, session: str, task: Task, make: Callable[[], Episode]) -> None:
-        """Start a conversation; repeating the request has no effect.
-
-        Raises:
-            NoPlayError: the session already has a conversation.
-        """
+        """Start a conversation or repeat the request; raises NoPlayError if the session has another conversation."""
         play = self._plays.get(session)
         if play is not None:
             if _same(play.episode.task, task) and not play.episode.turn and not play.replies:
@@ -57,11 +53,7 @@ class Plays:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Task | None = None) -> Play:
-        """Conversation of a session, marked as the most recently used.
-
-        Raises:
-            NoPlayError: there is none, or it was started with another task.
-        """
+        """Conversation of a session, now the most recent; raises NoPlayError if there is none for the task."""
         if session not in self._plays:
             raise NoPlayError("no conversation was started in this session; send /seed_session or /reset first")
         self._plays.move_to_end(session)

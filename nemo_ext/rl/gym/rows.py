@@ -28,7 +28,6 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
     """Row of a task.
 
     Args:
-        task: the task.
         thinking_key: variable of the model's chat template that switches reasoning on and off; Gym's vllm_model passes
             it on for tasks with a mode.
     """
@@ -48,7 +47,6 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     """Task of a row, ours or Gym's own.
 
     Args:
-        row: the row.
         environment: environment of the server that received the row.
 
     Raises:
@@ -83,11 +81,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
 
 
 def messages(conversation: Any) -> tuple[Message, ...]:
-    """Messages of OpenAI's Responses input.
-
-    Raises:
-        ValueError: names an item that is not a message, is not text, or is the result of an unknown call.
-    """
+    """Messages of OpenAI's Responses input; ValueError names an item that is not text or has no matching call."""
     if isinstance(conversation, str):
         return (Message(role="user", content=conversation),)
     parsed: list[Message] = []
@@ -120,11 +114,7 @@ def messages(conversation: Any) -> tuple[Message, ...]:
 
 
 def check_listed(value: Any, where: str) -> list[Mapping[str, Any]]:
-    """Check that a value is a list of mappings, and return it.
-
-    Raises:
-        ValueError: names `where`.
-    """
+    """Return a list of mappings; ValueError names `where` for any other value."""
     if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
         raise ValueError(f"{where} must be a list of mappings, not {value!r:.200}")
     return list(value)

@@ -41,11 +41,7 @@ _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "li
 
 
 class OwnConfig(BaseResourcesServerConfig):
-    """Config of a server; unknown keys are errors.
-
-    Raises:
-        ValueError: a key that neither Gym nor the server knows.
-    """
+    """Config of a server; raises ValueError for keys that neither Gym nor the server knows."""
 
     model_config = ConfigDict(extra="allow")
 

@@ -118,7 +118,6 @@ class Checkout:
         """Complete, resolved example config with changes, for `nemo_ext.rl.nemo_rl.run.run`.
 
         Args:
-            section: grpo or dpo.
             changes: nested mappings; later ones take precedence, and interpolations are resolved at the end.
 
         Raises:

@@ -44,11 +44,7 @@ Ready = SimpleNamespace
 
 
 def grpo() -> ModuleType:
-    """NeMo-RL's GRPO module.
-
-    Raises:
-        ValueError: NeMo-RL cannot be imported; gives the reason and the remedy.
-    """
+    """NeMo-RL's GRPO module; raises ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.grpo")
 
 
@@ -68,11 +64,7 @@ def refills() -> bool:
 
 
 def part(module: ModuleType, name: str) -> Any:
-    """Class or function of a module of NeMo-RL.
-
-    Raises:
-        ValueError: this version does not have it; names the supported versions.
-    """
+    """Class or function of a module; ValueError names the supported versions if it does not exist."""
     found = getattr(module, name, None)
     if found is None:
         raise ValueError(_gone(f"{module.__name__}.{name}"))
@@ -120,11 +112,7 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup`.
-
-    Raises:
-        ValueError: it returns an unexpected number of items; the version is not supported.
-    """
+    """Call `grpo.setup`; raises ValueError if the number of returned items is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:

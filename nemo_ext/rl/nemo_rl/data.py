@@ -20,11 +20,7 @@ from nemo_ext.rl.task import Task
 
 @dataclass(frozen=True)
 class TaskProcessor:
-    """NeMo-RL task processor, which tokenizes the prompt and adds the information for the environment.
-
-    Attributes:
-        prompts: chat template of the model.
-    """
+    """NeMo-RL task processor, which tokenizes the prompt and adds the information for the environment."""
 
     prompts: Prompts
 
@@ -106,11 +102,7 @@ class AdaptiveTasks:
         return [self._processed[number] for number in numbers]
 
     def learn(self, rewards: npt.ArrayLike) -> None:
-        """Update the shares from the rewards of the last batch, `[prompts, responses]`.
-
-        Raises:
-            ValueError: the number of prompts differs from the batch, or a reward is not finite.
-        """
+        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if they do not fit."""
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:

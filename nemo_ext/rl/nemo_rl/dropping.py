@@ -93,22 +93,14 @@ class Buffer(_Buffer):
         return max(0, min(needed, allowed))
 
     def has_complete_batch(self, target_step: int, *arguments: Any, **keywords: Any) -> bool:
-        """True if a step has all its groups.
-
-        Raises:
-            ValueError: the step can get no more groups.
-        """
+        """True if a step has all its groups; raises ValueError if it can get no more."""
         complete: bool = super().has_complete_batch(target_step, *arguments, **keywords)
         if not complete:
             self._check(target_step)
         return complete
 
     def sample(self, *, num_prompt_groups: int, current_weight_version: int, max_age_steps: int) -> Any:
-        """Groups of a step; None while it is incomplete.
-
-        Raises:
-            ValueError: the step can get no more groups.
-        """
+        """Groups of a step, None while it is incomplete; raises ValueError if it can get no more."""
         groups = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
         if groups is None:
             self._check(current_weight_version)

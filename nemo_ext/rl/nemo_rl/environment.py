@@ -19,14 +19,7 @@ from nemo_ext.rl.prompts import Prompts
 
 
 class TaskEnvironment(EnvironmentInterface):
-    """Environment with NeMo-RL's interface; `TaskEnvironmentActor` is its Ray actor.
-
-    Args:
-        config: an `EpisodeSettings`.
-
-    Raises:
-        ValueError: unknown key or invalid value.
-    """
+    """Environment with NeMo-RL's interface from `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         settings = checked(EpisodeSettings, config, "environment")

@@ -67,11 +67,7 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 def settings_of(
     config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Adapter settings and master config for `nemo_ext.rl.nemo_rl.run.run`.
-
-    Raises:
-        ValueError: as `run`.
-    """
+    """Adapter settings and master config for `nemo_ext.rl.nemo_rl.run.run`; raises as `run`."""
     settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
         raise ValueError("rl.schedule.steps=null: set the number of steps")

@@ -147,11 +147,7 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Stated:
-    """Load a layout that a paper states.
-
-    Raises:
-        ValueError: unknown layout.
-    """
+    """Load a layout that a paper states; raises ValueError if it is unknown."""
     if name not in names():
         raise ValueError(f"nemo_rl.layout={name}: {nearest(name, names())}; null computes one")
     text = (files("hydra_conf") / "rl" / "layout" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -240,11 +236,7 @@ def plan(
 
 
 def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
-    """Numbers of nodes for generation and of GPUs on each, the most even split of the cluster first.
-
-    Raises:
-        ValueError: no GPU is left for training, or only some GPUs of several nodes would generate.
-    """
+    """Nodes for generation and GPUs of each, the most even split first; ValueError if none is possible."""
     where = f"{nodes} nodes with {gpus} GPUs" if nodes > 1 else f"one node with {gpus} GPUs"
     if nodes == 1:
         generating, total = fixed.generation_gpus, gpus
@@ -279,11 +271,7 @@ class _Search:
         self.length = algorithm.lengths.context or 1
 
     def training(self, world: int) -> Division:
-        """Layout of training on `world` GPUs.
-
-        Raises:
-            ValueError: as `plan`.
-        """
+        """Layout of training on `world` GPUs; raises as `plan`."""
         smallest, reasons = None, dict[str, None]()
         for tensor, pipeline, context in self._sizes():
             parts = tensor * pipeline * context
@@ -314,11 +302,7 @@ class _Search:
         raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """Layout of vLLM on `world` GPUs.
-
-        Raises:
-            ValueError: as `plan`.
-        """
+        """Layout of vLLM on `world` GPUs; raises as `plan`."""
         stated_size = self.fixed.generation_tensor_parallel
         sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:

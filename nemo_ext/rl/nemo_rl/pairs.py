@@ -11,13 +11,7 @@ from nemo_ext.rl.pairs import Pair, token_ids
 
 @dataclass(frozen=True)
 class PairDataset:
-    """Dataset of pairs for `dpo.setup`.
-
-    Attributes:
-        pairs: pairs in order.
-        tokenizer: tokenizer of the policy.
-        max_length: maximum number of tokens of a conversation; longer pairs are excluded from the loss.
-    """
+    """Dataset of pairs for `dpo.setup`; pairs longer than `max_length` tokens are excluded from the loss."""
 
     pairs: Sequence[Pair]
     tokenizer: Any

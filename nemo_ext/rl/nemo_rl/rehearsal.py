@@ -71,11 +71,7 @@ class _Data:
 
 
 def rehearse(master: Mapping[str, Any], section: Section) -> None:
-    """Set up a run with a config, which is changed in place.
-
-    Raises:
-        ValueError: NeMo-RL refuses the config, or cannot be imported.
-    """
+    """Set up a run with a config, changed in place; raises ValueError if NeMo-RL refuses it or cannot be imported."""
     module = compat.grpo() if section == "grpo" else compat.dpo()
     config = {**master}
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")

@@ -64,22 +64,14 @@ def config_class(algorithm: Algorithm) -> type[Any]:
 
 
 def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any) -> Any:
-    """Create TRL's config from settings and from other arguments, which take precedence.
-
-    Raises:
-        ValueError: the installed TRL does not have an argument (suggests the nearest), or refuses a value.
-    """
+    """Create TRL's config; `others` take precedence. ValueError for unknown arguments and refused values."""
     arguments = {**settings, **others}
     check_arguments(algorithm, arguments)
     return config_class(algorithm)(**arguments)
 
 
 def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
-    """Refuse arguments that the installed TRL's config does not have; imports TRL.
-
-    Raises:
-        ValueError: names the argument and suggests the nearest.
-    """
+    """Refuse arguments that the installed TRL's config does not have; ValueError suggests the nearest."""
     known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
     check_keys(names, known, required=(), where="trl")
 

@@ -23,13 +23,7 @@ _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
-    """Write report.md and its plots; returns the path of the report.
-
-    Args:
-        run_dir: folder of the run.
-        algorithm: algorithm of the run.
-        curricula: curricula that were made during training; None if the run makes none.
-    """
+    """Write report.md and its plots, with the curricula that were made during training; returns its path."""
     logs = read_metrics(run_dir / METRICS)
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")

@@ -383,10 +383,8 @@ def policy_gradient(
     """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        algorithm: algorithm of the run.
         model: Hugging Face folder.
         settings: arguments of TRL's config.
-        tokenizer: Hugging Face tokenizer.
         rollouts: prompts and rewards.
         train: tasks of the run; with `sampling.drop_zero_variance` all tasks that may be drawn.
         validation: validation tasks.
@@ -527,10 +525,6 @@ def preference(
     """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        algorithm: algorithm of the run.
-        model: Hugging Face folder.
-        settings: arguments of TRL's config.
-        tokenizer: Hugging Face tokenizer.
         prompts: chat template of the model; None if it has none and the pairs are rendered.
         pairs: paths of the files by split.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
@@ -621,11 +615,7 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
 
 
 def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
-    """Let the trainer draw its tasks itself.
-
-    Raises:
-        ValueError: there are several processes, or two different tasks have the same prompt.
-    """
+    """Let the trainer draw its tasks; ValueError for several processes, or different tasks with the same prompt."""
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
             "rl.sampling.drop_zero_variance and tasks.train.adapt: TRL supports them in a single process only; remove "
@@ -639,12 +629,7 @@ def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) ->
 
 
 class Due(TrainerCallback):
-    """Callback that ends training with a checkpoint when pass rates are due to be measured again.
-
-    Args:
-        curricula: curricula of the run.
-        updates: number of updates per step.
-    """
+    """Callback that ends training with a checkpoint when pass rates are due; a step has `updates` updates."""
 
     def __init__(self, curricula: Curricula, updates: int) -> None:
         self.now = False

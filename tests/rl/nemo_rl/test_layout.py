@@ -1,4 +1,4 @@
-"""Layouts: those of papers, computed and refused ones; with a checkout also NeMo-RL's own setup."""
+"""Layouts of papers, computed and refused ones; with a checkout also NeMo-RL's own setup."""
 
 import importlib.util
 import sys
