@@ -188,7 +188,8 @@ def _problem(
     if benchmark.messages is not None:
         given = value("messages", benchmark.messages, ())
         try:
-            prompts = {PLAIN: Task.of({"id": "-", "environment": "-", "prompt": given}, f"{where}: messages").prompt}
+            task = Task.from_record({"id": "-", "environment": "-", "prompt": given}, f"{where}: messages")
+            prompts = {PLAIN: task.prompt}
         except (TypeError, AttributeError):
             raise ValueError(f"{where}: messages={str(given)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()

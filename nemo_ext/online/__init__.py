@@ -1,1 +1,1 @@
-"""Preference training in rounds on the policy's own answers: generate, judge, train, and again (docs/rl/online.md)."""
+"""Preference training in rounds on the policy's own responses: generate, judge, train, repeat (docs/rl/online.md)."""

@@ -1,9 +1,9 @@
-"""Answers of a policy to tasks, with their rewards: what pairs are made of.
+"""Responses of a policy to tasks with their rewards, from which preference pairs are made.
 
 tasks/NAME.jsonl     tasks of one environment and mode
-store/, report.md    the answers, as `nemo-ext evaluate` keeps them
+store/, report.md    responses, as stored by `nemo-ext evaluate`
 judged.jsonl         rewards by a judge of groups, appended
-generations.jsonl    the answers with rewards, as `nemo-ext preference_data` reads them; complete when it is there
+generations.jsonl    responses with rewards, for `nemo-ext preference_data`; written when all are complete
 """
 
 import json
@@ -27,16 +27,16 @@ from nemo_ext.rl.task import Task
 
 GENERATIONS, JUDGED, RESULTS = "generations.jsonl", "judged.jsonl", "results.json"
 AT_ONCE = 64
-"""Groups that are judged before their rewards are kept."""
+"""Number of groups that are judged before their rewards are stored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """Rewards of the answers to one task.
+    """Rewards of the responses to one task.
 
     Attributes:
-        environment, id: the task.
-        rewards: reward of each answer, in the order of their numbers.
+        environment, id: environment and id of the task.
+        rewards: rewards in the order of the sample numbers.
     """
 
     environment: str
@@ -45,15 +45,15 @@ class Judged:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """How tasks are asked.
+class Generation:
+    """Settings of generation and rewards.
 
     Attributes:
-        samples: answers to a task.
-        sampling: their sampling.
-        max_tokens: most tokens of one.
+        samples: number of responses per task.
+        sampling: sampling of responses.
+        max_tokens: maximum length of a response.
         environments: settings of environments by name.
-        group: rewards over the answers to one task; None for the environments' scores.
+        group: group reward function; None for the environments' scores.
     """
 
     samples: int
@@ -63,76 +63,79 @@ class Asked:
     group: GroupReward | None
 
 
-def answered(config: Mapping[str, Any], tasks: Sequence[Task], asked: Asked, folder: Path) -> list[dict[str, Any]]:
-    """Lines of generations.jsonl, one a task; the same call goes on after a kill.
+def generate(
+    config: Mapping[str, Any], tasks: Sequence[Task], generation: Generation, folder: Path
+) -> list[dict[str, Any]]:
+    """Generate responses and rewards, or resume; returns the lines of generations.jsonl, one per task.
 
     Args:
         config: config of the evaluation, whose `served` is the policy.
-        tasks: tasks to ask.
-        folder: where all of it is kept.
+        tasks: tasks to respond to.
+        folder: folder of all files.
 
     Raises:
-        ValueError: the model cannot be served, or nothing was answered or judged.
+        ValueError: the model cannot be served, or gave no responses, or none has a reward.
     """
     path = folder / GENERATIONS
     if not path.is_file():
-        _write(config, tasks, asked, folder)
+        _write(config, tasks, generation, folder)
     with path.open() as file:
         return [json.loads(line) for line in file]
 
 
-def _write(config: Mapping[str, Any], tasks: Sequence[Task], asked: Asked, folder: Path) -> None:
-    settings = job.read(_of_evaluation(config, folder))
-    benchmarks = list(_benchmarks(tasks, asked, folder / "tasks"))
-    found = job.asked(_of_evaluation(config, folder), settings, benchmarks)
-    if found["missing"]:
-        raise ValueError(next(iter(found["missing"].values())))
-    verifiers = {name: entry["verifier"] for name, entry in found["benchmarks"].items()}
+def _write(config: Mapping[str, Any], tasks: Sequence[Task], generation: Generation, folder: Path) -> None:
+    settings = job.read(evaluation_config(config, folder))
+    benchmarks = list(_benchmarks(tasks, generation, folder / "tasks"))
+    result = job.asked(evaluation_config(config, folder), settings, benchmarks)
+    if result["missing"]:
+        raise ValueError(next(iter(result["missing"].values())))
+    verifiers = {name: entry["verifier"] for name, entry in result["benchmarks"].items()}
     answers: defaultdict[tuple[str, str], list[tuple[Sample, float]]] = defaultdict(list)
     for sample, score in rollouts.scored(folder, verifiers):
         answers[sample.key.benchmark.partition("@")[0], sample.key.problem].append((sample, score))
     groups = [
-        (task, sorted(answers[task.environment, task.id], key=lambda one: one[0].key.sample))
+        (task, sorted(answers[task.environment, task.id], key=lambda scored: scored[0].key.sample))
         for task in tasks
         if answers[task.environment, task.id]
     ]
-    wanted, there = len(tasks) * asked.samples, sum(len(group) for _, group in groups)
-    if not there:
-        raise ValueError(f"{folder}: none of {wanted:,} answers has a score: report.md there says why")
-    if there < wanted:
-        notice(f"{wanted - there:,} of {wanted:,} answers are missing or have no score: {folder / 'report.md'}")
-    rewards = _rewards(groups, asked.group, folder / JUDGED)
+    expected, scored = len(tasks) * generation.samples, sum(len(group) for _, group in groups)
+    if not scored:
+        raise ValueError(f"{folder}: none of {expected:,} responses has a score; see report.md there")
+    if scored < expected:
+        missing = f"{expected - scored:,} of {expected:,} responses"
+        notice(f"{missing} are missing or have no score; see {folder / 'report.md'}")
+    rewards = _rewards(groups, generation.group, folder / JUDGED)
     with complete_file(folder / GENERATIONS) as file:
         for task, group in groups:
             line = _line(task, group, rewards[task.environment, task.id])
             file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
 
 
-def _of_evaluation(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The keys that evaluation reads."""
+def evaluation_config(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Config of the evaluation that generates the responses."""
     keys = ("served", "serving", "files_from", "trust_remote_code", "evaluate")
     return {**{key: config[key] for key in keys}, "endpoint": None, "key_variable": None, "run_dir": str(folder)}
 
 
-def _benchmarks(tasks: Iterable[Task], asked: Asked, folder: Path) -> Iterator[Benchmark]:
-    """A benchmark for each environment, and for each mode of thinking that its tasks ask for."""
+def _benchmarks(tasks: Iterable[Task], generation: Generation, folder: Path) -> Iterator[Benchmark]:
+    """Benchmark of the tasks of each environment and thinking mode."""
     kinds: defaultdict[tuple[str, bool | None], list[Task]] = defaultdict(list)
     for task in tasks:
         kinds[task.environment, task.thinking].append(task)
-    for (environment, thinking), own in kinds.items():
+    for (environment, thinking), tasks_of_kind in kinds.items():
         mode = {None: PLAIN, True: "on", False: "off"}[thinking]
         name = environment if thinking is None else f"{environment}@{mode}"
         path = folder / f"{name}.jsonl"
-        write_text(path, "".join(f"{json.dumps(task.record())}\n" for task in own))
+        write_text(path, "".join(f"{json.dumps(task.record())}\n" for task in tasks_of_kind))
         body: dict[str, Any] = {} if thinking is None else {"chat_template_kwargs": {"enable_thinking": thinking}}
         yield Benchmark(
             name=name,
             tasks=(str(path.resolve()),),
             environment=environment,
-            environment_settings=asked.environments.get(environment, {}),
-            samples=asked.samples,
-            sampling=asked.sampling,
-            max_tokens=asked.max_tokens,
+            environment_settings=generation.environments.get(environment, {}),
+            samples=generation.samples,
+            sampling=generation.sampling,
+            max_tokens=generation.max_tokens,
             modes={mode: Mode(body=body)},
         )
 
@@ -140,23 +143,23 @@ def _benchmarks(tasks: Iterable[Task], asked: Asked, folder: Path) -> Iterator[B
 def _rewards(
     groups: Sequence[tuple[Task, Sequence[tuple[Sample, float]]]], reward: GroupReward | None, path: Path
 ) -> dict[tuple[str, str], Sequence[float]]:
-    """Rewards of each task's answers, by environment and id."""
+    """Rewards of the responses to each task, by environment and id."""
     if reward is None:
         return {(task.environment, task.id): [score for _, score in group] for task, group in groups}
-    kept = {(line.environment, line.id): line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
-    left = [(task, group) for task, group in groups if (task.environment, task.id) not in kept]
+    judged = {(line.environment, line.id): line.rewards for line in read_lines(path, Judged, what="rewards of a task")}
+    remaining = [(task, group) for task, group in groups if (task.environment, task.id) not in judged]
     with progress_of("judging:", len(groups), unit="prompts") as advance:
-        advance(len(groups) - len(left))
-        for some in batched(left, AT_ONCE):
-            given = reward([[_member(task, *one) for one in group] for task, group in some])
+        advance(len(groups) - len(remaining))
+        for batch in batched(remaining, AT_ONCE):
+            rewards = reward([[_member(task, *scored) for scored in group] for task, group in batch])
             lines = [
-                Judged(environment=task.environment, id=task.id, rewards=list(rewards))
-                for (task, _), rewards in zip(some, given, strict=True)
+                Judged(environment=task.environment, id=task.id, rewards=list(task_rewards))
+                for (task, _), task_rewards in zip(batch, rewards, strict=True)
             ]
             append_lines(path, lines, Judged, what="rewards of a task")
-            kept |= {(line.environment, line.id): line.rewards for line in lines}
-            advance(len(some))
-    return kept
+            judged |= {(line.environment, line.id): line.rewards for line in lines}
+            advance(len(batch))
+    return judged
 
 
 def _member(task: Task, sample: Sample, score: float) -> Member:
@@ -166,11 +169,11 @@ def _member(task: Task, sample: Sample, score: float) -> Member:
         thinking_tokens=thinking,
         answer_tokens=max(0, (sample.completion_tokens or 0) - thinking),
         prompt=task.prompt,
-        response=_said(sample),
+        response=_response(sample),
     )
 
 
-def _said(sample: Sample) -> Any:
+def _response(sample: Sample) -> Any:
     return said(
         sample.answer,
         sample.reasoning,
@@ -181,9 +184,9 @@ def _said(sample: Sample) -> Any:
 
 
 def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[float]) -> dict[str, Any]:
-    """A record of `nemo-ext preference_data`.
+    """Record of a task and its responses for `nemo-ext preference_data`.
 
-    Answers that were cut off stand apart, in `cut`: in a pair they would be trained on as if they had ended there.
+    Responses that were cut off are in `cut`, because a pair would train them as if they were complete.
     """
     record = task.record()
     line: dict[str, Any] = {"id": f"{task.environment}/{task.id}", "messages": record["prompt"], "task": task.domain}
@@ -191,12 +194,12 @@ def _line(task: Task, group: Sequence[tuple[Sample, float]], rewards: Sequence[f
         line["tools"] = record["tools"]
     line |= {"generations": [], "cut": []}
     for (sample, _), reward in zip(group, rewards, strict=True):
-        response = _said(sample)
+        response = _response(sample)
         message: dict[str, Any] = {"role": "assistant", "content": response.answer}
         if response.thinking is not None:
             message["reasoning_content"] = response.thinking
         if response.tool_calls:
             message["tool_calls"] = list(sample.tool_calls)
-        one = {"message": message, "score": float(reward), "tokens": sample.completion_tokens}
-        line["generations" if response.finished else "cut"].append(one)
+        entry = {"message": message, "score": float(reward), "tokens": sample.completion_tokens}
+        line["generations" if response.finished else "cut"].append(entry)
     return line

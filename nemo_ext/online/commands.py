@@ -22,7 +22,7 @@ def _check(config: Config, coming: Sequence[Path]) -> None:
 ONLINE = Job(
     name="online",
     group="reinforcement learning",
-    help="train by DPO or RPO in rounds on the policy's own answers: generate, judge, train",
+    help="train by DPO or RPO in rounds on the policy's own responses: generate, judge, train",
     run="nemo_ext.online.job:run",
     extras=lambda config: ("trl", *extras(config)),
     resumable=True,

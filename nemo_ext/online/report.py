@@ -1,4 +1,4 @@
-"""What rounds gave: rewards with intervals, lengths, pairs and losses, as lines, a table and a picture. No torch."""
+"""Report of the rounds: rewards with confidence intervals, lengths, pairs and losses. No torch."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,32 +12,32 @@ from nemo_ext.job.statistics import bootstrap
 from nemo_ext.rl.algorithms import Preference
 
 PLOT = "rounds.png"
-_PANELS = {"reward": "mean reward", "tokens": "mean tokens of an answer"}
+_PANELS = {"reward": "mean reward", "tokens": "mean response length in tokens"}
 _ROWS = {
     "reward": "mean reward",
-    "best": "best of a prompt",
-    "worst": "worst of a prompt",
-    "tokens": "tokens of an answer",
-    "cut": "answers cut off",
+    "best": "best reward per prompt",
+    "worst": "worst reward per prompt",
+    "tokens": "response length in tokens",
+    "cut": "responses cut off",
     "validation/reward": "validation: mean reward",
-    "validation/tokens": "validation: tokens of an answer",
-    "validation/cut": "validation: answers cut off",
+    "validation/tokens": "validation: response length in tokens",
+    "validation/cut": "validation: responses cut off",
     "prompts": "prompts",
-    "answers": "answers",
+    "answers": "responses",
     "pairs": "pairs",
     "loss": "loss, last step",
-    "accuracy": "pairs that the trained policy has right",
+    "accuracy": "accuracy of the trained policy on its pairs",
 }
 
 
 def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float]:
-    """Means over the prompts of lines of generations.jsonl, the first with its 95 % bootstrap interval over prompts.
+    """Means over prompts from lines of generations.jsonl; the reward has a 95 % bootstrap interval over prompts.
 
-    Answers that were cut off count.
+    Responses that were cut off count.
     """
     groups = [[*line["generations"], *line["cut"]] for line in lines]
-    rewards = [np.array([one["score"] for one in group]) for group in groups]
-    tokens = [one["tokens"] for group in groups for one in group if one["tokens"] is not None]
+    rewards = [np.array([response["score"] for response in group]) for group in groups]
+    tokens = [response["tokens"] for group in groups for response in group if response["tokens"] is not None]
     means = np.array([group.mean() for group in rewards])
     low, high = bootstrap(means, seed=seed) if len(means) > 1 else (means[0], means[0])
     answers = sum(map(len, groups))
@@ -55,7 +55,7 @@ def summary(lines: Sequence[Mapping[str, Any]], *, seed: int) -> dict[str, float
 
 
 def shown(values: Mapping[str, float]) -> str:
-    """A summary in a few words."""
+    """One-line summary."""
     return (
         f"reward {values['reward']:.3f} ({values['reward_low']:.3f} to {values['reward_high']:.3f}), best "
         f"{values['best']:.3f}, worst {values['worst']:.3f}, {values['tokens']:.0f} tokens, {values['cut']:.1%} cut off"
@@ -63,7 +63,7 @@ def shown(values: Mapping[str, float]) -> str:
 
 
 def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Last values of a training's metrics."""
+    """Last loss and accuracy from the metrics of a training run."""
     names = {"loss": "loss", "accuracy": "rewards/accuracies"}
     return {
         ours: values[-1]
@@ -73,9 +73,9 @@ def line_of(trained: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def write_report(run_dir: Path, algorithm: Preference) -> Path:
-    """Write report.md and its picture; returns the report's path."""
+    """Write report.md and its picture; returns the path of the report."""
     lines = read_metrics(run_dir / METRICS)
-    about = f"{algorithm.source}. A column is a policy, and what it was trained on next; "
+    about = f"{algorithm.source}. Each column is a policy and the pairs that it was trained on next; "
     report = Report(
         f"{run_dir.name}: {algorithm.algorithm} in rounds", about + "rewards have 95 % intervals over prompts."
     )
@@ -99,12 +99,12 @@ def _plot(report: Report, lines: Sequence[Mapping[str, Any]]) -> None:
     axes = report.picture("rewards", PLOT, 10, 3.6, columns=2)
     for axis, (key, title) in zip(axes, _PANELS.items(), strict=True):
         for name, label in ((key, "prompts of the next round"), (f"validation/{key}", "validation")):
-            there = [line for line in lines if name in line]
+            measured = [line for line in lines if name in line]
             bars = None
-            if there and f"{name}_low" in there[0]:
-                ends = [error_bar(line[name], (line[f"{name}_low"], line[f"{name}_high"])) for line in there]
+            if measured and f"{name}_low" in measured[0]:
+                ends = [error_bar(line[name], (line[f"{name}_low"], line[f"{name}_high"])) for line in measured]
                 bars = np.concatenate(ends, axis=1)
-            if there:
-                rounds, values = zip(*((line["rounds"], line[name]) for line in there), strict=True)
+            if measured:
+                rounds, values = zip(*((line["rounds"], line[name]) for line in measured), strict=True)
                 axis.errorbar(rounds, values, yerr=bars, marker="o", capsize=3, label=label)
         tidy(axis, title=title, xlabel="rounds", xticks=range(len(lines)), legend=True)

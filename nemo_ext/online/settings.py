@@ -1,8 +1,7 @@
 """Settings of `nemo-ext online`."""
 
 from collections.abc import Mapping
-from dataclasses import field, replace
-from pathlib import Path
+from dataclasses import field
 from typing import Annotated, Any
 
 from pydantic import Field, JsonValue
@@ -19,12 +18,12 @@ class OnlineSettings:
     """Settings of the section `online`.
 
     Attributes:
-        prompts: prompts of a round; None for as many as its steps have pairs, or all tasks where it has epochs.
+        prompts: number of prompts per round; None for one per pair of its steps, or for all tasks if it has epochs.
         temperature, top_p, extra: sampling, as in `Sampling`.
-        max_tokens: most tokens of an answer; None for what `rl.lengths` leaves after the prompt.
+        max_tokens: maximum length of a response; None for `rl.lengths.total` minus `rl.lengths.prompt`.
         environments: settings of environments by name.
-        group: judge of the answers to one prompt, as `rl.group` of GRPO; None for the environments' scores.
-        min_margin: least difference of a pair's rewards; equal rewards are never a pair.
+        group: judge of the responses to one prompt, as `rl.group` of GRPO; None for the environments' scores.
+        min_margin: minimum difference between the rewards of a pair; equal rewards never form a pair.
     """
 
     prompts: Count | None = None
@@ -38,26 +37,22 @@ class OnlineSettings:
 
     @property
     def sampling(self) -> Sampling:
-        """Sampling of answers."""
+        """Sampling of responses."""
         return checked(Sampling, {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}, "online")
 
     def tokens(self, algorithm: Preference) -> int:
-        """Most tokens of an answer.
-
-        Raises:
-            ValueError: nothing says it.
-        """
+        """Maximum length of a response in tokens; raises ValueError if the settings do not determine it."""
         lengths = algorithm.lengths
         if self.max_tokens is not None:
             return self.max_tokens
         if lengths.prompt is None or lengths.total is None or lengths.total <= lengths.prompt:
-            raise ValueError("online.max_tokens=null: say how many tokens an answer may have, or rl.lengths.prompt")
+            raise ValueError("online.max_tokens=null: set the maximum length of a response, or rl.lengths.prompt")
         return lengths.total - lengths.prompt
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(TrainingSettings):
-    """Settings of `nemo-ext online`; `nemo_ext.evaluation.job.read` checks those about serving and asking."""
+    """Settings of `nemo-ext online`; `nemo_ext.evaluation.job.read` checks `serving` and `evaluate`."""
 
     served: Place | None
     files_from: Place | None
@@ -67,29 +62,17 @@ class Settings(TrainingSettings):
 
 
 def algorithm_in_rounds(config: Mapping[str, Any]) -> Preference:
-    """The algorithm of a composed config.
-
-    Raises:
-        ValueError: there is none, or it does not train in rounds.
-    """
+    """Algorithm of a composed config; raises ValueError if it does not train in rounds."""
     if not config.get("rl"):
-        raise ValueError("preset=null: name one that trains on pairs: rpo_online, dpo_delta")
+        raise ValueError("preset=null: choose a preset that trains on pairs, such as rpo_online or dpo_delta")
     algorithm = algorithm_of(of_steps(config["rl"]), where="rl")
     if not isinstance(algorithm, Preference):
-        raise ValueError(f"preset={config['preset']}: {algorithm.algorithm} generates while it trains: `nemo-ext rl`")
+        raise ValueError(
+            f"preset={config['preset']}: {algorithm.algorithm} generates during training; use `nemo-ext rl`"
+        )
     if algorithm.online is None:
         raise ValueError(
-            f"preset={config['preset']}: give 'rl.online={{generations_per_prompt: 4, rounds: 2}}': how many answers "
-            "a prompt gets, and how many rounds there are"
+            f"preset={config['preset']}: set the number of responses per prompt and of rounds: "
+            "'rl.online={generations_per_prompt: 4, rounds: 2}'"
         )
     return algorithm
-
-
-def of_a_round(algorithm: Preference) -> Preference:
-    """The algorithm of the training of one round."""
-    return replace(algorithm, online=None, rounds=1)
-
-
-def folder_of_round(run_dir: Path, number: int) -> Path:
-    """Folder of a round, which counts from 1."""
-    return run_dir / "rounds" / str(number)

@@ -1,12 +1,13 @@
-"""Shares of datasets that follow what each can still teach: adaptive multi-dataset policy optimisation (AMPO).
+"""Adaptive shares of datasets by their learning signal: adaptive multi-dataset policy optimisation (AMPO).
 
-OLMo 3's slides name it and do not describe it, so all of this is a (choice). The signal of a group of responses to one
-prompt is the mean of its absolute advantages, divided by the group's deviation: 0 if all rewards are equal, at most 1,
-and comparable between datasets whose rewards have other scales. SEC (arXiv 2505.14970) and DUMP (arXiv 2504.09710)
-choose data by mean absolute advantages, too. A dataset's weight is its given share times its signal, mixed with the
-given share as Exp3 mixes with the uniform one (Auer et al., 2002): none starves, and a signal that comes back is seen.
+OLMo 3's slides name AMPO without describing it, so everything here is a (choice). The signal of a group of responses to
+one prompt is the mean of its absolute advantages divided by the group's standard deviation: 0 if all rewards are equal,
+at most 1, and comparable between datasets with different reward scales. SEC (arXiv 2505.14970) and DUMP (arXiv
+2504.09710) also choose data by mean absolute advantage. A dataset's weight is its configured share times its signal,
+mixed with the configured share as Exp3 mixes with the uniform distribution (Auer et al., 2002): no dataset starves, and
+a signal that returns is noticed.
 
-No engine is known here. An engine calls `draw`, generates, and reports by `learn`; a checkpoint holds `state`.
+Independent of the engine, which calls `draw`, generates responses and calls `learn`; checkpoints hold `state`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,23 +25,19 @@ Floats = npt.NDArray[np.float64]
 
 
 def signals_of(rewards: npt.ArrayLike) -> Floats:
-    """Signal of each group, `[groups, responses] -> [groups]`: its mean absolute advantage in deviations, from 0 to 1.
-
-    Raises:
-        ValueError: a reward is not finite.
-    """
-    found: Floats = np.abs(group_advantages(rewards, baseline="mean", normalise="std")).mean(axis=-1)
-    return found
+    """Mean absolute advantage in standard deviations, 0 to 1, of finite rewards `[groups, responses]`: `[groups]`."""
+    signals: Floats = np.abs(group_advantages(rewards, baseline="mean", normalise="std")).mean(axis=-1)
+    return signals
 
 
 class AdaptiveShares:
-    """Weights of datasets, and which dataset each next prompt is from.
+    """Adaptive weights of datasets, and the choice of a dataset for each prompt.
 
-    Everything follows from the arguments and the calls: the same calls after `restore` draw the same prompts.
+    Deterministic: the same calls after `restore` draw the same prompts.
 
     Args:
-        shares: given shares of the datasets by name; they are scaled to sum to 1.
-        settings: settings.
+        shares: configured shares of the datasets by name; they are scaled to sum to 1.
+        settings: settings of `tasks.train.adapt`.
         seed: seed of the order of datasets within a step.
     """
 
@@ -48,14 +45,14 @@ class AdaptiveShares:
         self.names = tuple(shares)
         self._given = fixed(shares, self.names)
         self._settings, self._seed = settings, seed
-        # With nothing known, the weights are the given shares.
+        # Before the first group, the weights are the configured shares.
         self._signal = np.ones(len(self.names))
         self._owed = np.zeros(len(self.names))
         self._drawn = np.zeros(len(self.names), dtype=np.int64)
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each dataset by name; they sum to 1, and none is below `keep` times its given share."""
+        """Weight of each dataset by name; they sum to 1, and none is below `keep` times its configured share."""
         return dict(zip(self.names, self._weights().tolist(), strict=True))
 
     @property
@@ -71,47 +68,47 @@ class AdaptiveShares:
     def draw(self, count: int) -> list[tuple[int, int]]:
         """Draw the next prompts.
 
-        Each dataset gets its weight's number of them; what is lost by rounding is carried to the next call.
+        Each dataset gets a number in proportion to its weight; rounding errors are carried over to the next call.
 
         Args:
             count: number of prompts.
 
         Returns:
-            For each prompt the index of its dataset in `names`, and its number in that dataset's order, from 0.
+            For each prompt, the index of its dataset in `names` and its position in that dataset's order, from 0.
         """
         order = generator(self._seed, "adaptive", self.drawn)
         self._owed += self._weights() * count
-        row = rounded(self._owed, count)
-        self._owed -= row
-        made = []
-        for dataset in order.permutation(np.repeat(np.arange(len(self.names)), row)).tolist():
-            made.append((dataset, int(self._drawn[dataset])))
+        counts = rounded(self._owed, count)
+        self._owed -= counts
+        prompts = []
+        for dataset in order.permutation(np.repeat(np.arange(len(self.names)), counts)).tolist():
+            prompts.append((dataset, int(self._drawn[dataset])))
             self._drawn[dataset] += 1
-        return made
+        return prompts
 
     def learn(self, datasets: Sequence[int], signals: Sequence[float] | Floats) -> None:
-        """Average the signals of groups into those of their datasets.
+        """Update the signals of datasets by a moving average over their groups.
 
-        A dataset's old signal counts `exp(-n / groups)` after n groups of its own, in whatever order they come: it is
-        as precise for a dataset with a small share as for the others, but takes more steps to change.
+        After n groups of a dataset, in any order, its old signal has the weight `exp(-n / groups)`. The average is
+        equally precise for small and large shares, but takes more steps to change for small ones.
 
         Args:
-            datasets: dataset of each group, as `draw` gave it.
-            signals: signal of each group, as `signals_of` computes it.
+            datasets: dataset of each group, as returned by `draw`.
+            signals: signal of each group, as computed by `signals_of`.
 
         Raises:
-            ValueError: a signal is not between 0 and 1, or there is not one for each group.
+            ValueError: a signal is not between 0 and 1, or the numbers of signals and groups differ.
         """
-        given, at = np.asarray(signals, dtype=np.float64), np.asarray(datasets, dtype=np.int64)
-        if given.shape != at.shape or not ((given >= 0) & (given <= 1)).all():
-            raise ValueError(f"signals must be {at.size} numbers from 0 to 1, one for each group, not {signals!r}")
-        for dataset in np.unique(at):
-            own = given[at == dataset]
-            old = np.exp(-len(own) / self._settings.groups)
-            self._signal[dataset] = old * self._signal[dataset] + (1 - old) * own.mean()
+        values, indices = np.asarray(signals, dtype=np.float64), np.asarray(datasets, dtype=np.int64)
+        if values.shape != indices.shape or not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"signals must be {indices.size} numbers from 0 to 1, one per group, not {signals!r}")
+        for dataset in np.unique(indices):
+            new = values[indices == dataset]
+            decay = np.exp(-len(new) / self._settings.groups)
+            self._signal[dataset] = decay * self._signal[dataset] + (1 - decay) * new.mean()
 
     def state(self) -> dict[str, Any]:
-        """Everything that changes, as JSON."""
+        """State for a checkpoint, as JSON."""
         return {
             "names": list(self.names),
             "signal": self._signal.tolist(),
@@ -120,19 +117,15 @@ class AdaptiveShares:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            ValueError: it is the state of other datasets.
-        """
+        """Load the state of a checkpoint; raises ValueError if it belongs to different datasets."""
         if state["names"] != list(self.names):
-            raise ValueError(f"the state is of the datasets {state['names']}, these are {list(self.names)}")
+            raise ValueError(f"the saved state is for the datasets {state['names']}, the run has {list(self.names)}")
         self._signal = np.array(state["signal"], dtype=np.float64)
         self._owed = np.array(state["owed"], dtype=np.float64)
         self._drawn = np.array(state["drawn"], dtype=np.int64)
 
     def _weights(self) -> Floats:
-        teaching = self._given * self._signal
-        total = teaching.sum()
-        adapted = teaching / total if total > 0 else self._given
+        products = self._given * self._signal
+        total = products.sum()
+        adapted = products / total if total > 0 else self._given
         return self._settings.keep * self._given + (1 - self._settings.keep) * adapted

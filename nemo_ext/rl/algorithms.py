@@ -1,4 +1,4 @@
-"""Algorithms in one vocabulary for all engines: presets of the papers' numbers, checked, which renderers translate.
+"""Algorithms in one vocabulary for all engines: checked presets with the papers' numbers, translated by renderers.
 
 A preset is a file of `hydra_conf/rl`. The renderers report settings that an engine cannot express
 (`nemo_ext.rl.nemo_rl.render`, `nemo_ext.rl.trl.render`, `nemo_ext.rl.rendering`).
@@ -23,9 +23,9 @@ NonNegative = Annotated[FiniteFloat, Field(ge=0)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Advantage:
-    """Advantage of a reward within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`."""
+    """Advantage of a response within its group, as computed by `nemo_ext.rl.rewards.advantages.group_advantages`."""
 
-    # mean reward of the group, or, for each response, of the other responses
+    # mean reward of the group, or of the other responses of the group
     baseline: Literal["mean", "leave_one_out"]
     # division by the standard deviation over n responses (`std`), over n - 1 (`unbiased_std`), or none
     normalise: Literal["std", "unbiased_std", "none"]
@@ -33,7 +33,7 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Kl:
-    """KL penalty in the loss for leaving the reference policy."""
+    """KL penalty towards the reference policy, in the loss."""
 
     coefficient: NonNegative = 0.0  # weight of the penalty; 0 for none
     estimator: Literal["k1", "k2", "k3"] = "k3"  # one of Schulman's (http://joschu.net/blog/kl-approx.html)
@@ -41,19 +41,19 @@ class Kl:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ImportanceCorrection:
-    """Importance sampling correction where generation and training compute different probabilities."""
+    """Importance sampling correction for differences between the probabilities of generation and of training."""
 
-    # the ratio of probabilities multiplies the loss as it is (`untruncated`), within its bounds (`truncated`), or only
-    # where it is within them, else the loss is 0 (`masked`)
+    # the loss is multiplied by the probability ratio (`untruncated`), by the ratio clamped to its bounds (`truncated`),
+    # or by the ratio within its bounds and 0 outside them (`masked`)
     kind: Literal["none", "untruncated", "truncated", "masked"] = "none"
-    # one ratio per token, or one per response, the product of its tokens' ratios
+    # one ratio per token, or one per response: the product of its tokens' ratios
     level: Literal["token", "sequence"] = "token"
     cap: Positive | None = None  # upper bound of the ratio
     floor: NonNegative | None = None  # lower bound of the ratio
 
     def __post_init__(self) -> None:
         if self.kind in ("none", "untruncated") and (self.cap is not None or self.floor is not None):
-            raise ValueError(f"importance_correction: kind={self.kind} has no cap and no floor")
+            raise ValueError(f"importance_correction: kind={self.kind} takes neither cap nor floor")
         if self.kind in ("truncated", "masked") and self.cap is None:
             raise ValueError(f"importance_correction: kind={self.kind} needs a cap")
         if self.kind == "masked" and self.floor is None:
@@ -64,16 +64,16 @@ class ImportanceCorrection:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyLoss:
-    """The surrogate loss."""
+    """Surrogate loss of the policy gradient."""
 
-    # unit that a batch's loss is averaged over: all tokens (`token`), or responses, each the mean of its tokens
-    # (`sequence`) or their sum (`sequence_sum`, RLOO's response as one action)
+    # mean over all tokens of a batch (`token`), or over its responses, each as the mean of its tokens (`sequence`) or
+    # as their sum (`sequence_sum`: a response is one action, as in RLOO)
     level: Literal["token", "sequence", "sequence_sum"]
     # probability ratio per token (PPO) or per response, the geometric mean over its tokens (GSPO)
     ratio: Literal["token", "sequence"] = "token"
     clip_low: Share | None  # the ratio is clipped to 1 - clip_low ...
-    clip_high: Positive | None  # ... to 1 + clip_high; both null leave the ratio out (REINFORCE)
-    # bound on the ratio where the advantage is negative; null for none
+    clip_high: Positive | None  # ... to 1 + clip_high; null for both: no ratio (REINFORCE)
+    # upper bound of the ratio for negative advantages; null for none
     dual_clip: Annotated[FiniteFloat, Field(gt=1)] | None = None
     kl: Kl = field(default_factory=Kl)
     importance_correction: ImportanceCorrection = field(default_factory=ImportanceCorrection)
@@ -82,7 +82,7 @@ class PolicyLoss:
         if (self.clip_low is None) != (self.clip_high is None):
             raise ValueError("loss: give clip_low and clip_high, or null for both")
         if self.clip_high is None and self.dual_clip is not None:
-            raise ValueError("loss: dual_clip bounds a ratio, which clip_low=null and clip_high=null leave out")
+            raise ValueError("loss: dual_clip bounds the ratio, but clip_low=null and clip_high=null disable the ratio")
         if self.ratio == "sequence" and self.level == "token":
             raise ValueError("loss: ratio=sequence needs level=sequence, as in GSPO")
 
@@ -93,20 +93,20 @@ class Sampling:
 
     temperature: Positive = 1.0  # softmax temperature
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0  # probability mass of nucleus sampling
-    # leave out groups whose rewards are all the same, and generate for more prompts instead
+    # drop groups whose rewards are all equal, and generate for more prompts instead
     drop_zero_variance: bool = False
     max_batches: PositiveInt | None = None  # maximum number of batches generated for one step
 
     def __post_init__(self) -> None:
         if self.drop_zero_variance != (self.max_batches is not None):
-            raise ValueError("sampling: drop_zero_variance and max_batches come together")
+            raise ValueError("sampling: drop_zero_variance requires max_batches, and max_batches requires it")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Lengths:
     """Maximum lengths in tokens."""
 
-    prompt: PositiveInt | None = None  # prompt length; longer prompts are not trained on
+    prompt: PositiveInt | None = None  # prompt length; longer prompts are excluded from training
     response: PositiveInt | None = None  # length of a generated response
     total: PositiveInt | None = None  # length of prompt and response together
 
@@ -135,20 +135,20 @@ class Schedule:
 
     kind: Literal["constant", "linear", "cosine"] = "constant"  # decay after the warm-up
     warmup_steps: NonNegativeInt = 0  # steps of the linear warm-up
-    warmup_share: Share | None = None  # share of all steps that are warm-up, instead of `warmup_steps`
-    final_share: Share = 0.0  # share of the learning rate that is left at the end
-    # number of batches of prompts or pairs; a step of `prompts_per_step` prompts counts as one
+    warmup_share: Share | None = None  # fraction of all steps that are warm-up, instead of `warmup_steps`
+    final_share: Share = 0.0  # final learning rate as a fraction of the maximum
+    # number of steps, each of `prompts_per_step` prompts or a batch of pairs
     steps: PositiveInt | None = None
     epochs: PositiveInt | None = None  # passes over `examples`, instead of `steps`
     examples: PositiveInt | None = None  # number of prompts or pairs in the paper's data, from which steps are computed
 
     def __post_init__(self) -> None:
         if self.warmup_share is not None and self.warmup_steps:
-            raise ValueError("schedule: give warmup_steps or warmup_share")
+            raise ValueError("schedule: give warmup_steps or warmup_share, not both")
         if self.kind == "constant" and self.final_share:
-            raise ValueError("schedule: kind=constant has no final_share")
+            raise ValueError("schedule: kind=constant takes no final_share")
         if self.steps is not None and self.epochs is not None:
-            raise ValueError("schedule: give steps or epochs")
+            raise ValueError("schedule: give steps or epochs, not both")
 
     def total(self, examples_per_step: int) -> int | None:
         """Total number of steps, or None if neither steps nor epochs and examples are given."""
@@ -157,15 +157,13 @@ class Schedule:
         return self.epochs * (self.examples // examples_per_step) if self.epochs and self.examples else None
 
     def warmup(self, total: int | None) -> int:
-        """Number of warm-up steps out of `total`.
-
-        Raises:
-            ValueError: it is a share of a number of steps that is not known.
-        """
+        """Number of warm-up steps out of `total`; raises ValueError for a share of an unknown total."""
         if self.warmup_share is None:
             return self.warmup_steps
         if total is None:
-            raise ValueError("schedule.warmup_share: of how many steps? give schedule.steps, or epochs and examples")
+            raise ValueError(
+                "schedule.warmup_share: the total number of steps is unknown; set schedule.steps or epochs and examples"
+            )
         return ceil(self.warmup_share * total)
 
 
@@ -174,8 +172,7 @@ class Asynchronous:
     """Asynchronous RL: generation and training at the same time."""
 
     max_age: PositiveInt = 1  # maximum age, in optimizer steps, of the weights that generated a response
-    # update the weights while responses are being generated and recompute their KV cache; otherwise generation ends
-    # first
+    # update the weights during generation and recompute the KV cache; otherwise wait until all responses are complete
     in_flight: bool = False
 
 
@@ -195,13 +192,13 @@ class Validation:
     every: PositiveInt | None = None  # steps between validations; null for never
     at_start: bool = False  # validate before the first step
     keep_best: PositiveInt | None = None  # number of checkpoints to keep, by validation accuracy; null keeps all
-    # measure the KL to the model at the start on the answers of a validation, with a second copy of the weights
+    # measure the KL divergence from the initial model on validation responses; needs a second copy of the weights
     kl: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EnvironmentUse:
-    """Tasks of one environment."""
+    """Use of an environment in a preset."""
 
     weight: Positive = 1.0  # share of the prompts, relative to the sum of all weights
     # name of the reward, or a mapping with `name` and its arguments (`nemo_ext.rl.rewards`)
@@ -213,13 +210,13 @@ class EnvironmentUse:
 class GroupReward:
     """Rewards that depend on all responses to a prompt (`nemo_ext.rl.rewards.comparison`)."""
 
-    # settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) that compares the responses in a
-    # circle; null leaves the environments' rewards as base
+    # settings of the generative reward model (`nemo_ext.rl.judge.JudgeSettings`) for circular comparison of the
+    # responses; null keeps the environments' rewards as base
     judge: Mapping[str, Any] | None = None
-    # form in which the judge sees responses: `genrm` for a reward model whose chat template has roles for them,
-    # `instructed` for any chat model, `reward_model` for one that gives each response a number
+    # format of the judge's prompt: `genrm` for a reward model whose chat template has roles for responses,
+    # `instructed` for any chat model, `reward_model` for a model that scores each response separately
     show: Literal["genrm", "instructed", "reward_model"] = "genrm"
-    both_orders: bool = True  # judge each pair in both orders: 2N comparisons of N responses; the paper has N
+    both_orders: bool = True  # judge each pair in both orders: 2N comparisons of N responses instead of the paper's N
     # coefficients of `nemo_ext.rl.rewards.comparison.LengthControl`
     length_control: Mapping[str, FiniteFloat] = field(default_factory=dict)
 
@@ -233,16 +230,16 @@ class GroupReward:
 class Curriculum:
     """Settings of `nemo-ext curriculum`, which orders the prompts."""
 
-    drop_from: Share | None = None  # pass rate at and above which prompts are left out
-    easy_to_hard: bool = False  # lower the target pass rate over training; otherwise the order is random
+    drop_from: Share | None = None  # prompts with this pass rate or a higher one are excluded
+    easy_to_hard: bool = False  # lower the target pass rate during training; otherwise the order is random
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Training:
-    """What all algorithms have."""
+    """Settings that all algorithms share."""
 
     source: str  # paper and section
-    # number of responses or pairs per update; of responses, all of a step's for one on-policy update per step
+    # number of responses or pairs per update; all responses of a step give one on-policy update per step
     batch: PositiveInt
     optimizer: Optimizer
     lengths: Lengths = field(default_factory=Lengths)
@@ -252,7 +249,10 @@ class _Training:
 
     def __post_init__(self) -> None:
         if (self.schedule.warmup_share is not None or self.schedule.kind != "constant") and not self.steps:
-            raise ValueError("schedule: this kind, or warmup_share, needs steps, or epochs and examples (one step's)")
+            raise ValueError(
+                f"schedule: kind={self.schedule.kind} or warmup_share requires steps, or epochs and examples of at "
+                "least one step"
+            )
 
     @property
     def examples_per_step(self) -> int:
@@ -277,9 +277,9 @@ class _Training:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyGradient(_Training):
-    """GRPO and its relatives: rewards of responses that the policy generates."""
+    """GRPO and related algorithms, which train on rewards for responses that the policy generates."""
 
-    algorithm: Literal["grpo", "rloo"]  # `rloo` or `grpo`; selects the trainer where an engine has several
+    algorithm: Literal["grpo", "rloo"]  # selects the trainer of an engine that has one for each
     prompts_per_step: PositiveInt  # number of prompts per generation step
     generations_per_prompt: Annotated[int, Field(ge=2)]  # number of responses per prompt
     passes: PositiveInt = 1  # passes over a step's responses
@@ -289,8 +289,8 @@ class PolicyGradient(_Training):
     overlong_filtering: bool = False  # exclude responses cut off at the length limit from the loss
     turns: PositiveInt = 1  # maximum number of responses in a conversation with tools
     asynchronous: Asynchronous | None = None
-    thinking_share: Share | None = None  # share of prompts that ask for thinking; null where the model has no modes
-    # environments of the tasks, by name; empty for those of the task files
+    thinking_share: Share | None = None  # share of prompts in thinking mode; null for models without modes
+    # environments by name; empty for the environments that the task files name
     environments: Mapping[str, EnvironmentUse] = field(default_factory=dict)
     group: GroupReward | None = None
     curriculum: Curriculum = field(default_factory=Curriculum)
@@ -301,7 +301,7 @@ class PolicyGradient(_Training):
                 f"batch={self.batch} must divide prompts_per_step x generations_per_prompt = {self.responses_per_step}"
             )
         if self.lengths.response is None or self.lengths.context is None:
-            raise ValueError("lengths: give response, and prompt or total")
+            raise ValueError("lengths: set response, and prompt or total")
         check_keys(self.environments, known_environments(), required=(), where="environments")
         super().__post_init__()
 
@@ -326,41 +326,41 @@ class PreferenceLoss:
     """Loss on preference pairs."""
 
     beta: Positive  # scale of the policy's implicit rewards; the papers' KL penalty or coefficient
-    length_normalised: bool = False  # take the mean of the implicit rewards over tokens, not the sum
+    length_normalised: bool = False  # mean of the implicit rewards over tokens instead of their sum
     weight: NonNegative = 1.0  # weight of the preference loss
     sft_weight: NonNegative = 0.0  # weight of the chosen response's negative log-likelihood
-    sft_length_normalised: bool = True  # take the mean of that loss over tokens, not the sum
-    eta: Positive | None = None  # scale of the true rewards; rpo only
-    # distance between the margins; rpo only (`nemo_ext.rl.rpo`)
+    sft_length_normalised: bool = True  # mean of that loss over tokens instead of their sum
+    eta: Positive | None = None  # scale of the true rewards; only for rpo
+    # distance between the margins (`nemo_ext.rl.rpo`); only for rpo
     distance: Literal["backward_kl", "forward_kl", "squared"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Online:
-    """Online preference training: pairs are made of the policy's own responses while it trains."""
+    """Online preference training on pairs of the policy's own responses."""
 
-    # number of responses per prompt; the best and the worst by the reward model are a pair
+    # number of responses per prompt; the best and the worst by the reward model form a pair
     generations_per_prompt: Annotated[int, Field(ge=2)]
-    rounds: PositiveInt = 1  # number of rounds, each from the weights of the last
+    rounds: PositiveInt = 1  # number of rounds, each from the weights of the previous one
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Preference(_Training):
-    """DPO and its relatives: pairs of responses."""
+    """DPO and RPO, which train on pairs of responses."""
 
-    algorithm: Literal["dpo", "rpo"]  # `dpo`, or `rpo`, which fits the margin to true rewards
+    algorithm: Literal["dpo", "rpo"]  # `rpo` fits the margin to true rewards
     loss: PreferenceLoss
-    rounds: PositiveInt = 1  # rounds of offline training on the policy's own pairs, each from the weights of the last
+    rounds: PositiveInt = 1  # rounds of offline training on the policy's own pairs, each from the last round's weights
     online: Online | None = None
 
     def __post_init__(self) -> None:
         if self.lengths.total is None:
-            raise ValueError("lengths: give total, of prompt and one response")
+            raise ValueError("lengths: set total, the maximum length of prompt and response")
         given = [name for name in ("eta", "distance") if getattr(self.loss, name) is not None]
         if self.algorithm == "rpo" and len(given) < 2:
-            raise ValueError("loss: rpo needs eta and distance")
+            raise ValueError("loss: algorithm=rpo requires eta and distance")
         if self.algorithm == "dpo" and given:
-            raise ValueError(f"loss: {given[0]} is rpo's; algorithm=dpo has none")
+            raise ValueError(f"loss: {given[0]} is only for algorithm=rpo; remove it for algorithm=dpo")
         super().__post_init__()
 
 
@@ -375,7 +375,7 @@ _KINDS: Mapping[str, type[Algorithm]] = {
 
 
 def of_steps(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Section of an algorithm without the preset's epochs where it says the steps: the user's, who need not know."""
+    """Section `rl` in which a number of steps, if set, replaces the preset's epochs."""
     schedule = section.get("schedule") or {}
     if schedule.get("steps") is None:
         return section
@@ -383,16 +383,16 @@ def of_steps(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def algorithm_of(config: Mapping[str, Any], *, where: str = "algorithm") -> Algorithm:
-    """An algorithm from a config in the vocabulary of this module.
+    """Algorithm from a config in the vocabulary of this module.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: names the key, its value and the allowed values.
     """
     kind = str(config.get("algorithm"))
     if kind not in _KINDS:
         raise ValueError(f"{where}: algorithm={kind!r}: {nearest(kind, _KINDS)}")
-    made: Algorithm = checked(_KINDS[kind], config, where=where)
-    return made
+    algorithm: Algorithm = checked(_KINDS[kind], config, where=where)
+    return algorithm
 
 
 def presets() -> tuple[str, ...]:
@@ -401,19 +401,22 @@ def presets() -> tuple[str, ...]:
 
 
 def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
-    """The algorithm of a preset.
+    """Algorithm of a preset.
 
     Args:
         preset: name of the preset; see `presets`.
-        changes: settings merged into the preset: `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes.
+        changes: settings merged into the preset, such as `{"loss": {"kl": {"coefficient": 0.01}}}`; null removes one.
 
     Raises:
-        ValueError: there is no preset of that name, or as `algorithm_of`.
+        ValueError: unknown preset, or as `algorithm_of`.
     """
-    files = config_files("rl")
-    if preset not in files:
-        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, files)}")
-    config = OmegaConf.create(files[preset].read_text(encoding="utf-8"))
-    made = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
-    assert isinstance(made, dict)
-    return algorithm_of({str(key): value for key, value in made.items()}, where=f"rl preset {preset}")
+    if preset not in presets():
+        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, presets())}")
+    config = OmegaConf.create((_folder() / f"{preset}.yaml").read_text(encoding="utf-8"))
+    merged = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
+    assert isinstance(merged, dict)
+    return algorithm_of({str(key): value for key, value in merged.items()}, where=f"rl preset {preset}")
+
+
+def _folder() -> Any:
+    return files("hydra_conf") / "rl"

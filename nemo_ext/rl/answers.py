@@ -1,19 +1,19 @@
-r"""Locate the answer in a response: \boxed{}, "the answer is" and choices. All in linear time."""
+r"""Location of the answer in a response: \boxed{}, "the answer is" and choices. Everything runs in linear time."""
 
 import re
 import unicodedata
 from collections.abc import Mapping
 
 MAX_CHOICE = 10_000
-"""Maximum length in characters of a text that is taken for a choice."""
+"""Maximum length in characters of a text that is compared with the choices."""
 
 # One pass over the tokens that matter; escaped characters are skipped.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _MARKER = re.compile(
     r"(?:\banswer|\bchoice|\boption(?:[ \t]selected)?)[*_]{0,3}[ \t]*(?::|=|\bis\b)[*_]{0,3}:?"
-    # A heading, or a line in bold type, of this alone.
+    # A heading or a line in bold type that holds nothing else.
     r"|^[ \t]*(?:#{1,6}[ \t]*|(?=[*_]{2}))[*_]{0,3}(?:the[ \t]+)?(?:final[ \t]+|correct[ \t]+)?answer[*_#: \t]*$"
-    # GSM8K's, and no heading: neither words above a text, words with numbers or a colon, nor the number of a section.
+    # GSM8K's marker, as opposed to a heading: words above a text, words with numbers or a colon, or a section number.
     r"|(?<!#)####(?!#)(?![*_ \t]*(?:[a-z][a-z'\u2019]+[a-z \t*_]*(?:\n|[^a-z \t*_\n])|\d+[*_]*[.):][*_]*[ \t]+[a-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
@@ -32,8 +32,8 @@ _REASONED = re.compile(r"[(\[*_]*([A-Za-z])[)\]*_]*,?\s+(?:because|since)\b.*", 
 _DASH = r"\s+[\-\u2013\u2014](?=\s)"
 _MARKED = re.compile(rf"(?:\(([A-Za-z])\)|([A-Za-z])(?:[.)]|{_DASH}))\s*(\S.*)", re.DOTALL)
 _LETTERED = re.compile(rf"[(\[]?([A-Za-z])[)\]]?(?:[.:,\-\u2013]|{_DASH})?\s+(\S.*)|([A-Za-z])[).:](\S.*)", re.DOTALL)
-# What may follow a choice's text and say something of it, so that "12 million" is not 12.
-_SAID = re.compile(
+# Explanation that may follow the text of a choice; without one, "12 million" would match 12.
+_EXPLANATION = re.compile(
     r"(?:[,;:]?\s+(?:is|are|was|were|has|have|had|can|does|because|since|as|which|it)\b"
     r"|\s*[,;:(\-\u2013\u2014]\s*[^\W\d_]{2,}).*",
     re.DOTALL,
@@ -46,7 +46,7 @@ def boxes(text: str) -> list[tuple[int, int]]:
 
     Braces must balance, escaped ones (`\{`) aside; a box that does not close is not counted.
     """
-    found, open_braces = [], []
+    spans, open_braces = [], []
     for token in _BRACES.finditer(text):
         mark = token.group()
         if mark.startswith(r"\boxed"):
@@ -56,14 +56,14 @@ def boxes(text: str) -> list[tuple[int, int]]:
         elif mark == "}" and open_braces:
             begin = open_braces.pop()
             if begin >= 0:
-                found.append((begin, token.start()))
-    return found
+                spans.append((begin, token.start()))
+    return spans
 
 
 def last_boxed(text: str) -> str | None:
     r"""Contents of the last \boxed{}, including any inner boxes, or None if there is no box."""
-    found = boxes(text)
-    return text[slice(*found[-1])].strip() if found else None
+    spans = boxes(text)
+    return text[slice(*spans[-1])].strip() if spans else None
 
 
 def final_line(text: str) -> str | None:
@@ -84,13 +84,13 @@ def final_text(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The first sentence of `final_line`."""
+    """First sentence of `final_line`, or None."""
     line = final_line(text)
     return line and _trimmed(line.split(". ", 1)[0])
 
 
 def bare(text: str) -> str | None:
-    """The text without emphasis and full stop if it is a single line, else None."""
+    """Text without emphasis and full stop; None unless it is a single line."""
     stripped = _trimmed(text)
     return stripped if stripped and "\n" not in stripped else None
 
@@ -112,12 +112,12 @@ def unreadable(text: str) -> str | None:
 
 
 def fences(text: str) -> list[tuple[str, str, int, int]]:
-    """Closed blocks of code in Markdown: language, contents, and the numbers of their first and last line.
+    """Closed code blocks in Markdown: language, contents, and the numbers of their first and last line.
 
-    A block ends at a line of as many marks as it began with, or more. Its indentation, which it has in a list, is
-    taken off its lines.
+    A block ends at a line with at least as many fence characters as its first line. The indentation of a block inside a
+    list is removed from its lines.
     """
-    found: list[tuple[str, str, int, int]] = []
+    blocks: list[tuple[str, str, int, int]] = []
     lines = text.split("\n")
     opened: re.Match[str] | None = None
     begin = 0
@@ -127,18 +127,18 @@ def fences(text: str) -> list[tuple[str, str, int, int]]:
             opened, begin = _FENCE.match(line), number
         elif mark.startswith(opened["mark"]) and not mark.strip(mark[0]):
             indent = len(opened["indent"])
-            inner = [each[min(indent, len(each) - len(each.lstrip(" \t"))) :] for each in lines[begin + 1 : number]]
-            found.append((opened["language"].lower(), "\n".join(inner), begin, number))
+            inner = [line[min(indent, len(line) - len(line.lstrip(" \t"))) :] for line in lines[begin + 1 : number]]
+            blocks.append((opened["language"].lower(), "\n".join(inner), begin, number))
             opened = None
-    return found
+    return blocks
 
 
 def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
     """Letters of all choices that a text names, by letter, by text or by both ("B. Paris").
 
     Args:
-        text: answer alone: the contents of a box or the text after "Answer:".
-        choices: the text of each letter; None where it is not known.
+        text: the answer without its context: the contents of a box or the text after "Answer:".
+        choices: text of each choice by letter; None if it is not known.
     """
     if len(text) > MAX_CHOICE:
         return set()
@@ -161,17 +161,17 @@ def named_choices(text: str, choices: Mapping[str, str | None]) -> set[str]:
         if letter in choices and (described or _explains(rest, letter, choices)):
             return {letter} | described
     if (marked := _MARKED.fullmatch(inner)) and choices.get(letter := (marked[1] or marked[2]).upper(), "") is None:
-        # "(A) or (B)" names none; nor does "B. A dog", which cannot be told from it.
+        # "(A) or (B)" names none, and neither does "B. A dog", which looks the same.
         also = {word.upper() for word in re.findall(r"\b[A-Za-z]\b", marked[3])} & set(choices)
         return {letter} if also <= {letter} else set()
     return set()
 
 
 def named_in_sentences(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Letters of all choices that a text names which may go on after its first sentence.
+    """Letters of all choices that a text of one or more sentences names.
 
-    "B. It is large" names one, "B. A", "B. Rome" and "B. Or maybe C" name two. A letter in a sentence with other words
-    names none: what "C is colder" says of it cannot be told.
+    "B. It is large" names one; "B. A", "B. Rome" and "B. Or maybe C" name two. A letter in a later sentence with other
+    words names none, because "C is colder" may be for or against C.
     """
     line, *below = text.split("\n")
     first, *others = _STOP.split(line)
@@ -192,12 +192,12 @@ def named_in_sentences(text: str, choices: Mapping[str, str | None]) -> set[str]
 
 
 def normal(text: str) -> str:
-    """Normalized form for comparing choices: no letter case, LaTeX fonts or differences in white space."""
+    """Normalized form for comparing choices, without letter case, LaTeX fonts and differences in white space."""
     return " ".join(_SPACES.sub(" ", _WRAPPED.sub(r"\1", text)).casefold().split()).removesuffix(".").strip()
 
 
 def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
-    """Letters of the choices with this text, exactly or, failing that, after `_unwrap` of both."""
+    """Letters of the choices with exactly this text, or, if there is none, with this text after `_unwrap` of both."""
     for form in (normal, lambda text: normal(_unwrap(text))):
         sought = form(text)
         named = {
@@ -209,15 +209,15 @@ def _by_text(text: str, choices: Mapping[str, str | None]) -> set[str]:
 
 
 def _explains(text: str, letter: str, choices: Mapping[str, str | None]) -> bool:
-    """True if a text is a choice's and what is said of it: "Paris is the capital", but no other choice or denial."""
-    said, own = normal(text), normal(choices[letter] or "")
-    rest = said.removeprefix(own)
-    others = [normal(choice or "") for other, choice in choices.items() if other != letter]
+    """True if a text is a choice with an explanation ("Paris is the capital"), without denial or another choice."""
+    whole, choice = normal(text), normal(choices[letter] or "")
+    rest = whole.removeprefix(choice)
+    others = [normal(text or "") for other, text in choices.items() if other != letter]
     return (
-        bool(own and rest != said and _SAID.fullmatch(rest) and not _DENIED.search(rest))
+        bool(choice and rest != whole and _EXPLANATION.fullmatch(rest) and not _DENIED.search(rest))
         and not set(re.findall(r"\b[A-Z]\b", text)) & set(choices) - {letter, "A"}
         and not any(re.search(rf"(?<!\w){re.escape(other)}(?!\w)", rest) for other in others if other)
-        and not any(len(other) > len(own) and said.startswith(other) for other in others)
+        and not any(len(other) > len(choice) and whole.startswith(other) for other in others)
     )
 
 

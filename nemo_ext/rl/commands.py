@@ -1,4 +1,4 @@
-"""`nemo-ext rl`, `rl_tasks` and `gym`, and the parts that commands with a preset of RL share."""
+"""`nemo-ext rl`, `rl_tasks` and `gym`, and helpers of all commands that use an RL preset."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,18 +11,18 @@ ENVIRONMENTS = {"*": {"settings": {"judge": "nemo_ext.rl.judge:JudgeSettings"}}}
 """Types of a section of environments."""
 _RL = "nemo_ext.rl.algorithms:PolicyGradient"
 RL = {"rl": (_RL, {"environments": ENVIRONMENTS, "group": ENVIRONMENTS["*"]["settings"]})}
-"""Types of the keys of a preset's section, beside those of settings."""
+"""Types of the keys in a preset's section, in addition to `nemo_ext.rl.settings`."""
 _REWARDS = {
     "reward": "reward",
     "eval_reward": "validation reward",
     "rewards/accuracies": "accuracy",
     "eval_rewards/accuracies": "validation accuracy",
 }
-"""Metrics of TRL's log, as a run prints them too."""
+"""Printed name of each metric in TRL's log."""
 
 
 def training_inputs(config: Config, model: str) -> list[Input]:
-    """Inputs of a job that trains on tasks or pairs, from the model in the key `model`."""
+    """Model, tasks and pairs that a training job reads; `model` is the config key of its model."""
     read = [("model", config[model], "`nemo-ext convert` writes one")]
     for split in ("train", "validation"):
         section = config["tasks"].get(split) or {}
@@ -39,23 +39,24 @@ def _size(config: Config, settings: Any) -> tuple[int, int]:
     node = settings.cluster.node
     if node is None:
         raise ValueError(
-            f"cluster={settings.cluster.name}: engine=nemo_rl takes whole nodes, and nothing is said of theirs: give "
-            "'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: [], cpus: 112}', or a site of your own"
+            f"cluster={settings.cluster.name}: engine=nemo_rl uses whole nodes, but this site does not describe its "
+            "nodes; set 'cluster.node={gpus: 8, gpu: NAME, gpu_memory_gib: 80, fp8: [], cpus: 112}', or write your own "
+            "site"
         )
     return settings.slurm.nodes, node.gpus
 
 
 def saved_step(run_dir: Path) -> int:
-    """Step of the newest checkpoint, 0 if there is none; TRL's are `checkpoint-N`, NeMo-RL's `step_N`."""
+    """Step of the newest checkpoint, `checkpoint-N` of TRL or `step_N` of NeMo-RL; 0 if there is none."""
     from nemo_ext.job.run_directory import CHECKPOINTS
 
-    places = [*(run_dir / CHECKPOINTS).glob("checkpoint-*"), *(run_dir / CHECKPOINTS).glob("step_*")]
-    steps = [path.name.replace("_", "-").rpartition("-")[2] for path in places]
+    folders = [*(run_dir / CHECKPOINTS).glob("checkpoint-*"), *(run_dir / CHECKPOINTS).glob("step_*")]
+    steps = [path.name.replace("_", "-").rpartition("-")[2] for path in folders]
     return max((int(step) for step in steps if step.isdecimal()), default=0)
 
 
 def figures(run_dir: Path) -> Figures:
-    """First value of each reward, and mean of its last tenth, as in the run's own report."""
+    """Key figures of a run: first value of each reward and the mean of its last tenth, as in the run's report."""
     from nemo_ext.job.records import read_records
     from nemo_ext.job.run_directory import METRICS, target_of
 

@@ -1,6 +1,6 @@
-"""Environments by name; each checks references, and verifies responses or holds conversations.
+"""Environments by name, each of which checks references and verifies responses or holds conversations.
 
-Engine adapters look up a task's environment here.
+Engine adapters look up the environment of a task here.
 """
 
 import inspect
@@ -19,28 +19,28 @@ class Conversation(Protocol):
     """State of a tool environment in one rollout. Picklable, so that an engine may keep it between turns."""
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Carry out the response's calls; returns the tools' answers, or nothing if the conversation is over."""
+        """Execute the calls of a response; returns the tools' results, or nothing if the conversation is over."""
         ...
 
     def verdict(self) -> Verdict:
-        """Verdict on the final state, compared with the one that the task asks for."""
+        """Verdict on the final state, compared with the target state of the task."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """One environment.
+    """Environment that verifies single responses or holds conversations.
 
     Attributes:
         name: name in task files.
-        check: function that parses a reference; raises ValueError, naming the key, for one it cannot verify against.
+        check: function that parses a reference; raises ValueError, naming the key, for an invalid one.
         verify: function that returns the verdict on a response, given the parsed reference; never raises on model
             output. None for environments with `begin`.
         begin: function that starts a conversation, given the parsed reference; None for single-turn environments.
         max_turns: maximum number of responses in one conversation.
-        waits: True if `verify` waits for processes or a judge, so that many may run at once.
-        judged_in_groups: True if a response earns nothing by itself: a judge compares it with the others of its group.
-        reach: coroutine that raises ValueError if the environment's judge cannot be reached; called when a run starts.
+        waits: True if `verify` waits for processes or a judge, so that many calls may run concurrently.
+        judged_in_groups: True if the reward comes from a judge that compares the responses of a group.
+        reach: coroutine that raises ValueError if the environment's judge cannot be reached; awaited when a run starts.
     """
 
     name: str
@@ -63,10 +63,10 @@ def known_environments() -> tuple[str, ...]:
 
 
 def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
-    """The environment of a name.
+    """Create an environment by name.
 
     Args:
-        settings: arguments of its module's `environment`, limits for example.
+        settings: arguments of its module's `environment`, such as limits.
 
     Raises:
         ValueError: unknown environment, or unknown setting.
@@ -74,16 +74,12 @@ def make(name: str, settings: Mapping[str, Any] | None = None) -> Environment:
     known = settings_of(name)
     required = tuple(key for key, needed in known.items() if needed)
     check_keys(settings or {}, tuple(known), required=required, where=f"environment {name}: settings")
-    made: Environment = _module(name).environment(**(settings or {}))
-    return made
+    environment: Environment = _module(name).environment(**(settings or {}))
+    return environment
 
 
 def settings_of(name: str) -> dict[str, bool]:
-    """Settings of the environment of a name, each with whether it must be given.
-
-    Raises:
-        ValueError: unknown environment.
-    """
+    """Names of an environment's settings, each with True if it is required; raises as `make`."""
     parameters = inspect.signature(_module(name).environment).parameters
     return {key: parameter.default is parameter.empty for key, parameter in parameters.items()}
 

@@ -1,7 +1,7 @@
-"""Responses verified and rewarded, and conversations carried on, whatever engine generated them.
+"""Verification and rewards of responses, and turns of conversations, for all engines.
 
-A reward here depends on one response and its task. Verifiers run concurrently, in threads or as coroutines. The state
-of a conversation travels in its `Episode`, so nothing is kept between turns.
+A reward here depends on one response and its task. Verifiers run concurrently, in threads or as coroutines. `Episode`
+holds all state of a conversation, so nothing is stored between turns.
 """
 
 import asyncio
@@ -28,19 +28,19 @@ from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
 
 CONCURRENCY = 64
-"""Number of concurrent verifications; one that waits for something else costs no more than a thread."""
+"""Default number of concurrent verifications, one thread each."""
 REFERENCES = 4096
 """Number of parsed references that are cached."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """State of a task while responses to it are generated. Picklable.
+    """State of a task during a rollout. Picklable.
 
     Attributes:
         task: task to respond to.
         thinking_opened: True if the prompt ends inside a reasoning trace.
-        turn: number of responses before this one.
+        turn: number of previous responses.
         conversation: state of a tool environment; None before the first response.
     """
 
@@ -56,10 +56,10 @@ class Turn:
 
     Attributes:
         response: parsed response.
-        verdict: verdict on it; None if the conversation goes on.
-        reward: reward of it; None if the conversation goes on.
-        answers: messages of the environment in answer to the response; none if the conversation is over.
-        observation: their text, which the model reads before its next response; "" if there is none.
+        verdict: verdict on the response; None while the conversation continues.
+        reward: reward of the response; None while the conversation continues.
+        answers: the environment's messages after the response; empty if the conversation is over.
+        observation: text of these messages, which the model reads before its next response; "" if there is none.
         following: episode of the next response; None if there is none.
     """
 
@@ -73,40 +73,40 @@ class Turn:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class EpisodeSettings:
-    """Settings of an environment's episodes; the last four are for actors, where the engine has no tokenizer."""
+    """Settings of an environment's episodes; the last four are for actors to which the engine passes no tokenizer."""
 
-    name: str  # of the environment
-    settings: Open | None = None  # of the environment
-    reward: Any = None  # see `nemo_ext.rl.rewards.named.reward_of`
-    tool_style: Style | None = None  # format of the calls
+    name: str  # name of the environment
+    settings: Open | None = None  # settings of the environment
+    reward: Any = None  # reward; see `nemo_ext.rl.rewards.named.reward_of`
+    tool_style: Style | None = None  # format of tool calls
     concurrency: AtLeastOne | None = None  # number of concurrent verifications
     template: Place | None = None  # name or file of a chat template, for conversations
     eos: str | None = None  # token that ends a response
     tokenizer: Place | None = None  # Hugging Face name or folder, for rewards that count tokens
-    max_tokens: int | None = None  # number of tokens at which a response was cut off
+    max_tokens: int | None = None  # maximum response length; a response of this many tokens was cut off
 
 
 class Episodes:
-    """Verifies responses to the tasks of one environment.
+    """Verifier of responses to the tasks of one environment.
 
     Args:
         config: an `EpisodeSettings`.
-        prompts: chat template of the model, which writes the text between turns; None where the engine writes it.
+        prompts: chat template that writes the text between turns; None if the engine writes it.
 
     Raises:
         ValueError: unknown key or invalid value.
     """
 
     def __init__(self, config: Mapping[str, Any] | EpisodeSettings, prompts: Prompts | None = None) -> None:
-        given = config if isinstance(config, EpisodeSettings) else checked(EpisodeSettings, config, "environment")
-        self.environment = make(given.name, given.settings)
-        self.reward = reward_of(given.reward, where=f"environments.{given.name}.reward")
-        self._tool_style: Style = given.tool_style or "any"
+        settings = config if isinstance(config, EpisodeSettings) else checked(EpisodeSettings, config, "environment")
+        self.environment = make(settings.name, settings.settings)
+        self.reward = reward_of(settings.reward, where=f"environments.{settings.name}.reward")
+        self._tool_style: Style = settings.tool_style or "any"
         self._prompts = prompts
-        slots = given.concurrency or CONCURRENCY
-        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=given.name)
-        # Shared by all calls: an engine may pass one response at a time.
-        self._at_once = asyncio.Semaphore(slots)
+        slots = settings.concurrency or CONCURRENCY
+        self._threads = ThreadPoolExecutor(slots, thread_name_prefix=settings.name)
+        # Shared by all calls, because an engine may pass one response per call.
+        self._slots = asyncio.Semaphore(slots)
         self._references: OrderedDict[str, tuple[Mapping[str, Any], Any]] = OrderedDict()
         self._totals: defaultdict[str, float] = defaultdict(float)
 
@@ -123,12 +123,11 @@ class Episodes:
         Args:
             episodes: episode of each response.
             texts: generated texts without the end-of-sequence token.
-            tokens: number of generated tokens per response, needed by length rewards.
-            finished: False for responses cut off at the length limit.
+            tokens: number of generated tokens per response, required by length rewards.
+            finished: False for responses that were cut off at the length limit.
         """
         counts = tokens or [None] * len(texts)
         ends = finished or [True] * len(texts)
-
         responses = map(self._response, episodes, texts, counts, ends)
         return list(await asyncio.gather(*map(self.turn, episodes, responses)))
 
@@ -136,46 +135,42 @@ class Episodes:
         """Outcome of one response.
 
         Args:
-            unreadable: id of each call that cannot be read -> reason, which a world's model is told; a single turn
-                with one is wrong.
+            unreadable: reason by id of each malformed call. In a conversation the model gets the reasons as error
+                messages; a single turn with a malformed call is wrong.
         """
-        async with self._at_once:
+        async with self._slots:
             began = time.monotonic()
             turn = await self._guarded(response, self._outcome(episode, response, unreadable or {}))
             self._add({"responses": 1, "seconds": time.monotonic() - began})
         return turn if turn.verdict is None else self._rewarded(episode, turn)
 
     async def close(self, turn: Turn) -> Turn:
-        """End the conversation after this turn: the turn with a verdict on the state it is in."""
+        """End the conversation after a turn; returns the turn with the verdict on the present state."""
         assert turn.following is not None and turn.following.conversation is not None
         return self._rewarded(
             turn.following, await self._guarded(turn.response, self._ended(turn.response, turn.following.conversation))
         )
 
     def begun(self, episode: Episode) -> Episode:
-        """The episode of a tool environment with its conversation."""
+        """Episode of a tool environment with its conversation started."""
         assert self.environment.begin is not None
         if episode.conversation is not None:
             return episode
         return replace(episode, conversation=self.environment.begin(self.reference(episode.task)))
 
     def reference(self, task: Task) -> Any:
-        """Parsed reference of a task; cached, since the responses of a group share one.
-
-        Raises:
-            ValueError: the environment cannot verify against it.
-        """
-        # Ids are unique only within a file.
-        kept, key = self._references, task.id or repr(task.reference)
-        if key not in kept or kept[key][0] != task.reference:
-            kept[key] = (task.reference, self.environment.check(task.reference))
-        kept.move_to_end(key)
-        if len(kept) > REFERENCES:
-            kept.popitem(last=False)
-        return kept[key][1]
+        """Parsed reference of a task, cached for its group; raises ValueError if it cannot be verified against."""
+        # Ids are unique only within a file, so the reference is compared too.
+        cache, key = self._references, task.id or repr(task.reference)
+        if key not in cache or cache[key][0] != task.reference:
+            cache[key] = (task.reference, self.environment.check(task.reference))
+        cache.move_to_end(key)
+        if len(cache) > REFERENCES:
+            cache.popitem(last=False)
+        return cache[key][1]
 
     def take_metrics(self) -> dict[str, float]:
-        """Means over the episodes that ended since the last call; empty if none did."""
+        """Means over the episodes that ended since the last call; empty if there are none."""
         totals, self._totals = self._totals, defaultdict(float)
         responses, seconds, episodes = (totals.pop(name, 0.0) for name in ("responses", "seconds", "episodes"))
         if not episodes:
@@ -185,20 +180,20 @@ class Episodes:
         return {"episodes": episodes, **means, **more}
 
     def shutdown(self) -> None:
-        """Stop the threads; verifications under way end by their own limits."""
+        """Stop the threads; running verifications end at their own time limits."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def check(self, task: Task) -> None:
-        """Raises ValueError for a task that the environment cannot verify, or the reward cannot work with."""
+        """Check that the environment can verify the task and the reward supports it; raises ValueError otherwise."""
         self.reference(task)
         self.reward.check(task.reference)
         if self.environment.judged_in_groups and task.tools:
-            raise ValueError("it has tools, but a judge of groups sees no calls: leave the tools out")
+            raise ValueError("the task has tools, but the judge of a group does not see tool calls; remove the tools")
 
     async def _guarded(self, response: Response, work: Awaitable[Turn]) -> Turn:
         try:
             return await work
-        except Exception as error:  # a verifier's own failure must not end a run of many days
+        except Exception as error:  # a failing verifier must not end a run of many days
             return Turn(response=response, verdict=Verdict.error(f"{type(error).__name__}: {error}"[:300]))
 
     def _rewarded(self, episode: Episode, turn: Turn) -> Turn:
@@ -214,8 +209,8 @@ class Episodes:
         if self.environment.begin is not None:
             return await self._conversed(self.begun(episode), response, unreadable)
         if unreadable:
-            why = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
-            return Turn(response=response, verdict=Verdict.wrong(why))
+            reason = f"a call cannot be read: {next(iter(unreadable.values()))}"[:300]
+            return Turn(response=response, verdict=Verdict.wrong(reason))
         assert self.environment.verify is not None
         verdict = await self._in_thread(self.environment.verify, response, self.reference(episode.task))
         return Turn(response=response, verdict=await verdict if inspect.isawaitable(verdict) else verdict)
@@ -224,7 +219,7 @@ class Episodes:
         conversation, turn = episode.conversation, episode.turn + 1
         assert conversation is not None
         answers = [Message(role="tool", content=f"Error: {why}", tool_call_id=key) for key, why in unreadable.items()]
-        # If no call can be read, the text beside the calls is not for the user.
+        # If all calls are malformed, the text next to them is not addressed to the user.
         if response.tool_calls or not unreadable:
             answers += await self._in_thread(conversation.step, response)
         if not answers or turn >= self.environment.max_turns:
@@ -248,7 +243,7 @@ class Episodes:
         if not episode.task.tools:
             return response
         parsed = parse_tool_calls(response.answer, self._tool_style, episode.task.tools)
-        # If a call cannot be read, the verifier must see that.
+        # The verifier must see a malformed call as text.
         if parsed.problems or not parsed.calls:
             return response
         return replace(response, answer=parsed.answer, tool_calls=parsed.calls)

@@ -1,4 +1,4 @@
-"""Rewards that depend on all responses to one prompt, whatever engine generated them."""
+"""Rewards that depend on all responses to one prompt, for all engines."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,19 +17,19 @@ from nemo_ext.rl.rewards.genrm import genrm_messages
 from nemo_ext.rl.rewards.rlhf import SHOWN, Show, reward_model_rewards, rlhf_rewards
 
 GroupReward = Callable[[Sequence[Sequence["Member"]]], Sequence[Sequence[float]]]
-"""Function that returns the rewards of the members of all groups of a step, in order."""
+"""Function of all groups of a step that returns the rewards of their members, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One response of a group.
+    """Response of a group with its reward and lengths.
 
     Attributes:
         reward: reward from the environment.
         thinking_tokens: number of reasoning tokens, including the closing tag; 0 without reasoning.
         answer_tokens: number of all other generated tokens.
         prompt: messages before the response.
-        response: last response.
+        response: last response of the rollout.
     """
 
     reward: float
@@ -40,56 +40,52 @@ class Member:
 
 
 def group_reward(group: Mapping[str, Any]) -> GroupReward | None:
-    """Group reward function that the settings ask for, or None if they ask for none.
+    """Group reward function from settings; None if they define no group reward.
 
     Args:
-        group: an `algorithms.GroupReward`, where null is the default. A reward model's lengths are controlled only if
-            `length_control` is given.
+        group: an `algorithms.GroupReward`, where null means the default. Lengths are controlled with a reward model
+            only if `length_control` is set.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: names the key.
     """
-    given = checked(algorithms.GroupReward, {key: value for key, value in group.items() if value is not None}, "group")
-    if group.get("length_control") is None and given.judge is None:
+    defined = {key: value for key, value in group.items() if value is not None}
+    settings = checked(algorithms.GroupReward, defined, "group")
+    if group.get("length_control") is None and settings.judge is None:
         return None
-    control = checked(LengthControl, given.length_control, where="group.length_control")
-    if given.judge is None:
+    control = checked(LengthControl, settings.length_control, where="group.length_control")
+    if settings.judge is None:
         return lambda groups: [length_controlled(members, control) for members in groups]
-    judge, both = Judge(checked(JudgeSettings, given.judge, "judge", strict=True)), given.both_orders
-    if given.show == "reward_model":
-        only = control if given.length_control else None
-        return lambda groups: asyncio.run(judged(groups, judge, only, show=None))
-    show = SHOWN[given.show]
+    judge, both = Judge(checked(JudgeSettings, settings.judge, "judge", strict=True)), settings.both_orders
+    if settings.show == "reward_model":
+        optional = control if settings.length_control else None
+        return lambda groups: asyncio.run(judged(groups, judge, optional, show=None))
+    show = SHOWN[settings.show]
     return lambda groups: asyncio.run(judged(groups, judge, control, show=show, both_orders=both))
 
 
 def check_judges(environments: Iterable[Environment], group: Mapping[str, Any]) -> None:
-    """Check that all judges of a run can be reached, before days of it are spent.
-
-    Raises:
-        ValueError: an environment needs a judge of groups and has none, or a judge does not answer or serves another
-            model.
-    """
+    """Raise ValueError, before training starts, if a judge is missing, unreachable or serves a different model."""
     environments = list(environments)
-    asked = [environment.reach for environment in environments if environment.reach is not None]
+    checks = [environment.reach for environment in environments if environment.reach is not None]
     if group.get("judge"):
-        asked.append(Judge(checked(JudgeSettings, group["judge"], "judge", strict=True)).check)
+        checks.append(Judge(checked(JudgeSettings, group["judge"], "judge", strict=True)).check)
     for environment in environments:
         if environment.judged_in_groups and not group.get("judge"):
             raise ValueError(
-                f"environment {environment.name!r}: its responses earn nothing by themselves: set group.judge, as "
-                "preset=nemotron3_rlhf does"
+                f"environment {environment.name!r} has no rewards without a judge that compares the responses of a "
+                "group; set group.judge, as preset=nemotron3_rlhf does"
             )
 
     async def reach() -> None:
-        for one in asked:
-            await one()
+        for check in checks:
+            await check()
 
     asyncio.run(reach())
 
 
 def lengths(member: Member) -> tuple[int, int]:
-    """Tokens of trace and answer for length control; 0 for what is empty but for its tags and the end token."""
+    """Number of tokens of trace and answer for length control; 0 if only tags or the end token are there."""
     response = member.response
     return (
         member.thinking_tokens if (response.thinking or "").strip() else 0,
@@ -98,12 +94,10 @@ def lengths(member: Member) -> tuple[int, int]:
 
 
 def length_controlled(members: Sequence[Member], control: LengthControl) -> tuple[float, ...]:
-    """Rewards of verifiers instead of a judge, with lengths controlled within the group."""
+    """Verifier rewards of one group with length control."""
     thinking, answers = zip(*map(lengths, members), strict=True)
-    given = control_lengths(
-        [member.reward for member in members], thinking_lengths=thinking, answer_lengths=answers, control=control
-    )
-    return given.rewards
+    rewards = [member.reward for member in members]
+    return control_lengths(rewards, thinking_lengths=thinking, answer_lengths=answers, control=control).rewards
 
 
 async def judged(
@@ -114,29 +108,31 @@ async def judged(
     show: Show | None = genrm_messages,
     both_orders: bool = True,
 ) -> list[tuple[float, ...]]:
-    """Rewards of groups by circular comparison (`nemo_ext.rl.rewards.rlhf`), or by a reward model, all at once.
+    """Rewards of all groups by circular comparison (`nemo_ext.rl.rewards.rlhf`) or by a reward model.
 
-    The environment's rewards are ignored. Comparisons without an answer are reported.
+    All groups are judged concurrently. The environment's rewards are ignored. Unanswered questions are reported.
 
     Args:
-        show: how the judge sees two responses; None for a reward model, which sees each by itself.
+        control: length control; None for none.
+        show: function that writes two responses for the judge; None for a reward model, which scores each separately.
+        both_orders: whether each pair is judged in both orders.
 
     Raises:
-        ValueError: the judge answered none of the questions: nothing could be learnt from such a step.
+        ValueError: the judge answered no question, so that the step has no signal.
     """
-    asked = []
+    scoring = []
     for group in groups:
-        own: Any = {"lengths": [lengths(one) for one in group], "control": control}
-        prompt, responses = group[0].prompt, [one.response for one in group]
+        shared: Any = {"lengths": [lengths(member) for member in group], "control": control}
+        prompt, responses = group[0].prompt, [member.response for member in group]
         if show is None:
-            asked.append(reward_model_rewards(judge, prompt, responses, **own))
+            scoring.append(reward_model_rewards(judge, prompt, responses, **shared))
         else:
-            asked.append(rlhf_rewards(judge, prompt, responses, **own, show=show, both_orders=both_orders))
-    given = await asyncio.gather(*asked)
-    missing = sum(one.missing for one in given)
-    if missing and not any(any(one.judged) for one in given):
-        raise ValueError(f"group.judge: none of {missing:,} questions was answered: {given[0].problem}")
+            scoring.append(rlhf_rewards(judge, prompt, responses, **shared, show=show, both_orders=both_orders))
+    scored = await asyncio.gather(*scoring)
+    missing = sum(result.missing for result in scored)
+    if missing and not any(any(result.judged) for result in scored):
+        raise ValueError(f"group.judge: answered none of {missing:,} questions: {scored[0].problem}")
     if missing:
-        problem = next(one.problem for one in given if one.missing)
+        problem = next(result.problem for result in scored if result.missing)
         notice(f"judge: {missing:,} questions without an answer: {problem}")
-    return [one.rewards for one in given]
+    return [result.rewards for result in scored]

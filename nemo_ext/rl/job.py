@@ -1,4 +1,4 @@
-"""The job `nemo-ext rl`: a preset, a model, tasks or pairs, and an engine."""
+"""The job `nemo-ext rl`: checks of its settings, and training on the chosen engine."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,24 +26,24 @@ SAME = (
 """Keys that must be unchanged when a run is resumed."""
 STEPS = "rl.schedule.steps"
 SAVE_BY = "NEMO_EXT_SAVE_BY"
-"""Environment variable: Unix time in seconds by which NeMo-RL, which handles no signals, has to save and end."""
+"""Environment variable with the Unix time by which NeMo-RL, which handles no signals, must save and end."""
 OF_THE_MACHINE = (
     *("nemo_rl.set.cluster.", "nemo_rl.layout", "nemo_rl.gpu_memory_gib"),
     "nemo_rl.set.checkpointing.checkpoint_must_save_by",
 )
 """Prefixes of keys that may change when a run is resumed on another machine."""
-READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts ahead, in another process, before rewards can choose them"
+READS_AHEAD = "NeMo-RL's asynchronous loop reads prompts in another process, before the rewards they depend on exist"
 ENGINES = {"trl": "nemo_ext.rl.trl.run", "nemo_rl": "nemo_ext.rl.nemo_rl.job"}
 
 
 def run(config: Mapping[str, Any]) -> bool:
-    """Train as the composed config says, or resume the run.
+    """Start or resume a training run from the composed config.
 
     Returns:
-        Whether a signal came in the last step, after which the run is finished all the same.
+        True if a signal arrived during the last step, although the run is finished.
 
     Raises:
-        ValueError: naming the key, its value and the allowed ones; an engine that is missing or cannot do it.
+        ValueError: names the key, its value and the allowed ones; or the engine is missing or cannot express a setting.
     """
     algorithm = checked_algorithm(config)
     check_steps(config, algorithm)
@@ -59,32 +59,29 @@ def run(config: Mapping[str, Any]) -> bool:
 
 
 def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuses to resume a run under other settings than it began with; more steps are the same run.
-
-    Raises:
-        ValueError: naming each key, what it was and what it is.
-    """
+    """Refuse to resume with changed settings except more steps; ValueError names each with both values."""
     old, new = ({key: config.get(key) for key in SAME} for config in (before, now))
     was, is_ = flat(old), flat(new)
-    # What is off, empty or not there is one thing to an engine.
+    # Off, empty and absent mean the same to an engine.
     changed = {key: how for key, how in differing(old, new).items() if (was.get(key) or None) != (is_.get(key) or None)}
-    # If a file's share is bounded by epochs, more steps change the plan from the first step on.
+    # If the share of a file is bounded by epochs, more steps change the plan from the first step on.
     bounded = any(key.endswith("cap_epochs") for key in flat((now.get("tasks") or {}).get("train") or {}))
-    kept = {
+    refused = {
         key: change
         for key, change in changed.items()
         if not key.startswith(OF_THE_MACHINE) and (bounded or key != STEPS)
     }
-    if kept:
+    if refused:
         raise ValueError(
-            f"{now['run_dir']}: began with other settings: {describe(kept)}; keep them, or give another run_dir=..."
+            f"{now['run_dir']}: was started with different settings: {told(refused)}; restore them, or set another "
+            "run_dir=..."
         )
 
 
 def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    """The `tasks` settings, with the run's seed if they have none of their own.
+    """Settings `tasks` with defaults: the seed of the run if they have none.
 
-    A directory without a blend gets the algorithm's environments with their weights, a file for each.
+    A directory without a blend gets one stream per environment of the algorithm, with the environment's weight.
     """
     tasks = dict(config["tasks"])
     if not isinstance(algorithm, PolicyGradient):
@@ -96,16 +93,12 @@ def planned_tasks(config: Mapping[str, Any], algorithm: Algorithm) -> dict[str, 
     if train.get("directory") and not (train.get("blend") or train.get("streams")):
         train["streams"] = [{"name": name, "weight": weight} for name, weight in weights.items()]
     elif not train.get("directory") and len(set(weights.values())) > 1:
-        notice("the environments' weights are for tasks.train.directory: a file's tasks come as they are there")
+        notice("the weights of rl.environments are ignored: they apply to tasks.train.directory, not to a single file")
     return {**tasks, "train": train}
 
 
 def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm:
-    """The algorithm with its epochs counted over the actual pairs, not the paper's.
-
-    Raises:
-        ValueError: there is no such file, or it has fewer pairs than a batch.
-    """
+    """Algorithm with epochs over the run's pairs; raises ValueError if these are missing or less than a batch."""
     schedule = algorithm.schedule
     if isinstance(algorithm, PolicyGradient) or schedule.steps is not None or not schedule.epochs:
         return algorithm
@@ -114,33 +107,29 @@ def over_own_pairs(config: Mapping[str, Any], algorithm: Algorithm) -> Algorithm
         raise ValueError(f"pairs.train={path}: no such file; `nemo-ext preference_data` writes it")
     count = _rows(path)
     if count < algorithm.batch:
-        raise ValueError(f"pairs.train={path}: {count:,} pairs, fewer than rl.batch={algorithm.batch:,}: lower it")
+        raise ValueError(f"pairs.train={path}: has {count:,} pairs; lower rl.batch={algorithm.batch:,} to at most that")
     algorithm = replace(algorithm, schedule=replace(schedule, examples=count))
     notice(f"{schedule.epochs} epochs over {count:,} pairs: {algorithm.steps:,} steps")
     return algorithm
 
 
 def check_steps(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Refuses a run whose number of steps neither the user nor the paper says, and offers that of the paper's epochs.
-
-    Raises:
-        ValueError: the number of steps is not known.
-    """
+    """Require a number of steps; the ValueError suggests one from the paper's epochs and the number of tasks."""
     schedule = algorithm.schedule
     if algorithm.steps is not None or (isinstance(algorithm, Preference) and schedule.epochs):
         return
-    problem = f"rl.schedule.steps=null: {algorithm.source} gives no number: say how many steps to train"
+    problem = f"rl.schedule.steps=null: {algorithm.source} states no number of steps; set it"
     count = _task_count(config["tasks"]["train"], algorithm) if isinstance(algorithm, PolicyGradient) else None
     if count is not None:
         epochs, prompts = schedule.epochs or 1, algorithm.examples_per_step
         steps = max(1, epochs * count // prompts)
-        whose = f"the paper's {epochs} epoch{'s' * (epochs > 1)}" if schedule.epochs else "one pass"
-        problem += f"; {whose} over the {count:,} tasks, {prompts:,} in a step, would be rl.schedule.steps={steps}"
+        length = f"the paper's {epochs} epoch{'s' * (epochs > 1)}" if schedule.epochs else "one epoch"
+        problem += f"; {length} over {count:,} tasks with {prompts:,} per step is rl.schedule.steps={steps}"
     raise ValueError(problem)
 
 
 def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | None:
-    """Number of tasks to train on; None if a file is not there, as before an earlier job of a pipeline has run."""
+    """Number of training tasks; None if a file does not exist yet, for example because an earlier job writes it."""
     if train.get("path"):
         files = [Path(str(train["path"]))]
     elif train.get("curriculum"):
@@ -155,7 +144,7 @@ def _task_count(train: Mapping[str, Any], algorithm: PolicyGradient) -> int | No
 
 
 def _rows(path: Path) -> int:
-    """Number of rows, or of lines that are not blank."""
+    """Number of rows of a Parquet file, or of non-blank lines of a text file."""
     if path.suffix == ".parquet":
         return int(parquet_file(path).metadata.num_rows)
     with open_lines(str(path)) as file:
@@ -163,45 +152,43 @@ def _rows(path: Path) -> int:
 
 
 def checked_algorithm(config: Mapping[str, Any]) -> Algorithm:
-    """The algorithm of a config whose other keys are checked.
-
-    Raises:
-        ValueError: as `run`.
-    """
+    """Algorithm of a config, after a check of all keys; raises as `run`."""
     settings = checked(Settings, config)
     if not settings.rl:
-        raise ValueError(f"preset=null: say which algorithm; there are {', '.join(presets())}")
+        raise ValueError(f"preset=null: choose an algorithm: {', '.join(presets())}")
     if not settings.policy:
-        raise ValueError("model=null: say which Hugging Face folder to train")
-    given = dict(settings.rl)
+        raise ValueError("model=null: set the Hugging Face folder to train")
+    section = dict(settings.rl)
     if settings.environments is not None:
-        given["environments"] = settings.environments
-    algorithm = algorithm_of(of_steps(given), where="rl")
-    section, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
-    asked = {"tasks": settings.tasks.train, "pairs": settings.pairs.get("train")}
-    if not asked[section]:
-        raise ValueError(f"{section}.train=null: {algorithm.algorithm} trains on {section}; say where they are")
+        section["environments"] = settings.environments
+    algorithm = algorithm_of(of_steps(section), where="rl")
+    used, other = ("tasks", "pairs") if isinstance(algorithm, PolicyGradient) else ("pairs", "tasks")
+    sources = {"tasks": settings.tasks.train, "pairs": settings.pairs.get("train")}
+    if not sources[used]:
+        raise ValueError(f"{used}.train=null: {algorithm.algorithm} trains on {used}; set their path")
     if isinstance(algorithm, PolicyGradient):
         _check_while_training(config, settings, algorithm)
-    if asked[other]:
-        raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {section}, not on {other}: leave it out")
+    if sources[other]:
+        raise ValueError(f"{other}.train: {algorithm.algorithm} trains on {used}, not on {other}; remove it")
     return algorithm
 
 
 def _check_while_training(config: Mapping[str, Any], settings: Settings, algorithm: PolicyGradient) -> None:
-    """Refuse shares and orders that change while a run trains where it cannot do that."""
+    """Refuse `reprofile` and `adapt` where the engine or the algorithm does not support them."""
     train = settings.tasks.train or TrainTasks()
     if train.reprofile is not None and settings.engine != "trl":
-        reason = "cannot measure pass rates while it trains, engine=trl can"
+        reason = "cannot measure pass rates during training; use engine=trl"
         raise ValueError(f"tasks.train.reprofile: engine={settings.engine} {reason}")
     if train.adapt is not None and settings.engine != "trl" and algorithm.asynchronous:
-        raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}: set rl.asynchronous=null")
+        raise ValueError(f"tasks.train.adapt with rl.asynchronous: {READS_AHEAD}; set rl.asynchronous=null")
     if train.reprofile is None:
         return
     if train.reprofile.plateau and not settings.tasks.validation:
-        raise ValueError("tasks.train.reprofile.plateau: of what? give tasks.validation.path")
+        raise ValueError("tasks.train.reprofile.plateau requires validation rewards; set tasks.validation.path")
     if algorithm.group is not None and algorithm.group.judge:
-        raise ValueError("tasks.train.reprofile: pass rates are the environments', rl.group.judge compares answers")
+        raise ValueError(
+            "tasks.train.reprofile requires pass rates, but rl.group.judge only compares responses; remove one of them"
+        )
     if not train.curriculum or (Path(train.curriculum).expanduser() / STATS).is_file():  # else an earlier job makes it
         given = config["tasks"]["train"]
-        Curricula.of(given, Path("."), prompts=algorithm.prompts_per_step, steps=algorithm.steps or 1)
+        Curricula.from_config(given, Path("."), prompts=algorithm.prompts_per_step, steps=algorithm.steps or 1)

@@ -1,9 +1,9 @@
-"""A judge behind an OpenAI-compatible endpoint: asked many questions concurrently, always within a time limit.
+"""Client of a judge behind an OpenAI-compatible endpoint: concurrent questions, each with a time limit.
 
-Rules: an answer that does not come, cannot be read or comes too late is `Answer(value=None, problem=...)`, never an
-exception; one question, including its wait for a turn and its retries, takes at most `total_seconds`;
-cancelling (Ctrl-C) cancels the requests. Each request has a connection of its own, so that a judge works in any event
-loop and a balancer in front of several replicas spreads them. The key comes from the environment alone.
+A missing, malformed or late answer is `Answer(value=None, problem=...)`, never an exception. A question takes at most
+`total_seconds`, including its time in the queue and its retries. Cancelling (Ctrl-C) cancels the requests. Each request
+uses its own connection, so that a judge works in any event loop and a load balancer can spread requests over replicas.
+The API key is read from the environment only.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from nemo_ext.job.settings import Place
 
 Messages = Sequence[Mapping[str, Any]]
 _TO_COME_UP = 60.0
-"""Seconds for which the first look at a run directory waits for its endpoint."""
+"""Seconds that the check at the start of a run waits for the endpoint of a run directory."""
 
 
 @pydantic_dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", hide_input_in_errors=True))
@@ -32,18 +32,18 @@ class JudgeSettings:
     """Endpoint of the judge and its request settings.
 
     Attributes:
-        endpoint: URL up to and including `/v1`; or the run directory of `nemo-ext serve`.
-        model: name of the model at the endpoint; None for that of the run directory.
+        endpoint: URL up to and including `/v1`, or the run directory of `nemo-ext serve`.
+        model: name of the model at the endpoint; None for the model of the run directory.
         key_variable: environment variable that holds the API key; None if the endpoint needs none.
         sampling: other fields of the request (temperature, top_p, max_tokens, chat_template_kwargs).
         attempts: maximum number of attempts per question.
         attempt_seconds: time limit of one attempt.
-        total_seconds: limit for all attempts and the wait for a turn: so more than the questions asked at once, over
-            `concurrency`, times the seconds that one takes. 128 prompts x 32 comparisons of 20 s want 1280 s at 64.
+        total_seconds: time limit of a question, including its time in the queue. The last of n questions needs about
+            n / concurrency times the seconds of one: 1280 s for 128 prompts x 32 comparisons of 20 s at 64.
         concurrency: number of concurrent requests from one event loop; 64 as in NeMo Gym.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: names the setting.
     """
 
     endpoint: Annotated[Place, Field(min_length=1)]
@@ -62,9 +62,9 @@ class JudgeSettings:
             except ValueError as error:
                 raise ValueError(f"endpoint: {error}") from None
             if self.model is None:
-                raise ValueError(f"model is missing: the name of the model at {self.endpoint}")
+                raise ValueError(f"model is missing: set the name of the model at {self.endpoint}")
         if taken := {"model", "messages", "stream"} & set(self.sampling):
-            raise ValueError(f"sampling must be without {', '.join(sorted(taken))}, which each request sets itself")
+            raise ValueError(f"sampling must not contain {', '.join(sorted(taken))}, which every request sets itself")
         if self.key_variable is not None and not os.environ.get(self.key_variable):
             raise ValueError(f"key_variable: the environment variable {self.key_variable} is not set")
 
@@ -80,7 +80,7 @@ class Answer[T]:
 
     Attributes:
         value: parsed answer; None if there is none.
-        problem: reason why there is no value; "" if there is one.
+        problem: reason for the missing value; "" if there is a value.
     """
 
     value: T | None
@@ -88,7 +88,7 @@ class Answer[T]:
 
 
 class Judge:
-    """Client of a judge. Picklable, and may be used from several event loops."""
+    """Client of a judge. Picklable, and usable from several event loops."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -102,15 +102,15 @@ class Judge:
 
         Args:
             messages: chat messages as the endpoint takes them.
-            read: parser of the answer's text; if it returns None, the question is asked again like a failed request.
+            read: parser of the answer's text; if it returns None, the question is retried like a failed request.
         """
         value: T | None = None
 
         def unreadable(answer: client.Answer) -> str:
             nonlocal value
-            # The intended ending is unknown, and the text may have been cut inside a quotation.
+            # The verdict may be missing, and the text may end inside a quotation.
             if answer.finish_reason == "length":
-                return "an answer that was cut off: give it more max_tokens"
+                return "an answer that was cut off; raise max_tokens"
             if not answer.answer:
                 return "a chat completion without text"
             value = read(answer.answer)
@@ -118,35 +118,31 @@ class Judge:
 
         request = client.Request(body={**self.settings.sampling, "messages": list(messages)})
         try:
-            found, waited = await self._found(self.settings.total_seconds)
+            connection, waited = await self._connect(self.settings.total_seconds)
         except ValueError as error:
             return Answer(value=None, problem=str(error))
         within = max(0.1, self.settings.total_seconds - waited)
-        answer = await found.ask(request, unreadable=unreadable, within=within)
+        answer = await connection.ask(request, unreadable=unreadable, within=within)
         return Answer(value=None if answer.problem else value, problem=answer.problem)
 
     async def ask_all[T](self, questions: Iterable[Messages], read: Callable[[str], T | None]) -> list[Answer[T]]:
         """Ask many questions concurrently; returns their answers in the same order, all within `total_seconds`."""
         async with asyncio.TaskGroup() as group:
-            asked = [group.create_task(self.ask(question, read)) for question in questions]
-        return [task.result() for task in asked]
+            tasks = [group.create_task(self.ask(question, read)) for question in questions]
+        return [task.result() for task in tasks]
 
     async def check(self) -> None:
-        """Check that the endpoint can be reached and serves the model; called when a run starts.
-
-        Raises:
-            ValueError: saying what is wrong.
-        """
+        """Raise ValueError if the endpoint cannot be reached or serves a different model; called when a run starts."""
         try:
-            await (await self._found(min(_TO_COME_UP, self.settings.total_seconds)))[0].check()
+            await (await self._connect(min(_TO_COME_UP, self.settings.total_seconds)))[0].check()
         except ValueError as error:
             raise ValueError(f"judge.endpoint={error}") from None
 
-    async def _found(self, seconds: float) -> tuple[Client, float]:
-        """The client, and the seconds waited for it: a run directory may have no endpoint while its server moves.
+    async def _connect(self, seconds: float) -> tuple[Client, float]:
+        """Client and the seconds waited for it; a run directory has no endpoint while its server restarts.
 
         Raises:
-            ValueError: it has none within these seconds.
+            ValueError: the endpoint did not appear within these seconds.
         """
         waited = 0.0
         while True:
@@ -162,18 +158,18 @@ class Judge:
                 waited += pause
 
     def _client(self) -> Client:
-        given = self.settings
+        settings = self.settings
         return self._clients.setdefault(
             asyncio.get_running_loop(),
             Client(
-                given.endpoint,
+                settings.endpoint,
                 ClientSettings(
-                    attempts=given.attempts,
-                    attempt_seconds=given.attempt_seconds,
-                    patience=0 if given.is_url else given.total_seconds,
-                    concurrency=given.concurrency,
+                    attempts=settings.attempts,
+                    attempt_seconds=settings.attempt_seconds,
+                    patience=0 if settings.is_url else settings.total_seconds,
+                    concurrency=settings.concurrency,
                 ),
-                model=given.model,
-                key_variable=given.key_variable,
+                model=settings.model,
+                key_variable=settings.key_variable,
             ),
         )

@@ -1,12 +1,12 @@
-"""Preference pairs for DPO and RPO, read, rendered and tokenised alike for every engine.
+"""Preference pairs for DPO and RPO: reading, rendering and tokenising, the same for every engine.
 
-A file has lines as `nemo-ext preference_data` writes them, in either form:
+Each line of a file is a pair in one of the two forms that `nemo-ext preference_data` writes:
 
-TRL       {prompt, chosen, rejected: lists of messages, or texts that are rendered; chosen_score, rejected_score; tools;
+TRL       {prompt, chosen, rejected: lists of messages, or rendered texts; chosen_score, rejected_score; tools;
           chat_template_kwargs: {enable_thinking}}
-NeMo-RL   {context: messages, completions: [{rank, completion: messages, reward}, two of them]}, lower ranks preferred
+NeMo-RL   {context: messages, completions: two of {rank, completion: messages, reward}}; the lower rank is preferred
 
-Where a pair does not say its mode, thinking is on if one of its answers has reasoning.
+If a pair does not specify its mode, thinking is on if one of its responses has reasoning.
 """
 
 from collections.abc import Mapping
@@ -23,13 +23,13 @@ from nemo_ext.rl.prompts import Prompts
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair from one line of a file, checked.
+    """Checked preference pair from one line of a file.
 
     Attributes:
         prompt: text before the responses.
         chosen: text of the better response, with its end token.
-        rejected: text of the other response.
-        rewards: true rewards of both; None if they are not wanted.
+        rejected: text of the other response, with its end token.
+        rewards: true rewards of both; None if they were not requested.
     """
 
     prompt: str
@@ -47,32 +47,32 @@ def read_pairs(path: str | Path, prompts: Prompts | None, *, with_rewards: bool 
         with_rewards: True if the pairs must have true rewards.
 
     Raises:
-        ValueError: naming the line.
+        ValueError: names the line.
     """
     path = Path(path)
     if not path.is_file():
-        raise ValueError(f"{path}: no such file of pairs")
+        raise ValueError(f"{path}: no such file; `nemo-ext preference_data` writes pairs")
     rows = record_source((str(path),), None, "pairs").rows(strict=True)
     pairs = [_pair(record, prompts, with_rewards=with_rewards, where=where) for where, record in rows]
     if not pairs:
-        raise ValueError(f"{path}: no pairs")
+        raise ValueError(f"{path}: the file has no pairs")
     return pairs
 
 
 def token_ids(pair: Pair, tokenizer: Any) -> tuple[list[int], list[int], list[int]]:
-    """Token ids of the prompt and both responses, without added special tokens: the template has written them."""
-    made = tokenizer([pair.prompt, pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
-    prompt, chosen, rejected = (list(ids) for ids in made)
+    """Token ids of the prompt and both responses; special tokens are already in the rendered texts."""
+    encoded = tokenizer([pair.prompt, pair.chosen, pair.rejected], add_special_tokens=False)["input_ids"]
+    prompt, chosen, rejected = (list(ids) for ids in encoded)
     return prompt, chosen, rejected
 
 
 def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: str) -> Pair:
     try:
         if "completions" in record:
-            completions = sorted(record["completions"], key=lambda given: given["rank"])
-            ranks = [given["rank"] for given in completions]
-            sides = [record["context"], *(given["completion"] for given in completions)]
-            scores = [given.get("reward") for given in completions]
+            completions = sorted(record["completions"], key=lambda completion: completion["rank"])
+            ranks = [completion["rank"] for completion in completions]
+            sides = [record["context"], *(completion["completion"] for completion in completions)]
+            scores = [completion.get("reward") for completion in completions]
         else:
             ranks = [0, 1]
             sides = [record[key] for key in ("prompt", "chosen", "rejected")]
@@ -80,8 +80,8 @@ def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: st
         _, _, _ = sides
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{where}: a pair is {{prompt, chosen, rejected}}, or {{context, completions: [{{rank, completion}}, two of"
-            " them]}, as `nemo-ext preference_data` writes them"
+            f"{where}: a pair is {{prompt, chosen, rejected}}, or {{context, completions}} with two {{rank, "
+            "completion}, as `nemo-ext preference_data` writes them"
         ) from error
     if ranks[0] == ranks[1]:
         raise ValueError(f"{where}: both completions have the rank {ranks[0]}")
@@ -90,8 +90,8 @@ def _pair(record: Any, prompts: Prompts | None, *, with_rewards: bool, where: st
         better, worse = scores
         if not isinstance(better, int | float) or not isinstance(worse, int | float):
             raise ValueError(
-                f"{where}: RPO needs a number as `reward` of each completion, or as chosen_score and rejected_score, "
-                f"not {better!r}, {worse!r}: `nemo-ext preference_data` writes them where answers have a score"
+                f"{where}: RPO requires a numeric `reward` of each completion, or chosen_score and rejected_score, not "
+                f"{better!r}, {worse!r}; `nemo-ext preference_data` writes them for responses with a score"
             )
         rewards = (float(better), float(worse))
     prompt, chosen, rejected = _texts(record, sides, prompts, where)
@@ -103,26 +103,26 @@ def _texts(record: Mapping[str, Any], sides: list[Any], prompts: Prompts | None,
         return sides[0], sides[1], sides[2]
     if prompts is None:
         if "completions" not in record:
-            raise ValueError(f"{where}: a conversation, and there is no chat template: name one in template=")
+            raise ValueError(f"{where}: is a conversation, but the model has no chat template; set template=NAME")
         prompt, chosen, rejected = (_rendered(side, where) for side in sides)
         return prompt, chosen, rejected
     tools = record.get("tools")
     tools = read_json(tools) if isinstance(tools, str) else tools
     try:
         mode = thinking_mode((record.get("chat_template_kwargs") or {}).get("enable_thinking"), "enable_thinking")
-        asked = to_sample({"messages": sides[0], "tools": tools}, id=where, format="openai", thinking=mode)
-        answers = []
+        prompt_sample = to_sample({"messages": sides[0], "tools": tools}, id=where, format="openai", thinking=mode)
+        responses = []
         for side in sides[1:]:
             whole = to_sample({"messages": [*sides[0], *side]}, id=where, format="openai")
-            answers.append(whole.messages[len(asked.messages) :])
-        return rendered_pair(asked, answers[0], answers[1], prompts.template)
+            responses.append(whole.messages[len(prompt_sample.messages) :])
+        return rendered_pair(prompt_sample, responses[0], responses[1], prompts.template)
     except (TypeError, AttributeError) as error:
-        raise ValueError(f"{where}: prompt and responses are lists of messages: {error}") from None
+        raise ValueError(f"{where}: prompt and responses must be lists of messages: {error}") from None
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
 
 
 def _rendered(messages: Any, where: str) -> str:
     if not isinstance(messages, list) or len(messages) != 1:
-        raise ValueError(f"{where}: a rendered pair has one message a side: or give a template")
+        raise ValueError(f"{where}: without a chat template, prompt and responses must be one message each")
     return str(messages[0]["content"])

@@ -1,23 +1,23 @@
-"""The task of each training step, decided before a run begins.
+"""Plan of the tasks of all training steps, made before a run starts.
 
-A plan has `steps x prompts` items. Item i is the task in place i % prompts of step i // prompts, a function of the
-settings and i alone: engines read it in order, and a run that is resumed goes on with the next task. Three kinds:
+A plan has `steps x prompts` items. Item i is the task in slot i % prompts of step i // prompts and depends only on i
+and the settings: engines read items in order, and a resumed run continues with the next one. Sources of tasks:
 
-path: tasks.jsonl              all tasks in an order drawn anew every epoch, or in the file's with `shuffle: false`
-curriculum: DIRECTORY          the order that `nemo-ext curriculum` made
-directory and blend            shares of task files, in the tree of pre-training blends (`data/blends/hierarchy.py`):
+path: tasks.jsonl              all tasks, shuffled again every epoch, or in file order with `shuffle: false`
+curriculum: DIRECTORY          the order made by `nemo-ext curriculum`
+directory and blend            shares of task files, as a tree like pre-training blends (`data/blends/hierarchy.py`):
                                the stream `math` is `<directory>/math.jsonl`; shares, tiers, temperatures, caps and
-                               epochs count tasks in place of tokens; every step has each stream's quota
+                               epochs count tasks instead of tokens; every step has each stream's quota
 
-With `reprofile` the order is made anew while the run trains (`nemo_ext.rl.reprofile`): the plan is followed by others.
+`reprofile` makes new orders during training (`nemo_ext.rl.reprofile`), which then replace the rest of the plan.
 
-With `adapt` the shares of a blend follow what its files still teach (`nemo_ext.rl.adaptive`). Which file a prompt is
-from is then decided step by step, by `PlannedTasks.adaptive`; the order within each file stays the plan's.
+`adapt` changes the shares of a blend during training (`nemo_ext.rl.adaptive`): `PlannedTasks.adaptive` then chooses the
+file of each prompt step by step, and the plan decides only the order within each file.
 """
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from nemo_ext.rl.task import Task
 
 _SUFFIX = ".jsonl"
 MOST_SHOWN = 20
-"""Largest number of wrong tasks that an error lists."""
+"""Maximum number of invalid tasks that an error lists."""
 
 
 class TaskFile:
@@ -47,20 +47,20 @@ class TaskFile:
 
     Args:
         path: JSONL or Parquet file, one task record per line; blank lines are skipped.
-        repeats: True if a task may occur again, as in a curriculum that begins a domain anew.
+        repeats: True if ids may repeat, as in a curriculum that uses a domain more than once.
 
     Raises:
-        ValueError: there is no such file or no task in it, or listing all lines that are no task or have an id again.
+        ValueError: the file is missing or empty; or lists all lines that are invalid or repeat an id.
 
     Attributes:
-        tasks: its tasks.
-        places: the file and line of each, as "FILE:LINE".
+        tasks: parsed tasks.
+        places: "FILE:LINE" of each task.
     """
 
     def __init__(self, path: str | Path, *, repeats: bool = False) -> None:
         self.path = Path(path).expanduser()
         if not self.path.is_file():
-            raise ValueError(f"{self.path}: no such file of tasks")
+            raise ValueError(f"{self.path}: no such task file")
         self.tasks: list[Task] = []
         self.places: list[str] = []
         problems: list[str] = []
@@ -69,30 +69,26 @@ class TaskFile:
             try:
                 if isinstance(row, str):
                     raise ValueError(f"{where}: {row}")
-                task = Task.of(row, where)
+                task = Task.from_record(row, where)
             except ValueError as error:
                 problems.append(str(error))
                 continue
             if seen.setdefault(task.id, where) != where and not repeats:
-                problems.append(f"{where}: the id {task.id!r} is there twice, first in {seen[task.id]}")
+                problems.append(f"{where}: duplicate id {task.id!r}, first used in {seen[task.id]}")
             self.tasks.append(task)
             self.places.append(where)
         _refuse(problems)
         if not self.tasks:
-            raise ValueError(f"{self.path}: there are no tasks in it")
+            raise ValueError(f"{self.path}: the file has no tasks")
 
-    def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Drop the unwanted tasks; returns their ids.
-
-        Raises:
-            ValueError: none is left.
-        """
-        gone = {row for row, task in enumerate(self.tasks) if unwanted(task)}
-        if len(gone) == len(self.tasks):
-            raise ValueError(f"{self.path}: all of its {len(gone):,} tasks are left out")
-        ids = [self.tasks[row].id for row in sorted(gone)]
-        self.tasks = [task for row, task in enumerate(self.tasks) if row not in gone]
-        self.places = [place for row, place in enumerate(self.places) if row not in gone]
+    def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
+        """Remove the unwanted tasks and return their ids; raises ValueError if none remain."""
+        excluded = {row for row, task in enumerate(self.tasks) if unwanted(task)}
+        if len(excluded) == len(self.tasks):
+            raise ValueError(f"{self.path}: all of its {len(excluded):,} tasks are excluded")
+        ids = [self.tasks[row].id for row in sorted(excluded)]
+        self.tasks = [task for row, task in enumerate(self.tasks) if row not in excluded]
+        self.places = [place for row, place in enumerate(self.places) if row not in excluded]
         return ids
 
 
@@ -100,13 +96,13 @@ class PlannedTasks:
     """Tasks of a run in training order.
 
     Args:
-        files: task files by the stream's name.
+        files: task files by stream name.
         shares: shares of the streams by name.
         steps: number of batches that may be drawn.
         prompts: number of prompts per step.
         seed: seed of all orders.
-        shuffle: draw the order of a file anew for every pass over it; otherwise keep the file's order.
-        adapt: settings of adaptive shares; None for the given ones.
+        shuffle: whether tasks are shuffled again for every epoch over a file; otherwise file order is kept.
+        adapt: settings of adaptive shares; None for constant shares.
     """
 
     def __init__(
@@ -144,27 +140,27 @@ class PlannedTasks:
         return self.files[stream].tasks[row]
 
     def follow(self, first: int, file: TaskFile) -> None:
-        """From an item on, the tasks are those of another file in its order, begun again at its end."""
+        """Replace the items from `first` on by the tasks of a file in file order, repeated as needed."""
         self._later.append((first, file))
 
     def place(self, number: int) -> tuple[int, int]:
-        """Index of an item's stream, and of the task in its file; of the plan before `follow`."""
+        """Stream index of an item and index of its task in the file, according to the original plan."""
         step, slot = divmod(number, self._prompts)
         streams = self._slots(step)
         stream = int(streams[slot])
         return stream, self._row(stream, int(self._before[step, stream] + (streams[:slot] == stream).sum()))
 
     def adaptive(self) -> AdaptiveShares | None:
-        """Shares that adapt, as they are before the first step; None if the settings have no `adapt`."""
+        """Adaptive shares in their initial state; None if the settings have no `adapt`."""
         return None if self._adapt is None else AdaptiveShares(self._shares, self._adapt, seed=self._seed)
 
     def nth(self, stream: int, number: int) -> Task:
-        """Task with a number in the order of a stream, which `AdaptiveShares.draw` gives; a file is begun again."""
+        """Task at a position of a stream's order, as returned by `AdaptiveShares.draw`; files repeat."""
         return self.files[stream].tasks[self._row(stream, number)]
 
-    def leave_out(self, unwanted: Callable[[Task], bool]) -> list[str]:
-        """Drop unwanted tasks of the files before training reads any; returns their ids."""
-        return [one for file in self.files for one in file.leave_out(unwanted)]
+    def exclude(self, unwanted: Callable[[Task], bool]) -> list[str]:
+        """Remove unwanted tasks from all files, before training reads any; returns their ids."""
+        return [task_id for file in self.files for task_id in file.exclude(unwanted)]
 
     def environments(self) -> list[str]:
         """Names of the environments of all tasks, sorted."""
@@ -178,46 +174,50 @@ class PlannedTasks:
     def _slots(self, step: int) -> npt.NDArray[np.int64]:
         """Stream index of each prompt of a step, `[prompts]`."""
         streams = np.repeat(np.arange(len(self.names)), self.quotas[step])
-        # Streams are mixed within a step, since the batch may be sharded later.
+        # Streams are shuffled within a step because the batch may be sharded later.
         return generator(self._seed, "tasks", "step", str(step)).permutation(streams)
 
 
 def plan_tasks(
     settings: Mapping[str, Any] | TrainTasks, *, steps: int, prompts: int, spare: int = 0, where: str = "tasks.train"
 ) -> PlannedTasks:
-    """Tasks of a run, from the settings described in the module's docstring.
+    """Plan of a run's training tasks from the settings that the module's docstring describes.
 
     Args:
         settings: a `TrainTasks`.
         steps: number of steps of the run.
         prompts: number of prompts per step.
-        spare: batches that may be drawn beyond one per step; after its last step a curriculum begins again.
+        spare: number of additional batches that may be drawn; a curriculum repeats after its last step.
+        where: key of the settings, for errors.
 
     Raises:
-        ValueError: naming the key or the file and line.
+        ValueError: names the key or the file and line.
     """
-    read = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
-    given = [key for key in ("path", "curriculum", "directory") if getattr(read, key) is not None]
+    train = settings if isinstance(settings, TrainTasks) else checked(TrainTasks, settings, where)
+    given = [key for key in ("path", "curriculum", "directory") if getattr(train, key) is not None]
     if len(given) != 1:
-        raise ValueError(f"{where}: give one of path, curriculum, or directory with a blend, not {given or 'none'}")
-    if read.directory is not None:
-        return _blended(read, steps=steps + spare, prompts=prompts, where=where)
-    if read.curriculum is None:
-        path, shuffle = Path(str(read.path)), read.shuffle
+        raise ValueError(f"{where}: set one of path, curriculum, or directory with a blend, not {given or 'none'}")
+    if train.directory is not None:
+        return _blended(train, steps=steps + spare, prompts=prompts, where=where)
+    if train.curriculum is None:
+        path, shuffle = Path(str(train.path)), train.shuffle
     else:
-        path, shuffle = _curriculum(Path(read.curriculum), prompts=prompts, where=where), False
-    file = TaskFile(path, repeats=read.curriculum is not None)
-    if read.curriculum is not None and steps * prompts > len(file.tasks):
+        path, shuffle = _curriculum(Path(train.curriculum), prompts=prompts, where=where), False
+    file = TaskFile(path, repeats=train.curriculum is not None)
+    if train.curriculum is not None and steps * prompts > len(file.tasks):
         has = len(file.tasks) // prompts
-        raise ValueError(f"{where}.curriculum: it has {has} steps, the run {steps}: make them fit")
+        raise ValueError(
+            f"{where}.curriculum: it has {has} steps, fewer than the run's {steps}; make a longer one with `nemo-ext "
+            "curriculum`, or lower rl.schedule.steps"
+        )
     name = path.stem
     return PlannedTasks(
-        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=read.seed, shuffle=shuffle
+        {name: file}, {name: Fraction(1)}, steps=steps + spare, prompts=prompts, seed=train.seed, shuffle=shuffle
     )
 
 
 def validation_tasks(path: str | Path) -> PlannedTasks:
-    """All tasks of a file once, in its order; raises as `TaskFile`."""
+    """Plan with all tasks of a file once, in file order; raises as `TaskFile`."""
     file = TaskFile(path)
     return PlannedTasks(
         {"validation": file}, {"validation": Fraction(1)}, steps=len(file.tasks), prompts=1, seed=0, shuffle=False
@@ -225,14 +225,14 @@ def validation_tasks(path: str | Path) -> PlannedTasks:
 
 
 def check_references(planned: Iterable[PlannedTasks], check: Callable[[Task], object]) -> None:
-    """Check every task's reference before a run of days begins.
+    """Check the references of all tasks before training starts.
 
     Args:
-        planned: tasks to check.
+        planned: plans whose tasks are checked.
         check: function that raises ValueError for a task that its environment cannot verify.
 
     Raises:
-        ValueError: listing all such tasks with their file and line.
+        ValueError: lists all such tasks with file and line.
     """
     problems: dict[str, None] = {}
     for file in (file for tasks in planned for file in tasks.files):
@@ -252,7 +252,7 @@ def _refuse(problems: Sequence[str]) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _order(seed: int, name: str, epoch: int, size: int) -> npt.NDArray[np.int64]:
-    """Order of a file's tasks in one pass over them."""
+    """Permutation of a file's tasks in one epoch."""
     return generator(seed, "tasks", name, epoch).permutation(size)
 
 
@@ -273,24 +273,25 @@ def _blended(settings: TrainTasks, *, steps: int, prompts: int, where: str) -> P
     _refuse(problems)
     sizes = {name: Size(tokens=len(file.tasks), known="files") for name, file in files.items()}
     shares = divide(root, sizes, tokens=steps * prompts)
-    if adapt is not None and any(node.cap_epochs is not None for node in _nodes(root)):
-        raise ValueError(f"{where}.adapt: shares that adapt cannot keep a cap_epochs: leave one of them out")
-    if adapt is not None and len([share for share in shares.values() if share]) < 2:
-        raise ValueError(f"{where}.adapt: only {next(iter(shares))} has a share: give others to choose from")
+    if adapt is not None and _is_capped(root):
+        raise ValueError(f"{where}.adapt: adaptive shares cannot respect cap_epochs; remove one of the two")
+    if adapt is not None and sum(map(bool, shares.values())) < 2:
+        raise ValueError(f"{where}.adapt: requires at least two streams with a share above 0")
     return PlannedTasks(files, shares, steps=steps, prompts=prompts, seed=settings.seed, adapt=adapt)
 
 
-def _nodes(node: Node) -> Iterator[Node]:
-    yield node
-    for child in node.children:
-        yield from _nodes(child)
+def _is_capped(node: Node) -> bool:
+    return node.cap_epochs is not None or any(map(_is_capped, node.children))
 
 
 def _curriculum(directory: Path, *, prompts: int, where: str) -> Path:
     stats = directory / STATS
     if not stats.is_file():
-        raise ValueError(f"{where}.curriculum: {stats} is not there: make it with `nemo-ext curriculum`")
+        raise ValueError(f"{where}.curriculum: {stats} does not exist; make it with `nemo-ext curriculum`")
     batch = json.loads(stats.read_bytes())["settings"]["batch"]
     if batch != prompts:
-        raise ValueError(f"{where}.curriculum: its steps have {batch} prompts, the run's {prompts}: make them equal")
+        raise ValueError(
+            f"{where}.curriculum: its steps have {batch} prompts, but the run has {prompts} per step; make it with "
+            f"curriculum.batch={prompts}, or change rl.prompts_per_step"
+        )
     return directory / CURRICULUM

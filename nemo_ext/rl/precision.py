@@ -1,4 +1,4 @@
-"""The precision plan of an RL run, resolved for the model that is trained."""
+"""Precision plan of an RL run, resolved for its model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from nemo_ext.rl.settings import Where
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """A precision plan for a model, and the phases it applies to.
+    """Precision plan for a model, and the phases that it applies to.
 
     Attributes:
         plan: precision plan of the weights.
-        high: names of the linear layers outside FP8, from `layers.` on.
-        never: names of routers, convolutions and the output layer, where the plan has them outside FP8.
-        head: True if the plan has the output layer in FP8.
+        high: names of the linear layers outside FP8, starting with `layers.`.
+        never: names of the routers, convolutions and output layer that are outside FP8.
+        head: True if the output layer is in FP8.
         where: generation, training or both.
     """
 
@@ -34,34 +34,34 @@ class Precision:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], where: Where | None = None) -> "Precision | None":
-        """Precision of an RL run's config; None without a plan, or with one that has nothing in FP8.
+        """Precision from the config of an RL run; None without a plan, or for a plan with nothing in FP8.
 
         Args:
             config: config of `nemo-ext rl`.
             where: generation (the default), training or both.
 
         Raises:
-            ValueError: the plan is wrong, or the model is no folder with a config.json that formats/ can read.
+            ValueError: the plan is invalid, or the model is not a folder with a config.json that formats/ can read.
         """
         if config.get("precision_plan") is None:
             return None
         plan = Plan.from_config(config["precision_plan"])
         folder = Path(str(config["policy"])).expanduser()
         if not is_hugging_face(folder):
-            raise ValueError(f"precision_plan: model={folder}: no config.json there, so nobody knows its blocks")
-        found, description = read(read_json(folder / CONFIG))
-        listed = matrices(plan, description, found)
-        if not any(matrix.precision == "fp8" for matrix in listed) and plan.kv_cache != "fp8":
+            raise ValueError(f"precision_plan: model={folder} has no config.json, which describes the blocks")
+        source_format, description = read(read_json(folder / CONFIG))
+        weights = matrices(plan, description, source_format)
+        if not any(matrix.precision == "fp8" for matrix in weights) and plan.kv_cache != "fp8":
             return None
-        head = any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in listed)
+        head = any(matrix.weight.part == HEAD and matrix.precision == "fp8" for matrix in weights)
         return cls(
             plan=plan,
-            high=tuple(high_modules(listed)),
-            never=tuple(never_quantised(listed)),
+            high=tuple(high_modules(weights)),
+            never=tuple(never_quantised(weights)),
             head=head,
             where=where or "generation",
         )
 
     def in_(self, place: str) -> bool:
-        """True if the plan applies to a place: generation or training."""
+        """True if the plan applies to a phase: generation or training."""
         return self.where in (place, "both")

@@ -1,7 +1,7 @@
-"""Prompts and texts between turns as a model reads them, rendered by its chat template.
+"""Prompts and texts between turns, rendered by the model's chat template.
 
-NeMo-RL tokenizes observations as they are, without a chat template: an environment with tools must itself write the
-template's text around its messages, including the end of the response before them.
+NeMo-RL tokenizes observations without a chat template: an environment with tools must write the template's text around
+its messages, including the end of the previous response.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from nemo_ext.chat.sample import Message, Sample
 from nemo_ext.chat.template import Template
 from nemo_ext.rl.task import Task
 
-_ANSWER = "\ue000"  # of the private use area, so no template writes it
+_RESPONSE = "\ue000"  # private use character, which no template writes
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Prompts:
 
     Attributes:
         template: chat template of the model.
-        eos: end-of-sequence token of a response, which NeMo-RL already has when the next turn begins.
+        eos: end-of-sequence token of a response, which NeMo-RL has already added when the next turn begins.
     """
 
     template: Template
@@ -30,42 +30,23 @@ class Prompts:
 
     @classmethod
     def load(cls, template: str, *, eos: str | None = None) -> "Prompts":
-        """Load by a template's name, its file, or the folder of a tokenizer.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Load a template by its name, its file, or a tokenizer's folder; raises ValueError if there is none."""
         return cls(Template.load(template), eos)
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any) -> "Prompts":
-        """Chat template of a Hugging Face tokenizer.
-
-        Raises:
-            ValueError: the tokenizer has none.
-        """
-        return cls(Template.of_tokenizer(tokenizer), tokenizer.eos_token)
-
-    @classmethod
-    def of(cls, tokenizer: Any, template: str | None) -> "Prompts":
-        """The named chat template with the tokenizer's end token, or the tokenizer's own; raises as `load`."""
-        return cls.of_tokenizer(tokenizer) if template is None else cls.load(template, eos=tokenizer.eos_token)
+    def from_tokenizer(cls, tokenizer: Any, template: str | None = None) -> "Prompts":
+        """Named chat template with the tokenizer's end token; None for the tokenizer's own. Raises as `load`."""
+        loaded = Template.of_tokenizer(tokenizer) if template is None else Template.load(template)
+        return cls(loaded, tokenizer.eos_token)
 
     def prompt(self, task: Task) -> tuple[str, bool]:
-        """Text before the first response, and whether it ends inside a trace.
-
-        Raises:
-            ValueError: the template refuses the task, or leaves something of it out.
-        """
+        """Text before the first response, and whether it ends in a trace; ValueError if the template omits a part."""
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         self.template.check_complete(sample, thinking=task.thinking is not False)
         return self._ending(sample, task.thinking)
 
     def in_mode(self, task: Task) -> Task:
-        """The task with its mode filled in: thinking, if it names no mode and the template has modes.
-
-        Format rewards need the mode.
-        """
+        """Task with its mode, which format rewards need: thinking if the task has none and the template has modes."""
         if task.thinking is not None:
             return task
         sample = Sample(id=task.id, messages=task.prompt, tools=task.tools)
@@ -77,24 +58,24 @@ class Prompts:
         """Text between a response and the next one, and whether it ends inside a trace.
 
         Args:
-            answers: the tools' messages.
+            answers: messages of the tools.
             tools: declared tools.
             thinking: requested mode.
 
         Raises:
-            ValueError: the template refuses the answers, or leaves one out.
+            ValueError: the template refuses the messages, or omits one.
         """
-        before = (Message(role="user", content="-"), Message(role="assistant", content=_ANSWER))
+        before = (Message(role="user", content="-"), Message(role="assistant", content=_RESPONSE))
         sample = Sample(id="continuation", messages=(*before, *answers), tools=tuple(tools))
-        # Some templates write tools' answers beside the calls alone, which responses have as text.
+        # Some templates write tool messages only after structured calls, but responses have calls as text.
         self.template.check_complete(sample, thinking=thinking is not False)
         text, opened = self._ending(sample, thinking)
-        # Take the last one, in case a template repeats messages.
-        following = text.rpartition(_ANSWER)[2]
+        # Use the last occurrence, in case a template repeats messages.
+        following = text.rpartition(_RESPONSE)[2]
         return following.removeprefix(self.eos) if self.eos else following, opened
 
     def _ending(self, sample: Sample, thinking: bool | None) -> tuple[str, bool]:
-        # A task without a mode is for a model without modes, or leaves the mode to the template.
+        # A task without a mode is for a model without modes, or uses the template's default.
         mode = True if thinking is None else thinking
         text = self.template.render(sample, thinking=mode, add_generation_prompt=True).text
         return text, text.rstrip().endswith(OPEN)

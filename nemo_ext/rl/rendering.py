@@ -1,4 +1,4 @@
-"""An algorithm rendered for one engine, with the settings that could not be expressed."""
+"""Translation of an algorithm to the settings of an engine, with the settings that it cannot express."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
 
 @dataclass(kw_only=True)
 class Rendered:
-    """An algorithm rendered for one engine. Every setting of the algorithm is in one of the first three.
+    """Algorithm rendered for one engine. Every setting of the algorithm is in one of the first three attributes.
 
     Attributes:
         settings: settings of the engine, under its names.
-        adapter: settings that nemo_ext applies around the engine, in the algorithm's names: rewards, shares of
+        adapter: settings that nemo_ext applies around the engine, under the algorithm's names: rewards, shares of
             environments, the order of prompts, and additions to the engine.
-        inexpressible: key of the algorithm -> why neither can express it, and what `settings` do instead.
+        inexpressible: reason why neither expresses a key of the algorithm, and the engine's behaviour instead, by key.
         by_adapter: keys that the engine cannot express and the caller handles.
     """
 
@@ -26,16 +26,17 @@ class Rendered:
     by_adapter: Collection[str] = ()
 
     def cannot(self, ours: str, reason: str) -> None:
-        """Note a setting of the algorithm that is not expressed."""
+        """Record that a setting of the algorithm is not expressed."""
         if ours not in self.by_adapter:
             self.inexpressible[ours] = reason
 
     def surround(self, algorithm: Algorithm) -> None:
-        """Note what lies around every engine.
+        """Record the settings that nemo_ext applies around every engine.
 
-        `environments` and `group` of the adapter are in the words of `nemo_ext.rl.nemo_rl.run.run`; `data` is for
-        whoever makes the files: `shares` of environments, `thinking_share`, `drop_from` and `easy_to_hard` of
-        `nemo-ext curriculum`, `max_prompt_tokens` of `nemo-ext preference_data`, `rounds` to train, each on new pairs.
+        `environments` and `group` of the adapter have the form that `nemo_ext.rl.nemo_rl.run.run` reads. `data` has
+        settings for the jobs that make the files: `shares` of environments, `thinking_share`, `drop_from` and
+        `easy_to_hard` of `nemo-ext curriculum`, `max_prompt_tokens` of `nemo-ext preference_data`, and the number of
+        `rounds`, each on new pairs.
         """
         adapter = self.adapter
         adapter["algorithm"] = algorithm.algorithm
@@ -45,8 +46,8 @@ class Rendered:
             if algorithm.online is not None:
                 self.cannot(
                     "online",
-                    "pairs are read, not generated while training; "
-                    "`nemo-ext online` generates, judges and trains in rounds with TRL",
+                    "pairs are read from files, not generated during training; `nemo-ext online` generates, judges and "
+                    "trains in rounds with TRL",
                 )
             return
         adapter["environments"] = {
@@ -63,23 +64,19 @@ class Rendered:
             adapter["group"] = algorithm.group.settings()
 
     def settled(self, on_inexpressible: Literal["error", "warn"] = "error") -> "Rendered":
-        """Returns itself if everything is expressed, or if `warn` accepts the substitutes.
-
-        Raises:
-            ValueError: some settings are not expressed; lists them with reasons.
-        """
+        """Return self if everything is expressed or `warn` accepts substitutes; else ValueError lists the settings."""
         if on_inexpressible not in ("error", "warn"):
             raise ValueError(f"on_inexpressible must be error or warn, not {on_inexpressible!r}")
         lines = [f"{key}: {reason}" for key, reason in self.inexpressible.items()]
         if lines and on_inexpressible == "error":
-            told = "".join(f"\n  {line}" for line in lines)
+            listing = "".join(f"\n  {line}" for line in lines)
             raise ValueError(
-                f"the engine cannot do all that the algorithm says:{told}\n"
-                "change these settings, or accept what is done instead with on_inexpressible=warn"
+                f"the engine cannot express all settings of the algorithm:{listing}\n"
+                "change these settings, or accept the substitutes with on_inexpressible=warn"
             )
         for line in lines:
-            notice(f"not as the algorithm says: {line}")
+            notice(f"differs from the algorithm: {line}")
         for key, value in self.adapter.get("data", {}).items():
             if value and key != "shares":
-                notice(f"for the data to have, nothing here changes them: {key}={value}")
+                notice(f"not applied during training, prepare the data accordingly: {key}={value}")
         return self

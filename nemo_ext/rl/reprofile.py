@@ -1,17 +1,17 @@
-"""Pass rates measured again while a run trains, and a new order of its tasks made from them.
+"""New curricula during a run, made from newly measured pass rates.
 
 "Once training progress plateaus, we re-profile the tasks using the best RL checkpoint and construct a new curriculum"
-(Nemotron 3 Nano, section 3.2.2). What a plateau is, how often, and that training goes on from its newest weights are
-(choice). No engine is known here; the pipeline `reprofile` does the same in separate jobs.
+(Nemotron 3 Nano, section 3.2.2). The definition of a plateau, the number of curricula, and that training continues from
+its newest weights are (choice). Independent of the engine; the pipeline `reprofile` does the same in separate jobs.
 
-    RUN_DIR/curricula/tasks.jsonl        the tasks that are answered
-    RUN_DIR/curricula/N/begun.json       where the Nth curriculum begins, why, and whose answers it is made of
-    RUN_DIR/curricula/N/rollouts.jsonl   the answers
-    RUN_DIR/curricula/N/                 what `nemo-ext curriculum` writes of them
+    RUN_DIR/curricula/tasks.jsonl        tasks whose pass rates are measured
+    RUN_DIR/curricula/N/begun.json       start of the Nth curriculum: step, reason and checkpoint
+    RUN_DIR/curricula/N/rollouts.jsonl   rollouts of that checkpoint
+    RUN_DIR/curricula/N/                 output of `nemo-ext curriculum` on the rollouts
     RUN_DIR/curricula/N/result.json      written last
 
-Whether a new curriculum is due follows from a checkpoint alone, so a run that is killed between the checkpoint and
-the new order makes it when it is resumed.
+A checkpoint alone determines whether a new curriculum is due: if a run is killed between the checkpoint and the new
+curriculum, the resumed run makes it.
 """
 
 import json
@@ -42,13 +42,13 @@ BEGUN, RESULT = "begun.json", "result.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Where a new curriculum begins.
+    """Start of a new curriculum.
 
     Attributes:
-        step: number of steps that were trained before it.
-        drawn: number of tasks that were drawn before it.
+        step: number of training steps before it.
+        drawn: number of tasks drawn before it.
         why: reason, for the report.
-        checkpoint: name of the checkpoint whose answers it is made of.
+        checkpoint: name of the checkpoint that generated its rollouts.
     """
 
     step: int
@@ -59,13 +59,13 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What the answers were.
+    """Measured pass rates, and whether they gave a new order.
 
     Attributes:
         tasks: number of tasks.
-        pass_rate: mean of their pass rates.
-        solved: number of tasks by how many of their answers were right, from 0 to all; `solved[0]` were never.
-        kept: why the order stays as it was; None if there is a new one.
+        pass_rate: mean pass rate of the tasks.
+        solved: number of tasks by their number of correct responses; `solved[0]` tasks were never solved.
+        kept: reason why the old order is kept; None if there is a new one.
     """
 
     tasks: int
@@ -76,15 +76,15 @@ class Result:
 
 @dataclass
 class Curricula:
-    """The curricula of a run.
+    """Curricula of a run.
 
     Attributes:
-        settings: settings.
-        folder: where they are.
-        first: folder of the curriculum that the run began with; None if it began without one.
+        settings: settings of `tasks.train.reprofile`.
+        folder: folder of the curricula.
+        first: folder of the curriculum that the run started with; None if there was none.
         prompts: number of prompts per step.
         steps: number of steps of the run.
-        tasks: tasks that are answered.
+        tasks: tasks whose pass rates are measured.
     """
 
     settings: Reprofile
@@ -95,75 +95,72 @@ class Curricula:
     tasks: Sequence[Task] = field(default_factory=list)
 
     @classmethod
-    def of(cls, train: Mapping[str, Any], run_dir: Path, *, prompts: int, steps: int) -> "Curricula | None":
-        """The curricula of a run by its `tasks.train`; None if it measures no pass rates.
-
-        Raises:
-            ValueError: naming the setting.
-        """
-        read = checked(TrainTasks, train, "tasks.train")
-        if read.reprofile is None:
+    def from_config(cls, train: Mapping[str, Any], run_dir: Path, *, prompts: int, steps: int) -> "Curricula | None":
+        """Curricula of a run from its `tasks.train`; None without `reprofile`. Invalid settings raise ValueError."""
+        settings = checked(TrainTasks, train, "tasks.train")
+        if settings.reprofile is None:
             return None
         pyarrow_module()
-        first = Path(read.curriculum).expanduser() if read.curriculum else None
-        made = cls(read.reprofile, run_dir / CURRICULA, first, prompts, steps)
+        first = Path(settings.curriculum).expanduser() if settings.curriculum else None
+        curricula = cls(settings.reprofile, run_dir / CURRICULA, first, prompts, steps)
         try:
-            curriculum_settings(made._config(1, (), step=0))
+            curriculum_settings(curricula._config(1, (), step=0))
         except ValueError as error:
             raise ValueError(f"tasks.train.reprofile.curriculum: {error}") from None
-        return made
+        return curricula
 
     def read_tasks(self, planned: PlannedTasks) -> TaskFile:
-        """Tasks to answer: of the prompts that the first curriculum was made of, else of the plan's files.
+        """Tasks to measure: the prompts of the first curriculum, or the plan's files if there is none.
 
         Raises:
-            ValueError: a file is not there any more, or two tasks have one id.
+            ValueError: a file no longer exists, or two tasks have the same id.
         """
         path = self.folder / TASKS
         if not self.changes():
             files = list(planned.files)
             if self.first is not None:
-                given = _stats(self.first)["prompts"]
+                prompts = _stats(self.first)["prompts"]
                 try:
-                    files = [TaskFile(file) for file in find_files(given, "prompts")]
+                    files = [TaskFile(file) for file in find_files(prompts, "prompts")]
                 except ValueError as error:
-                    made_of = f"{self.first} was made of {', '.join(given)}, which is answered again"
-                    raise ValueError(f"tasks.train.reprofile: {made_of}: {error}") from error
+                    reason = f"needs the prompts of the curriculum {self.first}, {', '.join(prompts)}"
+                    raise ValueError(f"tasks.train.reprofile: {reason}: {error}") from error
             tasks = [task for file in files for task in file.tasks]
             (most, count), *_ = Counter(task.id for task in tasks).most_common(1)
             if count > 1:
-                raise ValueError(f"tasks.train.reprofile: {count} tasks have the id {most!r}: give each its own")
+                raise ValueError(f"tasks.train.reprofile: {count} tasks have the id {most!r}; make the ids unique")
             write_text(path, "".join(json.dumps(task.record(), ensure_ascii=False) + "\n" for task in tasks))
         return TaskFile(path)
 
     def changes(self) -> list[Change]:
-        """Curricula that were begun, in order."""
-        found: list[Change] = []
-        while (path := self.of_number(len(found) + 1) / BEGUN).is_file():
-            found.append(Change(**json.loads(path.read_bytes())))
-        return found
+        """Starts of all curricula, in order."""
+        changes: list[Change] = []
+        while (path := self.of_number(len(changes) + 1) / BEGUN).is_file():
+            changes.append(Change(**json.loads(path.read_bytes())))
+        return changes
 
     def result(self, number: int) -> Result | None:
-        """Result of a curriculum, which counts from 1; None while it is not complete."""
+        """Result of a curriculum by number, from 1; None while it is incomplete."""
         path = self.of_number(number) / RESULT
         return Result(**json.loads(path.read_bytes())) if path.is_file() else None
 
     def of_number(self, number: int) -> Path:
-        """Folder of a curriculum, which counts from 1."""
+        """Folder of a curriculum by number, from 1."""
         return self.folder / str(number)
 
     def forget_after(self, step: int) -> None:
-        """Remove curricula that begin after a step, to which the run goes back for want of later checkpoints."""
+        """Remove curricula that start after the step from which a run is resumed."""
         for number, change in enumerate(self.changes(), start=1):
             if change.step > step:
-                notice(f"{self.of_number(number)}: begins at step {change.step}, training goes on from {step}: removed")
+                start = f"starts at step {change.step}, but training resumes from step {step}"
+                notice(f"{self.of_number(number)}: {start}; removed")
                 shutil.rmtree(self.of_number(number))
 
     def due(self, step: int, validations: Iterable[tuple[int, float]]) -> str | None:
-        """Why pass rates have to be measured after a step, or None if they have not.
+        """Reason to measure pass rates after a step; None if there is none.
 
         Args:
-            step: number of steps that were trained.
+            step: number of training steps so far.
             validations: step and reward of each validation so far.
         """
         since = self.since()
@@ -178,20 +175,16 @@ class Curricula:
         return None
 
     def since(self) -> int:
-        """Step at which the present order began."""
+        """Step at which the present order started."""
         changes = self.changes()
         return changes[-1].step if changes else 0
 
     def begin(self, change: Change) -> None:
-        """Note that a curriculum begins."""
+        """Record the start of a curriculum."""
         write_text(self.of_number(len(self.changes()) + 1) / BEGUN, json.dumps(asdict(change)) + "\n")
 
     def make(self, number: int) -> None:
-        """Make a curriculum of its answers, which are complete. Where there is none, the order stays as it is.
-
-        Raises:
-            ValueError: a file is at fault.
-        """
+        """Make a curriculum from its complete rollouts; if no order can be made, the old one is kept."""
         folder, changes = self.of_number(number), self.changes()
         config = self._config(number, changes, step=changes[number - 1].step)
         kept = None
@@ -199,13 +192,13 @@ class Curricula:
             curriculum.run(config)
         except NoOrder as error:
             kept = str(error)
-            notice(f"{folder}: no new order: {kept}; training goes on in the present one")
-        made = _result(folder / ROLLOUTS, success=config["success"], samples=self.settings.samples, kept=kept)
-        write_text(folder / RESULT, json.dumps(asdict(made)) + "\n")
-        notice(f"pass rates: {shown(made)}")
+            notice(f"{folder}: no new order: {kept}; training continues in the old order")
+        result = _result(folder / ROLLOUTS, success=config["success"], samples=self.settings.samples, kept=kept)
+        write_text(folder / RESULT, json.dumps(asdict(result)) + "\n")
+        notice(f"pass rates: {shown(result)}")
 
     def follow(self, planned: PlannedTasks) -> None:
-        """Put the orders of the complete curricula into a plan."""
+        """Insert the orders of all complete curricula into a plan."""
         for number, change in enumerate(self.changes(), start=1):
             result = self.result(number)
             if result is not None and result.kept is None:
@@ -214,9 +207,9 @@ class Curricula:
     def _config(self, number: int, changes: Sequence[Change], *, step: int) -> dict[str, Any]:
         """Config of `nemo-ext curriculum`."""
         drawn = changes[number - 1].drawn if changes else 0
-        before = [one for one in range(1, number) if (result := self.result(one)) and result.kept is None]
+        before = [earlier for earlier in range(1, number) if (result := self.result(earlier)) and result.kept is None]
         previous, begun = (self.of_number(before[-1]), changes[before[-1] - 1].drawn) if before else (self.first, 0)
-        had = int(json.loads((previous / STATS).read_bytes())["steps"]) if previous else 0
+        steps = int(json.loads((previous / STATS).read_bytes())["steps"]) if previous else 0
         inherited = _stats(self.first) if self.first else {}
         return {
             **compose("curriculum", ["prompts=?", "output=?", "exhausted=repeat"]),
@@ -226,14 +219,14 @@ class Curricula:
             "prompts": [str(self.folder / TASKS)],
             "rollouts": [str(self.of_number(number) / ROLLOUTS)],
             "previous": str(previous) if previous else None,
-            "previous_steps": min(had, ceil((drawn - begun) / self.prompts)) if previous else None,
+            "previous_steps": min(steps, ceil((drawn - begun) / self.prompts)) if previous else None,
             "batch": self.prompts,
             "steps": self.steps - step,
         }
 
 
 def shown(result: Result) -> str:
-    """One line."""
+    """One-line summary of a result."""
     return (
         f"{result.pass_rate:.3f} on average over {result.tasks:,} tasks, {result.solved[-1]:,} always solved, "
         f"{result.solved[0]:,} never"
@@ -241,14 +234,14 @@ def shown(result: Result) -> str:
 
 
 def _result(rollouts: Path, *, success: float, samples: int, kept: str | None) -> Result:
-    right: Counter[str] = Counter()
+    successes: Counter[str] = Counter()
     with rollouts.open() as file:
         for line in map(json.loads, file):
-            right[line["id"]] += line["reward"] >= success
-    tasks = Counter(right.values())
+            successes[line["id"]] += line["reward"] >= success
+    tasks = Counter(successes.values())
     return Result(
-        tasks=len(right),
-        pass_rate=sum(right.values()) / (samples * len(right)),
+        tasks=len(successes),
+        pass_rate=sum(successes.values()) / (samples * len(successes)),
         solved=[tasks[count] for count in range(samples + 1)],
         kept=kept,
     )
@@ -256,5 +249,5 @@ def _result(rollouts: Path, *, success: float, samples: int, kept: str | None) -
 
 def _stats(curriculum: Path) -> dict[str, Any]:
     """Settings that a curriculum was made with."""
-    found: dict[str, Any] = json.loads((curriculum / STATS).read_bytes())["settings"]
-    return found
+    settings: dict[str, Any] = json.loads((curriculum / STATS).read_bytes())["settings"]
+    return settings

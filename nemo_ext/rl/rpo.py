@@ -1,15 +1,15 @@
 """Loss of reward-aware preference optimization (RPO).
 
-DPO requires that the chosen response beat the rejected one, however little better it is. RPO fits the margin of the
-policy's implicit rewards to that of true rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and
-appendix). With d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)),
-p = sigmoid(g) and q = sigmoid(d), in NeMo-Aligner's names (megatron_gpt_dpo_model.py):
+DPO prefers the chosen response to the rejected one by any margin. RPO fits the margin of the policy's implicit rewards
+to the margin of true rewards r* (Sun et al. 2025, arXiv 2502.00203; Llama-Nemotron, section 6.2 and appendix). With
+d = beta (sum log pi/pi_ref of the chosen - of the rejected), g = eta (r*(chosen) - r*(rejected)), p = sigmoid(g) and
+q = sigmoid(d), the distances are, with NeMo-Aligner's names (megatron_gpt_dpo_model.py) in brackets:
 
 backward_kl (rpo_bwd_kl)   p log p/q + (1 - p) log (1 - p)/(1 - q)
 forward_kl  (rpo_fwd_kl)   q log q/p + (1 - q) log (1 - q)/(1 - p)
 squared     (rpo_sq)       (d - g)^2
 
-As eta grows with a positive margin, backward_kl becomes DPO.
+For a positive margin and growing eta, backward_kl becomes DPO.
 """
 
 from typing import Literal
@@ -21,11 +21,11 @@ Distance = Literal["backward_kl", "forward_kl", "squared"]
 
 
 def rpo_loss(margin: torch.Tensor, true_margin: torch.Tensor, distance: Distance) -> torch.Tensor:
-    """Distance between the scaled margins of each pair, `[pairs]`: d and g of the module's docstring."""
+    """Distance between the scaled margins d and g of each pair (see the module's docstring), `[pairs]`."""
     if distance == "squared":
         return (margin - true_margin) ** 2
-    fitted, wanted = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)
-    # KL(wanted || fitted) of two Bernoullis by their logits: exact where a sigmoid rounds to 0 or 1.
-    won = wanted.sigmoid() * (logsigmoid(wanted) - logsigmoid(fitted))
-    lost = (-wanted).sigmoid() * (logsigmoid(-wanted) - logsigmoid(-fitted))
+    fitted, target = (margin, true_margin) if distance == "backward_kl" else (true_margin, margin)
+    # KL(target || fitted) of two Bernoulli distributions from their logits: exact where a sigmoid rounds to 0 or 1.
+    won = target.sigmoid() * (logsigmoid(target) - logsigmoid(fitted))
+    lost = (-target).sigmoid() * (logsigmoid(-target) - logsigmoid(-fitted))
     return won + lost

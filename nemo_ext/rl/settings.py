@@ -1,4 +1,4 @@
-"""Settings of `nemo-ext rl`, `rl_tasks` and `gym`, and of the sections that they share with `nemo-ext online`."""
+"""Settings of `nemo-ext rl`, `rl_tasks` and `gym`, and of sections shared with `nemo-ext online`."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -15,44 +15,45 @@ OF_A_RUN = (
     *("output", "prompts", "rollouts", "profile", "previous", "previous_steps", "batch", "steps", "first_step"),
     *("keys", "rollout_keys", "split_domains"),
 )
-"""Settings of a curriculum that follow from the run."""
+"""Settings of a curriculum that the run determines."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Adapt:
     """Settings of `tasks.train.adapt`."""
 
-    # part of its given share that every dataset keeps, whatever its signal; 1 leaves the shares as they are
+    # fraction of its configured share that every dataset keeps regardless of its signal; 1 keeps the shares constant
     keep: Annotated[float, Field(gt=0, le=1)] = 0.2
-    groups: PositiveInt = 128  # number of a dataset's groups over which its signal is averaged, exponentially
+    groups: PositiveInt = 128  # time constant of a dataset's averaged signal, in groups
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Reprofile:
     """Settings of `tasks.train.reprofile`."""
 
-    every: PositiveInt | None = None  # steps after which pass rates are measured again; null for none
-    # number of validations in a row after which, if none has a better reward than those before; null for none
+    every: PositiveInt | None = None  # number of steps between measurements of pass rates; null for none
+    # number of consecutive validations without a better reward than before, after which pass rates are measured; null
+    # for none
     plateau: PositiveInt | None = None
-    times: PositiveInt = 1  # most new curricula of a run
-    samples: PositiveInt = 8  # answers to each task
-    # settings of `nemo-ext curriculum`; those of the run's first curriculum, if it has one, else the job's, are the
-    # defaults, and `exhausted: repeat`
+    times: PositiveInt = 1  # maximum number of new curricula per run
+    samples: PositiveInt = 8  # number of responses per task
+    # settings of `nemo-ext curriculum`; the defaults are `exhausted: repeat` and the settings of the run's first
+    # curriculum, if it has one, otherwise the job's
     curriculum: Open = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.every is None and self.plateau is None:
-            raise ValueError("give every (steps) or plateau (validations)")
+            raise ValueError("set every (steps) or plateau (validations)")
         if ours := sorted(set(self.curriculum) & set(OF_A_RUN)):
-            raise ValueError(f"curriculum.{ours[0]} follows from the run: leave it out")
+            raise ValueError(f"curriculum.{ours[0]} is determined by the run; remove it")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainTasks:
-    """Settings of `tasks.train`, see `nemo_ext.rl.plan`."""
+    """Settings of `tasks.train`; see `nemo_ext.rl.plan`."""
 
     path: Place | None = None
-    shuffle: StrictBool = True  # draw the order of the file anew for every pass over it
+    shuffle: StrictBool = True  # shuffle the file again for every epoch
     curriculum: Place | None = None
     directory: Place | None = None
     blend: Any = None
@@ -63,9 +64,9 @@ class TrainTasks:
 
     def __post_init__(self) -> None:
         if self.adapt is not None and self.directory is None:
-            raise ValueError("adapt: shares adapt between files: give directory with a blend")
+            raise ValueError("adapt: requires directory with a blend of several files")
         if self.adapt is not None and self.reprofile is not None:
-            raise ValueError("reprofile and adapt: shares follow from a curriculum or adapt: leave one of them out")
+            raise ValueError("reprofile and adapt both set the shares; remove one of them")
 
 
 def _by_path(value: object, info: ValidationInfo) -> object:
@@ -142,20 +143,20 @@ class TaskSettings:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError(f"output={self.output}: say the file to write")
+            raise ValueError(f"output={self.output}: set the file to write")
         if self.solutions == self.output:
-            raise ValueError(f"solutions={self.solutions}: the tasks are written there; name another file")
+            raise ValueError(f"solutions={self.solutions}: is the file of the tasks (output); set another file")
         if not self.records and not self.generator:
-            raise ValueError("generator=null: say which tasks, or give records=FILES and environment=NAME")
+            raise ValueError("generator=null: choose a generator, or set records=FILES and environment=NAME")
         if not self.records and self.environment:
-            raise ValueError(f"environment={self.environment}: is for records; generator={self.generator} has one")
+            raise ValueError(f"environment={self.environment}: only for records, not for generator={self.generator}")
         for key in ("generator", "level", "settings"):
             if self.records and (value := getattr(self, key)):
-                raise ValueError(f"{key}={value}: is for generated tasks, not for records")
+                raise ValueError(f"{key}={value}: only for generated tasks, not for records")
         if self.records and self.solutions and self.environment != "genrm":
-            raise ValueError(f"solutions={self.solutions}: is for generated tasks and environment=genrm")
+            raise ValueError(f"solutions={self.solutions}: only for generated tasks and environment=genrm")
         if self.records and not self.environment:
-            raise ValueError(f"environment={self.environment}: say which tasks to make of the records: chat or genrm")
+            raise ValueError(f"environment={self.environment}: set the kind of tasks to make of records: chat or genrm")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -169,4 +170,4 @@ class GymSettings:
 
     def __post_init__(self) -> None:
         if not self.output:
-            raise ValueError("output=null: say in which folder NeMo Gym will be started")
+            raise ValueError("output=null: set the folder in which NeMo Gym will be started")

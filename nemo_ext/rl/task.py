@@ -1,4 +1,4 @@
-"""An RL task: a prompt with the data that its verifier needs."""
+"""RL task: a prompt with the data that its verifier needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -13,7 +13,7 @@ _REQUIRED = ("id", "environment", "prompt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task; a line of a task file is its record.
+    """Task of a run; each line of a task file is the record of one.
 
     Attributes:
         id: identifier, unique in its file.
@@ -21,8 +21,8 @@ class Task:
         prompt: messages before the response.
         reference: data that the environment checks the response against; its keys depend on the environment.
         tools: JSON schemas of the declared tools, as OpenAI's `tools`.
-        domain: group for shares, curricula and metrics; the environment's name if a record has none.
-        thinking: requested mode; None where the model has no modes.
+        domain: group for shares, curricula and metrics; by default the name of the environment.
+        thinking: requested mode; None for models without modes.
     """
 
     id: str
@@ -34,19 +34,19 @@ class Task:
     thinking: bool | None = None
 
     @classmethod
-    def of(cls, record: Mapping[str, Any], where: str = "task") -> "Task":
+    def from_record(cls, record: Mapping[str, Any], where: str = "task") -> "Task":
         """Task from a record of a task file; a prompt given as text is one user message.
 
         Raises:
-            ValueError: naming `where`, the key, what it holds and what it may hold.
+            ValueError: names `where`, the key, its value and the allowed values.
         """
         check_keys(record, _KEYS, required=_REQUIRED, where=where)
         for key in ("id", "environment", "domain"):
             value = record.get(key)
             numbered = key == "id" and isinstance(value, int) and not isinstance(value, bool)
-            left_out = value is None and key not in _REQUIRED
-            if not (numbered or left_out or (isinstance(value, str) and value)):
-                raise ValueError(f"{where}: {key} must be a text that is not empty, not {value!r}")
+            omitted = value is None and key not in _REQUIRED
+            if not (numbered or omitted or (isinstance(value, str) and value)):
+                raise ValueError(f"{where}: {key} must be a non-empty string, not {value!r}")
         prompt, reference = record["prompt"], record.get("reference") or {}
         if not isinstance(reference, Mapping):
             raise ValueError(f"{where}: reference must be a mapping, not {reference!r}")
@@ -70,7 +70,7 @@ class Task:
         )
 
     def record(self) -> dict[str, Any]:
-        """Record of the task for a task file; the inverse of `of`."""
+        """Record of the task for a task file; the inverse of `from_record`."""
         sample = to_record(Sample(id=self.id, messages=self.prompt, tools=self.tools))
         record: dict[str, Any] = {
             "id": self.id,
@@ -86,4 +86,4 @@ class Task:
         return record
 
 
-_KEYS = tuple(each.name for each in fields(Task))
+_KEYS = tuple(attribute.name for attribute in fields(Task))

@@ -9,15 +9,15 @@ Outcome = Literal["correct", "wrong", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Verdict on a response: correct, wrong, or error if it cannot be told.
+    """Verdict on a response: correct, wrong, or error if the verifier failed.
 
     Attributes:
-        outcome: `error` where the verifier itself failed (its time limit, a judge that did not answer), which is
-            not the response's fault; an answer that cannot be read is `wrong`.
-        score: from 0 to 1; 1 if and only if `outcome` is correct, between them where parts of a task are solved.
+        outcome: `error` for a failure of the verifier, such as a time limit or a judge that did not answer; a malformed
+            answer is `wrong`.
+        score: from 0 to 1; 1 if and only if `outcome` is correct, between 0 and 1 for partial solutions.
         reason: short explanation for reports; "" if correct.
         answer: compared text as found in the response; None if there was none.
-        more: further numbers for reports, such as {math_verify: 1.0}; no reward takes account of them.
+        more: further numbers for reports, such as {math_verify: 1.0}, which no reward uses.
     """
 
     outcome: Outcome
@@ -31,15 +31,15 @@ class Verdict:
 
     @classmethod
     def correct(cls, answer: str | None = None) -> "Verdict":
-        """The task is solved."""
+        """Verdict on a solved task."""
         return cls(outcome="correct", score=1.0, answer=answer)
 
     @classmethod
     def wrong(cls, reason: str, answer: str | None = None, *, score: float = 0.0) -> "Verdict":
-        """The task is not solved, or only in part."""
+        """Verdict on a task that is not solved, or only in part."""
         return cls(outcome="wrong", score=score, reason=reason, answer=answer)
 
     @classmethod
     def error(cls, reason: str, answer: str | None = None) -> "Verdict":
-        """The verifier cannot tell."""
+        """Verdict for a failure of the verifier."""
         return cls(outcome="error", score=0.0, reason=reason, answer=answer)

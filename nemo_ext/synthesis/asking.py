@@ -262,7 +262,7 @@ class Asking:
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
         if isinstance(given := record.get("reference"), Mapping):
             record["reference"] = {key: held for key, held in given.items() if held is not None}
-        return Task.of(record, f"steps.{self.context.name}: row {row[ID]}")
+        return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:
         """The world of a name."""

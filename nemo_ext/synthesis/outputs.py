@@ -110,7 +110,7 @@ class _Tasks:
         self._known: dict[str, Environment] = {}
 
     def __call__(self, record: Row) -> None:
-        task = Task.of(record)
+        task = Task.from_record(record)
         if task.environment not in self._known:
             self._known[task.environment] = make(task.environment)
         self._known[task.environment].check(task.reference)

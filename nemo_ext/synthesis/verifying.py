@@ -157,7 +157,7 @@ class Verifying:
             reference = {key: held for key, held in reference.items() if held is not None}
         try:
             given = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": reference}
-            task = Task.of(given | ({"tools": value["tools"]} if value["tools"] else {}))
+            task = Task.from_record(given | ({"tools": value["tools"]} if value["tools"] else {}))
             episodes.check(task)
         except ValueError as error:
             return Verdict.error(f"{_WRONG}{error}")

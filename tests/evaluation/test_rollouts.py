@@ -115,7 +115,7 @@ def test_tasks_are_where_the_user_is(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("rollouts.tasks=nothing.jsonl",), "no such file of tasks"),
+        (("rollouts.tasks=nothing.jsonl",), "no such task file"),
         (("rollouts.samples=0",), "samples=0"),
         (("rollouts.temperature=-1",), "rollouts: temperature=-1.0: input should be"),
         (("rollouts.environments={code: {max_tests: 9}}",), "no task has the environment 'code'"),

@@ -1,4 +1,4 @@
-"""Answers of an endpoint, with their rewards."""
+"""Responses of an endpoint with their rewards."""
 
 import json
 from collections.abc import Iterator
@@ -12,20 +12,20 @@ from nemo_ext.evaluation import job
 from nemo_ext.generate.settings import Sampling
 from nemo_ext.job.config import compose
 from nemo_ext.online import answers
-from nemo_ext.online.answers import Asked, answered
+from nemo_ext.online.answers import Generation, generate
 from nemo_ext.online.report import summary
 from nemo_ext.rl.groups import Member
 from nemo_ext.rl.task import Task
 
 PAIR = [
-    Task.of({"id": "a", "environment": "chat", "prompt": "Say a."}),
-    Task.of({"id": "b", "environment": "chat", "prompt": "Say b.", "thinking": True}),
+    Task.from_record({"id": "a", "environment": "chat", "prompt": "Say a."}),
+    Task.from_record({"id": "b", "environment": "chat", "prompt": "Say b.", "thinking": True}),
 ]
 
 
 @pytest.fixture
 def config(endpoint: Any, reply: type[Any], monkeypatch: pytest.MonkeyPatch, random_llama: Path) -> dict[str, Any]:
-    """Of an endpoint that says `ok` or, cut off, `ok and`."""
+    """Config with an endpoint that responds `ok`, or `ok and`, which is cut off."""
 
     @contextmanager
     def served(*_: Any) -> Iterator[tuple[str, str, None]]:
@@ -42,11 +42,11 @@ def config(endpoint: Any, reply: type[Any], monkeypatch: pytest.MonkeyPatch, ran
     return compose("online", ["preset=rpo_online", f"model={random_llama}", "evaluate.draws=10", "evaluate.patience=1"])
 
 
-def asked(reward: Any) -> Asked:
-    return Asked(samples=8, sampling=Sampling(temperature=1.0), max_tokens=9, environments={}, group=reward)
+def generation(reward: Any) -> Generation:
+    return Generation(samples=8, sampling=Sampling(temperature=1.0), max_tokens=9, environments={}, group=reward)
 
 
-def test_answers_are_judged_in_groups_once(
+def test_responses_are_judged_in_groups_once(
     config: dict[str, Any], endpoint: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(answers, "AT_ONCE", 1)
@@ -59,12 +59,12 @@ def test_answers_are_judged_in_groups_once(
         return [[float(len(one.response.answer)) for one in each] for each in given]
 
     with pytest.raises(KeyboardInterrupt):
-        answered(config, PAIR, asked(reward), tmp_path)
+        generate(config, PAIR, generation(reward), tmp_path)
     groups.append([])
-    found = answered(config, PAIR, asked(reward), tmp_path)
+    found = generate(config, PAIR, generation(reward), tmp_path)
 
-    assert len(endpoint.requests) == 16, "nothing is asked twice"
-    assert [len(group) for group in groups] == [8, 0, 8], "nor judged"
+    assert len(endpoint.requests) == 16, "no request is repeated"
+    assert [len(group) for group in groups] == [8, 0, 8], "and no group is judged twice"
     thinking = [request.get("chat_template_kwargs") for request in endpoint.requests]
     assert thinking.count({"enable_thinking": True}) == thinking.count(None) == 8
     assert [line["id"] for line in found] == ["chat/a", "chat/b"]
@@ -77,12 +77,12 @@ def test_answers_are_judged_in_groups_once(
     assert (values["best"], values["worst"], values["tokens"]) == (6, 2, pytest.approx(1 + 2 * cut))
 
 
-def test_scores_are_the_verifiers_without_a_judge(config: dict[str, Any], tmp_path: Path) -> None:
-    task = Task.of(
+def test_without_a_judge_scores_come_from_verifiers(config: dict[str, Any], tmp_path: Path) -> None:
+    task = Task.from_record(
         {"id": "a", "environment": "contains", "prompt": "Say ok and.", "reference": {"answers": ["ok and"]}}
     )
 
-    (line,) = answered(config, [task], asked(None), tmp_path)
+    (line,) = generate(config, [task], generation(None), tmp_path)
 
     assert {one["score"] for one in line["generations"]} == {0.0}
     assert {one["score"] for one in line["cut"]} == {1.0}

@@ -26,7 +26,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed")
-def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
+def test_a_round_raises_the_reward_and_resumes_after_interrupts(
     speaker: Path,
     letter_tasks: Path,
     tmp_path: Path,
@@ -53,7 +53,7 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
 
     def interrupt(log: Log, args: Any, state: Any, *rest: Any, **more: Any) -> None:
         on_log(log, args, state, *rest, **more)
-        if state.global_step == 8 and "loss" in more["logs"]:  # the trainer ends with a log of its own
+        if state.global_step == 8 and "loss" in more["logs"]:  # not the summary that the trainer logs at the end
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:
@@ -78,12 +78,12 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
 
     run(compose("online", words))
     assert "served" not in capsys.readouterr().err, "there is nothing left to do"
-    with pytest.raises(ValueError, match=r"began with other settings: rl\.loss\.eta: 3\.0 -> 1\.0"):
+    with pytest.raises(ValueError, match=r"was started with different settings: rl\.loss\.eta: 3\.0 -> 1\.0"):
         run(compose("online", [*words, "rl.loss.eta=1.0", "rl.online.rounds=2"]))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("online.colour=3",), "online has no such key"),
         (("online.temperature=-1",), "online: temperature=-1.0: input should be"),
@@ -92,56 +92,56 @@ def test_a_round_raises_the_reward_and_a_stopped_one_goes_on(
             ("online.group={judge: {endpoint: http://x/v1, model: m}, show: revard_model}",),
             "input should be 'genrm', 'instructed' or 'reward_model'",
         ),
-        (("tasks.train.path=nothing.jsonl",), "no such file of tasks"),
+        (("tasks.train.path=nothing.jsonl",), "no such task file"),
         (("rl.lengths={prompt: null, total: 288}",), "online.max_tokens=null"),
-        (("rl.loss.length_normalised=true",), "loss.length_normalised: rpo's margins are sums"),
+        (("rl.loss.length_normalised=true",), "loss.length_normalised: RPO's margins are sums"),
         (("tasks.train.path=bank.jsonl",), "'bank' has several turns"),
         (("save_every=0",), "save_every"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_served(
+def test_invalid_settings_are_refused_before_serving(
     random_llama: Path,
     letter_tasks: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     words: tuple[str, ...],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bank.jsonl").write_text('{"id": "a", "environment": "bank", "prompt": "Hi."}\n')
     given = [*SMALL, f"model={random_llama}", f"tasks.train.path={letter_tasks}"]
     check(compose("online", given))
 
-    with pytest.raises(ValueError, match=r".") as told:
+    with pytest.raises(ValueError, match=r".") as raised:
         check(compose("online", [*given, *words]))
 
-    assert said in str(told.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (("model=m",), "preset=null: name one that trains on pairs"),
-        (("model=m", "preset=rl_zero"), "grpo generates while it trains: `nemo-ext rl`"),
+        (("model=m",), "preset=null: choose a preset that trains on pairs"),
+        (("model=m", "preset=rl_zero"), "grpo generates during training; use `nemo-ext rl`"),
         (("model=m", "preset=dpo_delta"), "rl.online={generations_per_prompt: 4, rounds: 2}"),
         (("preset=rpo_online",), "model=null"),
     ],
 )
-def test_what_lacks_an_algorithm_or_a_model_is_refused(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=r".") as told:
+def test_a_missing_algorithm_or_model_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as raised:
         check(compose("online", words))
 
-    assert said in str(told.value)
+    assert message in str(raised.value)
 
 
-def test_steps_take_the_place_of_a_presets_epochs(random_llama: Path, letter_tasks: Path) -> None:
+def test_steps_replace_the_epochs_of_a_preset(random_llama: Path, letter_tasks: Path) -> None:
     words = ["preset=dpo_delta", "rl.online={generations_per_prompt: 4, rounds: 2}", "on_inexpressible=warn"]
     words += ["rl.schedule.steps=2", "rl.batch=8", f"model={random_llama}", f"tasks.train.path={letter_tasks}"]
 
     assert job._Run(compose("online", words)).training.schedule.total(8) == 2
 
 
-def test_rounds_have_prompts_of_their_own(random_llama: Path, letter_tasks: Path) -> None:
+def test_rounds_have_different_prompts(random_llama: Path, letter_tasks: Path) -> None:
     words = [
         *SMALL,
         f"model={random_llama}",

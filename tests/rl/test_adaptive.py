@@ -55,7 +55,7 @@ def test_weights_move_to_the_dataset_with_signal_and_back() -> None:
     assert made.weights["a"] > 0.49
 
 
-def test_without_any_signal_the_shares_are_the_given_ones() -> None:
+def test_without_any_signal_the_configured_shares_are_kept() -> None:
     made = shares_of([0.5, 0.3, 0.2], groups=1)
 
     for _ in range(1000):
@@ -65,7 +65,7 @@ def test_without_any_signal_the_shares_are_the_given_ones() -> None:
 
 
 @given(SHARES, st.lists(st.integers(1, 9), min_size=1, max_size=30))
-def test_what_is_drawn_keeps_the_weights(shares: list[float], counts: list[int]) -> None:
+def test_draws_follow_the_weights(shares: list[float], counts: list[int]) -> None:
     made = shares_of(shares)
 
     drawn = [prompt for count in counts for prompt in made.draw(count)]
@@ -78,7 +78,7 @@ def test_what_is_drawn_keeps_the_weights(shares: list[float], counts: list[int])
 
 
 @given(SHARES, st.lists(SIGNALS, min_size=1, max_size=6), st.integers(0, 5))
-def test_a_run_that_was_stopped_draws_what_the_other_draws(shares: list[float], steps: list, stop: int) -> None:
+def test_a_resumed_run_draws_the_same_prompts(shares: list[float], steps: list, stop: int) -> None:
     whole, parts = shares_of(shares, groups=3), shares_of(shares, groups=3)
 
     for number, step in enumerate(steps):
@@ -92,13 +92,13 @@ def test_a_run_that_was_stopped_draws_what_the_other_draws(shares: list[float], 
     assert parts.state() == whole.state()
 
 
-def test_wrong_signals_and_states_are_refused() -> None:
+def test_invalid_signals_and_states_are_refused() -> None:
     made = shares_of([1, 1, 1])
 
     for signals in ([0.5], [0.5, 1.5], [0.5, float("nan")]):
         with pytest.raises(ValueError, match="signals must be 2 numbers from 0 to 1"):
             made.learn([0, 1], signals)
-    with pytest.raises(ValueError, match="the state is of the datasets"):
+    with pytest.raises(ValueError, match="the saved state is for the datasets"):
         AdaptiveShares({"a": 1, "d": 1}, Adapt(), seed=3).restore(made.state())
 
 
@@ -120,17 +120,17 @@ def test_a_plan_adapts_between_the_files_of_its_blend(tmp_path: Path) -> None:
     assert set(Counter(drawn).values()) == {1, 3}, "a's four tasks in each of its three passes, b's once"
     assert plan_tasks(blend, steps=2, prompts=8).adaptive() is None
     for wrong, said in (
-        ({"path": "x", "adapt": {}}, "give directory with a blend"),
+        ({"path": "x", "adapt": {}}, "requires directory with a blend"),
         ({**blend, "adapt": {"keep": 0}}, r"tasks\.train: adapt\.keep=0"),
         ({**blend, "adapt": {"kept": 1}}, "did you mean 'keep'"),
-        ({**blend, "blend": {"a": {"share": 3, "cap_epochs": 9}, "b": 1}, "adapt": {}}, "cannot keep a cap_epochs"),
-        ({**blend, "blend": {"a": 3}, "adapt": {}}, "only a has a share"),
+        ({**blend, "blend": {"a": {"share": 3, "cap_epochs": 9}, "b": 1}, "adapt": {}}, "cannot respect cap_epochs"),
+        ({**blend, "blend": {"a": 3}, "adapt": {}}, "at least two streams with a share"),
     ):
         with pytest.raises(ValueError, match=said):
             plan_tasks(wrong, steps=2, prompts=8)
 
 
-def test_weights_are_followed_after_they_change() -> None:
+def test_draws_follow_changed_weights() -> None:
     made = shares_of([1, 1, 2], groups=1)
     made.draw(10)
     for _ in range(20):

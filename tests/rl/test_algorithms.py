@@ -57,18 +57,18 @@ JUDGES = {
     "nemotron3_rlvr": "environments.judge.settings.judge",
     "olmo_rl": "environments.judge.settings.judge",
 }
-"""Where a preset wants an endpoint."""
+"""Endpoint for presets that require one."""
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_a_preset_composes_under_hydra_as_it_is(preset: str) -> None:
+def test_a_preset_composes_unchanged_in_hydra(preset: str) -> None:
     given = [f"{JUDGES[preset]}.{key}=there" for key in ("endpoint", "model")] if preset in JUDGES else []
     composed = compose("rl", [f"rl={preset}", *(f"rl.{word}" for word in given)])["rl"]
 
     assert algorithm_of(composed) == load(preset, OmegaConf.to_container(OmegaConf.from_dotlist(given)))  # type: ignore[arg-type]
 
 
-def test_a_judge_must_be_named() -> None:
+def test_a_judge_endpoint_is_required() -> None:
     with pytest.raises(ValueError, match=r"not set: rl\.group\.judge\.endpoint"):
         compose("rl", ["rl=nemotron3_rlhf"])
 
@@ -156,16 +156,16 @@ def test_changes_are_merged() -> None:
         ({"generations_per_prompt": 1}, "generations_per_prompt=1"),
         ({"optimizer": {"learning_rate": float("nan")}}, "optimizer.learning_rate=nan"),
         ({"optimizer": {}}, "'optimizer.learning_rate' is missing"),
-        ({"lengths": {"prompt": 8}}, "lengths: give response"),
+        ({"lengths": {"prompt": 8}}, "lengths: set response"),
         ({"environments": {"maths": {}}}, "environments: unknown key 'maths': did you mean 'math'"),
         ({"environments": {"math": {"weight": 0}}}, "environments.math.weight=0"),
-        ({"sampling": {"drop_zero_variance": True}}, "max_batches come together"),
-        ({"schedule": {"kind": "cosine"}}, "needs steps"),
-        ({"schedule": {"warmup_share": 0.1}}, "needs steps"),
+        ({"sampling": {"drop_zero_variance": True}}, "drop_zero_variance requires max_batches"),
+        ({"schedule": {"kind": "cosine"}}, "requires steps"),
+        ({"schedule": {"warmup_share": 0.1}}, "requires steps"),
         ({"schedule": {"steps": 3, "epochs": 1}}, "steps or epochs"),
     ],
 )
-def test_a_wrong_config_is_refused_by_its_key(change: dict[str, Any], message: str) -> None:
+def test_an_invalid_config_is_refused_with_its_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         algorithm_of(SMALL | change)
 
@@ -175,7 +175,7 @@ def test_a_wrong_config_is_refused_by_its_key(change: dict[str, Any], message: s
     [
         ({"kind": "truncated"}, "needs a cap"),
         ({"kind": "masked", "cap": 2.0}, "needs a floor"),
-        ({"kind": "none", "cap": 2.0}, "has no cap"),
+        ({"kind": "none", "cap": 2.0}, "takes neither cap nor floor"),
         ({"kind": "masked", "cap": 2.0, "floor": 2.0}, "must be below"),
     ],
 )
@@ -187,13 +187,13 @@ def test_bounds_of_the_importance_correction(correction: dict[str, Any], message
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"algorithm": "rpo"}, "rpo needs eta and distance"),
-        ({"loss": {"beta": 0.1, "eta": 1.0}}, "eta is rpo's"),
-        ({"lengths": {"prompt": 8}}, "lengths: give total"),
+        ({"algorithm": "rpo"}, "algorithm=rpo requires eta and distance"),
+        ({"loss": {"beta": 0.1, "eta": 1.0}}, "eta is only for algorithm=rpo"),
+        ({"lengths": {"prompt": 8}}, "lengths: set total"),
         ({"prompts_per_step": 8}, "unknown key 'prompts_per_step'"),
     ],
 )
-def test_a_wrong_config_of_pairs_is_refused(change: dict[str, Any], message: str) -> None:
+def test_an_invalid_preference_config_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         algorithm_of(PAIRS | change)
 
@@ -218,7 +218,7 @@ def test_the_warm_up_is_part_of_the_steps(examples: int, each: int, epochs: int,
     assert 0 <= schedule.warmup(total) <= total
 
 
-def test_what_surrounds_an_engine() -> None:
+def test_settings_of_the_adapter() -> None:
     def surrounded(preset: str) -> Rendered:
         made = Rendered()
         made.surround(load(preset))
@@ -232,7 +232,7 @@ def test_what_surrounds_an_engine() -> None:
     assert surrounded("dpo_delta").adapter["data"]["max_prompt_tokens"] == 640
 
 
-def test_what_cannot_be_done_is_an_error_unless_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inexpressible_settings_are_an_error_unless_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     rendered = Rendered(settings={}, inexpressible={"loss.level": "token instead"})
 
     with pytest.raises(ValueError, match=r"loss\.level: token instead"):
@@ -244,7 +244,7 @@ def test_what_cannot_be_done_is_an_error_unless_accepted(capsys: pytest.CaptureF
     assert Rendered(settings={}).settled()
 
 
-def test_what_no_source_states_is_marked() -> None:
+def test_choices_without_a_source_are_marked() -> None:
     folder = Path(hydra_conf.__file__).parent / "rl"
 
     assert all("(choice)" in file.read_text() for file in folder.glob("*.yaml"))

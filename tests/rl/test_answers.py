@@ -30,12 +30,12 @@ def test_the_last_box(text: str, content: str | None) -> None:
     assert last_boxed(text) == content
 
 
-def test_boxes_in_boxes_are_counted() -> None:
+def test_nested_boxes() -> None:
     assert len(boxes(r"\boxed{1} \boxed{2 \boxed{3}}")) == 3
 
 
 @pytest.mark.parametrize("unit", [r"\boxed{", "{", "}", r"\boxed   ", "\\", r"\boxed{}", r"\boxed{\{"])
-def test_a_long_text_of_braces_takes_one_pass(unit: str) -> None:
+def test_many_braces_take_linear_time(unit: str) -> None:
     boxes(unit * (100_000 // len(unit)) + "}" * 100_000)
 
 
@@ -84,16 +84,16 @@ def test_boxes_hold_balanced_braces(text: str) -> None:
         ("### Answer the question\n42", None),
     ],
 )
-def test_what_follows_the_last_phrase(text: str, answer: str | None) -> None:
+def test_text_after_the_last_phrase(text: str, answer: str | None) -> None:
     assert final_answer(text) == answer
 
 
 @pytest.mark.parametrize("unit", ["answer ", "answer is ", "answer\n", "answer*", "#", "answer:\n", "is", " "])
-def test_a_long_text_of_phrases_takes_one_pass(unit: str) -> None:
+def test_many_phrases_take_linear_time(unit: str) -> None:
     final_answer(unit * (200_000 // len(unit)))
 
 
-def test_an_answer_alone_is_one_line() -> None:
+def test_a_bare_answer_is_one_line() -> None:
     assert bare(" 42. ") == "42"
     assert bare("**42**.") == "42"
     assert bare("4\n2") is None
@@ -101,7 +101,7 @@ def test_an_answer_alone_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("text", ["４２", "٣", "a\x00", "\ud800", "1\u200b2", "\x1b[0m"])
-def test_what_no_person_writes_is_unreadable(text: str) -> None:
+def test_characters_that_people_do_not_write_are_unreadable(text: str) -> None:
     assert unreadable(text)
 
 
@@ -167,7 +167,7 @@ def test_which_choices_are_named(text: str, named: str) -> None:
 @pytest.mark.parametrize(
     "choice", ["$4$", "(1, 2)", "[0, 1]", "{1, 2}", '"yes"', "`x`", "_private", "*x", "5:", "x_", "St. Paul"]
 )
-def test_a_choices_text_is_named_by_its_copy(choice: str) -> None:
+def test_the_text_of_a_choice_names_it(choice: str) -> None:
     choices = {"A": "zzz", "B": choice, "C": "other"}
 
     assert named_choices(choice, choices) == {"B"}
@@ -175,7 +175,7 @@ def test_a_choices_text_is_named_by_its_copy(choice: str) -> None:
     assert named_choices(f"(A) {choice}", choices) == {"A", "B"}
 
 
-def test_brackets_tell_choices_apart() -> None:
+def test_brackets_distinguish_choices() -> None:
     choices = {"A": "(0, 1)", "B": "[0, 1]"}
 
     assert named_choices("[0, 1]", choices) == {"B"}

@@ -28,6 +28,6 @@ def test_an_environment_verifies_or_converses(name: str) -> None:
         ("judge", {}, "environment judge: settings: the key 'judge' is missing"),
     ],
 )
-def test_a_wrong_name_or_setting_is_named(name: str, settings: dict[str, Any], said: str) -> None:
+def test_an_unknown_name_or_setting_is_reported(name: str, settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         make(name, settings)

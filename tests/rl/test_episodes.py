@@ -1,6 +1,8 @@
-"""Responses verified and conversations carried on, without an engine."""
+"""Verification of responses and turns of conversations, without an engine."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +23,7 @@ Make = Callable[..., Episodes]
 
 @pytest.fixture
 def around(monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Episodes of an environment of the test's."""
+    """Episodes of a test's environment."""
 
     def make(environment: Environment, prompts: Prompts | None = None, **config: Any) -> Episodes:
         monkeypatch.setattr("nemo_ext.rl.episodes.make", lambda name, settings: environment)
@@ -32,7 +34,7 @@ def around(monkeypatch: pytest.MonkeyPatch) -> Make:
 
 @dataclass
 class Echo:
-    """Repeats what it hears, until a full stop."""
+    """Conversation that repeats every response until one has a full stop."""
 
     heard: list[str] = field(default_factory=list)
     broken: bool = False
@@ -61,7 +63,7 @@ def said(text: str, *calls: ToolCall) -> Response:
     return Response(text=text, answer=text, tool_calls=calls)
 
 
-def test_a_call_that_cannot_be_read_is_wrong_in_a_single_turn(around: Make) -> None:
+def test_a_malformed_call_is_wrong_in_a_single_turn(around: Make) -> None:
     made = around(Environment(name="test", check=dict, verify=lambda response, reference: Verdict.correct()))
 
     right = asyncio.run(made.turn(episode(), said("1")))
@@ -72,7 +74,7 @@ def test_a_call_that_cannot_be_read_is_wrong_in_a_single_turn(around: Make) -> N
     assert made.take_metrics()["correct"] == 0.5
 
 
-def test_a_conversation_goes_on_without_a_template(around: Make) -> None:
+def test_a_conversation_continues_without_a_template(around: Make) -> None:
     made = around(echoing())
 
     first = asyncio.run(made.turn(episode(), said("a")))
@@ -94,7 +96,7 @@ def test_a_conversation_has_no_more_turns_than_its_environment_allows(around: Ma
     assert last.verdict == Verdict.correct("a/b/c") and last.following is None and not last.answers
 
 
-def test_text_beside_a_broken_call_is_not_heard(around: Make) -> None:
+def test_text_next_to_a_malformed_call_is_not_passed_on(around: Make) -> None:
     made, begun = around(echoing()), around(echoing()).begun(episode())
     call = ToolCall(name="f", arguments={})
 
@@ -106,7 +108,7 @@ def test_text_beside_a_broken_call_is_not_heard(around: Make) -> None:
     assert isinstance(begun.conversation, Echo) and begun.conversation.heard == ["b"]
 
 
-def test_a_conversation_that_is_closed_is_judged_as_it_stands(around: Make) -> None:
+def test_closing_a_conversation_verifies_its_present_state(around: Make) -> None:
     made = around(echoing())
 
     turn = asyncio.run(made.close(asyncio.run(made.turn(episode(), said("a")))))
@@ -114,7 +116,7 @@ def test_a_conversation_that_is_closed_is_judged_as_it_stands(around: Make) -> N
     assert turn.verdict == Verdict.correct("a") and turn.following is None and not turn.observation
 
 
-def test_an_environment_that_fails_at_the_end_is_an_error_and_ends_nothing(around: Make) -> None:
+def test_a_failing_environment_is_an_error_verdict(around: Make) -> None:
     made = around(echoing(broken=True))
 
     turn = asyncio.run(made.close(asyncio.run(made.turn(episode(), said("a")))))
@@ -123,7 +125,46 @@ def test_an_environment_that_fails_at_the_end_is_an_error_and_ends_nothing(aroun
     assert turn.reward is not None and turn.reward.total == 0
 
 
-def test_references_are_told_apart_by_more_than_their_id(around: Make) -> None:
+def test_verifications_run_concurrently_up_to_the_limit(around: Make) -> None:
+    now = most = 0
+    lock = threading.Lock()
+
+    def count(change: int) -> None:
+        nonlocal now, most
+        with lock:
+            now, most = now + change, max(most, now + change)
+
+    def in_thread(response: Response, reference: Any) -> Verdict:
+        count(1)
+        time.sleep(0.01)
+        count(-1)
+        return Verdict.correct()
+
+    async def as_coroutine(response: Response, reference: Any) -> Verdict:
+        count(1)
+        await asyncio.sleep(0.01)
+        count(-1)
+        return Verdict.correct()
+
+    for verify in (in_thread, as_coroutine):
+        most = 0
+        made = around(Environment(name="test", check=dict, verify=verify), concurrency=4)
+        turns = asyncio.run(made.turns([episode()] * 12, ["x"] * 12))
+        assert [turn.reward.total for turn in turns if turn.reward] == [1] * 12
+        assert 1 < most <= 4
+
+
+def test_invalid_settings_are_reported(around: Make) -> None:
+    for config, message in (
+        ({"reward": {"name": "domyn_math", "max_token": 1}}, "did you mean 'max_tokens'"),
+        ({"tool_style": "xml"}, "tool_style='xml': input should be 'any'"),
+        ({"concurrency": 0}, "concurrency=0: input should be greater than or equal to 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            around(echoing(), **config)
+
+
+def test_references_are_not_distinguished_by_id_alone(around: Make) -> None:
     parsed: list[Any] = []
     made = around(
         Environment(
@@ -144,14 +185,14 @@ def test_the_end_token_is_not_written_twice_between_turns(around: Make, template
     class Tokenizer:
         eos_token = "<|im_end|>"
 
-    prompts = Prompts.of(Tokenizer(), template)
+    prompts = Prompts.from_tokenizer(Tokenizer(), template)
 
     turn = asyncio.run(around(echoing(), prompts).turn(episode(), said("a")))
 
     assert "heard a" in turn.observation and not turn.observation.startswith(Tokenizer.eos_token)
 
 
-def test_a_prompt_without_the_task_s_tools_is_refused() -> None:
+def test_a_template_that_omits_the_tools_is_refused() -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
     task = Task(id="t", environment="math", prompt=(Message(role="user", content="q"),), tools=(tool,))
     source = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -161,7 +202,7 @@ def test_a_prompt_without_the_task_s_tools_is_refused() -> None:
         Prompts(Template("plain", source)).prompt(task)
 
 
-def test_a_template_that_writes_tools_answers_beside_structured_calls_alone_is_refused() -> None:
+def test_a_template_that_omits_tool_messages_after_calls_as_text_is_refused() -> None:
     source = (
         "{% for m in messages %}{% if m.role != 'tool' or messages[loop.index0 - 1].tool_calls %}{{ m.content }}"
         "{% endif %}{% endfor %}"

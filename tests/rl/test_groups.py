@@ -24,7 +24,7 @@ def judgement(first: int, second: int) -> str:
 
 
 @pytest.mark.parametrize(("both", "questions"), [(True, 6), (False, 3)])
-def test_the_better_answer_earns_more(endpoint: Any, reply: Any, both: bool, questions: int) -> None:
+def test_the_better_response_earns_more(endpoint: Any, reply: Any, both: bool, questions: int) -> None:
     def compare(payload: dict[str, Any]) -> Any:
         first, second = (message["content"] for message in payload["messages"][-2:])
         return reply(text=judgement(5 if "good" in first else 2, 5 if "good" in second else 2))
@@ -54,10 +54,10 @@ def test_lengths_are_in_tokens(endpoint: Any, reply: Any) -> None:
 
     ((first, second, empty),) = reward([[few, many, none]])
 
-    assert first > max(second, empty), "fewer tokens earn more, if they say something"
+    assert first > max(second, empty), "shorter responses earn more unless they are empty"
 
 
-def test_a_response_of_calls_alone_is_not_an_empty_one() -> None:
+def test_a_response_with_only_calls_is_not_empty() -> None:
     call = Response(text="", tool_calls=(ToolCall(name="f", arguments={}),))
     said: dict[str, Any] = {"reward": 0.0, "thinking_tokens": 2, "answer_tokens": 9, "prompt": PROMPT}
 
@@ -65,7 +65,7 @@ def test_a_response_of_calls_alone_is_not_an_empty_one() -> None:
     assert lengths(Member(response=Response(text=""), **said)) == (0, 0)
 
 
-def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unanswered_questions_are_reported(endpoint: Any, reply: Any, capsys: pytest.CaptureFixture[str]) -> None:
     answers = iter([reply(text=judgement(5, 2)), reply(status=400)])
     endpoint.reply = lambda payload: next(answers)
     reward = group_reward({"judge": judge(endpoint.url)})
@@ -76,22 +76,22 @@ def test_what_the_judge_did_not_answer_is_told(endpoint: Any, reply: Any, capsys
     assert "judge: 1 questions without an answer: HTTP 400" in capsys.readouterr().err
 
 
-def test_a_judge_that_is_down_ends_the_run(endpoint: Any, reply: Any) -> None:
+def test_an_unreachable_judge_ends_the_run(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(status=401)
     reward = group_reward({"judge": judge(endpoint.url)})
     assert reward is not None
 
-    with pytest.raises(ValueError, match="none of 4 questions was answered: HTTP 401"):
+    with pytest.raises(ValueError, match="answered none of 4 questions: HTTP 401"):
         reward([[member("one"), member("two")], [member("three"), member("four")]])
 
 
-def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
+def test_judges_are_checked_before_a_run(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(body=json.dumps({"data": [{"id": "judge"}]}).encode())
     environments = [make("judge", {"judge": judge(endpoint.url)}), make("chat")]
 
     check_judges(environments, {"judge": judge(endpoint.url)})
     assert [request["path"] for request in endpoint.requests] == ["/v1/models"] * 2
-    with pytest.raises(ValueError, match="environment 'chat': its responses earn nothing"):
+    with pytest.raises(ValueError, match="environment 'chat' has no rewards without a judge"):
         check_judges(environments, {})
     with pytest.raises(ValueError, match="did you mean 'judge'"):
         check_judges([], {"judge": {**judge(endpoint.url), "model": "jugde"}})
@@ -105,12 +105,12 @@ def test_judges_are_asked_before_a_run(endpoint: Any, reply: Any) -> None:
         ({"length_control": {"thinking": -1}}, "thinking=-1"),
     ],
 )
-def test_wrong_settings_are_named(group: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_reported(group: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         group_reward(group)
 
 
-def test_a_reward_model_gives_each_answer_a_number(endpoint: Any, reply: Any) -> None:
+def test_a_reward_model_scores_each_response(endpoint: Any, reply: Any) -> None:
     said = {"good": "reward:-1.5", "bad": "-7.25", "odd": "I like it: 5"}
     endpoint.reply = lambda payload: reply(text=said[payload["messages"][-1]["content"]])
     given = {"judge": judge(endpoint.url), "show": "reward_model"}
@@ -118,6 +118,8 @@ def test_a_reward_model_gives_each_answer_a_number(endpoint: Any, reply: Any) ->
     assert plain is not None and controlled is not None
     members = [member("good"), member("bad"), member("odd")]
 
-    assert plain([members]) == [(-1.5, -7.25, (-1.5 - 7.25) / 2)], "what cannot be read earns the mean of the others"
+    assert plain([members]) == [(-1.5, -7.25, (-1.5 - 7.25) / 2)], (
+        "unreadable scores are replaced by the mean of the others"
+    )
     assert [message["role"] for message in endpoint.requests[0]["messages"]] == ["user", "assistant"]
     assert controlled([members])[0][0] < -1.5, "the longest"

@@ -1,4 +1,4 @@
-"""How many steps a run has, said before anything else."""
+"""The number of steps, and other settings that are checked first."""
 
 from pathlib import Path
 
@@ -9,38 +9,38 @@ from nemo_ext.rl.algorithms import PolicyGradient
 from nemo_ext.rl.job import check_steps, checked_algorithm, run
 
 
-def said(*words: str) -> str:
+def refusal(*words: str) -> str:
     config = compose("rl", ["model=m", *words])
     with pytest.raises(ValueError, match="null: ") as problem:
         check_steps(config, checked_algorithm(config))
     return str(problem.value)
 
 
-def test_a_preset_without_steps_offers_those_of_the_users_tasks(tmp_path: Path) -> None:
+def test_error_for_a_preset_without_steps_suggests_one_epoch(tmp_path: Path) -> None:
     for name, count in (("math", 100), ("code", 28), ("curriculum", 64)):
         (tmp_path / f"{name}.jsonl").write_text("{}\n" * count)
     path = f"tasks.train.path={tmp_path}/math.jsonl"
-    zero = ("preset=rl_zero", "environments={math: {}, code: {}}")  # 32 prompts a step
+    zero = ("preset=rl_zero", "environments={math: {}, code: {}}")  # 32 prompts per step
 
-    assert said(*zero, path) == (
-        "rl.schedule.steps=null: OLMo 3, RL-Zero gives no number: say how many steps to train; one pass over the 100 "
-        "tasks, 32 in a step, would be rl.schedule.steps=3"
+    assert refusal(*zero, path) == (
+        "rl.schedule.steps=null: OLMo 3, RL-Zero states no number of steps; set it; one epoch over 100 tasks with 32 "
+        "per step is rl.schedule.steps=3"
     )
-    assert "the paper's 1 epoch over the 100 tasks" in said("preset=domyn_multi_env_grpo", path)
-    assert said(*zero, path, "rl.schedule.epochs=2").endswith(
-        "2 epochs over the 100 tasks, 32 in a step, would be rl.schedule.steps=6"
+    assert "the paper's 1 epoch over 100 tasks" in refusal("preset=domyn_multi_env_grpo", path)
+    assert refusal(*zero, path, "rl.schedule.epochs=2").endswith(
+        "2 epochs over 100 tasks with 32 per step is rl.schedule.steps=6"
     )
-    assert said(*zero, path, "rl.prompts_per_step=128").endswith("=1")
-    assert said(*zero, f"tasks.train.directory={tmp_path}").endswith(
-        "the 128 tasks, 32 in a step, would be rl.schedule.steps=4"
+    assert refusal(*zero, path, "rl.prompts_per_step=128").endswith("=1")
+    assert refusal(*zero, f"tasks.train.directory={tmp_path}").endswith(
+        "128 tasks with 32 per step is rl.schedule.steps=4"
     )
     shares = f"tasks.train={{directory: {tmp_path}, blend: {{math: {{share: 1}}}}}}"
-    assert "the 100 tasks" in said(*zero, shares)
-    assert said(*zero, f"tasks.train.curriculum={tmp_path}").endswith("steps=2")
-    assert said(*zero, "tasks.train.path=nowhere.jsonl").endswith("say how many steps to train")
+    assert "100 tasks" in refusal(*zero, shares)
+    assert refusal(*zero, f"tasks.train.curriculum={tmp_path}").endswith("steps=2")
+    assert refusal(*zero, "tasks.train.path=nowhere.jsonl").endswith("states no number of steps; set it")
 
 
-def test_what_has_steps_or_counts_epochs_is_let_through() -> None:
+def test_presets_with_steps_or_epochs_are_accepted() -> None:
     for words in (
         ("preset=domyn_math_grpo", "tasks.train.path=t"),
         ("preset=rl_zero", "tasks.train.path=t", "rl.schedule.steps=3"),
@@ -50,7 +50,7 @@ def test_what_has_steps_or_counts_epochs_is_let_through() -> None:
         check_steps(config, checked_algorithm(config))
 
 
-def test_steps_come_before_what_takes_time(tmp_path: Path) -> None:
+def test_steps_are_checked_before_anything_slow(tmp_path: Path) -> None:
     words = ["preset=rl_zero", f"model={tmp_path}", "tasks.train.path=nowhere.jsonl", f"run_dir={tmp_path}/run"]
 
     with pytest.raises(ValueError, match=r"rl\.schedule\.steps=null"):
@@ -58,7 +58,7 @@ def test_steps_come_before_what_takes_time(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
+def test_nemotron3_rlvr_on_generated_tasks_needs_no_judge() -> None:
     streams = (
         "tasks.train={directory: tasks, streams: [{name: conversations, weight: 3}, {name: tool_calls, weight: 1}]}"
     )
@@ -72,7 +72,7 @@ def test_nano_s_rlvr_on_generated_tasks_needs_no_judge() -> None:
     assert "judge" not in algorithm.environments
 
 
-def test_what_changes_while_training_is_checked_before_an_engine_is_loaded() -> None:
+def test_reprofile_and_adapt_are_checked_before_an_engine_is_loaded() -> None:
     config = compose("rl", ["preset=domyn_math_grpo", "model=m"])
     judged = {**config, "rl": {**config["rl"], "group": {"judge": {"endpoint": "u", "model": "m"}}}}
     every = {"every": 2}
@@ -80,14 +80,14 @@ def test_what_changes_while_training_is_checked_before_an_engine_is_loaded() -> 
         (config, {"path": "t", "reprofile": {"platau": 2}}, "did you mean 'plateau'"),
         (config, {"path": "t", "reprofile": {**every, "samples": 0}}, "samples=0"),
         (config, {"path": "t", "reprofile": {**every, "curriculum": {"sigmo": 1}}}, "curriculum: .*'sigmo'"),
-        (config, {"path": "t", "reprofile": {"plateau": 2}}, "give tasks.validation.path"),
-        (judged, {"path": "t", "reprofile": every}, "judge compares"),
-        (config, {"path": "t", "adapt": {}}, "give directory with a blend"),
+        (config, {"path": "t", "reprofile": {"plateau": 2}}, "set tasks.validation.path"),
+        (judged, {"path": "t", "reprofile": every}, "judge only compares"),
+        (config, {"path": "t", "adapt": {}}, "requires directory with a blend"),
         (config, {"directory": "t", "adapt": {"keep": 0}}, "keep=0"),
         (config, {"directory": "t", "adapt": {"groups": 0}}, "groups=0"),
     ):
         with pytest.raises(ValueError, match=message):
             checked_algorithm({**given, "tasks": {"train": train}})
 
-    of_another_job = {"train": {"curriculum": "nowhere", "reprofile": every}}
-    checked_algorithm({**config, "tasks": of_another_job})
+    from_an_earlier_job = {"train": {"curriculum": "nowhere", "reprofile": every}}
+    checked_algorithm({**config, "tasks": from_an_earlier_job})

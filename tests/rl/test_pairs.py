@@ -14,7 +14,7 @@ from nemo_ext.rl.prompts import Prompts
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Writes records as JSONL; returns the path."""
+    """Function that writes records as JSONL and returns the path."""
 
     def write(name: str, records: list[Any]) -> Path:
         path = tmp_path / name
@@ -29,7 +29,7 @@ def said(role: str, content: str, **more: str) -> dict[str, str]:
 
 
 def pair(chosen: dict[str, Any], rejected: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """In NeMo-RL's form."""
+    """Pair in NeMo-RL's form."""
     completions = [{"rank": rank, "completion": [side]} for rank, side in enumerate((chosen, rejected))]
     return {"context": [said("user", "2 + 2?")], "completions": completions, **more}
 
@@ -51,7 +51,7 @@ def test_a_pair_is_read_by_the_template(form: Callable[..., Any], jsonl: Callabl
 
 
 @pytest.mark.parametrize("form", [dict, as_trl])
-def test_the_mode_is_the_pairs_own_or_that_of_its_answers(form: Callable[..., Any], jsonl: Callable[..., Path]) -> None:
+def test_the_mode_comes_from_the_pair_or_its_responses(form: Callable[..., Any], jsonl: Callable[..., Path]) -> None:
     trace = {"reasoning_content": "hm"}
     plain, thought = (said("assistant", "4", **more) for more in ({}, trace))
     records = [
@@ -85,7 +85,7 @@ def test_tools_and_earlier_turns_are_in_the_prompt(template: str, jsonl: Callabl
     assert read.chosen.replace("4", "5", 1) == read.rejected
 
 
-def test_texts_are_read_as_they_are(jsonl: Callable[..., Path]) -> None:
+def test_rendered_texts_are_unchanged(jsonl: Callable[..., Path]) -> None:
     record = {"prompt": "2 + 2?", "chosen": " 4", "rejected": " 5", "chosen_score": 1, "rejected_score": 0.5}
 
     (read,) = read_pairs(jsonl("pairs.jsonl", [record]), Prompts.load("domyn"), with_rewards=True)
@@ -111,12 +111,12 @@ def test_parquet_holds_the_same(jsonl: Callable[..., Path], tmp_path: Path) -> N
     [
         ({"context": []}, "pairs.jsonl:1: a pair is"),
         (["a"], "pairs.jsonl:1: not a JSON object but a list"),
-        (pair(said("assistant", "a"), said("assistant", "b")), "needs a number as `reward`"),
+        (pair(said("assistant", "a"), said("assistant", "b")), "requires a numeric `reward`"),
         ({**pair(said("assistant", "a"), said("assistant", "b")), "completions": []}, "a pair is"),
-        (as_trl(pair(said("assistant", "a"), said("assistant", "b"))), "needs a number as `reward`"),
+        (as_trl(pair(said("assistant", "a"), said("assistant", "b"))), "requires a numeric `reward`"),
     ],
 )
-def test_a_wrong_pair_is_named(jsonl: Callable[..., Path], record: Any, message: str) -> None:
+def test_a_malformed_pair_is_reported(jsonl: Callable[..., Path], record: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_pairs(jsonl("pairs.jsonl", [record]), None, with_rewards=True)
 
@@ -139,7 +139,9 @@ def test_a_wrong_pair_is_named(jsonl: Callable[..., Path], record: Any, message:
         ),
     ],
 )
-def test_what_a_template_cannot_render_is_named(jsonl: Callable[..., Path], record: Any, message: str) -> None:
+def test_conversations_that_a_template_cannot_render_are_reported(
+    jsonl: Callable[..., Path], record: Any, message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         read_pairs(jsonl("pairs.jsonl", [record]), Prompts.load("llama_nemotron"))
 
@@ -151,10 +153,10 @@ def test_reasoning_on_one_side_is_refused_where_the_prompt_opens_a_trace(jsonl: 
         read_pairs(path, Prompts.load("nemotron3_nano"))
 
 
-def test_a_conversation_needs_a_template(jsonl: Callable[..., Path]) -> None:
+def test_a_conversation_requires_a_template(jsonl: Callable[..., Path]) -> None:
     path = jsonl("pairs.jsonl", [as_trl(pair(said("assistant", "4"), said("assistant", "5")))])
 
-    with pytest.raises(ValueError, match="name one in template="):
+    with pytest.raises(ValueError, match="set template="):
         read_pairs(path, None)
 
 

@@ -1,4 +1,4 @@
-"""Tasks that are left out of a plan; what a plan draws is tested with the engine that reads it (tests/rl/nemo_rl)."""
+"""Exclusion of tasks from a plan; the draws of a plan are tested with NeMo-RL (tests/rl/nemo_rl)."""
 
 import gzip
 import json
@@ -23,19 +23,19 @@ def write(folder: Path, count: int = 10) -> Path:
     return path
 
 
-def test_tasks_that_are_left_out_are_drawn_no_more(tmp_path: Path) -> None:
+def test_excluded_tasks_are_not_drawn(tmp_path: Path) -> None:
     tasks = plan_tasks({"path": write(tmp_path)}, steps=4, prompts=5)
 
-    left = tasks.leave_out(lambda task: len(task.prompt[0].content) > 6)
+    left = tasks.exclude(lambda task: len(task.prompt[0].content) > 6)
 
     assert left == ["7", "8", "9"]
     drawn = [tasks[number].id for number in range(len(tasks))]
     assert len(drawn) == 20
     assert sorted(set(drawn)) == [str(n) for n in range(7)]
-    assert sorted(drawn[:7]) == sorted(set(drawn)), "each once before any comes again"
+    assert sorted(drawn[:7]) == sorted(set(drawn)), "each once before any repeats"
 
 
-def test_a_plan_is_followed_by_other_orders(tmp_path: Path) -> None:
+def test_other_orders_replace_the_rest_of_a_plan(tmp_path: Path) -> None:
     path = write(tmp_path)
     tasks = plan_tasks({"path": path, "shuffle": False}, steps=5, prompts=2)
     (tmp_path / "later.jsonl").write_text("".join(path.read_text().splitlines(keepends=True)[7:4:-1]))
@@ -50,8 +50,8 @@ def test_a_plan_is_followed_by_other_orders(tmp_path: Path) -> None:
 def test_a_file_must_keep_a_task(tmp_path: Path) -> None:
     tasks = plan_tasks({"path": write(tmp_path, 3)}, steps=1, prompts=2)
 
-    with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are left out"):
-        tasks.leave_out(lambda task: True)
+    with pytest.raises(ValueError, match=r"tasks\.jsonl: all of its 3 tasks are excluded"):
+        tasks.exclude(lambda task: True)
 
 
 def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_a_curriculum_may_begin_a_domain_again(tmp_path: Path) -> None:
     drawn = [tasks[number].id for number in range(len(tasks))]
     assert len(drawn) == 18
     assert len(set(drawn)) <= 10
-    with pytest.raises(ValueError, match="is there twice"):
+    with pytest.raises(ValueError, match="duplicate id"):
         plan_tasks({"path": tmp_path / "c" / "curriculum.jsonl"}, steps=9, prompts=2)
 
 

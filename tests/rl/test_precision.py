@@ -1,4 +1,4 @@
-"""The plan of an RL run: read against the model, and refused where the engine has no FP8."""
+"""Precision plan of an RL run, resolved for the model."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ from nemo_ext.rl.settings import NemoRl
 
 @pytest.fixture
 def policy(tmp_path: Path) -> str:
-    """A folder with the config.json of Domyn-Small's tiny model."""
+    """Folder with the config.json of Domyn-Small's tiny model."""
     _, values = choose(from_config(compose("describe", ["model=domyn_small_tiny", "model.pattern='(*-)x3'"])))
     (tmp_path / "config.json").write_text(json.dumps(values))
     return str(tmp_path)
@@ -31,13 +31,13 @@ def test_blocks_outside_fp8_are_named(policy: str) -> None:
     assert found.in_("generation") and not found.in_("training")
 
 
-def test_no_plan_and_a_plan_without_fp8_are_none(policy: str) -> None:
+def test_precision_is_none_without_a_plan_or_fp8(policy: str) -> None:
     assert Precision.from_config({"precision_plan": None, "policy": policy}) is None
     assert Precision.from_config({"policy": policy}) is None
     assert Precision.from_config({"precision_plan": {"default": "bf16"}, "policy": policy}) is None
 
 
-def test_mistakes_are_named(policy: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported(policy: str, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"nemo_rl: fp8_in='train': input should be 'generation', 'training' or 'both'"
     ):

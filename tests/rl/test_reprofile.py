@@ -1,4 +1,4 @@
-"""When pass rates are measured again, and what a run trains on then; with an engine: tests/rl/trl/test_reprofile.py."""
+"""Measurement of pass rates and new curricula, without an engine; with TRL in tests/rl/trl/test_reprofile.py."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def tasks(folder: Path, count: int = 12) -> Path:
 
 def made(folder: Path, train: dict[str, Any] | None = None, **reprofile: Any) -> Curricula:
     train = {**(train or {"path": str(tasks(folder))}), "reprofile": {"every": 2, **reprofile}}
-    curricula = Curricula.of(train, folder / "run", prompts=2, steps=8)
+    curricula = Curricula.from_config(train, folder / "run", prompts=2, steps=8)
     assert curricula is not None
     curricula.tasks = curricula.read_tasks(plan(folder, train)).tasks
     return curricula
@@ -33,7 +33,7 @@ def plan(folder: Path, train: dict[str, Any] | None = None) -> PlannedTasks:
 
 
 def answer(curricula: Curricula, number: int, right: Callable[[int], int], *, step: int) -> None:
-    """The answers of a checkpoint, of which so many are right by the task's number; then the curriculum."""
+    """Write rollouts of a checkpoint with a number of correct responses per task, and make the curriculum."""
     curricula.begin(Change(step=step, drawn=2 * step, why="2 steps", checkpoint=f"checkpoint-{step}"))
     lines = (
         {"id": f"t{n}", "reward": float(sample < right(n))}
@@ -68,13 +68,13 @@ def test_when_pass_rates_are_measured(
     assert (why is not None) == due
 
 
-def test_a_new_order_gives_training_time_and_the_number_of_times_is_kept(tmp_path: Path) -> None:
+def test_measurements_are_spaced_and_limited(tmp_path: Path) -> None:
     curricula = made(tmp_path, plateau=1, times=2)
     flat = [(step, 0.5) for step in range(9)]
 
     curricula.begin(Change(step=2, drawn=4, why="", checkpoint="checkpoint-2"))
 
-    assert curricula.due(2, flat) is None, "a run that is resumed at the change does not change again"
+    assert curricula.due(2, flat) is None, "a run that resumes at the change does not change again"
     assert curricula.due(3, flat[:3]) is None, "validations before the change do not count"
     assert curricula.due(3, flat)
     curricula.begin(Change(step=3, drawn=6, why="", checkpoint="checkpoint-3"))
@@ -84,7 +84,7 @@ def test_a_new_order_gives_training_time_and_the_number_of_times_is_kept(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_next_tasks_are_those_of_the_new_curriculum(tmp_path: Path) -> None:
+def test_the_next_tasks_come_from_the_new_curriculum(tmp_path: Path) -> None:
     curricula, before = made(tmp_path, samples=4), plan(tmp_path)
     answer(curricula, 1, lambda n: n % 5, step=2)
     after = plan(tmp_path)
@@ -93,7 +93,7 @@ def test_the_next_tasks_are_those_of_the_new_curriculum(tmp_path: Path) -> None:
 
     assert [after[n].id for n in range(4)] == [before[n].id for n in range(4)]
     drawn = [int(after[n].id[1:]) for n in range(4, 16)]
-    assert all(n % 5 != 4 for n in drawn), "what is always solved is left out"
+    assert all(n % 5 != 4 for n in drawn), "tasks that are always solved are excluded"
     assert sum(n % 5 for n in drawn[:4]) > sum(n % 5 for n in drawn[-4:]), "from easy to hard"
     result = curricula.result(1)
     assert result is not None and result.kept is None
@@ -103,7 +103,7 @@ def test_the_next_tasks_are_those_of_the_new_curriculum(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_curricula_follow_each_other(tmp_path: Path) -> None:
-    """Begun by a curriculum, with whose settings, and without whose prompts, the others are made."""
+    """New curricula have the settings of the run's first one and none of its drawn prompts."""
     from nemo_ext.data.curriculum.job import run
     from nemo_ext.job.config import compose
 
@@ -113,7 +113,7 @@ def test_curricula_follow_each_other(tmp_path: Path) -> None:
     run(compose("curriculum", [*words, "filters.drop_from=null", "sigma=0.3"]))
     train = {"curriculum": str(tmp_path / "first")}
     curricula = made(tmp_path, train, samples=2, times=2, curriculum={"mean_last": 0.4})
-    assert len(curricula.tasks) == 40, "all that the first one was made of, not only what it drew"
+    assert len(curricula.tasks) == 40, "all prompts of the first curriculum, not only the drawn ones"
 
     for number, step in ((1, 2), (2, 5)):
         answer(curricula, number, lambda n: n % 3, step=step)
@@ -128,7 +128,7 @@ def test_curricula_follow_each_other(tmp_path: Path) -> None:
         assert stats["settings"]["filters"]["drop_from"] is None
 
 
-def test_where_all_is_solved_the_order_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_order_is_kept_if_all_tasks_are_solved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     curricula = made(tmp_path, samples=2)
     answer(curricula, 1, lambda n: 2, step=2)
     planned = plan(tmp_path)
@@ -138,10 +138,10 @@ def test_where_all_is_solved_the_order_stays(tmp_path: Path, capsys: pytest.Capt
     assert [planned[n].id for n in range(16)] == [plan(tmp_path)[n].id for n in range(16)]
     result = curricula.result(1)
     assert result is not None and "no prompt is left to train on" in str(result.kept)
-    assert "training goes on in the present one" in capsys.readouterr().err
+    assert "training continues in the old order" in capsys.readouterr().err
 
 
-def test_answers_of_other_tasks_are_an_error(tmp_path: Path) -> None:
+def test_rollouts_of_other_tasks_are_an_error(tmp_path: Path) -> None:
     curricula = made(tmp_path, samples=2)
     curricula.begin(Change(step=2, drawn=4, why="2 steps", checkpoint="checkpoint-2"))
     (curricula.of_number(1) / ROLLOUTS).write_text('{"id": "other", "reward": 1.0}\n')
@@ -151,35 +151,35 @@ def test_answers_of_other_tasks_are_an_error(tmp_path: Path) -> None:
     assert curricula.result(1) is None
 
 
-def test_a_curriculum_without_its_prompts_is_named(tmp_path: Path) -> None:
+def test_a_curriculum_without_its_prompts_is_reported(tmp_path: Path) -> None:
     first = tmp_path / "first"
     first.mkdir()
     (first / "curriculum.json").write_text(json.dumps({"settings": {"prompts": ["gone.jsonl"]}, "steps": 8}))
     train = {"curriculum": str(first), "reprofile": {"every": 2}}
-    curricula = Curricula.of(train, tmp_path / "run", prompts=2, steps=8)
+    curricula = Curricula.from_config(train, tmp_path / "run", prompts=2, steps=8)
     assert curricula is not None
 
-    with pytest.raises(ValueError, match=r"first was made of gone\.jsonl, which is answered again"):
+    with pytest.raises(ValueError, match=r"needs the prompts of the curriculum .*first, gone\.jsonl"):
         curricula.read_tasks(plan(tmp_path))
 
 
 @pytest.mark.parametrize(
     ("reprofile", "said"),
     [
-        ({}, "give every"),
+        ({}, "set every"),
         ({"every": 0}, "every"),
         ({"plateu": 3}, "did you mean 'plateau'"),
         ({"every": 2, "curriculum": {"sigmo": 1}}, r"reprofile\.curriculum: .*'sigmo'"),
-        ({"every": 2, "curriculum": {"steps": 9}}, "follows from the run"),
-        ({"every": 2, "curriculum": {"split_domains": True}}, "follows from the run"),
+        ({"every": 2, "curriculum": {"steps": 9}}, "is determined by the run"),
+        ({"every": 2, "curriculum": {"split_domains": True}}, "is determined by the run"),
     ],
 )
-def test_wrong_settings_are_said(reprofile: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_invalid_settings_are_reported(reprofile: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
-        Curricula.of({"path": "x", "reprofile": reprofile}, tmp_path, prompts=2, steps=8)
+        Curricula.from_config({"path": "x", "reprofile": reprofile}, tmp_path, prompts=2, steps=8)
 
 
-def test_ids_must_be_the_tasks_own(tmp_path: Path) -> None:
+def test_ids_must_be_unique(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).mkdir()
         tasks(tmp_path / name).rename(tmp_path / f"{name}.jsonl")
@@ -189,5 +189,5 @@ def test_ids_must_be_the_tasks_own(tmp_path: Path) -> None:
         made(tmp_path, train)
     with pytest.raises(ValueError, match="reprofile and adapt"):
         made(tmp_path, {**train, "adapt": {}})
-    assert Curricula.of(train, tmp_path, prompts=2, steps=8) is None
+    assert Curricula.from_config(train, tmp_path, prompts=2, steps=8) is None
     assert not (tmp_path / "run" / "curricula" / "1" / BEGUN).exists()

@@ -18,7 +18,7 @@ def sigmoid(x: float) -> float:
 
 @pytest.mark.parametrize("margin", [-3.0, 0.0, 0.7])
 @pytest.mark.parametrize("wanted", [-1.0, 0.0, 2.5])
-def test_distances_are_the_papers(margin: float, wanted: float) -> None:
+def test_distances_match_the_formulas_of_the_paper(margin: float, wanted: float) -> None:
     d, g = torch.tensor(margin, dtype=torch.float64), torch.tensor(wanted, dtype=torch.float64)
 
     backward, forward, squared = (rpo_loss(d, g, name) for name in ("backward_kl", "forward_kl", "squared"))
@@ -36,7 +36,7 @@ def test_a_large_true_margin_makes_it_dpo() -> None:
     torch.testing.assert_close(loss, -torch.nn.functional.logsigmoid(margin))
 
 
-def test_the_loss_is_least_where_margins_agree() -> None:
+def test_the_loss_is_minimal_where_margins_agree() -> None:
     for distance in ("backward_kl", "forward_kl", "squared"):
         margin = torch.tensor([1.5], requires_grad=True)
         loss = rpo_loss(margin, torch.tensor([1.5]), distance)

@@ -56,7 +56,7 @@ def two(random_llama: Path, tmp_path: Path) -> str:
     ("words", "said"),
     [
         ((*ONLINE, "model=m", "tasks.train.path=t"), ["model=m: not found", "tasks.train.path=t: not found"]),
-        (("job=online", "preset=rl_zero", "model=m"), ["preset=rl_zero: grpo generates while it trains"]),
+        (("job=online", "preset=rl_zero", "model=m"), ["preset=rl_zero: grpo generates during training"]),
         ((*ONLINE, "model=m", "tasks.train.path=t", "serving.nodes=2"), ["serving.nodes=2: job=online serves"]),
         ((*ONLINE, "model=m", "tasks.train.path=t", "online.colour=1"), ["online has no such key"]),
         (SWEEP, ["from=a: not found", "from=b: not found"]),

@@ -359,9 +359,12 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (
             ["job=rl", "preset=rl_zero", "model=m", "tasks.train.path=t"],
-            "rl.schedule.steps=null: OLMo 3, RL-Zero gives no",
+            "rl.schedule.steps=null: OLMo 3, RL-Zero states no",
         ),
-        (["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"], "NEMO_RL_ROOT is not set"),
+        (
+            ["job=rl", "preset=rl_zero", "engine=nemo_rl", "model=m", "tasks.train.path=t"],
+            "set NEMO_RL_ROOT to a checkout",
+        ),
     ],
 )
 def test_other_jobs_are_checked_too(monkeypatch: pytest.MonkeyPatch, words: list[str], said: str) -> None:

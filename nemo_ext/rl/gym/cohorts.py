@@ -1,4 +1,4 @@
-"""Requests answered together: when a group is complete, or when its first request has waited long enough."""
+"""Requests that are answered as a group, when it is complete or after a time limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable, Sequence
@@ -19,8 +19,8 @@ class Cohorts[M, R]:
 
     Args:
         size: number of members of a complete group.
-        wait_seconds: time limit from a group's first member on; later members form another group.
-        answer: function that returns the results of a group's members, in their order.
+        wait_seconds: time limit after a group's first member; later members form another group.
+        answer: function that returns the results of a group's members in order.
     """
 
     def __init__(self, size: int, wait_seconds: float, answer: Callable[[Sequence[M]], Awaitable[Sequence[R]]]) -> None:
@@ -35,7 +35,7 @@ class Cohorts[M, R]:
 
         Args:
             key: key of the group.
-            place: place in the group; a request repeated with the same place, after a lost connection, counts once.
+            place: place in the group; a request that is repeated after a lost connection has the same place.
             member: request to answer.
         """
         cohort = self._open.get(key)
@@ -45,7 +45,7 @@ class Cohorts[M, R]:
         cohort.members[place] = member
         if len(cohort.members) >= self._size:
             self._close(key, cohort)
-        # A request that is cancelled must not take the others' results with it.
+        # A cancelled request must not cancel the results of other requests.
         return (await asyncio.shield(cohort.results))[place]
 
     def _close(self, key: Hashable, cohort: _Cohort[M, R]) -> None:
@@ -55,12 +55,12 @@ class Cohorts[M, R]:
         assert cohort.timer is not None
         cohort.timer.cancel()
         task = asyncio.get_running_loop().create_task(self._run(cohort))
-        self._running.add(task)  # the loop itself holds no task
+        self._running.add(task)  # the event loop keeps only weak references to tasks
         task.add_done_callback(self._running.discard)
 
     async def _run(self, cohort: _Cohort[M, R]) -> None:
         try:
             results = await self._answer(tuple(cohort.members.values()))
             cohort.results.set_result(dict(zip(cohort.members, results, strict=True)))
-        except Exception as error:  # so that whoever waits hears of it
+        except Exception as error:  # raised in all waiting requests
             cohort.results.set_exception(error)

@@ -1,8 +1,8 @@
-"""Groups compared by a generative reward model, with time limits; NeMo Gym's genrm_compare has none.
+"""NeMo Gym server for group comparison by a generative reward model, with time limits, unlike Gym's genrm_compare.
 
-All responses to one prompt are judged together (`nemo_ext.rl.rewards.rlhf`) when the last of them has come or the first
-has waited long enough. Comparisons that the judge does not answer are left out and reported. Lengths are
-in characters: the server has the texts, not the policy's tokenizer.
+All responses to one prompt are judged together (`nemo_ext.rl.rewards.rlhf`), when the last one has arrived or after a
+time limit. Comparisons that the judge does not answer are excluded and reported. Lengths are in characters, because the
+server does not have the policy's tokenizer.
 """
 
 from collections.abc import Sequence
@@ -30,11 +30,11 @@ class ComparisonConfig(OwnConfig):
     """Config of the comparison server.
 
     Attributes:
-        judge: fields of `nemo_ext.rl.judge.JudgeSettings`: endpoint, model, and its time limits.
-        group_size: responses per prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
-        wait_seconds: time limit for the other responses, from a group's first one on.
-        show: genrm for a judge whose chat template has the roles response_1 and response_2, instructed for any other.
-        both_orders: judge each pair in both orders.
+        judge: fields of `nemo_ext.rl.judge.JudgeSettings`: endpoint, model, time limits.
+        group_size: number of responses per prompt: Gym's num_repeats, NeMo-RL's num_generations_per_prompt.
+        wait_seconds: time limit for the other responses after the first one of a group.
+        show: genrm for a judge whose chat template has the roles response_1 and response_2, otherwise instructed.
+        both_orders: whether each pair is judged in both orders.
         length_control: fields of `nemo_ext.rl.rewards.comparison.LengthControl`; lengths are in characters.
         thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
     """
@@ -52,7 +52,7 @@ _Member = tuple[tuple[Message, ...], Response]
 
 
 class ComparisonServer(SimpleResourcesServer):
-    """Compares the responses to each prompt."""
+    """Server that compares the responses to each prompt."""
 
     config: ComparisonConfig
     _cohorts: Cohorts[_Member, dict[str, Any]] = PrivateAttr()
@@ -65,35 +65,35 @@ class ComparisonServer(SimpleResourcesServer):
         super().model_post_init(context)
         config = self.config
         if (config.num_workers or 1) > 1:
-            raise ValueError("num_workers must be 1: a group's responses meet in one process")
+            raise ValueError("num_workers must be 1, because one process must collect all responses of a group")
         self._judge = Judge(checked(JudgeSettings, config.judge, "judge", strict=True))
         self._control = checked(LengthControl, config.length_control, where="length_control")
-        self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compared)
+        self._cohorts = Cohorts(config.group_size, config.wait_seconds, self._compare)
 
     async def get_reverify_mode(self) -> str:
-        """`gym eval reverify` (Gym 0.7) sends responses one at a time, and a group must be judged together."""
+        """Support for `gym eval reverify` (Gym 0.7): none, since it sends responses one at a time, not in groups."""
         return "unsupported"
 
     async def verify(self, body: VerifyRequest) -> VerifyResponse:
-        """Reward of a response within its group, once the group is judged."""
-        given = body.model_dump()
-        asked = given[PARAMETERS]["input"]
+        """Reward of a response within its group, after the group is judged."""
+        row = body.model_dump()
+        conversation = row[PARAMETERS]["input"]
         try:
-            prompt = messages(asked)
+            prompt = messages(conversation)
         except ValueError as error:
             raise HTTPException(422, f"{self.config.name}: {error}") from None
-        answer = last_turn(given["response"])
+        answer = last_turn(row["response"])
         response = read_answer(answer, thinking_opened=self.config.thinking_opened).response
-        place = given.get(ROLLOUT_INDEX_KEY_NAME)
+        place = row.get(ROLLOUT_INDEX_KEY_NAME)
         outcome = await self._cohorts.join(
-            # Two tasks may have the same prompt.
-            (given.get(TASK_INDEX_KEY_NAME), repr(asked)),
+            # The index distinguishes tasks with the same prompt.
+            (row.get(TASK_INDEX_KEY_NAME), repr(conversation)),
             f"unnumbered {next(self._places)}" if place is None else place,
             (prompt, response),
         )
-        return VerifyResponse(**{**given, **outcome})
+        return VerifyResponse(**{**row, **outcome})
 
-    async def _compared(self, members: Sequence[_Member]) -> list[dict[str, Any]]:
+    async def _compare(self, members: Sequence[_Member]) -> list[dict[str, Any]]:
         config = self.config
         group = await rlhf_rewards(
             self._judge,

@@ -1,7 +1,7 @@
-"""A folder in which NeMo Gym finds the servers: DIR/resources_servers/nemo_ext with configs and example data.
+"""`nemo-ext gym`: the folder DIR/resources_servers/nemo_ext with server configs and example data for NeMo Gym.
 
-Gym looks for a server under the directory that it is started in before it looks among its own, so that nothing is
-written into its tree. Each config holds a server and the agent that asks it; the model server is Gym's own.
+Gym searches the directory that it is started in before its own tree, which therefore stays unchanged. Each config has a
+server and its agent; the model server is Gym's own.
 """
 
 import functools
@@ -48,14 +48,14 @@ elif is_nemo_gym_fastapi_entrypoint(__file__):
 
 @dataclass(frozen=True)
 class Served:
-    """One server and its agent.
+    """Server and its agent.
 
     Attributes:
         domain: one of Gym's domains.
         description: text for Gym's lists.
         generator: name of the generator of the example data.
-        config: keys of the server itself.
-        agent: name of the agent; gymnasium_agent where a user speaks between the model's turns.
+        config: config keys of the server.
+        agent: name of the agent; gymnasium_agent if a user speaks between the model's turns.
         max_steps: step limit of the agent; None for its default.
         entrypoint: file in the server's folder.
     """
@@ -90,11 +90,7 @@ SERVERS: Mapping[str, Served] = {
     ),
     "code": Served("coding", "Python and C++ programs, each test in a sandbox", "programs", {"environment": "code"}),
     "workplace": Served(
-        "agent",
-        "A workplace of five databases with tools",
-        "workplace",
-        {"environment": "workplace"},
-        max_steps=6,
+        "agent", "A workplace of five databases with tools", "workplace", {"environment": "workplace"}, max_steps=6
     ),
     "bank": Served(
         "agent",
@@ -121,26 +117,19 @@ SERVERS: Mapping[str, Served] = {
 
 
 def run(config: Mapping[str, Any]) -> str:
-    """Write the folder; the same command again writes the same.
-
-    Returns:
-        Instructions: the command that starts the first server.
-
-    Raises:
-        ValueError: naming the key, what it holds and what it may hold; a task that no server verifies.
-    """
-    given = checked(GymSettings, config)
-    names = given.servers or tuple(SERVERS)
+    """Write the folder and return a command that starts a server; ValueError for invalid settings or tasks."""
+    settings = checked(GymSettings, config)
+    names = settings.servers or tuple(SERVERS)
     for name in names:
         if name not in SERVERS:
             raise ValueError(f"servers: unknown name {name!r}: {nearest(str(name), SERVERS)}")
-    files = _files(names, given.seed, [Path(path).expanduser() for path in given.tasks])
-    folder = Path(str(given.output)).expanduser() / "resources_servers" / SERVER
+    files = _files(names, settings.seed, [Path(path).expanduser() for path in settings.tasks])
+    folder = Path(str(settings.output)).expanduser() / "resources_servers" / SERVER
     for path, text in files.items():
         write_text(folder / path, text)
     notice(f"{len(names)} servers: {folder}")
     start = f"gym env start --config resources_servers/{SERVER}/configs/{names[0]}.yaml --model-type vllm_model"
-    return f"cd {shlex.quote(str(given.output))} && {start} --model-url URL --model-api-key KEY --model NAME"
+    return f"cd {shlex.quote(str(settings.output))} && {start} --model-url URL --model-api-key KEY --model NAME"
 
 
 def server_config(name: str) -> dict[str, Any]:
@@ -169,27 +158,27 @@ def server_config(name: str) -> dict[str, Any]:
 
 
 def environment_config(name: str) -> dict[str, Any]:
-    """Gym config of the environment server by which Gym 0.7 reaches a server's agent; earlier versions have none."""
+    """Gym config of the environment server through which Gym 0.7 calls a server's agent; absent in earlier versions."""
     agent = {"type": "responses_api_agents", "name": f"{SERVER}_{name}_agent"}
     server = {"legacy_agent": {"entrypoint": "app.py", "agent_server": agent}}
     return {f"{SERVER}_{name}_environment": {"environment_servers": server}}
 
 
 def examples(name: str, seed: int) -> list[dict[str, Any]]:
-    """Example rows to try a server with."""
-    return [to_gym(_asked(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
+    """Example rows for trying a server."""
+    return [to_gym(_for_server(name, task)) for task in generate(SERVERS[name].generator, EXAMPLES, seed=seed)]
 
 
 def _example(name: str) -> str:
     return f"data/{name}/example.jsonl"
 
 
-def _asked(name: str, task: Task) -> Task:
-    """A generator's task in the form that the server takes."""
+def _for_server(name: str, task: Task) -> Task:
+    """Generated task in the form that the server takes."""
     if name == "judge":
         reference = {"question": task.prompt[-1].content, "answer": str(task.reference["answer"])}
         return replace(task, environment="judge", domain="judge", reference=reference)
-    if name == "genrm":  # which compares, whatever the reference
+    if name == "genrm":  # compares responses, without a reference
         return replace(task, environment="genrm", domain="genrm", reference={})
     return task
 
@@ -215,7 +204,7 @@ def _files(names: Sequence[str], seed: int, tasks: list[Path]) -> dict[str, str]
 
 
 def _tasks(path: Path) -> list[Task]:
-    """The tasks of a file, whose references are checked; a judge's are checked by its server."""
+    """Tasks of a file with checked references, except for judge tasks, which their server checks."""
     file = TaskFile(path, repeats=True)
     check = functools.cache(lambda name: make(name).check)
     for task in file.tasks:
@@ -232,6 +221,6 @@ def _lines(rows: list[dict[str, Any]]) -> str:
 
 
 def _requirement() -> str:
-    """Requirement for this package, which Gym installs into the server's own environment."""
+    """Requirement line for this package, which Gym installs into the server's environment."""
     root = Path(__file__).parents[3]
     return f"{SERVER}[gym] @ {root.as_uri()}" if (root / "pyproject.toml").exists() else f"{SERVER}[gym]=={__version__}"

@@ -1,4 +1,4 @@
-"""Conversations that a server keeps between an agent's requests, by the agent's session."""
+"""Conversations that a server stores between the requests of an agent, by session."""
 
 import asyncio
 from collections import OrderedDict
@@ -10,21 +10,21 @@ from nemo_ext.rl.episodes import Episode
 from nemo_ext.rl.task import Task
 
 MAX_PLAYS = 50_000
-"""Number of conversations that are kept; no engine holds more at once."""
+"""Maximum number of stored conversations, more than an engine has at the same time."""
 
 
 class NoPlayError(LookupError):
-    """The session has no conversation, or another one."""
+    """The session has no conversation, or a different one."""
 
 
 @dataclass
 class Play:
-    """One conversation.
+    """State of a conversation.
 
     Attributes:
         episode: episode of the next response.
-        replies: reply to the latest response, by its id, so that a lost request may be sent again; without the
-            response, since many are kept.
+        replies: reply to the latest response by the response's id, so that a lost request may be sent again. The
+            response itself is not stored, to save memory.
     """
 
     episode: Episode
@@ -32,44 +32,36 @@ class Play:
 
 
 class Plays:
-    """Conversations by session. One rollout is one session, and a session is begun once.
+    """Conversations by session. A session is one rollout, and its conversation starts once.
 
-    A model may call a tool that it names like one of the server's routes: this must not restart its conversation, nor
-    begin one with another task.
+    If a model calls a tool with the name of a route of the server, the call must neither restart the conversation nor
+    start one with another task.
     """
 
     def __init__(self) -> None:
         self._plays: OrderedDict[str, Play] = OrderedDict()
 
     def begin(self, session: str, task: Task, make: Callable[[], Episode]) -> None:
-        """Begin a conversation; the same request again changes nothing.
-
-        Raises:
-            NoPlayError: the session has one under way.
-        """
-        there = self._plays.get(session)
-        if there is not None:
-            if _same(there.episode.task, task) and not there.episode.turn and not there.replies:
+        """Start a conversation or repeat the request; raises NoPlayError if the session has another conversation."""
+        play = self._plays.get(session)
+        if play is not None:
+            if _same(play.episode.task, task) and not play.episode.turn and not play.replies:
                 return
-            raise NoPlayError("this session has a conversation already: each rollout has a session of its own")
+            raise NoPlayError("this session already has a conversation; use a new session for each rollout")
         self._plays[session] = Play(make())
         if len(self._plays) > MAX_PLAYS:
             self._plays.popitem(last=False)
 
     def get(self, session: str, task: Task | None = None) -> Play:
-        """Conversation of a session, marked as the most recently used.
-
-        Raises:
-            NoPlayError: there is none, or it was begun with another task.
-        """
+        """Conversation of a session, now the most recent; raises NoPlayError if there is none for the task."""
         if session not in self._plays:
-            raise NoPlayError("no conversation was begun in this session")
+            raise NoPlayError("no conversation was started in this session; send /seed_session or /reset first")
         self._plays.move_to_end(session)
         play = self._plays[session]
         if task is not None and not _same(play.episode.task, task):
-            raise NoPlayError("this session's conversation was begun with another task")
+            raise NoPlayError("this session's conversation was started with another task")
         return play
 
 
-def _same(one: Task, other: Task) -> bool:
-    return (one.id, one.reference) == (other.id, other.reference)
+def _same(task: Task, other: Task) -> bool:
+    return (task.id, task.reference) == (other.id, other.reference)

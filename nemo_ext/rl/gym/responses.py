@@ -1,6 +1,6 @@
-"""Answers of a NeMo Gym model server, in the form that verifiers take.
+"""Conversion of responses from a NeMo Gym model server to the form that verifiers take.
 
-Reasoning and calls that the model server has parsed are used as they are; otherwise they are parsed from the text.
+Reasoning and calls that the model server has already parsed are used; otherwise they are parsed from the text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +16,20 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
     """Parse a response of one turn, or all turns of an agent together.
 
     Args:
-        answered: OpenAI's `response`: output items, `usage`, `incomplete_details`.
+        answered: OpenAI's `response`, with output items, `usage` and `incomplete_details`.
         thinking_opened: True if the prompt ends inside a trace and the model server parses no reasoning.
     """
     output = [item for item in answered.get("output") or () if isinstance(item, Mapping)]
     finished = not answered.get("incomplete_details")
     calls, unreadable = _calls(output)
     trace = "\n".join(text for item in output if item.get("type") == "reasoning" for text in _texts(item, "summary"))
-    said = "".join(text for item in output if _is_said(item) for text in _texts(item, "content"))
+    answer = "".join(text for item in output if _is_assistant(item) for text in _texts(item, "content"))
     if trace.strip():
-        ends = f"\n{CLOSE}\n" if said.strip() or calls or finished else ""
-        # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
-        response = Response(text=f"{OPEN}\n{trace}{ends}{said}", thinking=trace.strip(), answer=said.strip())
+        end = f"\n{CLOSE}\n" if answer.strip() or calls or finished else ""
+        # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of the trace into an answer.
+        response = Response(text=f"{OPEN}\n{trace}{end}{answer}", thinking=trace.strip(), answer=answer.strip())
     else:
-        response = parse_response(said, thinking_opened=thinking_opened)
+        response = parse_response(answer, thinking_opened=thinking_opened)
     usage = answered.get("usage")
     tokens = usage.get("output_tokens") if isinstance(usage, Mapping) else None
     response = replace(response, tool_calls=calls, tokens=tokens, finished=finished)
@@ -37,7 +37,7 @@ def read_answer(answered: Mapping[str, Any], *, thinking_opened: bool = False) -
 
 
 def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
-    """The response with only the output after the last tool's answer."""
+    """Response with only the output after the last tool result."""
     output = list(answered.get("output") or ())
     outputs = [
         place
@@ -47,7 +47,7 @@ def last_turn(answered: Mapping[str, Any]) -> dict[str, Any]:
     return {**answered, "output": output[outputs[-1] + 1 :] if outputs else output}
 
 
-def _is_said(item: Mapping[str, Any]) -> bool:
+def _is_assistant(item: Mapping[str, Any]) -> bool:
     return item.get("type") == "message" and item.get("role", "assistant") == "assistant"
 
 
@@ -66,7 +66,7 @@ def _calls(output: Sequence[Mapping[str, Any]]) -> tuple[tuple[ToolCall, ...], d
         if item.get("type") != "function_call":
             continue
         if len(calls) + len(unreadable) == MAX_CALLS:
-            unreadable[str(item.get("call_id"))] = f"more than {MAX_CALLS} calls: the rest is not read"
+            unreadable[str(item.get("call_id"))] = f"more than {MAX_CALLS} calls; further calls are ignored"
             break
         read = read_openai_calls([item])
         calls += read.calls

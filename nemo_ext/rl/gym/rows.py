@@ -1,8 +1,8 @@
-"""Tasks as rows of NeMo Gym's data, and Gym's own rows as tasks of our environments.
+"""Conversion of tasks to rows of NeMo Gym's data, and of rows, ours or Gym's own, to tasks.
 
 A row is {responses_create_params: {input, tools, ...}, verifier_metadata: {id, environment, domain, reference,
-thinking}}; the prompt is OpenAI's Responses input. Rows of Gym's own servers are read where an environment here does
-the same: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc and
+thinking}}; the prompt is OpenAI's Responses input. Rows of these servers of Gym have an equivalent environment here and
+can be read: math_with_judge, mcqa, instruction_following, structured_outputs, code_gen, xlam_fc and
 single_step_tool_use_with_argument_comparison.
 """
 
@@ -19,7 +19,7 @@ from nemo_ext.rl.task import Task
 
 PARAMETERS, METADATA = "responses_create_params", "verifier_metadata"
 SETTINGS: Mapping[str, Mapping[str, Any]] = {"code": {"max_tests": 1000}}
-"""Settings that environments have here unless the config says otherwise: Gym's rows have up to some hundred tests."""
+"""Default settings of environments in Gym, whose code tasks have up to several hundred tests."""
 _KEYS = ("id", "environment", "domain", "reference", "thinking")
 _ROLES: Mapping[str, Role] = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
@@ -28,8 +28,8 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
     """Row of a task.
 
     Args:
-        thinking_key: variable of the model's chat template that turns reasoning on and off, which Gym's vllm_model
-            passes on for tasks that ask for a mode.
+        thinking_key: variable of the model's chat template that switches reasoning on and off; Gym's vllm_model passes
+            it on for tasks with a mode.
     """
     parameters: dict[str, Any] = {"input": [item for message in task.prompt for item in _items(message)]}
     if task.tools:
@@ -44,13 +44,13 @@ def to_gym(task: Task, *, thinking_key: str = "enable_thinking") -> dict[str, An
 
 
 def of_gym(row: Mapping[str, Any], environment: str) -> Task:
-    """The task of a row, ours or Gym's own.
+    """Task of a row, ours or Gym's own.
 
     Args:
-        environment: environment of the server that the row is sent to.
+        environment: environment of the server that received the row.
 
     Raises:
-        ValueError: naming the key; a row of another environment.
+        ValueError: names the invalid key, or the row is for another environment.
     """
     metadata, parameters = row.get(METADATA), row.get(PARAMETERS)
     if not isinstance(parameters, Mapping):
@@ -63,7 +63,7 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     if isinstance(metadata, Mapping) and "environment" in metadata:
         check_keys(metadata, _KEYS, required=("environment",), where=METADATA)
         if metadata["environment"] != environment:
-            raise ValueError(f"{METADATA}.environment: this server is for {environment!r}, not {metadata!r:.200}")
+            raise ValueError(f"{METADATA}.environment must be {environment!r} for this server, not {metadata!r:.200}")
         reference = metadata.get("reference") or {}
         if not isinstance(reference, Mapping):
             raise ValueError(f"{METADATA}.reference must be a mapping, not {reference!r:.200}")
@@ -80,16 +80,12 @@ def of_gym(row: Mapping[str, Any], environment: str) -> Task:
     )
 
 
-def messages(given: Any) -> tuple[Message, ...]:
-    """The messages of OpenAI's Responses input.
-
-    Raises:
-        ValueError: naming the item that is not a message, holds anything but text, or answers no call.
-    """
-    if isinstance(given, str):
-        return (Message(role="user", content=given),)
-    made: list[Message] = []
-    for index, item in enumerate(check_listed(given, f"{PARAMETERS}.input")):
+def messages(conversation: Any) -> tuple[Message, ...]:
+    """Messages of OpenAI's Responses input; ValueError names an item that is not text or has no matching call."""
+    if isinstance(conversation, str):
+        return (Message(role="user", content=conversation),)
+    parsed: list[Message] = []
+    for index, item in enumerate(check_listed(conversation, f"{PARAMETERS}.input")):
         where = f"{PARAMETERS}.input[{index}]"
         kind = item.get("type") or "message"
         if kind == "function_call":
@@ -97,35 +93,31 @@ def messages(given: Any) -> tuple[Message, ...]:
             if read.problems:
                 raise ValueError(f"{where}: {read.problems[0]}")
             # Consecutive calls belong to one message.
-            if made and made[-1].tool_calls:
-                last = made.pop()
-                made.append(Message(role="assistant", content=last.content, tool_calls=last.tool_calls + read.calls))
-            elif made and made[-1].role == "assistant":
-                made.append(Message(role="assistant", content=made.pop().content, tool_calls=read.calls))
+            if parsed and parsed[-1].tool_calls:
+                last = parsed.pop()
+                parsed.append(Message(role="assistant", content=last.content, tool_calls=last.tool_calls + read.calls))
+            elif parsed and parsed[-1].role == "assistant":
+                parsed.append(Message(role="assistant", content=parsed.pop().content, tool_calls=read.calls))
             else:
-                made.append(Message(role="assistant", tool_calls=read.calls))
+                parsed.append(Message(role="assistant", tool_calls=read.calls))
         elif kind == "function_call_output":
             text = _text(item.get("output"), where)
-            made.append(Message(role="tool", content=text, tool_call_id=item.get("call_id")))
+            parsed.append(Message(role="tool", content=text, tool_call_id=item.get("call_id")))
         elif kind == "message":
             role = str(item.get("role"))
             if role not in _ROLES:
                 raise ValueError(f"{where}.role must be {', '.join(_ROLES)}, not {role!r}")
-            made.append(Message(role=_ROLES[role], content=_text(item.get("content"), where)))
+            parsed.append(Message(role=_ROLES[role], content=_text(item.get("content"), where)))
         elif kind != "reasoning":
             raise ValueError(f"{where}.type must be message, function_call or function_call_output, not {kind!r}")
-    return tuple(message for _, message in normal_messages(made, f"{PARAMETERS}.input"))
+    return tuple(message for _, message in normal_messages(parsed, f"{PARAMETERS}.input"))
 
 
-def check_listed(given: Any, where: str) -> list[Mapping[str, Any]]:
-    """Check that the items are mappings in a list, and return them.
-
-    Raises:
-        ValueError: naming `where`.
-    """
-    if not isinstance(given, list | tuple) or not all(isinstance(item, Mapping) for item in given):
-        raise ValueError(f"{where} must be a list of mappings, not {given!r:.200}")
-    return list(given)
+def check_listed(value: Any, where: str) -> list[Mapping[str, Any]]:
+    """Return a list of mappings; ValueError names `where` for any other value."""
+    if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        raise ValueError(f"{where} must be a list of mappings, not {value!r:.200}")
+    return list(value)
 
 
 def _items(message: Message) -> list[dict[str, Any]]:
@@ -152,20 +144,20 @@ def _text(content: Any, where: str) -> str:
 
 
 def _gym_reference(row: Mapping[str, Any], environment: str, tools: Any) -> Mapping[str, Any]:
-    """Our reference for a row of one of Gym's own servers."""
-    for keys, made in _GYM.get(environment, ()):
+    """Reference for a row of one of Gym's own servers."""
+    for keys, convert in _GYM.get(environment, ()):
         if all(row.get(key) is not None for key in keys):
-            return made(row)
-    wanted = " or ".join(", ".join(keys) for keys, _ in _GYM.get(environment, ()))
-    known = f", nor {wanted} as Gym's own rows have it" if wanted else ""
-    raise ValueError(f"the row has no {METADATA} with an environment{known}; it has {', '.join(map(str, row))}")
+            return convert(row)
+    alternatives = " or ".join(", ".join(keys) for keys, _ in _GYM.get(environment, ()))
+    known = f" and not the keys of Gym's own rows ({alternatives})" if alternatives else ""
+    raise ValueError(f"the row has no {METADATA} with an environment{known}; its keys are {', '.join(map(str, row))}")
 
 
 def _math(row: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"answer": row["expected_answer"]}
 
 
-# mcqa's grading_mode -> our format that looks for the answer in the same place.
+# Our answer format with the same place of the answer, by mcqa's grading_mode.
 _MCQA = {
     "strict_single_letter_boxed": "letter",
     "lenient_boxed": "boxed",
@@ -182,34 +174,36 @@ def _multiple_choice(row: Mapping[str, Any]) -> Mapping[str, Any]:
     if mode not in _MCQA:
         raise ValueError(f"grading_mode: unknown {mode!r}: {nearest(str(mode), _MCQA)}")
     if row.get("template_metadata"):
-        raise ValueError("template_metadata: only Gym's mcqa reads regular expressions of a row's own")
+        raise ValueError("template_metadata: regular expressions of a row are only supported by Gym's own mcqa")
     return {"answer": row["expected_answer"], "choices": list(options.values()), "format": _MCQA[mode]}
 
 
 def _instructions(row: Mapping[str, Any]) -> Mapping[str, Any]:
     ids, kwargs = row["instruction_id_list"], row.get("kwargs") or [{}] * len(row["instruction_id_list"])
     if len(ids) != len(kwargs):
-        raise ValueError(f"instruction_id_list has {len(ids)} items, kwargs {len(kwargs)}")
-    given = [{"id": name, "kwargs": one or {}} for name, one in zip(ids, kwargs, strict=True)]
-    return {"instructions": given, "mode": {"fraction": "share"}.get(row.get("grading_mode", ""), "all")}
+        raise ValueError(f"instruction_id_list has {len(ids)} items, but kwargs has {len(kwargs)}")
+    instructions = [{"id": name, "kwargs": arguments or {}} for name, arguments in zip(ids, kwargs, strict=True)]
+    return {"instructions": instructions, "mode": {"fraction": "share"}.get(row.get("grading_mode", ""), "all")}
 
 
 def _structured(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    for key, wanted in (("schema_type", "json"), ("response_mode", "text")):
-        if row.get(key, wanted) not in (wanted, None):
-            raise ValueError(f"{key} must be {wanted}, not {row[key]!r}: only Gym's structured_outputs reads that")
+    for key, supported in (("schema_type", "json"), ("response_mode", "text")):
+        if row.get(key, supported) not in (supported, None):
+            raise ValueError(
+                f"{key} must be {supported}, not {row[key]!r}, which only Gym's own structured_outputs supports"
+            )
     return {"schema": row["schema_str"], "strict": True}
 
 
 def _code(row: Mapping[str, Any]) -> Mapping[str, Any]:
     tests = row[METADATA].get("unit_tests") if isinstance(row[METADATA], Mapping) else None
     if not isinstance(tests, Mapping) or tests.get("fn_name"):
-        raise ValueError(f"{METADATA}.unit_tests must be {{inputs, outputs}} of programs that read standard input")
+        raise ValueError(f"{METADATA}.unit_tests must be {{inputs, outputs}} for programs that read standard input")
     pairs = zip(tests["inputs"], tests["outputs"], strict=True)
     return {
         "language": "python",
         "style": "stdin",
-        "tests": [{"input": given, "output": expected} for given, expected in pairs],
+        "tests": [{"input": text, "output": expected} for text, expected in pairs],
     }
 
 

@@ -1,11 +1,11 @@
-"""The NeMo Gym resources server of any environment, called over HTTP.
+"""NeMo Gym resources server of any environment, called over HTTP.
 
 /seed_session and /verify     for Gym's simple_agent: the reward of a response
-/TOOL                         a world's tools, one call a request, in the session's conversation
-/reset and /step              for Gym's gymnasium_agent: conversations in which a user has more to say, turn by turn
+/TOOL                         a world's tools, one call per request, in the session's conversation
+/reset and /step              for Gym's gymnasium_agent: conversations in which a user speaks between turns
 
-Model output never makes a request fail. Failures of the verifier itself are marked so that Gym's rollout collection
-keeps them out of the results and tries again.
+Model output never makes a request fail. Failures of the verifier are marked, so that Gym's rollout collection excludes
+them from the results and tries again.
 """
 
 import asyncio
@@ -35,17 +35,13 @@ from nemo_ext.rl.gym.responses import last_turn, read_answer
 from nemo_ext.rl.gym.rows import SETTINGS, of_gym
 from nemo_ext.rl.task import Task
 
-_MANY_TURNS = 10_000  # of tools that are called one by one: the agent's max_steps ends them
-# Keys that Gym itself writes into a server's config.
+_MANY_TURNS = 10_000  # for conversations of single calls, which the agent's max_steps limits
+# Keys that Gym writes into a server's config.
 _GYM_KEYS = ("verified", "verified_url", "description", "value", "datasets", "license")
 
 
 class OwnConfig(BaseResourcesServerConfig):
-    """Config of a server; unknown keys are errors.
-
-    Raises:
-        ValueError: a key that neither Gym nor the server knows, or several worker processes.
-    """
+    """Config of a server; raises ValueError for keys that neither Gym nor the server knows."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -63,8 +59,8 @@ class VerifierConfig(OwnConfig):
 
     Attributes:
         environment: one of `nemo_ext.rl.environments.known_environments()`.
-        settings: settings of the environment; code's max_tests is 1000 here.
-        reward: reward as in the engines' configs: outcome, score, {name: domyn_math, ...}.
+        settings: settings of the environment; the default of code's max_tests is 1000 here.
+        reward: reward as in an engine's config: outcome, score, {name: domyn_math, ...}.
         thinking_opened: True if the model's prompts end inside a trace and the model server parses no reasoning.
         concurrency: number of concurrent verifications.
     """
@@ -77,19 +73,19 @@ class VerifierConfig(OwnConfig):
 
 
 class VerifyRequest(BaseVerifyRequest):
-    """A row and the response to it."""
+    """Row and the response to it."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class VerifyResponse(BaseVerifyResponse):
-    """A row with its reward and the values that Gym turns into metrics."""
+    """Row with its reward and the values that Gym turns into metrics."""
 
     model_config = ConfigDict(extra="allow")
 
 
 class VerifierServer(SimpleResourcesServer):
-    """Serves one environment."""
+    """Server of one environment."""
 
     config: VerifierConfig
     _episodes: Episodes = PrivateAttr()
@@ -97,18 +93,20 @@ class VerifierServer(SimpleResourcesServer):
     _plays: Plays = PrivateAttr(default_factory=Plays)
 
     def model_post_init(self, context: Any) -> None:
-        """Make the environment."""
+        """Create the environment."""
         super().model_post_init(context)
         config = self.config
-        given = {"name": config.environment, "reward": config.reward, "concurrency": config.concurrency}
+        shared = {"name": config.environment, "reward": config.reward, "concurrency": config.concurrency}
         settings = {**SETTINGS.get(config.environment, {}), **config.settings}
-        self._episodes = self._by_call = Episodes({**given, "settings": settings})
+        self._episodes = self._by_call = Episodes({**shared, "settings": settings})
         if self._episodes.environment.judged_in_groups:
-            raise ValueError(f"environment {config.environment!r}: its judge is a server of its own, genrm")
+            raise ValueError(
+                f"environment {config.environment!r}: responses are judged in groups; use the server genrm"
+            )
         if self._has_turns:
             if (config.num_workers or 1) > 1:
-                raise ValueError("num_workers must be 1: conversations live in one process")
-            self._by_call = Episodes({**given, "settings": {**settings, "max_turns": _MANY_TURNS}})
+                raise ValueError("num_workers must be 1, because one process stores the conversations")
+            self._by_call = Episodes({**shared, "settings": {**settings, "max_turns": _MANY_TURNS}})
 
     @property
     def _has_turns(self) -> bool:
@@ -120,16 +118,16 @@ class VerifierServer(SimpleResourcesServer):
         app.post("/reset")(self.reset)
         app.post("/step")(self.step)
         if self._has_turns:
-            app.post("/{tool:path}")(self.call)  # the last, since it takes every name
+            app.post("/{tool:path}")(self.call)  # last, since it matches every name
         return app
 
     async def seed_session(self, request: Request, body: dict[str, Any]) -> BaseSeedSessionResponse:
-        """Begin a rollout."""
+        """Start a rollout."""
         self._begin(request, body, self._by_call)
         return BaseSeedSessionResponse()
 
     async def call(self, request: Request, tool: str) -> PlainTextResponse:
-        """Answer of a world to one call; the agent counts the turns itself."""
+        """Result of one tool call; the agent counts the turns."""
         play = self._play(request)
         read = read_openai_calls([{"name": tool, "arguments": (await request.body()).decode(errors="replace")}])
         if read.problems:
@@ -137,44 +135,44 @@ class VerifierServer(SimpleResourcesServer):
         conversation = play.episode.conversation
         assert conversation is not None
         play.episode = replace(play.episode, turn=play.episode.turn + 1)
-        said = "\n\n".join(message.content for message in conversation.step(Response(text="", tool_calls=read.calls)))
-        return PlainTextResponse(said.encode(errors="replace"))
+        results = conversation.step(Response(text="", tool_calls=read.calls))
+        return PlainTextResponse("\n\n".join(message.content for message in results).encode(errors="replace"))
 
     async def verify(self, request: Request, body: VerifyRequest) -> VerifyResponse:
-        """Reward of a response, or of the state that a conversation ended in."""
-        given = body.model_dump()
-        task, answered = self._asked(given)
+        """Reward of a response, or of the final state of a conversation."""
+        row = body.model_dump()
+        task, answered = self._task_and_response(row)
         if self._has_turns:
             episode = self._play(request, task).episode
-            last = self._read(last_turn(given["response"])).response
+            last = self._read(last_turn(row["response"])).response
             assert episode.conversation is not None
             if last.answer:
                 episode.conversation.step(Response(text=last.text, answer=last.answer))
             turn = await self._by_call.close(Turn(response=answered.response, following=episode))
         else:
             turn = await self._episodes.turn(self._episode(task), answered.response, answered.unreadable)
-        outputs = sum(item.get("type") == "function_call_output" for item in given["response"]["output"])
-        return VerifyResponse(**{**given, **_outcome(turn), "tool_outputs": outputs})
+        outputs = sum(item.get("type") == "function_call_output" for item in row["response"]["output"])
+        return VerifyResponse(**{**row, **_outcome(turn), "tool_outputs": outputs})
 
     async def get_reverify_mode(self) -> str:
-        """Whether `gym eval reverify` (Gym 0.7) may repeat the request; the state of a conversation is gone."""
+        """Support for `gym eval reverify` (Gym 0.7): only without turns, since conversations are not stored for it."""
         return "unsupported" if self._has_turns else "stateless"
 
     async def reset(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
-        """Begin a rollout whose turns are passed to `step`."""
+        """Start a rollout whose turns are passed to `step`."""
         self._begin(request, body, self._episodes)
         return {"observation": None, "info": {}}
 
     async def step(self, request: Request, body: VerifyRequest) -> dict[str, Any]:
-        """The world's reply to one response, and the reward when the conversation is over."""
-        given = body.model_dump()
-        task, answered = self._asked(given)
+        """Reply of the environment to one response, with the reward at the end of the conversation."""
+        row = body.model_dump()
+        task, answered = self._task_and_response(row)
         if not self._has_turns:
             return await self._reply(Play(self._episode(task)), answered)
-        play, identity = self._play(request, task), given["response"]["id"]
+        play, identity = self._play(request, task), row["response"]["id"]
         if identity not in play.replies:
             play.replies = {identity: asyncio.create_task(self._reply(play, answered))}
-        # A request that is cancelled and sent again must not carry out its calls twice.
+        # A request that is cancelled and sent again must not execute its calls twice.
         return await asyncio.shield(play.replies[identity])
 
     async def _reply(self, play: Play, answered: Answered) -> dict[str, Any]:
@@ -183,8 +181,12 @@ class VerifierServer(SimpleResourcesServer):
             outcome = _outcome(turn)
             return {"reward": outcome.pop("reward"), "terminated": True, "info": outcome}
         play.episode = turn.following
-        outputs = [{"call_id": one.tool_call_id, "output": one.content} for one in turn.answers if one.tool_call_id]
-        observation = "\n\n".join(one.content for one in turn.answers if not one.tool_call_id)
+        outputs = [
+            {"call_id": message.tool_call_id, "output": message.content}
+            for message in turn.answers
+            if message.tool_call_id
+        ]
+        observation = "\n\n".join(message.content for message in turn.answers if not message.tool_call_id)
         return {"observation": observation or None, "info": {"tool_outputs": outputs}}
 
     def _begin(self, request: Request, body: Mapping[str, Any], episodes: Episodes) -> None:
@@ -216,17 +218,16 @@ class VerifierServer(SimpleResourcesServer):
     def _read(self, response: Mapping[str, Any]) -> Answered:
         return read_answer(response, thinking_opened=self.config.thinking_opened)
 
-    def _asked(self, given: Mapping[str, Any]) -> tuple[Task, Answered]:
-        """Task of a request, and the response to it."""
-        task, answered = self._task(given), self._read(given["response"])
+    def _task_and_response(self, row: Mapping[str, Any]) -> tuple[Task, Answered]:
+        task, answered = self._task(row), self._read(row["response"])
         if self._episodes.reward.counts_tokens and answered.response.tokens is None:
             raise HTTPException(
-                500, f"reward {self.config.reward!r} counts tokens, but the model server gives no usage"
+                500, f"reward {self.config.reward!r} counts tokens, but the model server reports no usage"
             )
         return task, answered
 
     def _episode(self, task: Task) -> Episode:
-        # Many are kept; the engine has the prompt and the tools.
+        # Without prompt and tools, which the engine has, to save memory.
         return Episode(task=replace(task, prompt=(), tools=()), thinking_opened=self.config.thinking_opened)
 
 
@@ -245,8 +246,8 @@ def _outcome(turn: Turn) -> dict[str, Any]:
 
 
 def failure(failed: bool, reason: str) -> dict[str, Any]:
-    """Fields that mark a failure of the verifier: a number for metrics, the key that Gym's collection looks for, and
-    what keeps the sample out of scores and training from Gym 0.7 on."""
+    """Fields that mark a failure of the verifier: for metrics, for Gym's rollout collection, and from Gym 0.7 on to
+    exclude the sample from scores and training."""
     if not failed:
         return {"verifier_error": False}
     marks = {NG_FAILURE_CLASS_KEY: "verifier_error", "mask_sample": True, "failure_kind": "verifier_error"}

@@ -1,1 +1,1 @@
-"""Plug-ins for NeMo-RL, which is imported only when it is used."""
+"""Adapter for NeMo-RL, which is imported only when it is used."""

@@ -1,8 +1,8 @@
-"""Config keys and asynchronous loop of the installed NeMo-RL, read from its sources.
+"""Config keys and features of the asynchronous loop of the installed NeMo-RL, read from its sources.
 
-It is not imported, which would take ray, torch and half a minute. NeMo-RL does not refuse unknown keys: its TypedDicts
-check nothing and its pydantic models allow extras. Keys are those of the types that a master config is annotated with,
-and of the example config, which has some that no type has.
+NeMo-RL is not imported, which would take ray, torch and half a minute. It does not refuse unknown keys: its TypedDicts
+check nothing and its pydantic models allow extras. The known keys come from the types that annotate a master config and
+from the example config.
 """
 
 import ast
@@ -21,15 +21,15 @@ from nemo_ext.job.settings import nearest
 Section = Literal["grpo", "dpo"]
 _EXAMPLES: Mapping[Section, str] = {"grpo": "grpo_math_1B.yaml", "dpo": "dpo.yaml"}
 _READ_AS = {"policy.generation.vllm_cfg": "vllm_cfg", "policy.megatron_cfg.fp8_cfg": "fp8_cfg"}
-"""Sections that NeMo-RL's modules read from variables of these names."""
+"""Name of the variable from which NeMo-RL's modules read a section, by the path of the section."""
 
 
 @dataclass
 class Keys:
-    """Keys of one mapping of a config.
+    """Keys of a mapping in a config.
 
     Attributes:
-        children: keys of the nested mappings, by key; empty for other values.
+        children: keys of nested mappings by key; empty for other values.
         open: True if any key is allowed.
     """
 
@@ -43,18 +43,18 @@ class Keys:
             self.children.setdefault(key, Keys()).merge(keys)
 
     def missing(self, path: str) -> str | None:
-        """Message that names the nearest key if a path such as `loss_fn.ratio_clip_min` is missing, else None."""
-        here = self
+        """Message with the nearest key if a path such as `loss_fn.ratio_clip_min` is missing; None if it exists."""
+        mapping = self
         words = path.split(".")
         for place, word in enumerate(words):
-            if here.open and word not in here.children:
+            if mapping.open and word not in mapping.children:
                 return None
-            if word not in here.children:
+            if word not in mapping.children:
                 above = ".".join(words[:place])
-                elsewhere = [found for found in self._paths() if found.rpartition(".")[2] == word]
-                hint = f"there is {elsewhere[0]}" if elsewhere else nearest(word, here.children)
+                elsewhere = [path for path in self._paths() if path.rpartition(".")[2] == word]
+                hint = f"there is {elsewhere[0]}" if elsewhere else nearest(word, mapping.children)
                 return f"no key {word!r}{f' in {above}' if above else ''}: {hint}"
-            here = here.children[word]
+            mapping = mapping.children[word]
         return None
 
     def _paths(self, above: str = "") -> Iterator[str]:
@@ -64,13 +64,13 @@ class Keys:
 
 
 class Checkout:
-    """A source checkout of NeMo-RL.
+    """Source checkout of NeMo-RL.
 
     Args:
-        root: folder that has `nemo_rl` and `examples`; None for that of the `nemo_rl` that Python finds.
+        root: folder with `nemo_rl` and `examples`; None for the checkout of the `nemo_rl` that Python imports.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the folder is not a checkout, or NeMo-RL is not installed.
     """
 
     def __init__(self, root: str | Path | None = None) -> None:
@@ -78,12 +78,12 @@ class Checkout:
             spec = importlib.util.find_spec("nemo_rl")
             places = list(spec.submodule_search_locations or ()) if spec else []
             if not places:
-                raise ValueError("NeMo-RL is not installed: put its checkout on PYTHONPATH (docs/rl/nemo_rl.md)")
+                raise ValueError("NeMo-RL is not installed; put its checkout on PYTHONPATH (docs/rl/nemo_rl.md)")
             root = Path(places[0]).parent
         self.root = Path(root)
         if not (self.root / "nemo_rl" / "algorithms" / "grpo.py").is_file() or not self._example("grpo").is_file():
             raise ValueError(
-                f"{self.root} is no checkout of NeMo-RL: no nemo_rl/algorithms/grpo.py with examples/configs"
+                f"{self.root} is not a checkout of NeMo-RL: nemo_rl/algorithms/grpo.py or examples/configs is missing"
             )
 
     def _example(self, section: Section) -> Path:
@@ -96,71 +96,71 @@ class Checkout:
     @cached_property
     def _keys(self) -> dict[Section, Keys]:
         sources = _Sources(self.root)
-        made: dict[Section, Keys] = {}
+        sections: dict[Section, Keys] = {}
         for section in _EXAMPLES:
             keys = sources.keys_of("MasterConfig", f"nemo_rl.algorithms.{section}")
             keys.merge(_keys_in(yaml.safe_load(self._example(section).read_text(encoding="utf-8"))))
             for path, name in _READ_AS.items():
                 keys.merge(_nested(path, self._read_from(name)))
-            made[section] = keys
-        return made
+            sections[section] = keys
+        return sections
 
     def _read_from(self, name: str) -> frozenset[str]:
-        """Keys that modules in `nemo_rl/models` read from a mapping of this name; some are in no type or example."""
-        found = set[str]()
+        """Keys that modules in `nemo_rl/models` read from a variable; some are in no type and no example."""
+        keys = set[str]()
         for file in sorted((self.root / "nemo_rl" / "models").rglob("*.py")):
             text = file.read_text(encoding="utf-8")
             if name in text:
-                found |= _keys_read(ast.parse(text), name)
-        return frozenset(found)
+                keys |= _keys_read(ast.parse(text), name)
+        return frozenset(keys)
 
     def config(self, section: Section, *changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete, resolved example config with changes, as `nemo_ext.rl.nemo_rl.run.run` takes it.
+        """Complete, resolved example config with changes, for `nemo_ext.rl.nemo_rl.run.run`.
 
         Args:
-            changes: nested mappings, of which later ones win; interpolations are resolved after them.
+            changes: nested mappings; later ones take precedence, and interpolations are resolved at the end.
 
         Raises:
-            ValueError: a change has a key that this version lacks; names the nearest.
+            ValueError: this version does not have a key of a change; suggests the nearest.
         """
         for change in changes:
             for path in leaves(change):
                 if missing := self.keys(section).missing(path):
                     raise ValueError(f"nemo_rl.{path}: this version has {missing}")
         merged = OmegaConf.merge(OmegaConf.load(self._example(section)), *(dict(change) for change in changes))
-        # NeMo-RL registers its own resolvers when it is imported, and fails if one of the same name exists.
-        ours = not OmegaConf.has_resolver("mul")
-        if ours:
+        # The resolver is temporary: importing NeMo-RL registers one of the same name and fails if it exists.
+        temporary = not OmegaConf.has_resolver("mul")
+        if temporary:
             OmegaConf.register_new_resolver("mul", lambda a, b: a * b)
         try:
-            made = OmegaConf.to_container(merged, resolve=True)
+            resolved = OmegaConf.to_container(merged, resolve=True)
         finally:
-            if ours:
+            if temporary:
                 OmegaConf.clear_resolver("mul")
-        assert isinstance(made, dict)
-        return {str(key): value for key, value in made.items()}
+        assert isinstance(resolved, dict)
+        return {str(key): value for key, value in resolved.items()}
 
     @cached_property
     def converts_dtensor_v2(self) -> bool:
-        """True if `convert_dcp_to_hf` reads checkpoints of the DTensor v2 workers, which are in a folder `model`."""
+        """True if `convert_dcp_to_hf` reads checkpoints of DTensor v2 workers, which are in a folder `model`."""
         return ".metadata" in self._names_in("nemo_rl/utils/native_checkpoint.py", "convert_dcp_to_hf")
 
     @cached_property
     def asynchronous(self) -> frozenset[str]:
-        """Names that `async_grpo_train` uses, since it leaves out parts of `grpo_train`."""
+        """Names that `async_grpo_train` uses, which show the parts of `grpo_train` that it has."""
         return self._names_in("nemo_rl/algorithms/grpo.py", "async_grpo_train")
 
     @cached_property
     def refills(self) -> bool:
-        """True if the asynchronous loop generates what a step lacks, so that groups can be left out (0.7)."""
+        """True if the asynchronous loop generates the groups that a step still needs, so that some can be dropped."""
         collector = self.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
         return collector.is_file() and "get_trajectories_needed" in collector.read_text(encoding="utf-8")
 
     def _names_in(self, file: str, function: str) -> frozenset[str]:
         """Identifiers and string constants of a function."""
         module = ast.parse((self.root / file).read_text(encoding="utf-8"))
-        found = [one for one in module.body if isinstance(one, ast.FunctionDef) and one.name == function]
-        return frozenset(name for one in found for node in ast.walk(one) for name in _names(node))
+        bodies = [node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == function]
+        return frozenset(name for body in bodies for node in ast.walk(body) for name in _names(node))
 
 
 def leaves(config: Mapping[str, Any], above: str = "") -> Iterator[str]:
@@ -192,9 +192,9 @@ class _Sources:
         if isinstance(node, ast.expr):
             return self._annotated(node, module, above)
         for base in node.bases:
-            for one in _names(base):
-                if self._find(one, module) is not None:
-                    keys.merge(self.keys_of(one, module, (*above, name)))
+            for base_name in _names(base):
+                if self._find(base_name, module) is not None:
+                    keys.merge(self.keys_of(base_name, module, (*above, name)))
         for line in node.body:
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
                 keys.children[line.target.id] = self._annotated(line.annotation, module, (*above, name))
@@ -203,7 +203,7 @@ class _Sources:
     def _annotated(self, annotation: ast.expr, module: str, above: tuple[str, ...]) -> Keys:
         keys = Keys()
         names = [name for node in ast.walk(annotation) for name in _names(node)]
-        if "list" in names:  # what is in a list has no path
+        if "list" in names:  # items of a list have no path
             return keys
         for name in names:
             if name in ("dict", "Dict", "Mapping", "Any"):
@@ -213,7 +213,7 @@ class _Sources:
         return keys
 
     def _find(self, name: str, module: str, depth: int = 0) -> tuple[ast.ClassDef | ast.expr, str] | None:
-        """Definition of a class or alias of this name, found through imports, and its module."""
+        """Definition of a class or alias and the module that defines it, resolved through imports."""
         defined, imported = self._parse(module)
         if name in defined:
             return defined[name], module
@@ -257,23 +257,23 @@ def _keys_in(config: Any) -> Keys:
 
 def _keys_read(module: ast.Module, name: str) -> set[str]:
     """Constant keys read from a variable of this name, or `self.NAME`: `name["key"]` or `name.get("key")`."""
-    found = set[str]()
+    keys = set[str]()
     for node in ast.walk(module):
-        asked: ast.expr | None = None
+        key: ast.expr | None = None
         if isinstance(node, ast.Subscript) and name in _names(node.value):
-            asked = node.slice
+            key = node.slice
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
-            asked = node.args[0] if node.args and name in _names(node.func.value) else None
-        if isinstance(asked, ast.Constant) and isinstance(asked.value, str):
-            found.add(asked.value)
-    return found
+            key = node.args[0] if node.args and name in _names(node.func.value) else None
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            keys.add(key.value)
+    return keys
 
 
 def _nested(path: str, keys: Iterable[str]) -> Keys:
-    """Mapping that has these keys at a path; empty if there are none."""
-    made = Keys({key: Keys() for key in keys})
-    if not made.children:
-        return made
+    """Mapping with these keys at a path; empty without keys."""
+    mapping = Keys({key: Keys() for key in keys})
+    if not mapping.children:
+        return mapping
     for word in reversed(path.split(".")):
-        made = Keys({word: made})
-    return made
+        mapping = Keys({word: mapping})
+    return mapping

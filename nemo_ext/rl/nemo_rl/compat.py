@@ -1,6 +1,6 @@
-"""Differences between NeMo-RL 0.5, 0.7 and later; no other module asks which version it is.
+"""Differences between NeMo-RL 0.5, 0.7 and later; no other module depends on the version.
 
-A version is recognized by its features: the main branch calls itself 0.6.0 and has more than 0.7.0.
+Versions are recognized by their features, because the main branch calls itself 0.6.0 and has more than 0.7.0.
 """
 
 import contextlib
@@ -30,11 +30,11 @@ _NINE = "policy cluster dataloader val_dataloader loss_fn logger checkpointer sa
 
 
 _PASSED_ON = ("teacher_worker_groups", "alias_to_group_alias")
-"""What only some versions return, and pass to the asynchronous loop."""
+"""Items that only some versions return, and pass to the asynchronous loop."""
 FITS = "0.5 to 0.7, and main of 2026-08-22 (7ea279a)"
-"""Versions of NeMo-RL that this package works with."""
+"""Supported versions of NeMo-RL."""
 PREFIX = "nemo_ext_"
-"""Beginning of our environments' names in NeMo-RL."""
+"""Prefix of our environments' names in NeMo-RL."""
 ACTOR = "nemo_ext.rl.nemo_rl.environment.TaskEnvironmentActor"
 _MEGATRON_WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker.MegatronPolicyWorker"
 
@@ -44,11 +44,7 @@ Ready = SimpleNamespace
 
 
 def grpo() -> ModuleType:
-    """NeMo-RL's GRPO module.
-
-    Raises:
-        ValueError: NeMo-RL cannot be imported, with the reason and what to do.
-    """
+    """NeMo-RL's GRPO module; raises ValueError with a remedy if NeMo-RL cannot be imported."""
     return _module("nemo_rl.algorithms.grpo")
 
 
@@ -63,16 +59,12 @@ def asynchronous() -> ModuleType:
 
 
 def refills() -> bool:
-    """True if the asynchronous loop's collector generates what its replay buffer says that a step lacks (0.7)."""
+    """True if the asynchronous collector generates the groups that a step still needs (0.7)."""
     return hasattr(plain_class(part(asynchronous(), "ReplayBuffer")), "get_trajectories_needed")
 
 
 def part(module: ModuleType, name: str) -> Any:
-    """A class or function of a module of NeMo-RL.
-
-    Raises:
-        ValueError: this NeMo-RL has removed it; names the supported versions.
-    """
+    """Class or function of a module; ValueError names the supported versions if it does not exist."""
     found = getattr(module, name, None)
     if found is None:
         raise ValueError(_gone(f"{module.__name__}.{name}"))
@@ -84,7 +76,7 @@ def _gone(name: str) -> str:
 
 
 def plain_class(actor: Any) -> Any:
-    """Class of which `ray.remote` made an actor class, to derive from."""
+    """Class from which `ray.remote` made an actor class, for subclassing."""
     return actor.__ray_metadata__.modified_class
 
 
@@ -120,17 +112,13 @@ def with_generation(config: dict[str, Any], tokenizer: Any) -> None:
 
 
 def set_up_grpo(config: Any, tokenizer: Any, dataset: Any, val_dataset: Any) -> Ready:
-    """Call `grpo.setup`.
-
-    Raises:
-        ValueError: it returns another number of items than the known versions.
-    """
+    """Call `grpo.setup`; raises ValueError if the number of returned items is unexpected."""
     items = grpo().setup(config, tokenizer, dataset, val_dataset)
     names = {10: _TEN, 13: _THIRTEEN}.get(len(items))
     if names is None:
         raise ValueError(
-            f"NeMo-RL's grpo.setup returns {len(items)} items, 10 (0.5, 0.6) and 13 (0.7 and later) are known: "
-            "nemo_ext/rl/nemo_rl/compat.py must learn this version"
+            f"NeMo-RL's grpo.setup returns {len(items)} items instead of 10 (0.5, 0.6) or 13 (0.7 and later): this "
+            f"version is not supported by nemo_ext/rl/nemo_rl/compat.py; supported versions: {FITS}"
         )
     return Ready(**dict(zip(names.split(), items, strict=True)))
 
@@ -156,7 +144,7 @@ def train_grpo(ready: Ready, tokenizer: Any, environments: Mapping[str, Any], va
 
 
 def train_dpo(ready: Ready, tokenizer: Any) -> None:
-    """Run DPO to its end, with its own loss or the one that replaces it."""
+    """Run DPO to its end, with NeMo-RL's loss or its replacement in `ready`."""
     first = (ready.policy, ready.dataloader, ready.val_dataloader, tokenizer, ready.loss_fn)
     dpo().dpo_train(*first, ready.config, ready.logger, ready.checkpointer, ready.save_state)
 
@@ -165,30 +153,30 @@ def train_dpo(ready: Ready, tokenizer: Any) -> None:
 def clocks(module: ModuleType) -> Iterator[list[Any]]:
     """Context that collects the training loop's timeout checkers (`checkpointing.checkpoint_must_save_by`).
 
-    Their `last_saved` is true once they have told the loop to save and end; it returns as at the end of its steps.
-    They also obey SAVE_BY.
+    `last_saved` of a checker is true if it made the loop save and end; the loop then returns as after its last step.
+    The checkers also obey SAVE_BY.
     """
-    made: list[Any] = []
+    checkers: list[Any] = []
     kind = part(module, "TimeoutChecker")
 
     def make(*arguments: Any, **keywords: Any) -> Any:
-        clock = kind(*arguments, **keywords)
+        checker = kind(*arguments, **keywords)
         if SAVE_BY in os.environ:
-            clock.last_save_time = min(clock.last_save_time, float(os.environ[SAVE_BY]) - clock.start_time)
-        made.append(clock)
-        return clock
+            checker.last_save_time = min(checker.last_save_time, float(os.environ[SAVE_BY]) - checker.start_time)
+        checkers.append(checker)
+        return checker
 
     with patch.object(module, "TimeoutChecker", make):
-        yield made
+        yield checkers
 
 
 def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: Mapping[str, Any]) -> None:
     """Convert a DTensor checkpoint to a Hugging Face folder with one pickled file of weights.
 
     Args:
-        weights: folder `step_N/policy/weights`; 0.5 reads those of DTensor's first version only.
+        weights: folder `step_N/policy/weights`; 0.5 only reads the format of DTensor's first version.
         to: output folder, which must not exist.
-        model: name or folder of the model that the config comes from, changed by `overrides`.
+        model: name or folder of the model whose config is used, with `overrides`.
         tokenizer: name or folder of the tokenizer.
         overrides: changes to the config.
     """
@@ -202,7 +190,7 @@ def convert_dcp(weights: Path, to: Path, model: str, tokenizer: str, overrides: 
 
 
 def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Path) -> None:
-    """Run the checkout's convert_megatron_to_hf.py in the Python of its Megatron workers: it needs Megatron-Bridge.
+    """Run the checkout's convert_megatron_to_hf.py with the Python of its Megatron workers, which has Megatron-Bridge.
 
     Args:
         root: folder of the checkout.
@@ -223,16 +211,16 @@ def convert_megatron(root: Path, config: Path, weights: Path, to: Path, log: Pat
         environment |= dict.fromkeys(("VIRTUAL_ENV", "UV_PROJECT_ENVIRONMENT"), str(python.parent.parent))
     script = ["examples/converters/convert_megatron_to_hf.py", *options]
     with log.open("w") as output:
-        done = subprocess.run(
+        process = subprocess.run(
             [str(python), *script], cwd=root, env=environment, stdout=output, stderr=subprocess.STDOUT, check=False
         )
-    if done.returncode:
-        lines = log.read_text(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise ValueError(f"convert_megatron_to_hf.py ended with {done.returncode}: {lines[-1]} ({log})")
+    if process.returncode:
+        lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
+        raise ValueError(f"convert_megatron_to_hf.py failed with exit code {process.returncode}: {lines[-1]} ({log})")
 
 
 def _megatron_python() -> str:
-    """Python of NeMo-RL's Megatron workers on this machine; creates their environment if it is missing."""
+    """Python executable of NeMo-RL's Megatron workers; creates their environment if it is missing."""
     executable: str = _module("nemo_rl.distributed.ray_actor_environment_registry").get_actor_python_env(
         _MEGATRON_WORKER
     )
@@ -245,17 +233,17 @@ def _megatron_python() -> str:
 
 
 def is_async(config: Any) -> bool:
-    """True if a master config asks for asynchronous GRPO."""
+    """True if a master config enables asynchronous GRPO."""
     return bool(setting(config, "grpo", "async_grpo", "enabled"))
 
 
 def register() -> list[str]:
-    """Make every environment known to NeMo-RL, and their actor to its registry of Python executables.
+    """Register all environments with NeMo-RL, and their actor in its registry of Python executables.
 
-    Both are needed: the first alone fails when the actor is created. May be called again, and in any process.
+    Without the latter the actor cannot be created. May be called more than once, and in any process.
 
     Returns:
-        Names in NeMo-RL, `nemo_ext_math` for example.
+        Names in NeMo-RL, such as `nemo_ext_math`.
 
     Raises:
         ValueError: another environment has one of the names.
@@ -269,12 +257,12 @@ def register() -> list[str]:
         if entry is None:
             environments.register_env(name, ACTOR)
         elif entry["actor_class_fqn"] != ACTOR:
-            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}: give that another name")
+            raise ValueError(f"NeMo-RL's environment {name!r} is {entry['actor_class_fqn']}; rename that environment")
     return names
 
 
 def create_environment(name: str, config: Mapping[str, Any]) -> Any:
-    """Start the actor of a registered environment; 0.5 takes the settings of all environments, by name."""
+    """Start the actor of a registered environment; 0.5 takes a mapping of settings by environment."""
     create = _module("nemo_rl.environments.utils").create_env
     all_of_them = "env_configs" in inspect.signature(create).parameters
     return create(name, {name: dict(config)} if all_of_them else dict(config))
@@ -290,25 +278,25 @@ def baseline_modules() -> list[ModuleType]:
 
 
 def has_estimator() -> bool:
-    """True if advantages come from an estimator that is passed the batch (0.6 and later)."""
+    """True if an estimator computes advantages from the batch (0.6 and later)."""
     return hasattr(grpo(), "_create_advantage_estimator")
 
 
 def _known(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Keywords that the function accepts."""
-    taken = inspect.signature(function).parameters
-    return {key: value for key, value in keywords.items() if key in taken}
+    accepted = inspect.signature(function).parameters
+    return {key: value for key, value in keywords.items() if key in accepted}
 
 
 def _module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (ImportError, AssertionError) as error:
-        # PyPI's `nemo_rl` is empty: it lacks `nemo_rl.algorithms`, not a module of it.
-        lacking = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
-        if name.startswith(lacking) and lacking.count(".") > 1:
+        # PyPI's `nemo_rl` is empty: there `nemo_rl.algorithms` itself is missing, not one of its modules.
+        missing = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+        if name.startswith(missing) and missing.count(".") > 1:
             raise ValueError(_gone(name)) from error
         raise ValueError(
-            f"NeMo-RL cannot be imported ({error}): put its checkout on PYTHONPATH, with its packages installed "
+            f"NeMo-RL cannot be imported ({error}); put its checkout on PYTHONPATH and install its packages "
             "(docs/rl/nemo_rl.md)"
         ) from error

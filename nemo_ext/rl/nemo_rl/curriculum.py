@@ -1,12 +1,12 @@
 """A `data.custom_dataloader` for NeMo-RL: batches of a curriculum whose domains are separate datasets.
 
-A single dataset whose records name their environment (NeMo-Gym's) needs none of this: it trains on `curriculum.jsonl`
-with `data.shuffle=false`. Datasets with a processor and environment each are read by a dataloader each, and NeMo-RL
-(0.6 and later) asks a function for the next batch. `next_batch` draws from each as many prompts as the curriculum's
-step has of it, in the curriculum's order, so that the batches are those of `curriculum.jsonl`.
+A single dataset whose records name their environment (NeMo-Gym's) does not need this module: it trains on
+`curriculum.jsonl` with `data.shuffle=false`. Datasets with different processors and environments have separate
+dataloaders, and NeMo-RL (0.6 and later) calls a function for the next batch. `next_batch` draws the prompts of the
+curriculum's step from these dataloaders in the curriculum's order, so that batches equal those of `curriculum.jsonl`.
 
-It keeps no state: which step comes next follows from the position of the first prompt that it draws. NeMo-RL saves
-the dataloaders' positions in its checkpoints, so a resumed run goes on with the step after them.
+The function is stateless: the position of the first prompt that it draws determines the step. NeMo-RL saves the
+positions of the dataloaders in its checkpoints, so that a resumed run continues with the next step.
 """
 
 import functools
@@ -28,7 +28,7 @@ def next_batch(
 ) -> tuple[Any, dict[str, Iterator[Any]]]:
     """Next batch of the curriculum, called by NeMo-RL's `MultipleDataloaderWrapper`.
 
-    The directory of the curriculum is in the environment variable NEMO_EXT_CURRICULUM. Config:
+    The environment variable NEMO_EXT_CURRICULUM names the directory of the curriculum. Config:
     `data.use_multiple_dataloader=true data.num_prompts_per_dataloader=1 data.shuffle=false
     data.custom_dataloader=nemo_ext.rl.nemo_rl.curriculum.next_batch`, and `data.train` lists the files in `domains/`.
 
@@ -36,21 +36,21 @@ def next_batch(
         The batch (a BatchedDataDict) and the iterators.
 
     Raises:
-        ValueError: the variable, the datasets or their settings do not fit the curriculum, or all its steps are done.
+        ValueError: the variable, the datasets or their settings do not match the curriculum, or all its steps are done.
     """
     directory = os.environ.get(VARIABLE)
     if not directory:
-        raise ValueError(f"set {VARIABLE} to the directory of the curriculum, where its folder {DOMAINS} is")
+        raise ValueError(f"set {VARIABLE} to the directory of the curriculum, which contains the folder {DOMAINS}")
     batches = draw_step(data_iterators, _order(directory))
     batched = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     return batched.from_batches(batches), data_iterators
 
 
 def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list[Any]:
-    """Draw the single-prompt batches that make up the next step, in the curriculum's order.
+    """Draw the single-prompt batches of the next step, in the curriculum's order.
 
     Args:
-        data_iterators: iterators by NeMo-RL's names of the datasets: `domains-math` for `domains/math.jsonl`.
+        data_iterators: iterators by NeMo-RL's names of the datasets, such as `domains-math` for `domains/math.jsonl`.
         order: order of the curriculum.
 
     Raises:
@@ -58,17 +58,17 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
     """
     tasks = [f"{DOMAINS}-{name}" for name in order.names]
     if sorted(data_iterators) != sorted(tasks):
-        raise ValueError(f"data.train has the datasets {sorted(data_iterators)}, the curriculum {sorted(tasks)}")
+        raise ValueError(f"data.train has the datasets {sorted(data_iterators)}, but the curriculum {sorted(tasks)}")
     steps = len(order.domain)
     first = next(data_iterators[tasks[order.anchor]], None)
     if first is None:
-        raise ValueError(f"all {steps} steps are done: set grpo.max_num_steps={steps}, or make the next curriculum")
+        raise ValueError(f"all {steps} steps are done; set grpo.max_num_steps={steps}, or make another curriculum")
     position = _position(first)
     step = int(np.searchsorted(order.before[:, order.anchor], position))
     if step >= steps or order.before[step, order.anchor] != position:
         raise ValueError(
-            f"{tasks[order.anchor]}: its next prompt is number {position}, with which no step begins: set "
-            f"data.shuffle=false and grpo.num_prompts_per_step={order.domain.shape[1]}"
+            f"{tasks[order.anchor]}: no step starts with its next prompt, number {position}; set data.shuffle=false "
+            f"and grpo.num_prompts_per_step={order.domain.shape[1]}"
         )
     due = order.before[step].copy()
     drawn = {order.anchor: [first]}
@@ -77,10 +77,10 @@ def draw_step(data_iterators: Mapping[str, Iterator[Any]], order: Order) -> list
         waiting = drawn.get(domain)
         batch = waiting.pop() if waiting else next(data_iterators[tasks[domain]], None)
         if batch is None or _position(batch) != due[domain]:
-            found = "none" if batch is None else f"number {_position(batch)}"
+            actual = "none" if batch is None else f"number {_position(batch)}"
             raise ValueError(
-                f"{tasks[domain]}: step {step} needs its prompt number {due[domain]}, the dataloader has {found}: are "
-                "the files those of the curriculum, and all dataloaders resumed from one checkpoint?"
+                f"{tasks[domain]}: step {step} needs its prompt number {due[domain]}, but the dataloader has {actual}; "
+                "check that the files belong to the curriculum and all dataloaders resumed from one checkpoint"
             )
         due[domain] += 1
         batches.append(batch)
@@ -93,8 +93,8 @@ def _order(directory: str) -> Order:
 
 
 def _position(batch: Any) -> int:
-    """Position in its dataset of the only prompt of a batch."""
+    """Position of a single-prompt batch in its dataset."""
     positions = batch["idx"]
     if len(positions) != 1:
-        raise ValueError(f"a dataloader gives {len(positions)} prompts at once: set data.num_prompts_per_dataloader=1")
+        raise ValueError(f"a dataloader returned {len(positions)} prompts; set data.num_prompts_per_dataloader=1")
     return int(positions[0])

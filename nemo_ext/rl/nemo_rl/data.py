@@ -1,7 +1,7 @@
-"""Planned tasks (`nemo_ext.rl.plan`) as NeMo-RL's datasets.
+"""NeMo-RL datasets of planned tasks (`nemo_ext.rl.plan`).
 
-Their order is that of a dataloader that does not shuffle, whose position NeMo-RL saves in its checkpoints. Where shares
-adapt (`nemo_ext.rl.adaptive`), it saves their state with it: a `StatefulDataLoader` asks its dataset for `state_dict`.
+NeMo-RL's dataloader does not shuffle them, and its position is saved in checkpoints. The state of adaptive shares
+(`nemo_ext.rl.adaptive`) is saved with it: a `StatefulDataLoader` calls `state_dict` of its dataset.
 """
 
 import warnings
@@ -20,11 +20,7 @@ from nemo_ext.rl.task import Task
 
 @dataclass(frozen=True)
 class TaskProcessor:
-    """NeMo-RL task processor: makes the prompt's tokens and the environment's information.
-
-    Attributes:
-        prompts: chat template of the model.
-    """
+    """NeMo-RL task processor, which tokenizes the prompt and adds the information for the environment."""
 
     prompts: Prompts
 
@@ -33,15 +29,16 @@ class TaskProcessor:
     ) -> Any:
         """Make a sample for NeMo-RL's rollouts.
 
-        A prompt of `max_length` tokens or more leaves nothing to generate: it is cut, takes part with no loss
-        (`loss_multiplier` 0), and a warning names it.
+        A prompt of at least `max_length` tokens leaves no room for a response: it is truncated and excluded from the
+        loss (`loss_multiplier` 0), with a warning.
         """
         task: Task = self.prompts.in_mode(record["task"])
         text, opened = self.prompts.prompt(task)
         ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         too_long = max_length is not None and len(ids) >= max_length
         if too_long:
-            warnings.warn(f"task {task.id}: its prompt has {len(ids)} tokens, {max_length} are too many", stacklevel=2)
+            limit = f"must have fewer than {max_length}; it is excluded from the loss"
+            warnings.warn(f"task {task.id}: its prompt has {len(ids)} tokens and {limit}", stacklevel=2)
             ids = ids[:4]
         return {
             "message_log": [{"role": "user", "content": text, "token_ids": ids}],
@@ -56,7 +53,7 @@ class TaskProcessor:
 
 @dataclass(frozen=True)
 class Records:
-    """Tasks as the records that NeMo-RL's `AllTaskProcessedDataset` hands to a processor.
+    """Task records that NeMo-RL's `AllTaskProcessedDataset` passes to a processor.
 
     Attributes:
         tasks: tasks by number in training order.
@@ -75,14 +72,14 @@ class Records:
 
 
 class AdaptiveTasks:
-    """NeMo-RL dataset of tasks whose shares adapt: a batch is drawn when it is read, by the weights of that time.
+    """NeMo-RL dataset of tasks with adaptive shares; a batch is drawn by the current weights when it is read.
 
-    Its dataloader must have no workers: they read ahead, before the rewards of the last batch are known.
+    Its dataloader must not have workers, which would read ahead before the rewards of the last batch are known.
 
     Args:
         tasks: tasks of the run.
-        shares: their shares.
-        processed: function that makes NeMo-RL's dataset of tasks by number.
+        shares: adaptive shares.
+        processed: function that makes NeMo-RL's dataset from tasks by number.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class AdaptiveTasks:
         return len(self._tasks)
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        """The next batch of samples, which torch's dataloader asks for at once; their numbers only name them."""
+        """Draw a batch, which torch's dataloader requests as a whole; `numbers` only identify the samples."""
         places = self._shares.draw(len(numbers))
         self._datasets = [dataset for dataset, _ in places]
         self._batch.clear()
@@ -105,22 +102,18 @@ class AdaptiveTasks:
         return [self._processed[number] for number in numbers]
 
     def learn(self, rewards: npt.ArrayLike) -> None:
-        """Take the rewards of the last batch, `[prompts, responses]`.
-
-        Raises:
-            ValueError: they are not of as many prompts, or one is not finite.
-        """
+        """Update the shares from the last batch's rewards, `[prompts, responses]`; ValueError if they do not fit."""
         self._shares.learn(self._datasets, signals_of(rewards))
 
     def metrics(self) -> dict[str, float]:
-        """Weights by which the last batch was drawn, and the signals behind them, until `learn` changes them."""
-        found = {"weight": self._shares.weights, "signal": self._shares.signals}
-        return {f"{kind}/{name}": value for kind, values in found.items() for name, value in values.items()}
+        """Current weights and signals of the shares; until `learn` is called, the ones of the last draw."""
+        current = {"weight": self._shares.weights, "signal": self._shares.signals}
+        return {f"{kind}/{name}": value for kind, values in current.items() for name, value in values.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """State for the dataloader's own."""
+        """State for the dataloader's checkpoint."""
         return self._shares.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; raises ValueError if it is of other datasets."""
+        """Load the state of a checkpoint; raises ValueError if it belongs to different datasets."""
         self._shares.restore(state)

@@ -1,4 +1,4 @@
-"""Draft of the changes to an example config of NeMo-RL."""
+"""Draft of changes to an example config of NeMo-RL."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from nemo_ext.rl.rendering import Rendered
 
 
 def section_of(algorithm: Algorithm) -> Section:
-    """Section of NeMo-RL's master config for an algorithm."""
+    """Section of NeMo-RL's master config for an algorithm: grpo or dpo."""
     return "grpo" if isinstance(algorithm, PolicyGradient) else "dpo"
 
 
 class Draft(Rendered):
-    """Draft of the settings; a key that the version lacks is noted with the nearest."""
+    """Draft of NeMo-RL's settings; keys that the version does not have are recorded with the nearest."""
 
     def __init__(self, checkout: Checkout, algorithm: Algorithm) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class Draft(Rendered):
         return self.keys.missing(path) is None
 
     def put(self, ours: str, path: str, value: Any) -> None:
-        """Set NeMo-RL's key, for a key of the algorithm."""
+        """Set a key of NeMo-RL for a key of the algorithm."""
         if missing := self.keys.missing(path):
             self.cannot(ours, f"this version of NeMo-RL has {missing}")
         else:
             put(self.settings, path, value)
 
     def put_all(self, ours: str, above: str, values: dict[str, Any]) -> None:
-        """Set several keys of one section, for one key of the algorithm."""
+        """Set several keys of a section for one key of the algorithm."""
         for key, value in values.items():
             self.put(ours, f"{above}.{key}", value)
 

@@ -1,14 +1,14 @@
-"""Dynamic sampling in NeMo-RL's asynchronous loop: groups of equal rewards are left out, others generated instead.
+"""Dynamic sampling in NeMo-RL's asynchronous loop: groups of equal rewards are dropped and replaced.
 
 `async_grpo_train` never calls `dynamic_sampling`. It has two Ray actors: a collector, which generates groups for one of
-the next steps, and a replay buffer, which keeps them until that step trains. Since 0.7 the collector asks the buffer
-how many groups a step lacks and generates those alone, for a step that was resumed in its middle or whose rollouts
-failed. So a buffer that does not keep a group has another one generated. What the collector lacks is added here:
+the next steps, and a replay buffer, which stores them until that step trains. Since 0.7 the collector asks the buffer
+for the number of groups that a step still needs and generates only those, for a step that was resumed in the middle or
+whose rollouts failed. A buffer that drops a group therefore makes the collector generate another. Additions here:
 
-- It pauses until the next weights once all its steps are being generated, and would not see that one lacks groups
-  again: here it sleeps until a step lacks groups.
-- After new weights of version n it no longer generates for step n, which may lack groups still: here it does.
-- It leaves out prompts of a batch that it does not need: here they come first for the next lack.
+- The collector pauses until the next weights once all its steps are being generated, and would not notice that a step
+  needs groups again: here it waits until a step does.
+- After new weights of version n it no longer generates for step n, even if that step still needs groups: here it does.
+- It discards the prompts of a batch that it does not need: here they are used first for the next need.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ PREFIX = "train/dynamic_sampling"
 
 @dataclass
 class Tally:
-    """Groups that were generated for a step.
+    """Counts of the groups that were generated for a step.
 
     Attributes:
-        kept: those that the step trains on.
-        dropped: those left out, as their rewards are equal.
-        reward: sum of the mean rewards of all of them.
+        kept: number of groups that the step trains on.
+        dropped: number of groups dropped for equal rewards.
+        reward: sum of the mean rewards of all groups.
     """
 
     kept: int = 0
@@ -42,11 +42,11 @@ class Tally:
 
     @property
     def generated(self) -> int:
-        """All of them."""
+        """Number of all groups."""
         return self.kept + self.dropped
 
     def metrics(self, prompts: int) -> dict[str, float]:
-        """Metrics of a step of so many prompts; `reward` is the mean before anything was left out."""
+        """Metrics of a step of `prompts` prompts; `reward` is the mean before groups were dropped."""
         numbers = {"generated": self.generated, "kept": self.kept, "dropped": self.dropped}
         return {**numbers, "batches": self.generated / prompts, "reward": self.reward / max(self.generated, 1)}
 
@@ -59,9 +59,9 @@ class Buffer(_Buffer):
     """NeMo-RL's replay buffer without groups of equal rewards.
 
     Args:
-        prompts: number of groups of a step.
-        batches: maximum number of batches generated for a step, `prompts` groups each.
-        settings: NeMo-RL's own.
+        prompts: number of groups per step.
+        batches: maximum number of batches of `prompts` groups generated per step.
+        settings: arguments of NeMo-RL's buffer.
     """
 
     def __init__(self, *, prompts: int, batches: int, **settings: Any) -> None:
@@ -71,90 +71,82 @@ class Buffer(_Buffer):
         self._ended = False
 
     def add(self, trajectory: Mapping[str, Any], weight_version: int, target_weight_version: int) -> str:
-        """Take a group, or count it and leave it out; the caller is told "success" either way."""
+        """Store a group, or count and drop it; returns "success" in both cases."""
         rewards = trajectory["batch"]["total_reward"]
         tally = self._tallies.setdefault(target_weight_version, Tally())
         if drop := bool(rewards.min() == rewards.max()):
             tally.dropped += 1
         else:
-            said: str = super().add(trajectory, weight_version, target_weight_version)
-            if said != "success":
-                return said
+            status: str = super().add(trajectory, weight_version, target_weight_version)
+            if status != "success":
+                return status
             tally.kept += 1
         tally.reward += float(rewards.mean())
         if drop:
-            print(f"left out a group of equal rewards of step {target_weight_version + 1}: {tally}")
+            print(f"step {target_weight_version + 1}: dropped a group of equal rewards: {tally}")
         return "success"
 
     def get_trajectories_needed(self, target_step: int, *arguments: Any, **keywords: Any) -> int:
-        """Number of groups that a step lacks, and may still have generated."""
-        left = self._prompts * self._batches - self._tallies.get(target_step, Tally()).generated
-        lacks: int = super().get_trajectories_needed(target_step, *arguments, **keywords)
-        return max(0, min(lacks, left))
+        """Number of groups that a step still needs, within its maximum number of batches."""
+        allowed = self._prompts * self._batches - self._tallies.get(target_step, Tally()).generated
+        needed: int = super().get_trajectories_needed(target_step, *arguments, **keywords)
+        return max(0, min(needed, allowed))
 
     def has_complete_batch(self, target_step: int, *arguments: Any, **keywords: Any) -> bool:
-        """True if a step has its groups.
-
-        Raises:
-            ValueError: it cannot get them any more.
-        """
+        """True if a step has all its groups; raises ValueError if it can get no more."""
         complete: bool = super().has_complete_batch(target_step, *arguments, **keywords)
         if not complete:
             self._check(target_step)
         return complete
 
     def sample(self, *, num_prompt_groups: int, current_weight_version: int, max_age_steps: int) -> Any:
-        """Groups of a step, or None as long as it lacks some.
-
-        Raises:
-            ValueError: it cannot get them any more.
-        """
-        found = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
-        if found is None:
+        """Groups of a step, None while it is incomplete; raises ValueError if it can get no more."""
+        groups = super().sample(num_prompt_groups, current_weight_version, max_age_steps)
+        if groups is None:
             self._check(current_weight_version)
-        return found
+        return groups
 
     def end(self) -> None:
-        """Be told that the data have ended, and that no more groups come."""
+        """Record that the data have ended and no more groups will come."""
         self._ended = True
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Metrics of a step that was trained, counted from 0; those before it are forgotten."""
+        """Metrics of a trained step, counted from 0; counts of earlier steps are discarded."""
         self._tallies = {target: tally for target, tally in self._tallies.items() if target >= step}
         return self._tallies.get(step, Tally()).metrics(self._prompts)
 
     def _check(self, target: int) -> None:
         tally = self._tallies.get(target, Tally())
-        seen = (
-            f"step {target + 1}: {tally.dropped} of {tally.generated} generated groups have equal rewards, and "
-            f"{self._prompts} others are needed"
+        problem = (
+            f"step {target + 1}: {tally.dropped} of {tally.generated} generated groups have equal rewards, and it "
+            f"needs {self._prompts} others"
         )
         if tally.generated >= self._prompts * self._batches:
             raise ValueError(
-                f"{seen}; sampling.max_batches={self._batches} allows no more: choose tasks that the model solves at "
-                "times, more generations_per_prompt, or a larger max_batches"
+                f"{problem}, and sampling.max_batches={self._batches} allows no more; choose tasks that the model "
+                "sometimes solves, more generations_per_prompt, or a larger max_batches"
             )
         if self._ended:
-            raise ValueError(f"{seen}; the data have ended: give more tasks")
+            raise ValueError(f"{problem}, and there are no more tasks; provide more")
 
 
 class Collector(_Collector):
-    """NeMo-RL's collector, which generates in place of groups that the buffer leaves out."""
+    """NeMo-RL's collector, which also replaces groups that the buffer drops."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self._changed = threading.Event()
 
     def start_collection(self, dataloader: Any) -> None:
-        """Begin in a thread of its own."""
+        """Start in a separate thread."""
         super().start_collection(_UntilIdle(dataloader, self._end))
 
     def set_weight_version(self, version: int) -> None:
-        """Be told of new weights."""
+        """Record new weights."""
         super().set_weight_version(version)
         self._changed.set()
 
-    # Each version has one of these two names, and calls it when all groups asked for have come or failed.
+    # Each version has one of these two methods, and calls it when all requested groups have arrived or failed.
     def _maybe_release_target(self, target_weight_version: int) -> None:
         super()._maybe_release_target(target_weight_version)
         self._changed.set()
@@ -164,7 +156,7 @@ class Collector(_Collector):
         self._changed.set()
 
     def _calculate_target_weights(self, generation_weight_version: int) -> list[int]:
-        # NeMo-RL asks for the steps after it; those that were trained it leaves out itself.
+        # NeMo-RL returns only later steps; it skips steps that are already trained.
         later: list[int] = super()._calculate_target_weights(generation_weight_version)
         return [generation_weight_version, *(step for step in later if step != generation_weight_version)]
 
@@ -182,7 +174,7 @@ class Collector(_Collector):
             super()._process_batch(watched)
             batch = batch.slice(watched.taken, batch.size)
             if not watched.taken:
-                time.sleep(0.1)  # another thread was faster, or an error that NeMo-RL has printed
+                time.sleep(0.1)  # another thread was faster, or there was an error that NeMo-RL has printed
 
     def _end(self) -> None:
         self.wait_for_pending_generations()
@@ -190,7 +182,7 @@ class Collector(_Collector):
 
 
 class _UntilIdle:
-    """Dataloader that calls a function at its end, while the collector still runs."""
+    """Dataloader that calls a function after its last batch, while the collector is still running."""
 
     def __init__(self, loader: Any, at_end: Callable[[], None]) -> None:
         self._loader, self._at_end = loader, at_end
@@ -204,7 +196,7 @@ class _UntilIdle:
 
 
 class _Watched:
-    """Batch that knows how many of its rows, from the first, were taken."""
+    """Batch that counts how many of its first rows were taken."""
 
     def __init__(self, batch: Any) -> None:
         self._batch = batch
@@ -217,15 +209,15 @@ class _Watched:
         return self._batch.slice(begin, end)
 
 
-class _Made:
-    """Actor class in place of NeMo-RL's, which adds settings to those that NeMo-RL gives and keeps the actor."""
+class _Replacement:
+    """Replacement for one of NeMo-RL's actor classes, which adds settings and stores the actor."""
 
     def __init__(self, kind: Any, **settings: Any) -> None:
         self._kind, self._settings = importlib.import_module("ray").remote(kind), settings
         self.actor: Any = None
 
-    def options(self, **options: Any) -> "_Made":
-        """Ray's options of the actor."""
+    def options(self, **options: Any) -> "_Replacement":
+        """Set Ray's options of the actor."""
         self._kind = self._kind.options(**options)
         return self
 
@@ -237,23 +229,23 @@ class _Made:
 
 @contextlib.contextmanager
 def dropping(*, prompts: int, batches: int) -> Iterator[Callable[[int], Mapping[str, float]]]:
-    """Context in which `async_grpo_train` leaves out groups of equal rewards.
+    """Context in which `async_grpo_train` drops and replaces groups of equal rewards.
 
     Args:
-        prompts: number of groups of a step.
-        batches: maximum number of batches generated for a step.
+        prompts: number of groups per step.
+        batches: maximum number of batches generated per step.
 
     Yields:
-        Function that gives the metrics of a step when it is logged, counted from 1.
+        Function that returns the metrics of a step, counted from 1, when the step is logged.
     """
-    module, buffer = compat.asynchronous(), _Made(Buffer, prompts=prompts, batches=batches)
+    module, buffer = compat.asynchronous(), _Replacement(Buffer, prompts=prompts, batches=batches)
 
     def metrics(step: int) -> Mapping[str, float]:
-        found: Mapping[str, float] = importlib.import_module("ray").get(buffer.actor.metrics.remote(step - 1))
-        return found
+        values: Mapping[str, float] = importlib.import_module("ray").get(buffer.actor.metrics.remote(step - 1))
+        return values
 
     with (
-        patch.object(module, "AsyncTrajectoryCollector", _Made(Collector)),
+        patch.object(module, "AsyncTrajectoryCollector", _Replacement(Collector)),
         patch.object(module, "ReplayBuffer", buffer),
     ):
         yield metrics

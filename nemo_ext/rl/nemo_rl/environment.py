@@ -1,8 +1,8 @@
 """Ray actor that verifies responses for NeMo-RL in any environment of `nemo_ext.rl.environments`.
 
-A step gets messages with role and content only, and a call has the samples of a whole batch (sync rollouts) or one
-sample (async). So a reward here depends on one response and its task; rewards over groups are in `group_rewards`. A
-conversation's state travels in the metadata, so the actor keeps none.
+A call gets messages with role and content only, for a whole batch (synchronous rollouts) or one sample (asynchronous).
+Rewards here therefore depend on one response and its task; `group_rewards` has rewards over groups. The metadata hold
+the state of a conversation, so that the actor is stateless.
 """
 
 import importlib
@@ -19,37 +19,30 @@ from nemo_ext.rl.prompts import Prompts
 
 
 class TaskEnvironment(EnvironmentInterface):
-    """An environment as NeMo-RL calls it; `TaskEnvironmentActor` is the Ray actor around it.
-
-    Args:
-        config: an `EpisodeSettings`.
-
-    Raises:
-        ValueError: unknown key or invalid value.
-    """
+    """Environment with NeMo-RL's interface from `EpisodeSettings`; `TaskEnvironmentActor` is its Ray actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        given = checked(EpisodeSettings, config, "environment")
-        prompts = None if given.template is None else Prompts.load(given.template, eos=given.eos)
-        self._episodes = Episodes(given, prompts)
+        settings = checked(EpisodeSettings, config, "environment")
+        prompts = None if settings.template is None else Prompts.load(settings.template, eos=settings.eos)
+        self._episodes = Episodes(settings, prompts)
         if self._episodes.environment.begin is not None and prompts is None:
-            raise ValueError(f"environment {given.name!r} has several turns: give the chat template of the model")
-        self._max_tokens = given.max_tokens
-        self._tokenizer = _tokenizer(given.tokenizer) if self._episodes.reward.counts_tokens else None
+            raise ValueError(f"environment {settings.name!r} has several turns; set the chat template of the model")
+        self._max_tokens = settings.max_tokens
+        self._tokenizer = _tokenizer(settings.tokenizer) if self._episodes.reward.counts_tokens else None
 
     async def step(
         self, message_log_batch: Sequence[Sequence[Mapping[str, Any]]], metadata: Sequence[Mapping[str, Any]]
     ) -> EnvironmentReturn:
-        """Verify the last message of every conversation, or carry out its calls.
+        """Verify the last message of every conversation, or execute its calls.
 
         Args:
-            message_log_batch: `[batch]`, messages with role and content each.
+            message_log_batch: `[batch]`, conversations as messages with role and content.
             metadata: `[batch]`, dicts with the `episode`, from `data.TaskProcessor` or the previous step.
 
         Returns:
-            Observations of role `environment`: the tools' answers as the chat template writes them, up to the prompt of
-            the next response; or, where the episode is over, the outcome as a word (an empty observation would change
-            the type of NeMo-RL's token ids). `rewards` and `terminateds` [batch].
+            Observations with the role `environment`: the tool messages rendered by the chat template, up to the next
+            response; at the end of an episode the outcome as a word, because an empty observation would change the type
+            of NeMo-RL's token ids. `rewards` and `terminateds` are `[batch]`.
         """
         texts = [log[-1]["content"] for log in message_log_batch]
         tokens = [self._tokens(text) for text in texts]
@@ -72,7 +65,7 @@ class TaskEnvironment(EnvironmentInterface):
         )
 
     def global_post_process_and_metrics(self, batch: Any) -> tuple[Any, dict[str, float]]:
-        """The unchanged batch and the metrics; NeMo-RL's training loops never call this."""
+        """Unchanged batch and metrics; NeMo-RL's training loops never call this."""
         return batch, self.take_metrics()
 
     def take_metrics(self) -> dict[str, float]:
@@ -80,7 +73,7 @@ class TaskEnvironment(EnvironmentInterface):
         return self._episodes.take_metrics()
 
     def shutdown(self) -> None:
-        """Stop the threads; verifications under way end by their own limits."""
+        """Stop the threads; running verifications end at their own time limits."""
         self._episodes.shutdown()
 
     def _tokens(self, text: str) -> int | None:
@@ -89,7 +82,7 @@ class TaskEnvironment(EnvironmentInterface):
 
 def _tokenizer(name: str | None) -> Any:
     if name is None:
-        raise ValueError("this reward counts tokens: give the environment the tokenizer's name or folder")
+        raise ValueError("this reward counts tokens; set the tokenizer's name or folder for the environment")
     return importlib.import_module("transformers").AutoTokenizer.from_pretrained(name)
 
 

@@ -1,7 +1,7 @@
-"""Export of a finished run: the trained model for Hugging Face, converted by NeMo-RL's own functions.
+"""Export of a finished run: the trained model in Hugging Face format, converted by NeMo-RL's own functions.
 
-RUN_DIR/finished.json    last training step and the plan by which training ended; a run that has it trains no more
-RUN_DIR/model            the model of the chosen checkpoint, with tokenizer; written as .model and renamed
+RUN_DIR/finished.json    last training step and the planned steps; marks a run that is not resumed
+RUN_DIR/model            model of the selected checkpoint with tokenizer; written as .model and renamed
 """
 
 import json
@@ -29,12 +29,12 @@ _BIN = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Saved:
-    """A complete checkpoint of NeMo-RL.
+    """Complete checkpoint of NeMo-RL.
 
     Attributes:
         step: step after which it was saved.
         path: folder `.../step_N`.
-        info: contents of training_info.json, with metrics by their full names, `val:accuracy`.
+        info: contents of training_info.json, with metrics by full name, such as `val:accuracy`.
     """
 
     step: int
@@ -43,53 +43,54 @@ class Saved:
 
     @property
     def weights(self) -> Path:
-        """Folder of the policy's weights, in the format of the backend."""
+        """Folder of the policy's weights in the format of the backend."""
         return self.path / "policy" / "weights"
 
 
 def saved_in(folder: Path) -> list[Saved]:
-    """Complete checkpoints of a run, first to last; one that is being written is called `tmp_step_N`."""
-    found = []
+    """Complete checkpoints of a run in order of steps; an unfinished one is called `tmp_step_N`."""
+    checkpoints = []
     for path in folder.glob("step_*"):
         info = path / "training_info.json"
         if re.fullmatch(r"step_\d+", path.name) and info.is_file() and any((path / "policy" / "weights").glob("*")):
-            found.append(Saved(int(path.name.removeprefix("step_")), path, json.loads(info.read_text())))
-    return sorted(found, key=lambda saved: saved.step)
+            checkpoints.append(Saved(int(path.name.removeprefix("step_")), path, json.loads(info.read_text())))
+    return sorted(checkpoints, key=lambda saved: saved.step)
 
 
 def chosen(saved: Sequence[Saved], checkpointing: Mapping[str, Any]) -> Saved | None:
-    """Checkpoint to export as the model: the best if a number of best ones is kept, else the last.
+    """Checkpoint to export: the best if the run keeps the best checkpoints, otherwise the last.
 
-    The best is that of NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, and the last of equal ones as on its
-    main branch; the function of 0.5 fails if a checkpoint lacks the metric.
+    Selected as in NeMo-RL's `CheckpointManager.get_best_checkpoint_path`, with the last of equal ones as on its main
+    branch; the function of 0.5 fails if a checkpoint does not have the metric.
     """
     metric, keep = checkpointing.get("metric_name"), checkpointing.get("keep_top_k")
     if metric and keep and keep < ALL:
         sign = 1 if checkpointing.get("higher_is_better") else -1
-        measured = [one for one in saved if not math.isnan(float(one.info.get(metric, math.nan)))]
+        measured = [each for each in saved if not math.isnan(float(each.info.get(metric, math.nan)))]
         if measured:
-            return max(measured, key=lambda one: (sign * one.info[metric], one.step))
-        notice(f"no checkpoint has {metric}: the last one is taken for the best")
+            return max(measured, key=lambda each: (sign * each.info[metric], each.step))
+        notice(f"no checkpoint has {metric}; using the last checkpoint")
     return saved[-1] if saved else None
 
 
 def finished_step(run_dir: Path, master: Mapping[str, Any], section: Section) -> int | None:
-    """Last training step; None if the run is to go on.
+    """Last training step of a finished run; None if the run should be resumed.
 
-    A run is finished at `max_num_steps`, or if it ended earlier under the same plan: data, epochs, a threshold.
+    A run is finished at `max_num_steps`, or if it ended earlier under the same plan, after its data or epochs or at a
+    threshold.
     """
     saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
     if not saved:
         return None
     last = saved[-1].step
-    if last >= master[section]["max_num_steps"] or _noted(run_dir) == _record(last, master, section):
+    if last >= master[section]["max_num_steps"] or _read_record(run_dir) == _record(last, master, section):
         return last
     return None
 
 
 def has_model(run_dir: Path, step: int, master: Mapping[str, Any], section: Section) -> bool:
-    """True if RUN_DIR/model is from the training that ended with a step."""
-    return _noted(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
+    """True if RUN_DIR/model belongs to the training that ended at this step."""
+    return _read_record(run_dir) == _record(step, master, section) and (run_dir / MODEL).is_dir()
 
 
 def leave_model(
@@ -101,9 +102,9 @@ def leave_model(
     template: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Note that training ended with a step and convert the chosen checkpoint to RUN_DIR/model.
+    """Record that training ended at a step, and convert the selected checkpoint to RUN_DIR/model.
 
-    If it cannot be converted there is no RUN_DIR/model, and a notice says where the checkpoint is and what converts it.
+    If the conversion fails there is no RUN_DIR/model, and a notice names the checkpoint and a command that converts it.
 
     Args:
         run_dir: directory of the run.
@@ -114,13 +115,13 @@ def leave_model(
         template: chat template used in training (see `Template.load`); None for the tokenizer's own.
         config: config of the job, for `trust_remote_code`.
     """
-    if _noted(run_dir) != _record(step, master, section):
-        # An existing model is from other steps; remove it first, so that none stands beside a note that is not its own.
+    if _read_record(run_dir) != _record(step, master, section):
+        # An existing model belongs to other steps; remove it before the record changes.
         shutil.rmtree(run_dir / MODEL, ignore_errors=True)
         write_text(run_dir / FINISHED, json.dumps(_record(step, master, section)) + "\n")
     best = chosen(saved_in(Path(master["checkpointing"]["checkpoint_dir"])), master["checkpointing"])
     if best is None:
-        notice(f"{run_dir}: no checkpoint is there (checkpointing.enabled), so the run leaves no {MODEL}")
+        notice(f"{run_dir}: the run has no checkpoint (see checkpointing.enabled) and therefore no {MODEL}")
         return
     unfinished = run_dir / f".{MODEL}"
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -128,21 +129,21 @@ def leave_model(
     try:
         _convert(best, unfinished, master["policy"], root, run_dir / LOG, template, config or {})
         unfinished.rename(run_dir / MODEL)
-    except BaseException as error:  # Of which torch's CheckpointException is one.
+    except BaseException as error:  # torch's CheckpointException is not an Exception
         shutil.rmtree(unfinished, ignore_errors=True)
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
         reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
         notice(
-            f"training is finished, but {run_dir / MODEL} could not be made: {reason}. The checkpoint is {best.path}; "
-            f"the same command tries again, or NeMo-RL's: {command(best, run_dir / MODEL, root)}"
+            f"training is finished, but {best.path} could not be converted to {run_dir / MODEL}: {reason}. Repeat the "
+            f"command to try again, or run NeMo-RL's converter: {command(best, run_dir / MODEL, root)}"
         )
         return
     notice(f"model of step {best.step}: {run_dir / MODEL}")
 
 
 def command(saved: Saved, to: Path, root: Path) -> str:
-    """Conversion command from NeMo-RL's documentation (docs/design-docs/checkpointing.md)."""
+    """Conversion command according to NeMo-RL's documentation (docs/design-docs/checkpointing.md)."""
     iteration = _iteration(saved)
     name, extra = ("dcp", []) if iteration is None else ("megatron", ["--extra", "mcore"])
     words = ["uv", "run", *extra, "python", f"examples/converters/convert_{name}_to_hf.py"]
@@ -165,7 +166,9 @@ def _convert(
     config: Mapping[str, Any],
 ) -> None:
     if kind := _adapters(policy):
-        raise ValueError(f"only adapters were trained ({kind}), which docs/design-docs/checkpointing.md converts")
+        raise ValueError(
+            f"only adapters were trained ({kind}); see docs/design-docs/checkpointing.md of NeMo-RL to convert them"
+        )
     own_tokenizer = saved.path / "policy" / "tokenizer"
     tokenizer = str(own_tokenizer) if own_tokenizer.is_dir() else str(policy["tokenizer"]["name"])
     iteration = _iteration(saved)
@@ -176,30 +179,34 @@ def _convert(
         shutil.copytree(consolidated, to)
     elif any(saved.weights.rglob("*.safetensors")) and not any(saved.weights.rglob(".metadata")):
         raise ValueError(
-            "its shards of safetensors are not what NeMo-RL converts: with nemo_rl.set.checkpointing.save_consolidated="
-            "true a checkpoint has the model whole, and nemo_automodel's tools/offline_hf_consolidation.py joins these"
+            "NeMo-RL cannot convert safetensors shards; join them with nemo_automodel's tools/offline_hf_consolidation"
+            ".py, or train with nemo_rl.set.checkpointing.save_consolidated=true, which saves whole models"
         )
     elif not (saved.weights / ".metadata").exists() and not Checkout(root).converts_dtensor_v2:
         raise ValueError(
-            "this version's converter reads what DTensor's first version saves (policy.dtensor_cfg._v2=false): "
-            "with nemo_rl.set.checkpointing.save_consolidated=true a checkpoint has the model whole"
+            "this version's converter only reads checkpoints of DTensor's first version (policy.dtensor_cfg._v2=false);"
+            " train with nemo_rl.set.checkpointing.save_consolidated=true, which saves whole models"
         )
     else:
         overrides = policy.get("hf_overrides") or policy.get("hf_config_overrides") or {}
         compat.convert_dcp(saved.weights, to, str(policy["model_name"]), tokenizer, overrides)
         _as_safetensors(to)
     trusted = may_run_code(tokenizer, config)
-    reads = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trusted)
+    saved_tokenizer = import_module("transformers").AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=trusted)
     if template is not None:
-        reads.chat_template = Template.load(template).source
-    reads.save_pretrained(to)
+        saved_tokenizer.chat_template = Template.load(template).source
+    saved_tokenizer.save_pretrained(to)
     if not (to / "config.json").is_file() or not any(to.glob("*.safetensors")):
-        raise ValueError("the conversion ended well but wrote no config.json or no weights")
-    _copy_beside(Path(str(policy["model_name"])).expanduser(), to)
+        raise ValueError("the conversion succeeded but wrote no config.json or no weights")
+    # Files of the policy's folder that the conversion does not write: generation config and model code.
+    base = Path(str(policy["model_name"])).expanduser()
+    for file in (base / "generation_config.json", *base.glob("*.py")):
+        if file.is_file() and not (to / file.name).exists():
+            shutil.copyfile(file, to / file.name)
 
 
 def _adapters(policy: Mapping[str, Any]) -> str | None:
-    """Config section that trains adapters, whose checkpoints are not models; None if there is none."""
+    """Enabled config section of adapters, whose checkpoints are not whole models; None if there is none."""
     for backend, section in (("dtensor_cfg", "lora_cfg"), ("megatron_cfg", "peft")):
         above = policy.get(backend) or {}
         if above.get("enabled") and (above.get(section) or {}).get("enabled"):
@@ -213,24 +220,17 @@ def _iteration(saved: Saved) -> Path | None:
 
 
 def _as_safetensors(folder: Path) -> None:
-    """Convert the pickled file that NeMo-RL writes to safetensors, which other jobs and tools read."""
+    """Convert the pickled file that NeMo-RL writes to safetensors, for other jobs and tools."""
     torch, hub = import_module("torch"), import_module("huggingface_hub")
     state = torch.load(folder / _BIN, map_location="cpu", mmap=True, weights_only=True)
     hub.save_torch_state_dict(state, folder)
     (folder / _BIN).unlink()
 
 
-def _copy_beside(base: Path, to: Path) -> None:
-    """Copy files of the policy's folder that a conversion does not write: generation config and model code."""
-    for file in (base / "generation_config.json", *base.glob("*.py")):
-        if file.is_file() and not (to / file.name).exists():
-            shutil.copyfile(file, to / file.name)
-
-
 def _record(step: int, master: Mapping[str, Any], section: Section) -> dict[str, Any]:
     return {"step": step, "plan": {key: master[section].get(key) for key in ("max_num_steps", "max_num_epochs")}}
 
 
-def _noted(run_dir: Path) -> Any:
+def _read_record(run_dir: Path) -> Any:
     path = run_dir / FINISHED
     return json.loads(path.read_text()) if path.is_file() else None

@@ -1,6 +1,6 @@
-"""Computations over a group, all responses to one prompt: baselines, standard deviations and rewards.
+"""Baselines, standard deviations and rewards over groups (all responses to one prompt) in NeMo-RL.
 
-NeMo-RL has no hook for any of it, so names in its modules are replaced while a run lasts:
+NeMo-RL has no hooks for these, so names in its modules are replaced during a run:
 
 what                  where                                            versions
 baseline and std      grpo.calculate_baseline_and_std_per_prompt,      all, sync and async
@@ -9,11 +9,10 @@ rewards, sync         grpo.scale_rewards                               all
 rewards, async        the estimator of grpo._create_advantage_estimator  0.6 and later
 rewards, async        grpo.BatchedDataDict.from_batches                0.5
 
-NeMo-RL's own baseline differs in three ways (0.5 to 0.7 and main). With leave-one-out it also takes the standard
-deviation of the other responses: in a group with one success that response's is 0, so it is not normalised, and
-dynamic sampling drops it, the only one with a signal. It computes the variance as a difference of squares in float32,
-so groups of equal rewards such as 0.1 may get a deviation above 0. And it takes identical prompts of one step for one
-group.
+NeMo-RL's own computation differs in three ways (0.5 to 0.7 and main). With leave-one-out it also uses the standard
+deviation of the other responses. This is 0 for the only success of a group: the response is not normalised, and dynamic
+sampling drops it, although only it has a signal. The variance is a difference of squares in float32, so that groups of
+equal rewards such as 0.1 may get a deviation above 0. And identical prompts of one step become one group.
 """
 
 import contextlib
@@ -37,14 +36,14 @@ from nemo_ext.rl.nemo_rl import compat
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Scoring of groups.
+    """Settings of baselines, deviations and rewards of groups.
 
     Attributes:
         generations: number of responses per prompt.
-        leave_one_out: True if each response's baseline is the mean of the others, not of all.
-        biased: True if the variance divides by the number of responses n, not by n - 1.
-        reward: function that rewrites the rewards of groups; None leaves them.
-        tasks: names in NeMo-RL of the tasks whose rewards are rewritten; None for all.
+        leave_one_out: True if the baseline of a response is the mean of the other responses, False for the group mean.
+        biased: True if the variance divides by the number of responses n instead of n - 1.
+        reward: group reward function; None for the environments' rewards.
+        tasks: NeMo-RL's names of the tasks that `reward` applies to; None for all.
     """
 
     generations: int
@@ -65,18 +64,18 @@ class Groups:
         leave_one_out_baseline: bool = True,
         std_rewards: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replacement of NeMo-RL's `calculate_baseline_and_std_per_prompt`, with its arguments.
+        """Replacement for NeMo-RL's `calculate_baseline_and_std_per_prompt`, with the same arguments.
 
         Args:
             prompts: token ids of the prompts, `[batch, tokens]`.
             rewards: rewards, `[batch]`.
-            valid_mask: `[batch]`, 0 leaves a response out of its group's statistics.
-            leave_one_out_baseline: unused; the settings here decide.
+            valid_mask: `[batch]`, 0 excludes a response from the statistics of its group.
+            leave_one_out_baseline: unused; replaced by `leave_one_out`.
             std_rewards: rewards for the standard deviation, `[batch]`; `rewards` if None.
 
         Returns:
-            Baselines and deviations, [batch] each. The deviation is that of the whole group, exactly 0 if its rewards
-            are equal; a group with one valid response or none has its rewards for baselines.
+            Baselines and standard deviations, `[batch]` each. Deviations are computed over the whole group and exactly
+            0 for equal rewards. In a group with fewer than two valid responses, the baselines are the rewards.
         """
         del leave_one_out_baseline
         baseline, std = rewards.clone(), torch.zeros_like(rewards)
@@ -86,25 +85,25 @@ class Groups:
             count = int(valid.sum())
             if count < 2:
                 continue
-            # In float64, since a group's mean is subtracted from rewards that may be nearly equal to it.
-            own = rewards[group].double()
-            total = own[valid].sum()
-            others = (total - own * valid) / (count - valid.double()) if self.leave_one_out else total / count
-            baseline[group] = others.to(rewards.dtype).expand(len(group))
-            seen = spread[group].double()[valid]
-            if seen.min() < seen.max():
-                std[group] = seen.std(correction=0 if self.biased else 1).to(rewards.dtype)
+            # In float64, because the mean is subtracted from rewards that may be nearly equal to it.
+            values = rewards[group].double()
+            total = values[valid].sum()
+            means = (total - values * valid) / (count - valid.double()) if self.leave_one_out else total / count
+            baseline[group] = means.to(rewards.dtype).expand(len(group))
+            measured = spread[group].double()[valid]
+            if measured.min() < measured.max():
+                std[group] = measured.std(correction=0 if self.biased else 1).to(rewards.dtype)
         return baseline, std
 
     def rewritten(self, batch: Mapping[str, Any], marker: Sequence[int]) -> torch.Tensor:
-        """Rewards of a batch after `reward`, `[batch]`.
+        """Rewards of a batch with the group reward applied, `[batch]`.
 
         Args:
             batch: NeMo-RL's batch with `message_log`, `total_reward`, `task_name` and `extra_env_info`.
             marker: token ids of `</think>`.
 
         Raises:
-            ValueError: the batch is not whole groups, or `reward` gives another number of rewards, or no numbers.
+            ValueError: the batch does not consist of whole groups, or `reward` returns an invalid number or value.
         """
         rewards = batch["total_reward"].clone()
         if self.reward is None:
@@ -112,7 +111,7 @@ class Groups:
         logs, tasks, infos = batch["message_log"], batch["task_name"], batch["extra_env_info"]
         size = self.generations
         if len(logs) % size:
-            raise ValueError(f"a batch of {len(logs)} responses is not whole groups of {size}")
+            raise ValueError(f"a batch of {len(logs)} responses cannot be divided into groups of {size}")
         begins = [at for at in range(0, len(logs), size) if self.tasks is None or tasks[at] in self.tasks]
         for begin in begins:
             if len({logs[row][0]["content"] for row in range(begin, begin + size)}) > 1:
@@ -121,38 +120,39 @@ class Groups:
             [_member(logs[row], float(rewards[row]), infos[row], marker) for row in range(begin, begin + size)]
             for begin in begins
         ]
-        for begin, given in zip(begins, self.reward(groups), strict=True):
-            if len(given) != size or not all(map(math.isfinite, given)):
-                raise ValueError(f"a group's reward must give {size} numbers, not {given}")
-            rewards[begin : begin + size] = torch.tensor(list(given), dtype=rewards.dtype)
+        for begin, values in zip(begins, self.reward(groups), strict=True):
+            if len(values) != size or not all(map(math.isfinite, values)):
+                raise ValueError(f"a group reward must return {size} finite numbers, not {values}")
+            rewards[begin : begin + size] = torch.tensor(list(values), dtype=rewards.dtype)
         return rewards
 
 
 def groups_of(*, generations: int, advantage: Mapping[str, Any] | None, group: Mapping[str, Any] | None) -> Groups:
-    """Scoring of a run's groups.
+    """Settings of a run's groups.
 
     Args:
         generations: number of responses per prompt.
         advantage: `baseline` (mean, leave_one_out) and `normalise` (std, unbiased_std, none); NeMo-RL divides by the
             deviation if `grpo.normalize_rewards` is set.
-        group: `environments`, names of those it applies to (default: all), and the settings of `group_reward`.
+        group: `environments`, names of the environments it applies to (default: all), and settings of `group_reward`.
 
     Raises:
-        ValueError: naming the key.
+        ValueError: names the key.
     """
-    given = checked(Advantage, {"baseline": "mean", "normalise": "unbiased_std", **(advantage or {})}, "advantage")
+    defaults = {"baseline": "mean", "normalise": "unbiased_std"}
+    settings = checked(Advantage, {**defaults, **(advantage or {})}, "advantage")
     names = (group or {}).get("environments")
     return Groups(
         generations=generations,
-        leave_one_out=given.baseline == "leave_one_out",
-        biased=given.normalise == "std",
+        leave_one_out=settings.baseline == "leave_one_out",
+        biased=settings.normalise == "std",
         reward=group_reward({key: value for key, value in (group or {}).items() if key != "environments"}),
         tasks=None if names is None else frozenset(compat.PREFIX + name for name in names),
     )
 
 
 class _Estimator:
-    """NeMo-RL's advantage estimator with rewritten rewards."""
+    """NeMo-RL's advantage estimator with group rewards."""
 
     def __init__(self, inner: Any, rewrite: Callable[[Any], torch.Tensor]) -> None:
         self._inner = inner
@@ -174,14 +174,14 @@ class _Estimator:
 def scored(
     groups: Groups, tokenizer: Any, *, asynchronous: bool, learn: Callable[[npt.ArrayLike], None] | None = None
 ) -> Iterator[None]:
-    """Context in which NeMo-RL scores groups by these settings, in this process.
+    """Context in which NeMo-RL uses these settings of groups in this process.
 
     Args:
-        groups: scoring of the groups.
+        groups: settings of groups.
         tokenizer: tokenizer of the policy.
         asynchronous: True for `async_grpo_train`, which does not scale rewards.
-        learn: called with the rewards of every batch that is generated, `[prompts, responses]`, before dynamic sampling
-            drops any; in the synchronous loop only.
+        learn: function that is called with the rewards of every generated batch, `[prompts, responses]`, before dynamic
+            sampling; only in the synchronous loop.
     """
     module = compat.grpo()
     marker = tokenizer(CLOSE, add_special_tokens=False).input_ids
@@ -212,10 +212,10 @@ def scored(
 
 
 def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: bool = False) -> tuple[int, int]:
-    """Numbers of generated tokens of a conversation: of reasoning, and of the rest.
+    """Numbers of generated tokens of a conversation: reasoning tokens and other tokens.
 
-    If the tokenizer joined a character to `</think>`, so that it has no tokens of its own, a response's tokens are
-    divided in proportion to its characters.
+    If `</think>` does not have separate tokens because the tokenizer joined it with another character, the tokens of
+    the response are divided in proportion to its characters.
 
     Args:
         log: messages with `role`, `content` and `token_ids`; the prompt is one user message.
@@ -231,7 +231,7 @@ def lengths(log: Sequence[Mapping[str, Any]], marker: Sequence[int], *, opened: 
         if at is None and CLOSE in text:
             at = round((text.index(CLOSE) + len(CLOSE)) / len(text) * len(ids))
         elif at is None:
-            # A trace that never ends is all reasoning.
+            # An unclosed trace consists of reasoning only.
             at = len(ids) if parse_response(text, thinking_opened=opened).thinking is not None else 0
         thinking += at
         answer += len(ids) - at
@@ -242,18 +242,18 @@ def _member(log: Sequence[Mapping[str, Any]], reward: float, info: Mapping[str, 
     episode: Episode = info["episode"]
     opened = episode.thinking_opened
     thinking, answer = lengths(log, marker, opened=opened)
-    said = [message["content"] for message in log if message["role"] == "assistant"]
+    texts = [message["content"] for message in log if message["role"] == "assistant"]
     return Member(
         reward=reward,
         thinking_tokens=thinking,
         answer_tokens=answer,
         prompt=episode.task.prompt,
-        response=parse_response(said[-1] if said else "", thinking_opened=opened),
+        response=parse_response(texts[-1] if texts else "", thinking_opened=opened),
     )
 
 
 def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
-    """Rows of each group: adjacent ones, as NeMo-RL repeats prompts; if rows were left out, those of equal prompts."""
+    """Rows of each group: adjacent rows, as NeMo-RL repeats prompts, or if rows are missing, rows of equal prompts."""
     rows = torch.arange(len(prompts), device=prompts.device)
     if len(prompts) % generations == 0:
         blocks = prompts.view(-1, generations, *prompts.shape[1:])
@@ -266,7 +266,7 @@ def _groups(prompts: torch.Tensor, generations: int) -> Iterator[torch.Tensor]:
 
 
 def _find(ids: Sequence[int], marker: Sequence[int]) -> int | None:
-    """Number of tokens up to the end of the first marker, or None if there is no marker."""
+    """Number of tokens up to the end of the first marker; None without a marker."""
     if not marker:
         return None
     for begin in range(len(ids) - len(marker) + 1):
@@ -284,7 +284,7 @@ def _rewriting(scale: Callable[..., Any], rewrite: Callable[[Any], torch.Tensor]
 
 
 def _rewriting_batches(rewrite: Callable[[Any], torch.Tensor]) -> type:
-    """Batch class that rewrites rewards when groups are joined, which only async_grpo_train does."""
+    """Batch class that applies group rewards when groups are joined, which only async_grpo_train does."""
     kind: Any = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
 
     class RewritingBatches(kind):

@@ -1,4 +1,4 @@
-"""`nemo-ext rl engine=nemo_rl`: turns the composed config into NeMo-RL's master config and our adapter's settings."""
+"""`nemo-ext rl engine=nemo_rl`: conversion of the composed config to NeMo-RL's master config and adapter settings."""
 
 import os
 import sys
@@ -23,39 +23,42 @@ from nemo_ext.rl.settings import NemoRl
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
-    """Train with the NeMo-RL that NEMO_RL_ROOT or PYTHONPATH names and leave the model in `RUN_DIR/model`.
+    """Train with NeMo-RL from NEMO_RL_ROOT or PYTHONPATH, and export the model to `RUN_DIR/model`.
 
-    A run directory with a checkpoint is resumed from it; a finished one without its model gets it. If NeMo-RL ended at
-    its time limit (`checkpointing.checkpoint_must_save_by`), the exit code is that of an interrupted run.
+    A run directory with a checkpoint is resumed; a finished run without its model exports it. If NeMo-RL ended at its
+    time limit (`checkpointing.checkpoint_must_save_by`), the process exits as if interrupted.
 
     Raises:
-        ValueError: NeMo-RL is not installed, lacks a key or cannot do what the algorithm says, or the tasks or pairs
-            are invalid, or the model has Python files and `trust_remote_code` is not set.
+        ValueError: NeMo-RL is not installed, does not have a key or cannot express the algorithm; or the tasks or pairs
+            are invalid; or the model has Python files and `trust_remote_code` is not set.
     """
     checkout = Checkout(os.environ.get("NEMO_RL_ROOT"))
-    given, master = settings_of(config, algorithm, checkout)
+    adapter, master = settings_of(config, algorithm, checkout)
     for name in dict.fromkeys((master["policy"]["model_name"], master["policy"]["tokenizer"]["name"])):
-        may_run_code(str(name), config)  # NeMo-RL's workers do not ask
+        may_run_code(str(name), config)  # NeMo-RL's workers do not check
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
     write_config(run_dir, config)
     write_versions(run_dir, sys.argv)
     step = finished_step(run_dir, master, section)
     if step is not None and has_model(run_dir, step, master, section):
-        notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
+        notice(
+            f"{run_dir / MODEL}: this run is finished; add steps to continue, or set another run_dir=... to start over"
+        )
         return
     if step is None:
         try:
             from nemo_ext.rl.nemo_rl.run import run as train
         except ImportError as error:
-            raise ValueError(f"engine=nemo_rl: {error}: docs/rl/nemo_rl.md says what it needs") from None
+            raise ValueError(f"engine=nemo_rl: {error}; install its requirements (docs/rl/nemo_rl.md)") from None
         (run_dir / FINISHED).unlink(missing_ok=True)
         notice(f"NeMo-RL: {algorithm.algorithm}, {run_dir}")
-        end = train({**given, "nemo_rl": master}, metrics=run_dir / METRICS)
+        end = train({**adapter, "nemo_rl": master}, metrics=run_dir / METRICS)
         if end.stopped:
             saved = saved_in(Path(master["checkpointing"]["checkpoint_dir"]))
-            goes_on = "the same command goes on" if saved and saved[-1].step == end.step else "it has no checkpoint"
+            resumable = saved and saved[-1].step == end.step
+            advice = "the same command resumes" if resumable else "this step has no checkpoint"
             steps = master[section]["max_num_steps"]
-            notice(f"stopped at step {end.step} of {steps} as checkpoint_must_save_by told it; {goes_on}")
+            notice(f"stopped at step {end.step} of {steps} by checkpoint_must_save_by; {advice}")
             sys.exit(INTERRUPTED)
         step = end.step
     leave_model(run_dir, step, master, section, checkout.root, config["template"], config)
@@ -64,90 +67,81 @@ def run(config: Mapping[str, Any], algorithm: Algorithm) -> None:
 def settings_of(
     config: Mapping[str, Any], algorithm: Algorithm, checkout: Checkout
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of `nemo_ext.rl.nemo_rl.run.run` besides the master config, and the master config.
-
-    Raises:
-        ValueError: as `run`.
-    """
-    asked = checked(NemoRl, config["nemo_rl"], "nemo_rl")
+    """Adapter settings and master config for `nemo_ext.rl.nemo_rl.run.run`; raises as `run`."""
+    settings = checked(NemoRl, config["nemo_rl"], "nemo_rl")
     if isinstance(algorithm, PolicyGradient) and algorithm.steps is None:
-        raise ValueError("rl.schedule.steps=null: say how many steps to train")
-    of_user = flat(asked.set or {})
-    precision = Precision.from_config(config, asked.fp8_in)
-    rendered = render(algorithm, checkout, backend=asked.backend, precision=precision)
-    _lay_out(config, asked, algorithm, rendered, of_user)
+        raise ValueError("rl.schedule.steps=null: set the number of steps")
+    user_values = flat(settings.set or {})
+    precision = Precision.from_config(config, settings.fp8_in)
+    rendered = render(algorithm, checkout, backend=settings.backend, precision=precision)
+    _lay_out(config, settings, algorithm, rendered, user_values)
     rendered.settled(config["on_inexpressible"])
     section, run_dir = section_of(algorithm), Path(config["run_dir"])
-    own: dict[str, Any] = {
+    run_values: dict[str, Any] = {
         section: {"seed": config["seed"]},
-        "policy": {
-            "model_name": config["policy"],
-            "tokenizer": {"name": config["policy"]},
-        },
+        "policy": {"model_name": config["policy"], "tokenizer": {"name": config["policy"]}},
         "checkpointing": {"enabled": True, "checkpoint_dir": str(run_dir / CHECKPOINTS)},
         "logger": {"log_dir": str(run_dir / "logs")},
     }
     if not config["tasks" if isinstance(algorithm, PolicyGradient) else "pairs"].get("validation"):
-        # The version's example, and many an algorithm, would validate; with validation that is when it saves, too.
+        # The version's example and many algorithms would validate. With validation, checkpoints are saved after it.
         never = {"val_period": 0, "val_at_start": False, "val_at_end": False}
         keys = checkout.keys(section)
-        own[section] |= {key: value for key, value in never.items() if keys.missing(f"{section}.{key}") is None}
-        own["checkpointing"] |= {"metric_name": None, "save_period": config["save_every"]}
+        run_values[section] |= {key: value for key, value in never.items() if keys.missing(f"{section}.{key}") is None}
+        run_values["checkpointing"] |= {"metric_name": None, "save_period": config["save_every"]}
         if algorithm.validation.every is not None:
-            notice("nothing to validate on is given: tasks.validation.path=FILE, or pairs.validation=FILE")
+            notice("no validation data; set tasks.validation.path=FILE, or pairs.validation=FILE")
     changes: dict[str, Any] = {}
-    for path, value in of_user.items():
+    for path, value in user_values.items():
         put(changes, path, value)
-    master = checkout.config(section, rendered.settings, own, changes)
-    master = checkout.config(section, rendered.settings, own, _save_format(master["policy"], checkout), changes)
-    given = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
-    given["template"] = config["template"]
+    master = checkout.config(section, rendered.settings, run_values, changes)
+    save_format = _save_format(master["policy"], checkout)
+    master = checkout.config(section, rendered.settings, run_values, save_format, changes)
+    adapter = {key: value for key, value in rendered.adapter.items() if key not in ("data", "validation")}
+    adapter["template"] = config["template"]
     if isinstance(algorithm, PolicyGradient):
-        given["tasks"] = {key: value for key, value in config["tasks"].items() if value}
+        adapter["tasks"] = {key: value for key, value in config["tasks"].items() if value}
     else:
-        given["pairs"] = {key: value for key, value in config["pairs"].items() if value}
-    return given, master
+        adapter["pairs"] = {key: value for key, value in config["pairs"].items() if value}
+    return adapter, master
 
 
 def on_cluster(
     config: Mapping[str, Any], nodes: int, gpus_per_node: int, gpu_memory_gib: float | None
 ) -> dict[str, Any]:
-    """The config with the sizes of a cluster, where it does not give them."""
-    given = config["nemo_rl"]
+    """Config with the sizes of a cluster where it does not set them."""
+    section = config["nemo_rl"]
     sizes = {"cluster.num_nodes": nodes, "cluster.gpus_per_node": gpus_per_node}
-    memory = given.get("gpu_memory_gib") or gpu_memory_gib
-    return {
-        **config,
-        "nemo_rl": {**given, "set": {**sizes, **flat(given["set"] or {})}, "gpu_memory_gib": memory},
-    }
+    memory = section.get("gpu_memory_gib") or gpu_memory_gib
+    return {**config, "nemo_rl": {**section, "set": {**sizes, **flat(section["set"] or {})}, "gpu_memory_gib": memory}}
 
 
 def _lay_out(
-    config: Mapping[str, Any], asked: NemoRl, algorithm: Algorithm, draft: Draft, of_user: Mapping[str, Any]
+    config: Mapping[str, Any], settings: NemoRl, algorithm: Algorithm, draft: Draft, user_values: Mapping[str, Any]
 ) -> None:
-    """Write the layout into a draft of the settings, and tell it."""
-    wanted = stated(asked.layout, of_user, asked.backend, asked.gpu_memory_gib)
+    """Write the layout into a draft of the settings, and print it."""
+    fixed = stated(settings.layout, user_values, settings.backend, settings.gpu_memory_gib)
     model = description_of(config["policy"])
     fp8 = draft.settings["policy"].get("generation", {}).get("vllm_cfg", {}).get("precision") == "fp8"
-    found = plan(
+    layout = plan(
         algorithm,
         model,
-        wanted,
-        backend=asked.backend,
+        fixed,
+        backend=settings.backend,
         micro_batch=config["micro_batch"],
         generation_bytes=1 if fp8 else 2,
     )
-    put_layout(draft, found, model, algorithm, asked.backend)
-    notice(found.told())
+    put_layout(draft, layout, model, algorithm, settings.backend)
+    notice(layout.describe())
 
 
 def _save_format(policy: Mapping[str, Any], checkout: Checkout) -> dict[str, Any]:
-    """Save format of DTensor's workers from which the last checkpoint can become `RUN_DIR/model`."""
+    """Save format of DTensor's workers that can be converted to `RUN_DIR/model`."""
     dtensor = policy.get("dtensor_cfg") or {}
     if not dtensor.get("enabled"):
         return {}
     if not dtensor.get("_v2"):
-        # DTensor's first version has one format, and requires that none is named.
+        # DTensor's first version has one format, which must not be named.
         return {"checkpointing": {"model_save_format": None}}
     if checkout.converts_dtensor_v2:
         return {"checkpointing": {"model_save_format": "torch_save"}}

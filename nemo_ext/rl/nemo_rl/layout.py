@@ -1,7 +1,7 @@
-"""Layouts: which GPUs train and which generate, and how each divides the model.
+"""Layouts: which GPUs train and which generate, and the parallel sizes of both.
 
-What is stated (a file of `hydra_conf/rl/layout`, or the user's settings) is kept. The rest is the division with the
-fewest GPUs to one copy of the model that fits, by the cost model of `nemo_ext.architecture`.
+Sizes that are stated (in a file of `hydra_conf/rl/layout` or by the user) are kept. The others are chosen so that one
+copy of the model uses the fewest GPUs on which it fits, by the cost model of `nemo_ext.architecture`.
 """
 
 import json
@@ -31,12 +31,13 @@ from nemo_ext.rl.nemo_rl.draft import Draft
 
 GIB = 1 << 30
 TRAINING_SHARE = 0.85
-"""Share of a GPU's memory that training may fill by the estimate (choice): buffers, fragments and, where generation
-shares the GPU, what vLLM keeps while it sleeps are not in it."""
+"""Fraction of a GPU's memory that the estimate of training may fill (choice). The estimate excludes buffers,
+fragmentation and, if generation shares the GPU, the memory that vLLM holds while it sleeps."""
 COLOCATED_SHARES, OWN_SHARE = (0.6, 0.8), 0.8
-"""`gpu_memory_utilization` of vLLM (choice): on GPUs that train as well, more only if less does not do; on its own."""
+"""`gpu_memory_utilization` of vLLM (choice): on GPUs that also train, the second only if the first does not suffice;
+on separate GPUs."""
 SEQUENCES = 4
-"""Whole sequences that vLLM's cache must at least hold (choice)."""
+"""Minimum number of whole sequences in vLLM's cache (choice)."""
 MEGATRON, DTENSOR = "policy.megatron_cfg", "policy.dtensor_cfg"
 PATHS = {
     "nodes": "cluster.num_nodes",
@@ -65,21 +66,21 @@ _PARALLEL = {
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Stated:
-    """What is stated of a layout; None for what is computed.
+    """Stated sizes of a layout; None for sizes that are computed.
 
     Attributes:
         source: paper and section.
-        backend: back end that trains, megatron or dtensor.
-        nodes: number of nodes, those for generation included.
-        gpus_per_node: number of GPUs of each.
+        backend: training backend, megatron or dtensor.
+        nodes: total number of nodes, including nodes for generation.
+        gpus_per_node: number of GPUs per node.
         gpu_memory_gib: memory of each GPU in GiB.
-        generation_nodes: nodes that only generate; with one node, 1 and `generation_gpus` of it.
-        generation_gpus: GPUs that only generate, of each node that does.
-        generation_tensor_parallel: GPUs that hold one copy of the model in vLLM.
-        colocated: False if generation has GPUs of its own, which asynchronous training requires.
-        tensor_parallel: tensor parallel size in training; the others alike.
-        micro_batch: responses or pairs on a device at once.
-        recompute: True if activations are computed again in the backward pass.
+        generation_nodes: number of nodes that only generate; 1 on a single node, with `generation_gpus` of its GPUs.
+        generation_gpus: number of GPUs that only generate on each of these nodes.
+        generation_tensor_parallel: tensor-parallel size in vLLM.
+        colocated: False if generation has separate GPUs, which asynchronous training requires.
+        tensor_parallel, context_parallel, pipeline_parallel, expert_parallel: parallel sizes in training.
+        micro_batch: number of responses or pairs per microbatch.
+        recompute: True if activations are recomputed in the backward pass.
     """
 
     source: str | None = None
@@ -101,7 +102,7 @@ class Stated:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How the GPUs that train divide the model; `bytes` is the estimate for the fullest of them, 0 if unknown."""
+    """Layout of training; `bytes` is the estimated memory of the fullest GPU, 0 if unknown."""
 
     layout: Layout
     micro_batch: int
@@ -110,7 +111,7 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """How vLLM divides the model; nodes and GPUs of each are None where the GPUs that train generate as well."""
+    """Layout of generation in vLLM; `nodes` and `gpus` (per node) are None if the training GPUs also generate."""
 
     nodes: int | None
     gpus: int | None
@@ -120,23 +121,23 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A whole layout; `generation` is None for training on pairs."""
+    """Layout of a run; `generation` is None for training on pairs."""
 
     nodes: int
     gpus_per_node: int
     training: Division
     generation: Generation | None
 
-    def told(self) -> str:
-        """The layout in one line."""
+    def describe(self) -> str:
+        """One-line summary of the layout."""
         how, generation = self.training.layout, self.generation
         line = f"layout: training {how.describe()} on {how.world_size} GPUs, micro-batch {self.training.micro_batch}"
         line += ", activations recomputed" if how.recompute == "full" else ""
-        line += f", about {self.training.bytes / GIB:.0f} GiB a GPU" if self.training.bytes else ""
+        line += f", about {self.training.bytes / GIB:.0f} GiB per GPU" if self.training.bytes else ""
         if generation is None:
             return line
-        own = f"{generation.nodes * (generation.gpus or 0)} others" if generation.nodes else "the same"
-        return f"{line}; generation TP{generation.tensor_parallel} on {own}"
+        where = f"{generation.nodes * (generation.gpus or 0)} others" if generation.nodes else "the same"
+        return f"{line}; generation TP{generation.tensor_parallel} on {where}"
 
 
 def names() -> tuple[str, ...]:
@@ -145,206 +146,195 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str) -> Stated:
-    """A layout that a paper states.
+    """Load a layout that a paper states; raises ValueError if it is unknown."""
+    if name not in names():
+        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, names())}; null computes one")
+    text = (files("hydra_conf") / "rl" / "layout" / f"{name}.yaml").read_text(encoding="utf-8")
+    layout: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
+    return layout
+
+
+def stated(name: str | None, user_values: Mapping[str, Any], backend: str, gpu_memory_gib: float | None) -> Stated:
+    """Sizes stated by a named layout and by the user (NeMo-RL's keys, dotted), who takes precedence.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: the layout is for another backend or other numbers of nodes or GPUs, or a size is invalid.
     """
-    layouts = config_files("rl/layout")
-    if name not in layouts:
-        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, layouts)}; null computes one")
-    text = layouts[name].read_text(encoding="utf-8")
-    made: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
-    return made
-
-
-def stated(name: str | None, given: Mapping[str, Any], backend: str, gpu_memory_gib: float | None) -> Stated:
-    """What the layout of this name and the user's settings (NeMo-RL's, dotted) say; the latter win.
-
-    Raises:
-        ValueError: the layout is for another back end, number of nodes or GPUs, or a setting is no size.
-    """
-    found = load(name) if name is not None else Stated()
-    if found.backend not in (None, backend):
-        raise ValueError(f"nemo_rl.layout={name} is for nemo_rl.backend={found.backend}: set it")
+    layout = load(name) if name is not None else Stated()
+    if layout.backend not in (None, backend):
+        raise ValueError(f"nemo_rl.layout={name} is for nemo_rl.backend={layout.backend}; set it")
     paths = {**PATHS, **_PARALLEL[backend]}
-    changes = {key: given[path] for key, path in paths.items() if given.get(path) is not None}
+    changes = {key: user_values[path] for key, path in paths.items() if user_values.get(path) is not None}
     for key in ("nodes", "gpus_per_node"):
-        wanted, is_ = getattr(found, key), changes.get(key)
-        if None not in (wanted, is_) and wanted != is_:
+        expected, actual = getattr(layout, key), changes.get(key)
+        if None not in (expected, actual) and expected != actual:
             raise ValueError(
-                f"nemo_rl.layout={name} has {key} {wanted}, nemo_rl.set.{PATHS[key]} is {is_}: nemo_rl.layout=null "
-                "computes one"
+                f"nemo_rl.layout={name} has {key} {expected}, but nemo_rl.set.{PATHS[key]} is {actual}; set "
+                "nemo_rl.layout=null to compute a layout"
             )
     if gpu_memory_gib is not None:
         changes["gpu_memory_gib"] = gpu_memory_gib
-    of_user: Stated = checked(Stated, changes, where="nemo_rl.set, of the layout")
-    return replace(found, **{key: value for key, value in asdict(of_user).items() if value is not None})
+    changed: Stated = checked(Stated, changes, where="nemo_rl.set, of the layout")
+    return replace(layout, **{key: value for key, value in asdict(changed).items() if value is not None})
 
 
 def description_of(policy: str) -> Description | None:
-    """The model of a Hugging Face folder; None, with a notice, if its memory cannot be known."""
+    """Model of a Hugging Face folder; None, with a notice, if its sizes cannot be determined."""
     file = Path(policy).expanduser() / "config.json"
     try:
         return read(json.loads(file.read_text(encoding="utf-8")))[1]
     except (OSError, ValueError) as error:
-        reason = f"{file}: not there" if isinstance(error, OSError) else f"{file}: {error}"
-        notice(f"the layout is not computed, as the model's sizes are not known ({reason}): set it with nemo_rl.set")
+        reason = f"{file}: not found" if isinstance(error, OSError) else f"{file}: {error}"
+        notice(f"the layout is not computed, because the model's sizes are unknown ({reason}); set it with nemo_rl.set")
         return None
 
 
 def plan(
     algorithm: Algorithm,
     model: Description | None,
-    wanted: Stated,
+    fixed: Stated,
     *,
     backend: str,
     micro_batch: int,
     generation_bytes: int = 2,
 ) -> Plan:
-    """The layout of a run.
+    """Layout of a run.
 
     Args:
-        algorithm: algorithm; its context length, batch and asynchrony matter.
-        model: model; None if unknown, then nothing is divided that is not stated.
-        wanted: what is stated; one node with one GPU of 80 GiB if nothing is.
+        algorithm: algorithm, of which context length, batch and asynchrony matter.
+        model: model; None if unknown, in which case sizes that are not stated are 1.
+        fixed: stated sizes; the default is one node with one GPU of 80 GiB.
         backend: megatron or dtensor.
-        micro_batch: largest micro-batch.
-        generation_bytes: bytes of a weight in vLLM.
+        micro_batch: maximum microbatch size.
+        generation_bytes: bytes per weight in vLLM.
 
     Raises:
-        ValueError: nothing that is allowed fits; says why, and how much memory the best would need.
+        ValueError: no allowed layout fits; gives the reason and the memory that the best one needs.
     """
-    nodes, gpus = wanted.nodes or 1, wanted.gpus_per_node or 1
-    search = _Search(algorithm, model, wanted, backend, micro_batch, gpus)
+    nodes, gpus = fixed.nodes or 1, fixed.gpus_per_node or 1
+    search = _Search(algorithm, model, fixed, backend, micro_batch, gpus)
     if not isinstance(algorithm, PolicyGradient):
         return Plan(nodes=nodes, gpus_per_node=gpus, training=search.training(nodes * gpus), generation=None)
-    own = wanted.colocated is False or wanted.generation_nodes or wanted.generation_gpus
-    if algorithm.asynchronous is None and not own:
+    separate = fixed.colocated is False or fixed.generation_nodes or fixed.generation_gpus
+    if algorithm.asynchronous is None and not separate:
         training = search.training(nodes * gpus)
         generation = search.generation(nodes * gpus, COLOCATED_SHARES, generation_bytes)
         return Plan(nodes=nodes, gpus_per_node=gpus, training=training, generation=generation)
     reasons = []
-    for own_nodes, own_gpus in _splits(nodes, gpus, wanted):
+    for generation_nodes, generation_gpus in _splits(nodes, gpus, fixed):
+        generating = generation_nodes * generation_gpus
         try:
-            training = search.training(nodes * gpus - own_nodes * own_gpus)
-            found = search.generation(own_nodes * own_gpus, (OWN_SHARE,), generation_bytes)
+            training = search.training(nodes * gpus - generating)
+            generation = search.generation(generating, (OWN_SHARE,), generation_bytes)
         except ValueError as error:
             reasons.append(str(error))
             continue
-        generation = replace(found, nodes=own_nodes, gpus=own_gpus)
+        generation = replace(generation, nodes=generation_nodes, gpus=generation_gpus)
         return Plan(nodes=nodes, gpus_per_node=gpus, training=training, generation=generation)
     raise ValueError(reasons[0])
 
 
-def _splits(nodes: int, gpus: int, wanted: Stated) -> list[tuple[int, int]]:
-    """Nodes for generation and GPUs of each, the most even division of the cluster first.
-
-    Raises:
-        ValueError: nothing is left to train, or a part of several nodes is to generate.
-    """
+def _splits(nodes: int, gpus: int, fixed: Stated) -> list[tuple[int, int]]:
+    """Nodes for generation and GPUs of each, the most even split first; ValueError if none is possible."""
     where = f"{nodes} nodes with {gpus} GPUs" if nodes > 1 else f"one node with {gpus} GPUs"
     if nodes == 1:
-        stated_gpus, most = wanted.generation_gpus, gpus
-        if wanted.generation_nodes not in (None, 1):
-            raise ValueError(f"{PATHS['generation_nodes']}={wanted.generation_nodes}: the cluster has one node")
+        generating, total = fixed.generation_gpus, gpus
+        if fixed.generation_nodes not in (None, 1):
+            raise ValueError(f"{PATHS['generation_nodes']}={fixed.generation_nodes}: the cluster has one node")
     else:
-        stated_gpus, most = wanted.generation_nodes, nodes
-        if wanted.generation_gpus not in (None, gpus):
+        generating, total = fixed.generation_nodes, nodes
+        if fixed.generation_gpus not in (None, gpus):
             raise ValueError(
-                f"{PATHS['generation_gpus']}={wanted.generation_gpus}: with several nodes whole ones generate: {gpus}"
+                f"{PATHS['generation_gpus']}={fixed.generation_gpus}: with several nodes, whole nodes generate; set "
+                f"{gpus}"
             )
-    if most < 2 or (stated_gpus is not None and stated_gpus >= most):
+    if total < 2 or (generating is not None and generating >= total):
         raise ValueError(
-            f"nothing is left to train on: {where}, and generation takes its own; give more with "
+            f"no GPU is left for training: {where}, and generation uses separate ones; add more with "
             f"nemo_rl.set.{PATHS['gpus_per_node' if nodes == 1 else 'nodes']}=N"
         )
-    parts = [stated_gpus] if stated_gpus else sorted(range(1, most), key=lambda part: abs(2 * part - most))
+    parts = [generating] if generating else sorted(range(1, total), key=lambda part: abs(2 * part - total))
     return [(1, part) if nodes == 1 else (part, gpus) for part in parts]
 
 
 class _Search:
-    """Divisions of one model, for one algorithm."""
+    """Search for the layouts of one model and algorithm."""
 
     def __init__(
-        self, algorithm: Algorithm, model: Description | None, wanted: Stated, backend: str, most: int, gpus: int
+        self, algorithm: Algorithm, model: Description | None, fixed: Stated, backend: str, micro_batch: int, gpus: int
     ) -> None:
-        self.algorithm, self.model, self.wanted, self.backend = algorithm, model, wanted, backend
+        self.algorithm, self.model, self.fixed, self.backend = algorithm, model, fixed, backend
         self.pairs = not isinstance(algorithm, PolicyGradient)
-        self.most, self.gpus = most, gpus
-        self.memory = (wanted.gpu_memory_gib or 80) * GIB
+        self.max_micro_batch, self.gpus = micro_batch, gpus
+        self.memory = (fixed.gpu_memory_gib or 80) * GIB
         self.length = algorithm.lengths.context or 1
 
     def training(self, world: int) -> Division:
-        """The division of the policy over so many GPUs.
-
-        Raises:
-            ValueError: as `plan`.
-        """
-        least, reasons = None, dict[str, None]()
+        """Layout of training on `world` GPUs; raises as `plan`."""
+        smallest, reasons = None, dict[str, None]()
         for tensor, pipeline, context in self._sizes():
             parts = tensor * pipeline * context
             if world % parts:
-                reasons[f"{world} GPUs are no multiple of TP{tensor} x PP{pipeline} x CP{context}"] = None
+                reasons[f"{world} GPUs are not a multiple of TP{tensor} x PP{pipeline} x CP{context}"] = None
                 continue
             data = world // parts
             if self.algorithm.batch % data:
-                reasons[f"batch={self.algorithm.batch} is no multiple of data parallel {data} ({world} GPUs)"] = None
+                problem = f"batch={self.algorithm.batch} is not a multiple of data parallel {data} ({world} GPUs)"
+                reasons[problem] = None
                 continue
-            for recompute in (False, True) if self.wanted.recompute is None else (self.wanted.recompute,):
-                found = self._division(tensor, pipeline, context, data, recompute)
-                if isinstance(found, str):
-                    reasons[found] = None
-                elif found.bytes <= TRAINING_SHARE * self.memory:
-                    return self._with_larger_micro_batch(found)
-                elif least is None or found.bytes < least.bytes:
-                    least = found
-        if least is not None:
-            how = least.layout
+            for recompute in (False, True) if self.fixed.recompute is None else (self.fixed.recompute,):
+                division = self._division(tensor, pipeline, context, data, recompute)
+                if isinstance(division, str):
+                    reasons[division] = None
+                elif division.bytes <= TRAINING_SHARE * self.memory:
+                    return self._with_larger_micro_batch(division)
+                elif smallest is None or division.bytes < smallest.bytes:
+                    smallest = division
+        if smallest is not None:
+            how = smallest.layout
             raise ValueError(
-                f"training: no layout on {world} GPUs of {self.memory / GIB:g} GiB fits; the least, "
+                f"training: no layout on {world} GPUs of {self.memory / GIB:g} GiB fits; the smallest, "
                 f"TP{how.tensor_parallel} PP{how.pipeline_parallel} CP{how.context_parallel}, needs about "
-                f"{least.bytes / GIB:.0f} GiB: give more nodes or shorter sequences (rl.lengths); "
-                "nemo_rl.gpu_memory_gib is what a GPU is taken to have"
+                f"{smallest.bytes / GIB:.0f} GiB; use more nodes or shorter sequences (rl.lengths), or correct "
+                "nemo_rl.gpu_memory_gib, the memory of a GPU"
             )
-        raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}: change nodes or sizes")
+        raise ValueError(f"training: {'; '.join(list(reasons)[:2]) or 'no layout'}; change nodes or sizes")
 
     def generation(self, world: int, shares: tuple[float, ...], weight: int) -> Generation:
-        """The division of vLLM over so many GPUs.
-
-        Raises:
-            ValueError: as `plan`.
-        """
-        own = self.wanted.generation_tensor_parallel
-        sizes = [own] if own else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
+        """Layout of vLLM on `world` GPUs; raises as `plan`."""
+        stated_size = self.fixed.generation_tensor_parallel
+        sizes = [stated_size] if stated_size else [1 << power for power in range(7) if 1 << power <= 4 * self.gpus]
         if self.model is None:
-            return Generation(nodes=None, gpus=None, tensor_parallel=own or 1, share=shares[0])
+            return Generation(nodes=None, gpus=None, tensor_parallel=stated_size or 1, share=shares[0])
         architecture, need = self.model.architecture, 0.0
         heads = [block.size("heads") for block in architecture.sizes if block.kind in "*M" and not block.is_linear]
-        # Beyond a node only where a node does not do.
+        # Across nodes only if one node does not suffice.
         for inside, share in product((True, False), shares):
             for tensor in sizes:
                 if world % tensor or any(count % tensor for count in heads) or (tensor <= self.gpus) != inside:
                     continue
                 need = self._generation_bytes(architecture, tensor, weight)
-                if need <= share * self.memory or own:
+                if need <= share * self.memory or stated_size:
                     return Generation(nodes=None, gpus=None, tensor_parallel=tensor, share=share)
         if not need:
-            raise ValueError(f"generation: {world} GPUs and {min(heads)} heads are no multiples of {sizes[0]}")
+            raise ValueError(
+                f"generation: tensor parallel {sizes[0]} does not divide {world} GPUs and {min(heads)} heads"
+            )
         raise ValueError(
             f"generation: {need / GIB:.0f} GiB on each of {tensor} GPUs, with {SEQUENCES} sequences of {self.length} "
-            f"tokens, do not fit {max(shares):g} of {self.memory / GIB:g}: precision=fp8_blockwise, or more GPUs"
+            f"tokens, exceed {max(shares):g} of {self.memory / GIB:g} GiB; use precision=fp8_blockwise or more GPUs"
         )
 
     def _generation_bytes(self, architecture: Architecture, tensor: int, weight: int) -> float:
         cached = cost.kv_cache_bytes(architecture, self.length) + cost.state_bytes_per_sequence(architecture)
-        shared = min([tensor, *(block.size("kv") for block in architecture.sizes if _attends(block))])
+        attention = (block for block in architecture.sizes if block.kind == "*" and not block.is_linear)
+        shared = min([tensor, *(block.size("kv") for block in attention)])
         return cost.total_params(architecture) * weight / tensor + SEQUENCES * cached / shared
 
     def _sizes(self) -> list[tuple[int, int, int]]:
-        """TP, PP and CP; the fewest GPUs first, then the fewest stages."""
-        wanted, megatron = self.wanted, self.backend == "megatron"
-        # DTensor divides weights over all GPUs anyway, and few classes have a plan for tensor parallelism.
+        """Sizes TP, PP and CP to try, ordered by number of GPUs, then by number of stages."""
+        fixed, megatron = self.fixed, self.backend == "megatron"
+        # DTensor shards weights over all GPUs anyway, and few model classes have a plan for tensor parallelism.
         tensors = powers(min(self.gpus, 16)) if megatron else [1]
         contexts = powers(16)
         if self.model is None or self._context_is_one():
@@ -352,21 +342,22 @@ class _Search:
         pipelines = powers(16) if megatron else [1]
         if self.model is None:
             tensors, pipelines = [1], [1]
-        tensors = [wanted.tensor_parallel] if wanted.tensor_parallel else tensors
-        contexts = [wanted.context_parallel] if wanted.context_parallel else contexts
-        pipelines = [wanted.pipeline_parallel] if wanted.pipeline_parallel else pipelines
+        tensors = [fixed.tensor_parallel] if fixed.tensor_parallel else tensors
+        contexts = [fixed.context_parallel] if fixed.context_parallel else contexts
+        pipelines = [fixed.pipeline_parallel] if fixed.pipeline_parallel else pipelines
         return parallel_sizes(tensors, pipelines, contexts)
 
     def _context_is_one(self) -> bool:
-        """True if sequences cannot be divided: Megatron needs packing for it, which pairs lack; DTensor's Mamba."""
+        """True if context parallelism is unavailable: Megatron's requires packs, which pairs do not use; DTensor's
+        does not support Mamba."""
         assert self.model is not None
         return self.pairs if self.backend == "megatron" else "M" in self.model.kinds
 
     def _division(self, tensor: int, pipeline: int, context: int, data: int, recompute: bool) -> Division | str:
-        """The division with one response or pair at once, or why there is none."""
-        micro = self.wanted.micro_batch or 1
+        """Layout with one response or pair per microbatch, or the reason why there is none."""
+        micro = self.fixed.micro_batch or 1
         if self.algorithm.batch % (data * micro):
-            return f"batch={self.algorithm.batch} is no multiple of data parallel {data} x micro-batch {micro}"
+            return f"batch={self.algorithm.batch} is not a multiple of data parallel {data} x micro-batch {micro}"
         try:
             layout = Layout(
                 tensor_parallel=tensor,
@@ -386,21 +377,21 @@ class _Search:
             return str(error)
 
     def _experts(self, ranks: int) -> int:
-        if self.wanted.expert_parallel:
-            return self.wanted.expert_parallel
+        if self.fixed.expert_parallel:
+            return self.fixed.expert_parallel
         if self.model is None or self.backend == "dtensor":
             return 1
         return max(expert_sizes(self.model.blocks, ranks, self.gpus))
 
     def _bytes(self, layout: Layout) -> int:
-        """Estimate for the fullest GPU.
+        """Estimated memory of the fullest GPU.
 
-        The logits count twice in FP32, for the loss and its gradient; `activation_bytes` has six of these eight bytes.
-        DTensor divides weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers a block at a time,
-        and its gradient.
+        The logits need eight bytes each, FP32 for the loss and for its gradient, of which `activation_bytes` has six.
+        DTensor shards weights, gradients and Adam's state, all in FP32, over all GPUs, and gathers one block and its
+        gradient at a time.
 
         Raises:
-            ValueError: the blocks cannot be divided so.
+            ValueError: the blocks do not support these parallel sizes.
         """
         if self.model is None:
             return 0
@@ -411,7 +402,7 @@ class _Search:
         logits = round(tokens * 2 * architecture.vocab_size / layout.tensor_parallel)
         scan = [b.size("heads") for b in architecture.sizes if b.kind == "M" and not b.is_linear]
         if any(heads % (layout.tensor_parallel * layout.context_parallel) for heads in scan):
-            raise ValueError(f"Mamba's {scan[0]} heads are no multiple of tensor x context parallel")
+            raise ValueError(f"Mamba's {scan[0]} heads are not a multiple of tensor x context parallel")
         if self.backend == "megatron":
             gpus = cost.per_gpu(architecture, layout, seq_length=self.length)
             return max(gpu.total_bytes + (logits if gpu is gpus[-1] else 0) for gpu in gpus)
@@ -421,39 +412,35 @@ class _Search:
         gathered = 2 * 2 * max(parts) // layout.tensor_parallel
         return state + gathered + logits + activation_bytes(architecture, layout, seq_length=self.length)
 
-    def _with_larger_micro_batch(self, found: Division) -> Division:
-        """The same division with the largest micro-batch that fits, a power of two times the first."""
-        while not self.wanted.micro_batch and self.model is not None:
-            micro, data = 2 * found.micro_batch, found.layout.data_parallel
-            if micro > self.most or self.algorithm.batch % (data * micro):
+    def _with_larger_micro_batch(self, division: Division) -> Division:
+        """Same layout with the largest microbatch that fits, a power of two times the first."""
+        while not self.fixed.micro_batch and self.model is not None:
+            micro, data = 2 * division.micro_batch, division.layout.data_parallel
+            if micro > self.max_micro_batch or self.algorithm.batch % (data * micro):
                 break
             layout = replace(
-                found.layout,
-                micro_batch_size=2 * found.layout.micro_batch_size,
+                division.layout,
+                micro_batch_size=2 * division.layout.micro_batch_size,
                 micro_batches=self.algorithm.batch // (data * micro),
             )
             needed = self._bytes(layout)
             if needed > TRAINING_SHARE * self.memory:
                 break
-            found = replace(found, layout=layout, micro_batch=micro, bytes=needed)
-        return found
-
-
-def _attends(block: Any) -> bool:
-    return block.kind == "*" and not block.is_linear
+            division = replace(division, layout=layout, micro_batch=micro, bytes=needed)
+        return division
 
 
 def is_paired(model: Description) -> bool:
-    """True if every layer is an attention and an MLP block: Megatron-Bridge's own models divide by such layers."""
+    """True if every layer is an attention and an MLP block, as in Megatron-Bridge's own models."""
     kinds = "".join("L" if block.is_linear else block.kind for block in model.blocks)
     return kinds == "*-" * (len(kinds) // 2)
 
 
 def _in_stages(model: Description, stages: int) -> Architecture:
-    """The architecture as the bridges divide it: ours by weights, Megatron-Bridge's own by whole layers.
+    """Architecture with the pipeline stages of its bridge: ours balance parameters, Megatron-Bridge's own count layers.
 
     Raises:
-        ValueError: its layers cannot be divided evenly.
+        ValueError: the layers cannot be divided evenly.
     """
     architecture = model.architecture
     if stages == 1:
@@ -466,17 +453,17 @@ def _in_stages(model: Description, stages: int) -> Architecture:
     return architecture
 
 
-def put_layout(draft: Draft, found: Plan, model: Description | None, algorithm: Algorithm, backend: str) -> None:
+def put_layout(draft: Draft, run_plan: Plan, model: Description | None, algorithm: Algorithm, backend: str) -> None:
     """Write a layout into a draft of NeMo-RL's config."""
-    layout, pairs = found.training.layout, not isinstance(algorithm, PolicyGradient)
+    layout, pairs = run_plan.training.layout, not isinstance(algorithm, PolicyGradient)
     tensor, context = layout.tensor_parallel, layout.context_parallel
     ours = "nemo_rl.layout"
-    draft.put(ours, PATHS["nodes"], found.nodes)
-    draft.put(ours, PATHS["gpus_per_node"], found.gpus_per_node)
-    draft.put(ours, PATHS["micro_batch"], found.training.micro_batch)
-    # Context parallelism takes every sequence apart into two pieces a rank.
+    draft.put(ours, PATHS["nodes"], run_plan.nodes)
+    draft.put(ours, PATHS["gpus_per_node"], run_plan.gpus_per_node)
+    draft.put(ours, PATHS["micro_batch"], run_plan.training.micro_batch)
+    # Context parallelism splits every sequence into two pieces per rank.
     draft.put(ours, "policy.make_sequence_length_divisible_by", tensor * (2 * context if context > 1 else 1))
-    # Packs on DTensor need a model that passes flash attention's arguments on, and no state over tokens.
+    # Packs on DTensor require a model that passes flash attention's arguments on and has no recurrent state.
     packs = backend == "megatron" or (context == 1 and model is not None and is_paired(model))
     draft.put(ours, "policy.sequence_packing.enabled", packs and not pairs)
     draft.put(ours, "policy.dynamic_batching.enabled", False)
@@ -494,14 +481,14 @@ def put_layout(draft: Draft, found: Plan, model: Description | None, algorithm: 
     if backend == "megatron":
         draft.put(ours, f"{MEGATRON}.expert_tensor_parallel_size", 1)
         if model is not None and model.activation != "silu":
-            # Megatron fuses SwiGLU and GELU alone.
+            # Megatron fuses only SwiGLU and GELU.
             draft.put(ours, f"{MEGATRON}.bias_activation_fusion", False)
     if pairs:
         draft.put(ours, "dpo.val_global_batch_size", algorithm.batch)
-        draft.put(ours, "dpo.val_micro_batch_size", found.training.micro_batch)
-    if found.generation is not None:
-        generation = found.generation
-        draft.put(ours, "policy.logprob_batch_size", found.training.micro_batch)
+        draft.put(ours, "dpo.val_micro_batch_size", run_plan.training.micro_batch)
+    if run_plan.generation is not None:
+        generation = run_plan.generation
+        draft.put(ours, "policy.logprob_batch_size", run_plan.training.micro_batch)
         draft.put(ours, PATHS["colocated"], generation.nodes is None)
         draft.put(ours, PATHS["generation_nodes"], generation.nodes)
         draft.put(ours, PATHS["generation_gpus"], generation.gpus)

@@ -1,4 +1,4 @@
-"""Preference pairs (`nemo_ext.rl.pairs`) as NeMo-RL's datasets, for DPO and RPO."""
+"""NeMo-RL datasets of preference pairs (`nemo_ext.rl.pairs`) for DPO and RPO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,13 +11,7 @@ from nemo_ext.rl.pairs import Pair, token_ids
 
 @dataclass(frozen=True)
 class PairDataset:
-    """Dataset of pairs for `dpo.setup`.
-
-    Attributes:
-        pairs: pairs in order.
-        tokenizer: tokenizer of the policy.
-        max_length: maximum tokens of a conversation; a longer pair takes part with no loss.
-    """
+    """Dataset of pairs for `dpo.setup`; pairs longer than `max_length` tokens are excluded from the loss."""
 
     pairs: Sequence[Pair]
     tokenizer: Any
@@ -32,7 +26,7 @@ class PairDataset:
         sides = list(zip((pair.chosen, pair.rejected), answers, strict=True))
         lengths = [len(prompt) + len(ids) for _, ids in sides]
         fits = self.max_length is None or max(lengths) <= self.max_length
-        # A cut pair keeps four tokens of each side, as in NeMo-RL, and its loss counts for nothing.
+        # A longer pair is truncated to four tokens per message, as in NeMo-RL, and excluded from the loss.
         short = None if fits else 4
         logs = [
             [

@@ -1,8 +1,8 @@
-"""A precision plan for NeMo-RL: vLLM quantises each new policy while loading it, and Megatron trains in FP8.
+"""Rendering of a precision plan for NeMo-RL: vLLM quantises each new policy, and Megatron trains in FP8.
 
 NeMo-RL's generation supports FP8 with blocks of 128x128 and, in newer versions, MXFP8. Modules are excluded by keywords
 in their names (`quantization_ignored_layer_kws`), which works for single blocks; `num_first_layers_in_bf16` of 0.5 to
-0.7 puts a list into a list, which vLLM ignores.
+0.7 makes a nested list, which vLLM ignores.
 """
 
 from nemo_ext.rl.algorithms import Algorithm, PolicyGradient
@@ -15,11 +15,9 @@ IGNORED = "quantization_ignored_layer_kws"
 
 
 def render_precision(precision: Precision, algorithm: Algorithm, *, backend: str, draft: Draft) -> None:
-    """Write a plan into a draft of NeMo-RL's config for a backend, megatron or dtensor."""
+    """Write a precision plan into a draft of NeMo-RL's config for a backend, megatron or dtensor."""
     if precision.head:
-        draft.cannot(
-            "precision_plan.rules", "the output layer has no FP8 in vLLM nor in Megatron; it is in BF16 instead"
-        )
+        draft.cannot("precision_plan.rules", "neither vLLM nor Megatron supports FP8 in the output layer; BF16 is used")
     if precision.in_("generation"):
         _generation(precision, algorithm, backend, draft)
     if precision.in_("training"):
@@ -30,24 +28,20 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft:
     plan = precision.plan
     if not isinstance(algorithm, PolicyGradient):
         if precision.where == "generation":
-            draft.cannot(
-                "precision_plan", f"{algorithm.algorithm} generates nothing; nemo_rl.fp8_in=training trains by it"
-            )
+            draft.cannot("precision_plan", f"{algorithm.algorithm} does not generate; use nemo_rl.fp8_in=training")
         return
     if not plan.uses_fp8:
-        draft.cannot(
-            "precision_plan.kv_cache", "NeMo-RL has an FP8 cache with FP8 weights alone; it is in BF16 instead"
-        )
+        draft.cannot("precision_plan.kv_cache", "NeMo-RL supports an FP8 cache only with FP8 weights; BF16 is used")
         return
     draft.put("precision_plan.default", f"{GENERATION}.precision", "fp8")
     ignored = list(precision.high)
     if plan.recipe == "mxfp8" and draft.has(f"{GENERATION}.is_mx"):
-        # vLLM's ModelOpt path excludes nothing by itself (NeMo-RL's recipes name lm_head and mlp.gate).
+        # vLLM's ModelOpt path excludes nothing by default (NeMo-RL's recipes name lm_head and mlp.gate).
         ignored += precision.never
         draft.put("precision_plan.recipe", f"{GENERATION}.is_mx", True)
-        # MXFP8 has no others; not to say so is an error in NeMo-RL.
-        for what in ("weight", "activation"):
-            if draft.has(key := f"{GENERATION}.pow2_{what}_scaling_factors"):
+        # MXFP8 scales are always powers of two, but NeMo-RL requires these keys.
+        for operand in ("weight", "activation"):
+            if draft.has(key := f"{GENERATION}.pow2_{operand}_scaling_factors"):
                 draft.put("precision_plan.recipe", key, True)
     elif plan.recipe != "blockwise":
         draft.cannot(
@@ -58,8 +52,7 @@ def _generation(precision: Precision, algorithm: Algorithm, backend: str, draft:
     _cache(precision, algorithm, backend, draft)
     if algorithm.loss.importance_correction.kind == "none" and algorithm.asynchronous is None:
         draft.cannot(
-            "loss.importance_correction.kind",
-            "generation in FP8 insists on a correction; kind=untruncated is done instead",
+            "loss.importance_correction.kind", "generation in FP8 requires a correction; kind=untruncated is used"
         )
         draft.put("loss.importance_correction.kind", "loss_fn.use_importance_sampling_correction", True)
 
@@ -68,9 +61,9 @@ def _cache(precision: Precision, algorithm: PolicyGradient, backend: str, draft:
     if precision.plan.kv_cache != "fp8":
         draft.put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "auto")
     elif backend != "megatron":
-        draft.cannot("precision_plan.kv_cache", "only the megatron backend gives scales for it; it is in BF16 instead")
+        draft.cannot("precision_plan.kv_cache", "only the megatron backend computes scales for FP8; BF16 is used")
     elif algorithm.asynchronous is not None:
-        draft.cannot("precision_plan.kv_cache", "asynchronous generation has none in FP8; it is in BF16 instead")
+        draft.cannot("precision_plan.kv_cache", "asynchronous generation does not support an FP8 cache; BF16 is used")
     else:
         draft.put("precision_plan.kv_cache", f"{GENERATION}.kv_cache_dtype", "fp8")
 
@@ -78,13 +71,11 @@ def _cache(precision: Precision, algorithm: PolicyGradient, backend: str, draft:
 def _training(precision: Precision, backend: str, draft: Draft) -> None:
     plan = precision.plan
     if backend != "megatron":
-        draft.cannot("nemo_rl.fp8_in", "only the megatron backend trains in FP8; the policy is trained in BF16 instead")
+        draft.cannot("nemo_rl.fp8_in", "only the megatron backend trains in FP8; BF16 is used")
         return
     if not plan.uses_fp8:
         return
     if precision.high:
-        draft.cannot(
-            "precision_plan.rules", "the policy is trained in FP8 as a whole; all linear maps are in FP8 instead"
-        )
+        draft.cannot("precision_plan.rules", "NeMo-RL trains either all linear layers in FP8 or none; all are in FP8")
     values = {"enabled": True, "fp8": plan.format, "fp8_recipe": plan.recipe, "fp8_param": False}
     draft.put_all("precision_plan", TRAINING, values)

@@ -1,8 +1,9 @@
-"""NeMo-RL's own `setup` with a run's config, without GPUs and without Ray: it refuses here what it would on a cluster.
+"""Rehearsal of NeMo-RL's own `setup` with a run's config, without GPUs and Ray, to find errors before the cluster does.
 
-Real are the checkout's config classes, `grpo.setup` or `dpo.setup`, the checks of `Policy` and `VllmGeneration` when
-they are made, and the division of a batch. Not real: the cluster, the processes of the workers, loggers, checkpoints
-and the data, of which only the number matters. What workers check needs Megatron-Bridge, Automodel or vLLM.
+Real are the checkout's config classes, `grpo.setup` or `dpo.setup`, the checks in the constructors of `Policy` and
+`VllmGeneration`, and the division of a batch. Stand-ins replace the cluster, the worker processes, loggers, checkpoints
+and the data, of which only the size matters. Checks in workers are omitted: they need Megatron-Bridge, Automodel or
+vLLM.
 
     python -m nemo_ext.rl.nemo_rl.rehearsal CONFIG.json      # {"section": "grpo", "config": {...}}
 """
@@ -27,7 +28,7 @@ REFUSED, NO_PACKAGES = 1, 3
 
 
 class _Cluster:
-    """In place of RayVirtualCluster: nodes and GPUs that nobody has to have."""
+    """Stand-in for RayVirtualCluster, with nodes and GPUs that do not exist."""
 
     _sorted_bundle_indices = None
 
@@ -45,7 +46,7 @@ class _Cluster:
 
 
 class _Workers(MagicMock):
-    """In place of RayWorkerGroup; with the data parallel size that its caller says."""
+    """Stand-in for RayWorkerGroup, with the caller's data-parallel size."""
 
     def __init__(self, *arguments: Any, sharding_annotations: Any = None, **others: Any) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class _Workers(MagicMock):
 
 
 class _Data:
-    """In place of a dataset: as many items as a run needs."""
+    """Stand-in for a dataset, with the number of items that a run needs."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -70,11 +71,7 @@ class _Data:
 
 
 def rehearse(master: Mapping[str, Any], section: Section) -> None:
-    """Set up a run of this config, which is changed.
-
-    Raises:
-        ValueError: NeMo-RL refuses the config, or cannot be imported.
-    """
+    """Set up a run with a config, changed in place; raises ValueError if NeMo-RL refuses it or cannot be imported."""
     module = compat.grpo() if section == "grpo" else compat.dpo()
     config = {**master}
     tokenizer: Any = SimpleNamespace(pad_token_id=0, eos_token_id=1, pad_token="<pad>", eos_token="</s>")
@@ -82,23 +79,23 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
         with _stand_ins(module):
             if section == "grpo":
                 compat.with_generation(config, tokenizer)
-            made = compat.master_config(module, config)
+            master_config = compat.master_config(module, config)
             steps = min(int(config[section]["max_num_steps"]), 1000)
             if section == "grpo":
                 data = _Data((steps + 2) * int(config["grpo"]["num_prompts_per_step"]))
-                ready = compat.set_up_grpo(made, tokenizer, data, _Data(8))
+                ready = compat.set_up_grpo(master_config, tokenizer, data, _Data(8))
                 size = config["grpo"]["num_prompts_per_step"] * config["grpo"]["num_generations_per_prompt"]
                 pairs = 1
             else:
                 data = _Data(steps * int(config["policy"]["train_global_batch_size"]))
-                ready = compat.set_up_dpo(made, tokenizer, data, {"default": _Data(8)})
+                ready = compat.set_up_dpo(master_config, tokenizer, data, {"default": _Data(8)})
                 size, pairs = config["policy"]["train_global_batch_size"], 2
                 validation = config["dpo"]["val_global_batch_size"]
                 _divide(ready.policy, validation, validation, config["dpo"]["val_micro_batch_size"], pairs)
             policy = config["policy"]
             _divide(ready.policy, size, policy["train_global_batch_size"], policy["train_micro_batch_size"], pairs)
             _packing(policy)
-    except Exception as error:  # whatever NeMo-RL raises, an assertion mostly
+    except Exception as error:  # NeMo-RL raises many types, mostly assertions
         text = " ".join(str(error).split()) or "no reason given"
         raise ValueError(f"NeMo-RL's {section}.setup refuses the config: {type(error).__name__}: {text}") from error
 
@@ -115,7 +112,7 @@ def _stand_ins(module: Any) -> Iterator[None]:
         }
     )
     with contextlib.ExitStack() as stack:
-        for where, name, instead in (
+        for where, name, stand_in in (
             (module, "RayVirtualCluster", _Cluster),
             (module, "Logger", MagicMock()),
             (module, "CheckpointManager", checkpoints),
@@ -123,52 +120,53 @@ def _stand_ins(module: Any) -> Iterator[None]:
             (policy, "RayWorkerBuilder", MagicMock()),
             (policy, "RayWorkerGroup", _Workers),
             (policy.Policy, "print_node_ip_and_gpu_id", lambda policy: None),
-            (policy.Policy, "init_collective", lambda *given, **how: []),
-            (vllm.VllmGeneration, "init_collective", lambda *given, **how: []),
+            (policy.Policy, "init_collective", lambda *arguments, **keywords: []),
+            (vllm.VllmGeneration, "init_collective", lambda *arguments, **keywords: []),
             (vllm, "RayWorkerBuilder", MagicMock()),
             (vllm, "RayWorkerGroup", _Workers),
-            (vllm.VllmGeneration, "_get_tied_worker_bundle_indices", lambda *given: []),
-            (importlib.import_module("ray"), "get", lambda *given, **how: [{}]),
+            (vllm.VllmGeneration, "_get_tied_worker_bundle_indices", lambda *arguments: []),
+            (importlib.import_module("ray"), "get", lambda *arguments, **keywords: [{}]),
         ):
-            stack.enter_context(patch.object(where, name, instead))
-        # As `run` has it.
+            stack.enter_context(patch.object(where, name, stand_in))
+        # Also set by `nemo_ext.rl.nemo_rl.run`.
         stack.enter_context(patch.dict(os.environ, {"TORCH_CUDA_ARCH_LIST": "9.0"}))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         yield
 
 
 def _divide(policy: Any, size: int, batch: int, micro: int, pairs: int) -> None:
-    """Divide items over the data parallel ranks and into micro-batches, as training does."""
+    """Divide items over the data-parallel ranks and into microbatches, as training does."""
     torch = importlib.import_module("torch")
     kind = importlib.import_module("nemo_rl.distributed.batched_data_dict").BatchedDataDict
     ranks = policy.sharding_annotations.get_axis_size("data_parallel")
     parts = kind({"input_ids": torch.zeros(size * pairs, 1)}).shard_by_batch_size(ranks, batch_size=batch * pairs)
     if (batch // ranks) % micro:
-        raise ValueError(f"a rank's share {batch // ranks} of a batch of {batch} is no multiple of {micro} at once")
+        per_rank = f"a batch of {batch} on {ranks} data-parallel ranks is {batch // ranks} per rank"
+        raise ValueError(f"{per_rank}, which is not a multiple of the microbatch size {micro}")
     assert len(parts) == ranks
 
 
 def _packing(policy: Mapping[str, Any]) -> None:
-    """What the workers of both back ends say of context parallelism and packs."""
+    """Checks of the workers on context parallelism and packs, for both backends."""
     packs, megatron = policy["sequence_packing"]["enabled"], policy["megatron_cfg"]["enabled"]
     context = policy["megatron_cfg" if megatron else "dtensor_cfg"]["context_parallel_size"]
     if context > 1 and packs != megatron:
         raise ValueError(
-            f"policy.sequence_packing.enabled={packs} with context parallel {context}: Megatron needs packs, DTensor "
-            "takes none"
+            f"policy.sequence_packing.enabled={packs} with context parallel {context}: Megatron requires packs, but "
+            "DTensor does not support them"
         )
 
 
 def main() -> int:
-    """Rehearse the config of a file; the reason of a refusal is the last line of the output."""
-    given = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    """Rehearse the config in a file; prints the reason of a refusal as its last line and returns the exit code."""
+    run = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
         compat.grpo()
     except ValueError as error:
         print(error)
         return NO_PACKAGES
     try:
-        rehearse(given["config"], given["section"])
+        rehearse(run["config"], run["section"])
     except ValueError as error:
         print(error)
         return REFUSED

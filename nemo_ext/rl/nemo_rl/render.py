@@ -1,7 +1,7 @@
-"""An algorithm for NeMo-RL: changes to the example config of the installed version, and additions of our adapter.
+"""Rendering of an algorithm as changes to the example config of the installed NeMo-RL, and settings of our adapter.
 
-`Checkout.config` makes the complete master config of them, and `nemo_ext.rl.nemo_rl.run` trains with it and the
-adapter. Features of a version are read from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
+`Checkout.config` makes the complete master config from the changes, and `nemo_ext.rl.nemo_rl.run` trains with it. The
+features of a version are determined from its sources (`nemo_ext.rl.nemo_rl.checkout`), never from its number.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from nemo_ext.rl.nemo_rl.precision import render_precision
 from nemo_ext.rl.precision import Precision
 
 Backend = Literal["megatron", "dtensor"]
-# A schedule that never ends: torch's ConstantLR counts.
+# Number of steps of a schedule that never ends, for torch's ConstantLR, which counts them.
 _FOREVER = 10_000_000_000
 ALL = 1_000_000
 
@@ -27,8 +27,8 @@ def render(
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
         checkout: NeMo-RL version to render for.
-        backend: training backend; NeMo-RL's configs have optimizer sections for both and read one.
-        precision: precision of generation and training; None leaves it to NeMo-RL's configs.
+        backend: training backend; NeMo-RL's configs have optimizer sections for both.
+        precision: precision of generation and training; None for the default of NeMo-RL's configs.
     """
     draft = Draft(checkout, algorithm)
     draft.put("backend", "policy.megatron_cfg.enabled", backend == "megatron")
@@ -49,12 +49,12 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
     draft.put("generations_per_prompt", "grpo.num_generations_per_prompt", algorithm.generations_per_prompt)
     draft.put("batch", "policy.train_global_batch_size", algorithm.batch)
     if algorithm.passes > 1:
-        draft.cannot("passes", "a step's responses are trained on once; passes=1 is done instead")
+        draft.cannot("passes", "NeMo-RL trains on a step's responses once; passes=1 is used")
     draft.put("turns", "grpo.max_rollout_turns", algorithm.turns)
     draft.put("overlong_filtering", "grpo.overlong_filtering", algorithm.overlong_filtering)
     if algorithm.overlong_filtering and algorithm.asynchronous and "overlong_filtering" not in checkout.asynchronous:
         draft.cannot(
-            "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses count instead"
+            "overlong_filtering", "this version's asynchronous loop does not filter; overlong responses are trained on"
         )
     _advantage(draft, algorithm)
     _policy_loss(draft, algorithm)
@@ -71,7 +71,7 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
         in_flight = ("in_flight_weight_updates", "recompute_kv_cache_after_weight_updates")
         values = dict.fromkeys(in_flight, algorithm.asynchronous.in_flight)
         draft.put_all("asynchronous.in_flight", "grpo.async_grpo", values)
-        # Required by async_grpo_train, which also takes no colocated generation: `layout.put_layout`.
+        # Required by async_grpo_train, which also requires separate GPUs for generation (`layout.put_layout`).
         draft.put("asynchronous", "policy.generation.vllm_cfg.async_engine", True)
     else:
         draft.put("asynchronous", "grpo.async_grpo.enabled", False)
@@ -79,7 +79,7 @@ def _policy_gradient(draft: Draft, algorithm: PolicyGradient, checkout: Checkout
 
 
 def _advantage(draft: Draft, algorithm: PolicyGradient) -> None:
-    # The adapter replaces NeMo-RL's baseline and deviation, which for leave-one-out is that of the others.
+    # The adapter replaces NeMo-RL's baseline and deviation (`group_rewards`).
     advantage = algorithm.advantage
     draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
     values = {
@@ -113,7 +113,7 @@ def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
     correction, ours = algorithm.loss.importance_correction, "loss.importance_correction"
     use = correction.kind != "none"
     if not use and algorithm.asynchronous is not None:
-        draft.cannot(f"{ours}.kind", "asynchronous training insists on a correction; kind=untruncated is done instead")
+        draft.cannot(f"{ours}.kind", "asynchronous training requires a correction; kind=untruncated is used")
         use = True
     draft.put(ours, "loss_fn.use_importance_sampling_correction", use)
     draft.put(f"{ours}.cap", "loss_fn.truncated_importance_sampling_ratio", correction.cap)
@@ -123,25 +123,25 @@ def _importance_correction(draft: Draft, algorithm: PolicyGradient) -> None:
         draft.put(f"{ours}.kind", f"{prefix}_type", kind)
         draft.put(f"{ours}.floor", f"{prefix}_ratio_min", correction.floor)
     elif correction.kind == "masked":
-        draft.cannot(f"{ours}.kind", "this version truncates ratios and cannot mask; kind=truncated is done instead")
-        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
+        draft.cannot(f"{ours}.kind", "this version can truncate ratios but not mask them; kind=truncated is used")
+        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is used")
     elif correction.floor:
-        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is done instead")
-    # NeMo-RL uses the level of the policy's ratio for this one, too.
+        draft.cannot(f"{ours}.floor", "this version has no lower bound; floor=0 is used")
+    # NeMo-RL also uses the level of the policy's ratio here.
     if use and correction.level != algorithm.loss.ratio:
-        draft.cannot(f"{ours}.level", f"it is that of loss.ratio; level={algorithm.loss.ratio} is done instead")
+        draft.cannot(f"{ours}.level", f"NeMo-RL uses the level of loss.ratio; level={algorithm.loss.ratio} is used")
 
 
 def _sampling(draft: Draft, algorithm: PolicyGradient, refills: bool) -> None:
     sampling = algorithm.sampling
     draft.put("sampling.temperature", "policy.generation.temperature", sampling.temperature)
     draft.put("sampling.top_p", "policy.generation.top_p", sampling.top_p)
-    # The asynchronous loop never does it itself: `dropping`.
+    # In the asynchronous loop the adapter drops groups (`dropping`).
     drops = algorithm.asynchronous is None or refills
     if sampling.drop_zero_variance and not drops:
         draft.cannot(
             "sampling.drop_zero_variance",
-            "its asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0 instead",
+            "its asynchronous loop cannot drop groups; they stay in the batch with an advantage of 0",
         )
     draft.put("sampling.drop_zero_variance", "grpo.use_dynamic_sampling", sampling.drop_zero_variance and drops)
     if sampling.max_batches is not None and drops:
@@ -166,20 +166,20 @@ def _preference(draft: Draft, algorithm: Preference) -> None:
 def _duration(draft: Draft, algorithm: Algorithm, section: Section) -> None:
     if algorithm.steps is not None:
         draft.put("schedule.steps", f"{section}.max_num_steps", algorithm.steps)
-    # The steps end a run; epochs would end it earlier if the user has fewer data than the paper.
+    # The number of steps ends a run; epochs would end it earlier if the user has less data than the paper.
     epochs = algorithm.schedule.epochs
     draft.put("schedule.epochs", f"{section}.max_num_epochs", _FOREVER if epochs is None else epochs)
     validation = algorithm.validation
     draft.put("validation.every", f"{section}.val_period", validation.every or 0)
     draft.put("validation.at_start", f"{section}.val_at_start", validation.at_start)
     if validation.kl:
-        draft.cannot("validation.kl", "NeMo-RL measures the KL of training with loss.kl alone; that is done instead")
+        draft.cannot("validation.kl", "NeMo-RL measures the KL only in training, with loss.kl")
     if validation.every is not None:
         draft.put("validation.every", "checkpointing.save_period", validation.every)
     # 0.7 requires a number.
     draft.put("validation.keep_best", "checkpointing.keep_top_k", validation.keep_best or ALL)
     if validation.every is None:
-        # NeMo-RL's default metric comes from a validation that does not take place.
+        # NeMo-RL's default metric comes from validations, which the run does not have.
         draft.put("validation", "checkpointing.metric_name", None)
 
 
@@ -204,7 +204,7 @@ def _optimizer(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
             "lr_warmup_iters": warmup,
             "lr_warmup_init": 0.0,
             "lr_decay_style": schedule.kind,
-            # Megatron needs more decay steps than warm-up steps even where nothing decays.
+            # Megatron requires more decay steps than warm-up steps even without decay.
             "lr_decay_iters": max(total or 0, warmup + 1),
         }
         draft.put_all("schedule", "policy.megatron_cfg.scheduler", values)
@@ -216,7 +216,7 @@ def _optimizer(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
 
 
 def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
-    """Scheduler list in NeMo-RL's form for torch's SequentialLR."""
+    """List of schedulers in NeMo-RL's format for torch's SequentialLR."""
     schedule, warmup = algorithm.schedule, algorithm.warmup
     if schedule.kind == "constant":
         after = ("ConstantLR", {"factor": 1.0, "total_iters": _FOREVER})
@@ -228,7 +228,7 @@ def _torch_schedule(algorithm: Algorithm, last: float) -> list[dict[str, Any]]:
         }[schedule.kind]
     parts = [after]
     if warmup:
-        # LinearLR begins above 0: the first warm-up step has a share of 1 / warmup, the last one the full rate.
+        # LinearLR must start above 0: the first warm-up step has 1 / warmup of the rate, the last one the full rate.
         growth: Mapping[str, Any] = {"start_factor": 1 / warmup, "end_factor": 1.0, "total_iters": max(warmup - 1, 1)}
         parts.insert(0, ("LinearLR", dict(growth)))
     listed: list[dict[str, Any]] = [
@@ -244,6 +244,6 @@ def _router(draft: Draft, algorithm: Algorithm, backend: Backend) -> None:
         draft.put("router.bias_update_rate", "policy.megatron_cfg.moe_router_bias_update_rate", router.bias_update_rate)
         return
     if router.frozen:
-        draft.cannot("router.frozen", "only the megatron backend freezes routers; they are trained instead")
+        draft.cannot("router.frozen", "only the megatron backend can freeze routers; they are trained")
     if router.bias_update_rate:
-        draft.cannot("router.bias_update_rate", "only the megatron backend updates the bias; it stays instead")
+        draft.cannot("router.bias_update_rate", "only the megatron backend updates the bias; it stays constant")

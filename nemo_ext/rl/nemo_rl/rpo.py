@@ -1,6 +1,6 @@
-"""Reward-aware preference optimization (`nemo_ext.rl.rpo`), as a loss for NeMo-RL's `dpo_train`.
+"""Reward-aware preference optimization (`nemo_ext.rl.rpo`) as a loss for NeMo-RL's `dpo_train`.
 
-The class is pickled by reference: workers import it.
+The class is pickled by reference, so workers import this module.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class RPOLoss(_DPOLoss):
         distance: distance between the two margins.
 
     Raises:
-        ValueError: eta is not positive, or there is no such distance.
+        ValueError: eta is not positive, or the distance is unknown.
     """
 
     def __init__(self, loss: Any, *, eta: float, distance: Distance = "backward_kl") -> None:
@@ -39,14 +39,14 @@ class RPOLoss(_DPOLoss):
             raise ValueError(f"rpo.eta must be a number above 0, not {eta!r}")
         if distance not in get_args(Distance):
             raise ValueError(f"rpo.distance: unknown {distance!r}: {nearest(str(distance), get_args(Distance))}")
-        # The arguments of its constructor differ between versions.
+        # Attributes are copied because the constructor's arguments differ between versions.
         self.__dict__.update(vars(loss))
         self.eta = float(eta)
         self.distance: Distance = distance
         self._true_rewards: torch.Tensor | None = None
 
     def _dpo_loss(self, inputs: torch.Tensor, data: Mapping[str, Any], *arguments: Any, **keywords: Any) -> Any:
-        # A copy carries the rewards of this microbatch to `_preference_loss`.
+        # A copy passes the rewards of this microbatch to `_preference_loss`.
         loss = copy.copy(self)
         loss._true_rewards = data[REWARDS]
         return super(RPOLoss, loss)._dpo_loss(inputs, data, *arguments, **keywords)
@@ -79,7 +79,7 @@ class WithRewards:
 
 @contextlib.contextmanager
 def padded_rewards() -> Iterator[None]:
-    """Context in which NeMo-RL's padding of the last validation batch also pads the true rewards."""
+    """Context in which NeMo-RL pads the true rewards together with the last validation batch."""
     module = compat.dpo()
     pad = module.maybe_pad_last_batch
 

@@ -1,7 +1,8 @@
-"""Train with NeMo-RL: our environments and data, its algorithms, policies and training loops.
+"""Training with NeMo-RL's algorithms, policies and training loops on our environments and data.
 
-`run` does the same as NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, with its own datasets and environments: in 0.6
-and 0.7 NeMo-RL's `setup_response_data` fails on a list in `data.train`, so several environments need it in any case.
+`run` corresponds to NeMo-RL's `examples/run_grpo.py` and `run_dpo.py`, with our datasets and environments. Several
+environments would require this in any case: in 0.6 and 0.7 NeMo-RL's `setup_response_data` fails on a list in
+`data.train`.
 """
 
 import contextlib
@@ -54,7 +55,7 @@ class End:
 
 
 def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
-    """Train to the end of the run, resuming it if its checkpoint directory has a checkpoint.
+    """Train to the end of the run, or resume it if its checkpoint directory has a checkpoint.
 
     Args:
         config: `algorithm`, one of ALGORITHMS; `nemo_rl`, a complete master config of the installed NeMo-RL (for GRPO
@@ -65,22 +66,22 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
             see `group_rewards.groups_of`; `loss`, whose `level: sequence_sum` replaces NeMo-RL's means (see
             `sequence_sum`).
 
-            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (they hold text);
-            for RPO `rpo` with `eta` and `distance`.
-        metrics: file for the lines of FIGURES; None for none.
+            DPO and RPO: `pairs` with `train` and optionally `validation` (paths) and `rendered` (True if they hold
+            rendered texts); for RPO `rpo` with `eta` and `distance`.
+        metrics: file to which the metrics of FIGURES are appended; None for none.
 
     Returns:
         End of the training.
 
     Raises:
-        ValueError: a key is unknown or does not fit, a file is wrong, or NeMo-RL cannot be imported.
+        ValueError: a key is unknown or inconsistent, a file is invalid, or NeMo-RL cannot be imported.
     """
     algorithm = config.get("algorithm")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"algorithm: unknown {algorithm!r}: {nearest(str(algorithm), ALGORITHMS)}")
     groups = algorithm in ("grpo", "rloo")
-    needed = "tasks" if groups else "pairs"
-    check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", needed), where="rl")
+    source = "tasks" if groups else "pairs"
+    check_keys(config, _COMMON + (_GROUP if groups else _PAIRS), required=("nemo_rl", source), where="rl")
     master = copy.deepcopy(dict(config["nemo_rl"]))
     _start_ray()
     tokenizer = compat.tokenizer_of(master)
@@ -92,7 +93,7 @@ def run(config: Mapping[str, Any], *, metrics: Path | None = None) -> End:
 def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None) -> End:
     grpo = master["grpo"]
     if (master.get("data_plane") or {}).get("enabled"):
-        raise ValueError("data_plane.enabled: rewards over groups need grpo_train without it: set it to false")
+        raise ValueError("data_plane.enabled: must be false, because rewards over groups are not supported with it")
     compat.register()
     tasks = checked(Tasks, config["tasks"], "tasks")
     groups = groups_of(
@@ -102,84 +103,84 @@ def _grpo(config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, met
     dynamic = bool(grpo.get("use_dynamic_sampling"))
     if dynamic and groups.reward is not None:
         raise ValueError(
-            "grpo.use_dynamic_sampling with group.length_control or group.judge: lengths differ in every group, so "
-            "none would be dropped: choose one"
+            "grpo.use_dynamic_sampling with group.length_control or group.judge: rewards would differ in every group, "
+            "so that none would be dropped; choose one of the two"
         )
     asynchronous = compat.is_async(master)
     if dynamic and asynchronous and not compat.refills():
         raise ValueError(
-            "grpo.use_dynamic_sampling with grpo.async_grpo.enabled: this version generates no groups in place of "
-            "those left out (0.7 does): set one of them to false"
+            "grpo.use_dynamic_sampling with grpo.async_grpo.enabled: this version does not replace dropped groups "
+            "(0.7 does); set one of them to false"
         )
     steps, spare = grpo["max_num_steps"], 0
     if dynamic:
         spare = steps * grpo["dynamic_sampling_max_gen_batches"]
     if asynchronous:
-        # Its collector loses unfinished batches when the data end, and the training then waits for them forever.
+        # Without spare data, the collector loses unfinished batches at the end and training waits for them forever.
         spare += grpo["async_grpo"]["max_trajectory_age_steps"] + 2
     prompts = int(grpo["num_prompts_per_step"] * (grpo.get("batch_multiplier") or 1))
     train = plan_tasks(tasks.train or {}, steps=steps, prompts=prompts, spare=spare)
     validation = validation_tasks(tasks.validation["path"]) if tasks.validation else None
-    # The order is the dataset's; shuffling again would break quotas and curricula.
+    # The dataset is already ordered; shuffling would break quotas and curricula.
     master["data"]["shuffle"] = False
     shares = train.adaptive()
     if shares is not None and asynchronous:
-        raise ValueError(f"tasks.train.adapt with grpo.async_grpo.enabled: {READS_AHEAD}: leave one of them out")
+        raise ValueError(f"tasks.train.adapt with grpo.async_grpo.enabled: {READS_AHEAD}; remove one of the two")
     if shares is not None:
-        # Workers would read ahead of the rewards that choose the next batch.
+        # Workers would read ahead, before the rewards that choose the next batch are known.
         master["data"]["num_workers"] = 0
     if validation is None and (grpo["val_period"] > 0 or grpo["val_at_start"]):
-        raise ValueError("grpo.val_period, grpo.val_at_start: give tasks.validation, or set them to 0 and false")
+        raise ValueError("grpo.val_period, grpo.val_at_start: set tasks.validation, or set them to 0 and false")
 
     planned = [tasks for tasks in (train, validation) if tasks is not None]
     settings = _environment_settings(config, master, tokenizer, planned)
-    reads = Prompts.of(tokenizer, config.get("template"))
-    made = {name: Episodes(given, reads) for name, given in settings.items()}
-    check_judges((episodes.environment for episodes in made.values()), config.get("group") or {})
-    check_references(planned, lambda task: made[task.environment].check(task))
-    processor = TaskProcessor(reads)
+    template = Prompts.from_tokenizer(tokenizer, config.get("template"))
+    local = {name: Episodes(episode_settings, template) for name, episode_settings in settings.items()}
+    check_judges((episodes.environment for episodes in local.values()), config.get("group") or {})
+    check_references(planned, lambda task: local[task.environment].check(task))
+    processor = TaskProcessor(template)
     max_length = master["data"].get("max_input_seq_length")
     process = functools.partial(_processed, names=settings, tokenizer=tokenizer, processor=processor, length=max_length)
     adaptive = None if shares is None else AdaptiveTasks(train, shares, process)
     datasets = (process(train) if adaptive is None else adaptive, None if validation is None else process(validation))
     compat.with_generation(master, tokenizer)
-    environments = {PREFIX + name: compat.create_environment(PREFIX + name, given) for name, given in settings.items()}
-    # Separate actors, so that the metrics of training and validation stay apart.
-    of_validation = [] if validation is None else validation.environments()
-    judges = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in of_validation}
+    environments = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in settings}
+    # Validation has separate actors, to keep its metrics apart from the training metrics.
+    validated = [] if validation is None else validation.environments()
+    validators = {PREFIX + name: compat.create_environment(PREFIX + name, settings[name]) for name in validated}
     try:
         module = compat.grpo()
         ready = compat.set_up_grpo(compat.master_config(module, master), tokenizer, *datasets)
         if level is not None:
-            # Imported late: its class is NeMo-RL's.
+            # Imported late, because its class derives from NeMo-RL's.
             ready.loss_fn = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss(ready.loss_fn)
-        watched = WithEnvironments(ready.logger.log_metrics, environments, judges, metrics=metrics)
+        watched = WithEnvironments(ready.logger.log_metrics, environments, validators, metrics=metrics)
         ready.logger.log_metrics = watched
         with contextlib.ExitStack() as stack:
             learn = None
             if adaptive is not None:
-                # NeMo-RL first logs a step before it scales rewards, from which the shares learn.
+                # NeMo-RL first logs a step before it scales the rewards from which the shares learn.
                 learn, watched.of_step["adaptive"] = adaptive.learn, lambda step: adaptive.metrics()
             stack.enter_context(scored(groups, tokenizer, asynchronous=asynchronous, learn=learn))
             if dynamic and asynchronous:
-                # Imported late: its classes are NeMo-RL's.
+                # Imported late, because its classes derive from NeMo-RL's.
                 dropping = importlib.import_module("nemo_ext.rl.nemo_rl.dropping")
                 batches = grpo["dynamic_sampling_max_gen_batches"]
                 counts = dropping.dropping(prompts=grpo["num_prompts_per_step"], batches=batches)
                 watched.of_step[dropping.PREFIX] = stack.enter_context(counts)
             clocks = stack.enter_context(compat.clocks(module))
-            compat.train_grpo(ready, tokenizer, environments, judges or None)
+            compat.train_grpo(ready, tokenizer, environments, validators or None)
         return _end(ready, watched.last_step, grpo["max_num_steps"], clocks)
     finally:
-        _shut_down([*environments.values(), *judges.values()])
+        _shut_down([*environments.values(), *validators.values()])
 
 
 def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
-    """Level of the loss that only the adapter has, or None."""
+    """Level of the loss that only the adapter supports; None for NeMo-RL's own levels."""
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum"):
-        raise ValueError(f"loss.level: {level!r} is NeMo-RL's own: set loss_fn.token_level_loss; here is sequence_sum")
+        raise ValueError(f"loss.level: must be sequence_sum, not {level!r}; set loss_fn.token_level_loss for others")
     if level is not None and master["loss_fn"].get("token_level_loss", True):
         raise ValueError("loss.level=sequence_sum: set loss_fn.token_level_loss=false")
     return level
@@ -188,16 +189,16 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
 def _dpo(
     config: Mapping[str, Any], master: dict[str, Any], tokenizer: Any, metrics: Path | None, *, with_rewards: bool
 ) -> End:
-    given = config["pairs"]
-    check_keys(given, ("train", "validation", "rendered"), required=("train",), where="pairs")
+    pairs = config["pairs"]
+    check_keys(pairs, ("train", "validation", "rendered"), required=("train",), where="pairs")
     if with_rewards != (config.get("rpo") is not None):
-        raise ValueError("rpo: {eta, distance} belongs to algorithm=rpo, which needs it")
-    reads = None if given.get("rendered") else Prompts.of(tokenizer, config.get("template"))
+        raise ValueError("rpo: {eta, distance} is required for algorithm=rpo and only allowed there")
+    template = None if pairs.get("rendered") else Prompts.from_tokenizer(tokenizer, config.get("template"))
     max_length = master["data"].get("max_input_seq_length")
     train, *validation = (
-        PairDataset(read_pairs(given[key], reads, with_rewards=with_rewards), tokenizer, max_length)
+        PairDataset(read_pairs(pairs[key], template, with_rewards=with_rewards), tokenizer, max_length)
         for key in ("train", "validation")
-        if given.get(key) is not None
+        if pairs.get(key) is not None
     )
     named = {"default": validation[0]} if validation else {}
     ready = compat.set_up_dpo(compat.master_config(compat.dpo(), master), tokenizer, train, named)
@@ -213,7 +214,7 @@ def _dpo(
 @contextlib.contextmanager
 def _as_rpo(config: Mapping[str, Any], ready: compat.Ready) -> Iterator[None]:
     """Context in which the results of `dpo.setup` train with RPO's loss."""
-    # Imported late: its class is NeMo-RL's.
+    # Imported late, because its class derives from NeMo-RL's.
     rpo = importlib.import_module("nemo_ext.rl.nemo_rl.rpo")
     check_keys(config["rpo"], ("eta", "distance"), required=("eta",), where="rpo")
     ready.loss_fn = rpo.RPOLoss(ready.loss_fn, **config["rpo"])
@@ -228,25 +229,25 @@ FIGURES = {
     "validation": {"accuracy": "eval_reward"},
     "validation-default": {"accuracy": "eval_rewards/accuracies"},
 }
-"""NeMo-RL's metrics that a run's metrics.jsonl has, by the prefix they are logged under, with TRL's names."""
+"""TRL's names of NeMo-RL's metrics in metrics.jsonl, by the prefix under which they are logged and by their name."""
 
 
 class WithEnvironments:
-    """Wrapper of a logger's `log_metrics` that also logs the environments' metrics, once per step.
+    """Wrapper of a logger's `log_metrics` that also logs the metrics of environments, once per step.
 
-    They are logged under `train/` and `validation/`; NeMo-RL never asks an environment for metrics. What tells how a
-    run goes is also written to its metrics.jsonl, where `status` and pipelines look for it.
+    They are logged under `train/` and `validation/`; NeMo-RL never requests metrics of environments. Key figures are
+    also written to metrics.jsonl, from which `status` and pipelines read them.
 
     Attributes:
-        of_step: functions that give more metrics of a training step, by prefix.
+        of_step: functions that return more metrics of a training step, by prefix.
         last_step: last training step that was logged.
     """
 
     def __init__(
-        self, log: Any, environments: Mapping[str, Any], judges: Mapping[str, Any], *, metrics: Path | None = None
+        self, log: Any, environments: Mapping[str, Any], validators: Mapping[str, Any], *, metrics: Path | None = None
     ) -> None:
-        self._log, self._metrics, self._begins = log, metrics, True
-        self._actors = {"train": environments, "validation": judges}
+        self._log, self._metrics, self._first = log, metrics, True
+        self._actors = {"train": environments, "validation": validators}
         self._logged: dict[str, int] = {}
         self.of_step: dict[str, Callable[[int], Mapping[str, float]]] = {}
         self.last_step = 0
@@ -264,36 +265,36 @@ class WithEnvironments:
         taken = ray.get([actor.take_metrics.remote() for actor in actors.values()])
         named = {
             f"{name.removeprefix(PREFIX)}/{key}": value
-            for name, found in zip(actors, taken, strict=True)
-            for key, value in found.items()
+            for name, values in zip(actors, taken, strict=True)
+            for key, value in values.items()
         }
         if named:
             self._log(named, step, prefix=f"{prefix}/environments")
         if prefix == "train":
-            for name, found_of in self.of_step.items():
-                self._log(found_of(step), step, prefix=name)
+            for name, metrics_of in self.of_step.items():
+                self._log(metrics_of(step), step, prefix=name)
 
     def _note(self, metrics: Mapping[str, Any], step: int, prefix: str) -> None:
         names = FIGURES.get(prefix, {})
-        found = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
-        if self._metrics is None or not found:
+        values = {name: float(metrics[key]) for key, name in names.items() if metrics.get(key) is not None}
+        if self._metrics is None or not values:
             return
-        if self._begins:  # after a checkpoint, at a step that is done again
+        if self._first:  # a resumed run repeats the steps after its checkpoint
             truncate_metrics(self._metrics, step - 1)
-            self._begins = False
+            self._first = False
         with self._metrics.open("a") as stream:
-            stream.write(json.dumps({"step": step, **found}) + "\n")
+            stream.write(json.dumps({"step": step, **values}) + "\n")
 
 
 def _environment_settings(
     config: Mapping[str, Any], master: Mapping[str, Any], tokenizer: Any, planned: list[PlannedTasks]
 ) -> dict[str, dict[str, Any]]:
     """Settings of the actor of each environment that the tasks use, by name."""
-    given = config.get("environments") or {}
+    section = config.get("environments") or {}
     used = sorted({name for tasks in planned for name in tasks.environments()})
-    check_keys(given, known_environments(), required=(), where="environments")
-    if idle := [name for name in given if name not in used]:
-        notice(f"environments that no task is of: {', '.join(idle)}")
+    check_keys(section, known_environments(), required=(), where="environments")
+    if unused := [name for name in section if name not in used]:
+        notice(f"environments without tasks: {', '.join(unused)}")
     source = str(tokenizer.name_or_path)
     common = {
         "template": config.get("template") or (source if Path(source).is_dir() else None),
@@ -302,7 +303,7 @@ def _environment_settings(
         "tokenizer": source,
         "max_tokens": (master["policy"]["generation"] or {}).get("max_new_tokens"),
     }
-    return {name: {"name": name, **common, **(given.get(name) or {})} for name in used}
+    return {name: {"name": name, **common, **(section.get(name) or {})} for name in used}
 
 
 def _processed(
@@ -311,7 +312,7 @@ def _processed(
     datasets = importlib.import_module("nemo_rl.data.datasets")
     spec = importlib.import_module("nemo_rl.data.interfaces").TaskDataSpec
     processors = {PREFIX + name: (spec(task_name=PREFIX + name), processor) for name in names}
-    # 0.5 copies the default's settings to all tasks; later versions need none.
+    # 0.5 copies the settings of the default to all tasks; later versions do not need it.
     default = spec(task_name="nemo_ext")
     return datasets.AllTaskProcessedDataset(
         Records(tasks, PREFIX), tokenizer, default, processors, max_seq_length=length
@@ -319,7 +320,7 @@ def _processed(
 
 
 def _start_ray() -> None:
-    # Megatron's policies insist on it; only NVIDIA's containers set it.
+    # Required by Megatron's policies, but set only in NVIDIA's containers.
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0 9.0 10.0")
     if not importlib.import_module("ray").is_initialized():
         workers.use()
@@ -327,28 +328,28 @@ def _start_ray() -> None:
 
 
 def _end(ready: compat.Ready, logged: int, steps: int, clocks: Sequence[Any]) -> End:
-    """End of a training of `steps` steps, of which the log has `logged`; the last may only have begun.
+    """End of a training run of `steps` steps whose log ends at step `logged`, which may be incomplete.
 
     Raises:
-        RuntimeError: an asynchronous run ended early: NeMo-RL prints the error and returns normally.
+        RuntimeError: an asynchronous run ended early; NeMo-RL prints the error and returns normally.
     """
     config, step = ready.config, logged
     if compat.setting(config, "checkpointing", "enabled"):
-        # However a loop ends, it saves its last step.
+        # The loop saves its last step in every case.
         saved = saved_in(Path(compat.setting(config, "checkpointing", "checkpoint_dir")))
         step = saved[-1].step if saved else 0
-    told = any(clock.last_saved for clock in clocks)
-    # Told so, too: the main branch's loop may end at a validation's threshold.
+    timed_out = any(clock.last_saved for clock in clocks)
+    # The main branch's loop may also end at a threshold of the validation.
     threshold = compat.setting(config, "grpo", "stop_at_validation_threshold")
-    if compat.is_async(config) and step < steps and not told and threshold is None:
-        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {step} of {steps}: see its output")
-    return End(step, stopped=told and step < steps)
+    if compat.is_async(config) and step < steps and not timed_out and threshold is None:
+        raise RuntimeError(f"NeMo-RL's asynchronous training ended after step {step} of {steps}; see its output")
+    return End(step, stopped=timed_out and step < steps)
 
 
 def _shut_down(actors: list[Any]) -> None:
     ray = importlib.import_module("ray")
     for actor in actors:
-        # Later versions have shut it down themselves.
+        # Later versions have already shut it down.
         with contextlib.suppress(ray.exceptions.RayError):
             ray.get(actor.shutdown.remote(), timeout=10)
         ray.kill(actor)

@@ -1,4 +1,4 @@
-"""Ray's workers register our bridges when they import Megatron-Bridge, without a line of code (docs/bridge.md)."""
+"""Automatic registration of our bridges in Ray workers when they import Megatron-Bridge (docs/bridge.md)."""
 
 import os
 from collections.abc import Mapping
@@ -8,34 +8,35 @@ from nemo_ext.job.progress import notice
 
 HOOK = "worker_process_setup_hook"
 VARIABLE = "RAY_RUNTIME_ENV_HOOK"
-"""Environment variable with the function that Ray asks for the runtime environment of a job."""
+"""Environment variable with the function that changes the runtime environment of Ray jobs."""
 
 
 def use() -> None:
-    """Makes the next `ray.init` of this process start workers so, unless the user has a function of their own."""
+    """Set Ray's hook, so that workers of the next `ray.init` register our bridges, unless the user has set a hook."""
     ours = f"{__name__}.{with_bridges.__name__}"
     if os.environ.setdefault(VARIABLE, ours) != ours:
-        notice(f"note: {VARIABLE}={os.environ[VARIABLE]} is yours: have it call {ours}, or workers lack our bridges")
+        missing = f"does not register our bridges in workers; let it call {ours}"
+        notice(f"note: your {VARIABLE}={os.environ[VARIABLE]} {missing}")
 
 
 def with_bridges(runtime_env: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A job's runtime environment whose workers register our bridges; one with a set-up of its own stays as it is.
+    """Runtime environment whose workers register our bridges, unless it has its own worker setup hook.
 
-    `RAY_RUNTIME_ENV_HOOK=nemo_ext.rl.nemo_rl.workers.with_bridges` has Ray call it.
+    Ray calls this function with `RAY_RUNTIME_ENV_HOOK=nemo_ext.rl.nemo_rl.workers.with_bridges`.
     """
     return {HOOK: _register_with_bridge, **(runtime_env or {})}
 
 
 def _register_with_bridge() -> None:
-    """Has this process call `nemo_ext.register` right after it imports megatron.bridge; nothing is imported now.
+    """Install an import hook that calls `nemo_ext.register` right after megatron.bridge is imported.
 
-    It goes to workers as code, not by its name, as one whose environment has no nemo_ext must start all the same.
+    Sent to workers by value, because workers whose environment does not have nemo_ext must start as well.
     """
     import importlib.util
     import sys
 
     class Finder:
-        """Finds megatron.bridge as the others do."""
+        """Import hook that registers our bridges when megatron.bridge is imported."""
 
         registers_bridges, asking = True, False
 
@@ -63,7 +64,7 @@ def _register_with_bridge() -> None:
                 spec.loader.exec_module = exec_module  # type: ignore[method-assign]
             return spec
 
-    if not any(getattr(each, "registers_bridges", False) for each in sys.meta_path):
+    if not any(getattr(finder, "registers_bridges", False) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())
 
 

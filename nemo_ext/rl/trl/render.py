@@ -1,6 +1,6 @@
-"""An algorithm for TRL: the arguments of its GRPOConfig, RLOOConfig or DPOConfig.
+"""Rendering of an algorithm as arguments of TRL's GRPOConfig, RLOOConfig or DPOConfig.
 
-The adapter handles rewards, shares of environments and the order of prompts. TRL is imported only to make a config.
+The adapter handles rewards, shares of environments and the order of prompts. TRL is imported only to create a config.
 """
 
 import dataclasses
@@ -13,43 +13,33 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
 
-def render(
-    algorithm: Algorithm,
-    *,
-    micro_batch: int = 1,
-    processes: int = 1,
-    vllm: bool = False,
-    by_adapter: Collection[str] = (),
-) -> Rendered:
-    """Render the algorithm as arguments of `config_class`.
+def render(algorithm: Algorithm, *, micro_batch: int = 1, by_adapter: Collection[str] = ()) -> Rendered:
+    """Render the algorithm as arguments of `config_class`, for one process that generates with transformers.
 
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
-        micro_batch: number of responses or pairs on a device at once.
-        processes: number of training devices.
-        vllm: generate with vLLM instead of transformers.
-        by_adapter: our keys that TRL cannot express and the caller handles, `lengths.prompt` for example.
+        micro_batch: number of responses or pairs per microbatch.
+        by_adapter: our keys that TRL cannot express and the caller handles, such as `lengths.prompt`.
 
     Raises:
-        ValueError: the batch is not a multiple of the micro-batches on all devices.
+        ValueError: the batch is not a multiple of the microbatch.
     """
-    share = micro_batch * processes
-    if algorithm.batch % share:
-        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch x processes = {share}")
+    if algorithm.batch % micro_batch:
+        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch={micro_batch}")
     draft = Rendered(by_adapter=by_adapter)
     draft.surround(algorithm)
     draft.settings |= {
         "per_device_train_batch_size": micro_batch,
         "per_device_eval_batch_size": micro_batch,
-        "gradient_accumulation_steps": algorithm.batch // share,
+        "gradient_accumulation_steps": algorithm.batch // micro_batch,
     }
     if isinstance(algorithm, PolicyGradient):
-        # TRL validates with whole groups; as many answers at once as in training where no log-probabilities are made.
+        # TRL validates whole groups. Without log-probabilities the batch can be as large as in generation for training.
         group = algorithm.generations_per_prompt
-        scored = vllm or algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
-        at_once = micro_batch if scored else algorithm.responses_per_step // processes
+        scored = algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
+        at_once = micro_batch if scored else algorithm.responses_per_step
         draft.settings["per_device_eval_batch_size"] = math.ceil(at_once / group) * group
-        _generation(draft, algorithm, vllm=vllm)
+        _generation(draft, algorithm)
         if algorithm.algorithm == "rloo":
             _rloo(draft, algorithm)
         else:
@@ -58,9 +48,9 @@ def render(
         _preference(draft, algorithm, micro_batch=micro_batch)
     _optimizer(draft, algorithm)
     if algorithm.router.frozen:
-        draft.cannot("router.frozen", "TRL trains all weights; the adapter must freeze the router in the model instead")
+        draft.cannot("router.frozen", "TRL trains all weights unless the adapter freezes the router in the model")
     if algorithm.router.bias_update_rate:
-        draft.cannot("router.bias_update_rate", "transformers does not update experts' bias; it stays instead")
+        draft.cannot("router.bias_update_rate", "transformers does not update the experts' bias; it stays constant")
     return draft
 
 
@@ -69,27 +59,19 @@ def config_class(algorithm: Algorithm) -> type[Any]:
     import trl
 
     names = {"grpo": "GRPOConfig", "rloo": "RLOOConfig", "dpo": "DPOConfig", "rpo": "DPOConfig"}
-    made: type[Any] = getattr(trl, names[algorithm.algorithm])
-    return made
+    found: type[Any] = getattr(trl, names[algorithm.algorithm])
+    return found
 
 
 def make_config(algorithm: Algorithm, settings: Mapping[str, Any], **others: Any) -> Any:
-    """Make TRL's config from settings and other arguments, which win.
-
-    Raises:
-        ValueError: the installed TRL lacks an argument (names the nearest), or refuses a value.
-    """
+    """Create TRL's config; `others` take precedence. ValueError for unknown arguments and refused values."""
     arguments = {**settings, **others}
     check_arguments(algorithm, arguments)
     return config_class(algorithm)(**arguments)
 
 
 def check_arguments(algorithm: Algorithm, names: Mapping[str, Any]) -> None:
-    """Refuse arguments that the installed TRL's config does not have; imports TRL.
-
-    Raises:
-        ValueError: names the argument and the nearest.
-    """
+    """Refuse arguments that the installed TRL's config does not have; ValueError suggests the nearest."""
     known = [field.name for field in dataclasses.fields(config_class(algorithm)) if field.init]
     check_keys(names, known, required=(), where="trl")
 
@@ -99,7 +81,7 @@ def scaled(algorithm: PolicyGradient) -> str:
     return "none" if algorithm.advantage.normalise == "none" else "group"
 
 
-def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> None:
+def _generation(draft: Rendered, algorithm: PolicyGradient) -> None:
     draft.settings |= {
         "num_generations": algorithm.generations_per_prompt,
         "generation_batch_size": algorithm.responses_per_step,
@@ -109,37 +91,33 @@ def _generation(draft: Rendered, algorithm: PolicyGradient, *, vllm: bool) -> No
         "max_completion_length": algorithm.lengths.response,
         "mask_truncated_completions": algorithm.overlong_filtering,
         "beta": algorithm.loss.kl.coefficient,
-        "use_vllm": vllm,
-        # The adapter's order of prompts: curricula, shares of environments.
+        # The adapter orders the prompts by curricula and shares of environments.
         "shuffle_dataset": False,
     }
-    lengths = algorithm.lengths
-    if vllm:
-        draft.settings["vllm_max_model_length"] = lengths.context
-    if lengths.prompt is not None:
-        draft.cannot("lengths.prompt", "longer prompts are trained on as well; leave them out of the tasks instead")
-    elif lengths.total is not None and not vllm:
-        draft.cannot("lengths.total", "only vLLM bounds both together; lengths.response alone is bounded instead")
+    if algorithm.lengths.prompt is not None:
+        draft.cannot("lengths.prompt", "TRL trains on longer prompts as well; exclude them from the tasks")
+    elif algorithm.lengths.total is not None:
+        draft.cannot("lengths.total", "only vLLM limits the total length; here only lengths.response is limited")
     if algorithm.turns > 1 and algorithm.algorithm != "grpo":
-        draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is done instead")
+        draft.cannot("turns", "RLOOTrainer has no tools; turns=1 is used")
     if algorithm.asynchronous is not None:
-        draft.cannot("asynchronous", "TRL generates and trains in turn; responses are of age 0 instead")
+        draft.cannot("asynchronous", "TRL alternates generation and training; responses have age 0")
     draft.adapter["max_batches"] = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
     if algorithm.sampling.drop_zero_variance and algorithm.algorithm != "grpo":
-        reason = "groups stay with an advantage of 0 instead, no others are generated"
+        reason = "groups are kept with an advantage of 0, and no others are generated"
         draft.cannot("sampling.drop_zero_variance", reason)
 
 
 def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
-    # The adapter replaces TRL's advantages, which know no leave-one-out and no deviation over n.
+    # The adapter replaces TRL's advantages, which support neither leave-one-out nor the standard deviation over n.
     draft.adapter["advantage"] = {"baseline": advantage.baseline, "normalise": advantage.normalise}
     draft.settings |= {
         "scale_rewards": scaled(algorithm),
         "loss_type": {"token": "dapo", "sequence": "grpo", "sequence_sum": "luspo"}[loss.level],
         "importance_sampling_level": loss.ratio,
         "delta": loss.dual_clip,
-        # The gradient of the estimator alone, as in the papers and in NeMo-RL 0.5.
+        # Only the gradient of the estimator, as in the papers and in NeMo-RL 0.5.
         "use_bias_correction_kl": False,
     }
     if loss.clip_low is not None:
@@ -147,15 +125,15 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
     else:
         _unclipped(draft, algorithm)
     if loss.kl.coefficient and loss.kl.estimator != "k3":
-        draft.cannot("loss.kl.estimator", "k3 instead, the only one")
+        draft.cannot("loss.kl.estimator", "TRL has only k3, which is used")
     correction = loss.importance_correction
     draft.settings["vllm_importance_sampling_correction"] = correction.kind != "none"
     if correction.kind != "none":
-        how = "mask" if correction.kind == "masked" else "truncate"
+        mode = "mask" if correction.kind == "masked" else "truncate"
         draft.settings |= {
-            "vllm_importance_sampling_mode": f"{correction.level}_{how}",
+            "vllm_importance_sampling_mode": f"{correction.level}_{mode}",
             "vllm_importance_sampling_clip_max": correction.cap,
-            # TRL requires a bound; ratios are never below 0.
+            # TRL requires a bound; 0 has no effect on ratios.
             "vllm_importance_sampling_clip_min": correction.floor or (0.0 if correction.cap is None else None),
         }
 
@@ -163,44 +141,44 @@ def _grpo(draft: Rendered, algorithm: PolicyGradient) -> None:
 def _rloo(draft: Rendered, algorithm: PolicyGradient) -> None:
     advantage, loss = algorithm.advantage, algorithm.loss
     if advantage.baseline != "leave_one_out":
-        draft.cannot("advantage.baseline", "leave_one_out instead, the only one of RLOOTrainer")
+        draft.cannot("advantage.baseline", "RLOOTrainer has only leave_one_out, which is used")
     if advantage.normalise != "none":
-        draft.cannot("advantage.normalise", "RLOOTrainer knows the whole batch's deviation or none; none instead")
+        draft.cannot("advantage.normalise", "RLOOTrainer normalises over the whole batch or not at all; none is used")
     draft.settings["normalize_advantages"] = False
     if loss.level != "sequence_sum":
-        draft.cannot("loss.level", "sequence_sum instead, the only one of RLOOTrainer")
+        draft.cannot("loss.level", "RLOOTrainer has only sequence_sum, which is used")
     if loss.clip_low is None:
         _unclipped(draft, algorithm)
     else:
         draft.settings |= {"epsilon": loss.clip_low, "epsilon_high": loss.clip_high}
-        draft.cannot("loss.ratio", "the ratio of whole responses is clipped instead, the product of their tokens'")
+        draft.cannot("loss.ratio", "RLOOTrainer clips one ratio per response, the product of its tokens' ratios")
     if loss.dual_clip is not None:
-        draft.cannot("loss.dual_clip", "RLOOTrainer has none; nothing instead")
+        draft.cannot("loss.dual_clip", "RLOOTrainer has no dual clip; it is omitted")
     if loss.kl.coefficient:
-        draft.cannot("loss.kl.estimator", "RLOOTrainer takes k1 off the reward instead")
+        draft.cannot("loss.kl.estimator", "RLOOTrainer subtracts k1 from the reward")
     if loss.importance_correction.kind != "none":
-        draft.cannot("loss.importance_correction", "RLOOTrainer has none; nothing instead")
+        draft.cannot("loss.importance_correction", "RLOOTrainer has no importance correction; it is omitted")
 
 
 def _unclipped(draft: Rendered, algorithm: PolicyGradient) -> None:
-    # In one update a step the ratio is 1: it is never clipped, and its gradient is REINFORCE's.
+    # With one update per step the ratio is 1: it is never clipped, and the gradient equals REINFORCE's.
     if algorithm.updates_per_step > 1:
-        draft.cannot("loss.clip_low", "ratios are always there; epsilon=0.2, TRL's default, instead")
+        draft.cannot("loss.clip_low", "TRL always uses ratios; they are clipped with epsilon=0.2, its default")
 
 
 def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> None:
     loss = algorithm.loss
     is_rpo = algorithm.algorithm == "rpo"
-    # RPO's loss is added by the trainer of ours, from the reference's probabilities in the batch.
+    # Our trainer adds RPO's loss, from the reference log-probabilities in the batch.
     normalised = loss.length_normalised and not is_rpo
     kinds: dict[str, float] = {"sigmoid_norm" if normalised else "sigmoid": 0.0 if is_rpo else loss.weight}
     if loss.sft_weight:
         kinds["sft"] = loss.sft_weight
         if not loss.sft_length_normalised:
-            draft.cannot("loss.sft_length_normalised", "the mean over tokens instead")
+            draft.cannot("loss.sft_length_normalised", "TRL uses the mean over tokens")
         elif micro_batch > 1:
             draft.cannot(
-                "loss.sft_length_normalised", "the mean over a micro-batch's tokens instead; micro_batch=1 is exact"
+                "loss.sft_length_normalised", "TRL uses the mean over a microbatch's tokens; micro_batch=1 is exact"
             )
     draft.settings |= {
         "beta": loss.beta,
@@ -212,12 +190,12 @@ def _preference(draft: Rendered, algorithm: Preference, *, micro_batch: int) -> 
         draft.settings["precompute_ref_log_probs"] = True
         draft.adapter["rpo"] = {"eta": loss.eta, "distance": loss.distance, "weight": loss.weight}
         if loss.length_normalised:
-            draft.cannot("loss.length_normalised", "rpo's margins are sums over tokens; sums instead")
+            draft.cannot("loss.length_normalised", "RPO's margins are sums over tokens; sums are used")
 
 
 def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:
     optimizer, schedule, validation = algorithm.optimizer, algorithm.schedule, algorithm.validation
-    # TRL counts updates, the algorithm steps of generation.
+    # TRL counts updates; the algorithm counts generation steps.
     updates = algorithm.updates_per_step
     draft.settings |= {
         "learning_rate": optimizer.learning_rate,
@@ -232,21 +210,21 @@ def _optimizer(draft: Rendered, algorithm: Algorithm) -> None:
     if schedule.kind == "cosine" and schedule.final_share:
         draft.settings["lr_scheduler_kwargs"] = {"min_lr_rate": schedule.final_share}
     if schedule.kind == "linear" and schedule.final_share:
-        draft.cannot("schedule.final_share", "linear falls to 0 instead")
+        draft.cannot("schedule.final_share", "TRL's linear schedule decays to 0")
     if algorithm.steps is not None:
         draft.settings["max_steps"] = algorithm.steps * updates
     elif schedule.epochs is not None:
         draft.settings["num_train_epochs"] = float(schedule.epochs)
     if validation.every is not None:
-        # Only the adapter knows if there are validation data: it sets eval_strategy.
+        # The adapter sets eval_strategy, since only it knows whether there are validation data.
         draft.settings |= {"eval_steps": validation.every * updates, "save_steps": validation.every * updates}
     draft.settings["eval_on_start"] = False
     draft.adapter["validation"] = {"every": validation.every, "at_start": validation.at_start}
     if validation.kl and (not isinstance(algorithm, PolicyGradient) or algorithm.algorithm == "rloo"):
-        draft.cannot("validation.kl", "is of algorithm=grpo; nothing instead")
+        draft.cannot("validation.kl", "only supported for algorithm=grpo; it is omitted")
     if validation.keep_best is not None:
         draft.settings["save_total_limit"] = validation.keep_best
-        draft.cannot("validation.keep_best", "as many of the latest are kept instead")
+        draft.cannot("validation.keep_best", "the latest checkpoints are kept instead of the best")
 
 
 def _schedule(algorithm: Algorithm) -> str:

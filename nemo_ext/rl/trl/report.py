@@ -1,4 +1,4 @@
-"""Report of a run: rewards, lengths and outcomes over the steps, and memory."""
+"""Report of a TRL run: rewards, lengths and outcomes per step, and memory."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,15 @@ from nemo_ext.rl.reprofile import Curricula
 PLOT = "reward.png"
 _PANELS = {
     "reward": ("reward", "eval_reward", "rewards/margins", "eval_rewards/margins"),
-    "tokens of a response": ("completions/mean_length", "eval_completions/mean_length"),
-    "KL to the model at the start, nats per token": ("kl", "eval_kl"),
+    "response length in tokens": ("completions/mean_length", "eval_completions/mean_length"),
+    "KL to the initial model, nats per token": ("kl", "eval_kl"),
     "loss": ("loss", "eval_loss"),
 }
 _LABEL = re.compile("/correct$|^adaptive/(weight|signal)/")
 
 
 def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | None = None) -> Path:
-    """Write report.md and its plots; returns the report's path.
-
-    Args:
-        run_dir: folder of the run.
-        algorithm: algorithm of the run.
-        curricula: curricula that were made while it trained, if it makes any.
-    """
+    """Write report.md and its plots, with the curricula that were made during training; returns its path."""
     logs = read_metrics(run_dir / METRICS)
     changes = curricula.changes() if curricula else []
     report = Report(f"{run_dir.name}: {algorithm.algorithm}", f"{algorithm.source}. {logs[-1]['step']} steps.")
@@ -39,8 +33,8 @@ def write_report(run_dir: Path, algorithm: Algorithm, curricula: Curricula | Non
     report.table("", ("", "first", "last", "mean of the last tenth"), [_row(name, logs) for name in shown])
     if curricula is not None:
         rows = _curricula(curricula)
-        right = f"tasks with 0 ... {curricula.settings.samples} right"
-        heading = ("after step", "because of", "pass rates of", "mean", right, "order")
+        solved = f"tasks with 0 ... {curricula.settings.samples} correct"
+        heading = ("after step", "reason", "checkpoint", "mean pass rate", solved, "order")
         report.table("Curricula", heading, rows)
         report.section("Curricula", "" if rows else "Pass rates were not measured again.")
     memory.add_section(report, run_dir)
@@ -60,14 +54,14 @@ def _curricula(curricula: Curricula) -> list[list[str]]:
         if result is None:
             continue
         folder = f"{curricula.folder.name}/{number}"
-        order = f"[new]({folder}/report.md)" if result.kept is None else f"the one before: {result.kept}"
+        order = f"[new]({folder}/report.md)" if result.kept is None else f"unchanged: {result.kept}"
         solved = " ".join(map(str, result.solved))
         rows.append([str(change.step), change.why, change.checkpoint, f"{result.pass_rate:.3f}", solved, order])
     return rows
 
 
 def _label(name: str) -> str:
-    """Name of a line: a metric's, marked where it is of validations."""
+    """Name of a metric's line in a plot; marks validation metrics."""
     name = _LABEL.sub("", name)
     return f"{name.removeprefix('eval_')}, validation" if name.startswith("eval_") else name
 
@@ -88,7 +82,7 @@ def _plot(report: Report, logs: Sequence[Mapping[str, Any]], changes: Sequence[i
     for axis, (title, names) in zip(axes, shown.items(), strict=False):
         for name in names:
             points = [(log["step"], log[name]) for log in logs if name in log]
-            if any(value for _, value in points) or (points and name != "eval_loss"):  # GRPO's validations have none
+            if any(value for _, value in points) or (points and name != "eval_loss"):  # GRPO's eval_loss is always 0
                 marker = "." if len(points) < 20 else ""
                 axis.plot(*zip(*points, strict=True), label=_label(name), marker=marker)
         for at in changes:

@@ -1,7 +1,7 @@
-"""Rollouts for TRL: prompts from tasks, rewards of responses, conversations, and a record of them all.
+"""Rollouts for TRL: prompts of tasks, rewards of responses, conversations, and a record of everything.
 
-TRL passes texts without special tokens to reward functions, `<think>` among them in some tokenizers; here responses are
-decoded from their tokens.
+TRL passes texts to reward functions without special tokens, which in some tokenizers include `<think>`; here responses
+are decoded from their tokens.
 """
 
 import asyncio
@@ -19,25 +19,25 @@ from nemo_ext.rl.prompts import Prompts
 from nemo_ext.rl.task import Task
 
 Generate = Callable[[list[list[int]], int], list[list[int]]]
-"""Function that generates responses to prompts, as token ids, of at most a number of tokens."""
+"""Function of prompts and a maximum number of new tokens that returns responses, all as token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """A response, or the responses of a conversation with the observations between them.
+    """Response, or all responses of a conversation with the observations between them.
 
     Attributes:
         episode: initial episode.
         prompt: token ids of the prompt.
         tokens: token ids after the prompt.
-        own: mask of `tokens`: 1 for tokens that the model wrote, 0 for those that it read.
+        mask: 1 for generated tokens, 0 for tokens of observations.
         turn: outcome of the last response.
     """
 
     episode: Episode
     prompt: list[int]
     tokens: list[int]
-    own: list[int]
+    mask: list[int]
     turn: Turn
 
 
@@ -49,12 +49,12 @@ class Rollouts:
         tokenizer: Hugging Face tokenizer.
         prompts: chat template of the model.
         environments: environments by name.
-        generations: number of responses per prompt, adjacent in a batch.
-        group: function that rewrites the rewards of groups; None leaves them.
+        generations: number of responses per prompt, which are adjacent in a batch.
+        group: group reward function; None for the environments' rewards.
         record: path of the JSONL file to append to.
         tokens: maximum number of tokens of a response, or of all responses and observations of a conversation.
-        same: ids of tasks with the prompt and reference of another task, as which they count.
-        ends: ids that end a response, but for those of the model's generation config, which a trainer adds.
+        same: ids of tasks that have the prompt and reference of another task and count as that task.
+        ends: ids that end a response; a trainer adds the ids in the model's generation config.
     """
 
     tokenizer: Any
@@ -79,10 +79,10 @@ class Rollouts:
         return any(episodes.environment.begin is not None for episodes in self.environments.values())
 
     def prompt(self, task: Task) -> str:
-        """Prompt text of a task.
+        """Prompt text of a task; TRL passes the text back, by which the task is found again.
 
         Raises:
-            ValueError: another task, verified differently, has the same text, by which tasks are found.
+            ValueError: another task with a different environment or reference has the same text.
         """
         text, opened = self.prompts.prompt(task)
         known = self._begun.get(text)
@@ -90,7 +90,7 @@ class Rollouts:
             known = self._begun[text] = Episode(task=self.prompts.in_mode(task), thinking_opened=opened)
         if (known.task.environment, known.task.reference) != (task.environment, task.reference):
             raise ValueError(
-                f"the tasks {known.task.id} and {task.id} have the same prompt and other references: leave one out"
+                f"the tasks {known.task.id} and {task.id} have the same prompt but different references; remove one"
             )
         if known.task.id != task.id:
             self.same.add(task.id)
@@ -101,11 +101,11 @@ class Rollouts:
         return list(self.tokenizer(list(texts), add_special_tokens=False)["input_ids"])
 
     def verified(self, texts: Sequence[str], responses: Sequence[Sequence[int]]) -> list[Rollout]:
-        """Verify single responses.
+        """Verify single responses; returns their rollouts.
 
         Args:
             texts: texts of the prompts.
-            responses: token ids, including the end token unless cut off at the limit.
+            responses: token ids, including the end token unless cut off at the length limit.
 
         Raises:
             ValueError: an environment has several turns.
@@ -113,64 +113,64 @@ class Rollouts:
         episodes = [self._begun[text] for text in texts]
         for episode in episodes:
             if self.environments[episode.task.environment].environment.begin is not None:
-                raise ValueError(f"environment {episode.task.environment!r} has several turns, the trainer has one")
+                name = episode.task.environment
+                raise ValueError(f"environment {name!r} has several turns, which this trainer does not support")
         turns = self._turns(episodes, responses, [self._finished(ids) for ids in responses])
         return [
-            Rollout(episode=episode, prompt=[], tokens=list(ids), own=[1] * len(ids), turn=turn)
+            Rollout(episode=episode, prompt=[], tokens=list(ids), mask=[1] * len(ids), turn=turn)
             for episode, ids, turn in zip(episodes, responses, turns, strict=True)
         ]
 
     def conversations(self, texts: Sequence[str], generate: Generate) -> list[Rollout]:
-        """Generate responses, and further ones where an environment answers, until all conversations are over."""
-        begun = [self._begun[text] for text in texts]
-        now = list(begun)
+        """Generate turn by turn, with the environments' observations, until all conversations are over."""
+        initial = [self._begun[text] for text in texts]
+        current = list(initial)
         prompts = self.encoded(texts)
         tokens: list[list[int]] = [[] for _ in texts]
-        own: list[list[int]] = [[] for _ in texts]
+        masks: list[list[int]] = [[] for _ in texts]
         ended: dict[int, Turn] = {}
         while len(ended) < len(texts):
-            going = [index for index in range(len(texts)) if index not in ended]
-            room = {index: self.tokens - len(tokens[index]) for index in going}
-            made = generate([prompts[index] + tokens[index] for index in going], max(room.values()))
-            # A long conversation does not reduce the room of the others.
-            made = [ids[: room[index]] for index, ids in zip(going, made, strict=True)]
-            for index, ids in zip(going, made, strict=True):
+            active = [index for index in range(len(texts)) if index not in ended]
+            room = {index: self.tokens - len(tokens[index]) for index in active}
+            responses = generate([prompts[index] + tokens[index] for index in active], max(room.values()))
+            # A long conversation does not reduce the room of other conversations.
+            responses = [ids[: room[index]] for index, ids in zip(active, responses, strict=True)]
+            for index, ids in zip(active, responses, strict=True):
                 tokens[index] += ids
-                own[index] += [1] * len(ids)
-            finished = [self._finished(ids) for ids in made]
-            for index, turn, end in zip(
-                going, self._turns([now[i] for i in going], made, finished), finished, strict=True
-            ):
+                masks[index] += [1] * len(ids)
+            finished = [self._finished(ids) for ids in responses]
+            turns = self._turns([current[index] for index in active], responses, finished)
+            for index, turn, end in zip(active, turns, finished, strict=True):
                 if turn.following is None:
                     ended[index] = turn
                     continue
-                read = self.encoded([turn.observation])[0]
-                if end and read[:1] == tokens[index][-1:]:  # the turn's end, which the model has written
-                    read = read[1:]
-                if not end or len(tokens[index]) + len(read) >= self.tokens:
-                    # No next turn after a cut-off response or with a full context; the state stays as it is.
+                observation = self.encoded([turn.observation])[0]
+                if end and observation[:1] == tokens[index][-1:]:  # end token, which the model has already written
+                    observation = observation[1:]
+                if not end or len(tokens[index]) + len(observation) >= self.tokens:
+                    # No next turn after a cut-off response or with a full context: verify the present state.
                     ended[index] = self._run(self.environments[turn.following.task.environment].close(turn))
                     continue
-                tokens[index] += read
-                own[index] += [0] * len(read)
-                now[index] = turn.following
-        rows = zip(begun, prompts, tokens, own, strict=True)
+                tokens[index] += observation
+                masks[index] += [0] * len(observation)
+                current[index] = turn.following
+        rows = zip(initial, prompts, tokens, masks, strict=True)
         return [
-            Rollout(episode=episode, prompt=prompt, tokens=ids, own=mask, turn=ended[index])
+            Rollout(episode=episode, prompt=prompt, tokens=ids, mask=mask, turn=ended[index])
             for index, (episode, prompt, ids, mask) in enumerate(rows)
         ]
 
     def rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Rewards of a batch, in which responses to one prompt are adjacent."""
-        given = [rollout.turn.reward.total if rollout.turn.reward else 0.0 for rollout in rollouts]
+        """Rewards of a batch in which responses to one prompt are adjacent."""
+        totals = [rollout.turn.reward.total if rollout.turn.reward else 0.0 for rollout in rollouts]
         if self.group is None:
-            return given
-        members = [self._member(rollout, reward) for rollout, reward in zip(rollouts, given, strict=True)]
+            return totals
+        members = [self._member(rollout, reward) for rollout, reward in zip(rollouts, totals, strict=True)]
         groups = [members[at : at + self.generations] for at in range(0, len(members), self.generations)]
         return [reward for rewards in self.group(groups) for reward in rewards]
 
     def note(self, rollouts: Sequence[Rollout], rewards: Sequence[float], *, step: int, dropped: bool = False) -> None:
-        """Append rollouts and their rewards to the record, marked if they are not trained on."""
+        """Append rollouts and their rewards to the record; `dropped` marks rollouts that are not trained on."""
         with self.record.open("a") as file:
             for rollout, reward in zip(rollouts, rewards, strict=True):
                 line = {"step": step, **self.line(rollout, reward)}
@@ -179,7 +179,7 @@ class Rollouts:
                 file.write(json.dumps(line) + "\n")
 
     def line(self, rollout: Rollout, reward: float) -> dict[str, Any]:
-        """Record of a rollout; the token that ended the response, which `finished` tells, is not part of its text."""
+        """Record of a rollout; its text has no end token, but `finished` shows whether there was one."""
         task, verdict = rollout.episode.task, rollout.turn.verdict
         ended = rollout.tokens[-1:] and rollout.tokens[-1] in self.ends
         line = {
@@ -188,14 +188,14 @@ class Rollouts:
             "reward": reward,
             "outcome": verdict.outcome if verdict else "error",
             "score": verdict.score if verdict else 0.0,
-            "tokens": sum(rollout.own),
+            "tokens": sum(rollout.mask),
             "finished": rollout.turn.response.finished,
             "response": self.tokenizer.decode(rollout.tokens[:-1] if ended else rollout.tokens),
         }
         return line | ({"reason": verdict.reason} if verdict and verdict.reason else {})
 
     def metrics(self) -> dict[str, float]:
-        """Metrics of every environment since the last call, as `environment/metric`."""
+        """Metrics of all environments since the last call, by `environment/metric`."""
         return {
             f"{name}/{metric}": value
             for name, episodes in self.environments.items()
@@ -211,15 +211,15 @@ class Rollouts:
     def _turns(
         self, episodes: Sequence[Episode], responses: Sequence[Sequence[int]], finished: Sequence[bool]
     ) -> list[Turn]:
-        async def of(episode: Episode, ids: Sequence[int], end: bool) -> Turn:
+        async def verify(episode: Episode, ids: Sequence[int], end: bool) -> Turn:
             environment = self.environments[episode.task.environment]
             (turn,) = await environment.turns([episode], [self._text(ids)], tokens=[len(ids)], finished=[end])
             return turn
 
-        async def everything() -> list[Turn]:
-            return list(await asyncio.gather(*map(of, episodes, responses, finished)))
+        async def verify_all() -> list[Turn]:
+            return list(await asyncio.gather(*map(verify, episodes, responses, finished)))
 
-        return self._run(everything())
+        return self._run(verify_all())
 
     def _run[Result](self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -237,12 +237,12 @@ class Rollouts:
         thinking = 0
         if response.thinking is not None:
             thinking = min(
-                len(self.encoded([response.text.partition("</think>")[0] + "</think>"])[0]), sum(rollout.own)
+                len(self.encoded([response.text.partition("</think>")[0] + "</think>"])[0]), sum(rollout.mask)
             )
         return Member(
             reward=reward,
             thinking_tokens=thinking,
-            answer_tokens=sum(rollout.own) - thinking,
+            answer_tokens=sum(rollout.mask) - thinking,
             prompt=rollout.episode.task.prompt,
             response=response,
         )

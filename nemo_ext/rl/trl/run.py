@@ -1,4 +1,4 @@
-"""Train with TRL: our tasks, verifiers and rewards, its GRPO, RLOO and DPO trainers."""
+"""Training with TRL's GRPO, RLOO and DPO trainers on our tasks, verifiers and rewards."""
 
 import gc
 import json
@@ -38,45 +38,52 @@ from nemo_ext.rl.trl.rollouts import Rollouts
 
 MODEL, ROLLOUTS = "model", "rollouts.jsonl"
 BY_ADAPTER = ("lengths.prompt",)
-"""Keys that TRL cannot express and that are handled here."""
+"""Keys that TRL cannot express and that this module handles."""
 
 
 def run(config: Mapping[str, Any], algorithm: Algorithm) -> bool:
-    """Train to the end of the schedule; a run directory with a checkpoint is resumed from it.
+    """Train to the end of the schedule, from the last checkpoint of the run directory if there is one.
 
     Returns:
-        Whether a signal came in the last step, after which the run is finished all the same.
+        True if a signal arrived during the last step, although the run is finished.
 
     Raises:
         ValueError: TRL is not installed, or a setting, the model, the tasks or the pairs are invalid.
     """
-    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1  # as torchrun and accelerate set it
-    if not alone and (config["tasks"].get("train") or {}).get("reprofile") is not None:
-        raise ValueError("tasks.train.reprofile: with TRL it needs one process: leave it out")
+    single = int(os.environ.get("WORLD_SIZE", 1)) == 1  # set by torchrun and accelerate
+    if not single and (config["tasks"].get("train") or {}).get("reprofile") is not None:
+        raise ValueError("tasks.train.reprofile: TRL supports it in a single process only; remove it")
     seconds, folder = sampler.interval(config), Path(config["run_dir"]) / sampler.FOLDER
     with sampler.sampled(folder, seconds):
         phases = sampler.Phases(None if seconds is None else folder)
         phases.begin("setup")
         try:
-            trained, stopped = _train(config, algorithm, phases)
+            ready = _ready(config, algorithm)
+            run_dir = Path(config["run_dir"])
+            write_config(run_dir, config)
+            write_versions(run_dir, sys.argv)
+            # To measure pass rates again, training ends with a checkpoint and resumes from it, as after a kill.
+            while (trained := _train(config, algorithm, phases, ready)) is None:
+                _free_memory()
         finally:
             phases.begin(None)
     if trained:
         curricula = _curricula(config, algorithm) if isinstance(algorithm, PolicyGradient) else None
-        notice(f"report: {write_report(Path(config['run_dir']), algorithm, curricula)}")
-    return stopped
+        notice(f"report: {write_report(run_dir, algorithm, curricula)}")
+    return bool(ready.stop.asked)
 
 
 @dataclass(frozen=True)
 class _Ready:
-    """What a run has whatever it trains on.
+    """Prepared parts of a run, for tasks and for pairs.
 
     Attributes:
-        model: Hugging Face folder of the model that training begins with.
-        rendered: the algorithm for TRL.
+        model: Hugging Face folder of the initial model.
+        tokenizer: Hugging Face tokenizer with its chat template.
+        rendered: algorithm rendered for TRL.
         trusted: True if Python files in the model's folder may run.
-        stop: what ends training at a signal.
-        transformers, trainers: modules.
+        stop: callback that ends training after a signal.
+        trainers: the module `nemo_ext.rl.trl.trainers`, which imports torch.
     """
 
     model: Path
@@ -84,65 +91,52 @@ class _Ready:
     rendered: Rendered
     trusted: bool
     stop: Any
-    transformers: Any
     trainers: Any
 
 
-def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases) -> tuple[bool, bool]:
-    """Train as `run` does; returns whether there was anything left to do, and what `run` returns."""
-    ready = _ready(config, algorithm)
-    run_dir = Path(config["run_dir"])
-    write_config(run_dir, config)
-    write_versions(run_dir, sys.argv)
-    # Where pass rates are measured again, training ends with a checkpoint and is resumed from it, as after a kill.
-    while (ended := _turn(config, algorithm, phases, ready)) is None:
-        gc.collect()
-        import_module("torch").cuda.empty_cache()
-    return ended, ready.stop.asked
-
-
 def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # handled as Ctrl-C
     notice("loading torch, transformers and TRL")
     try:
         transformers, trainers = import_module("transformers"), import_module("nemo_ext.rl.trl.trainers")
     except ImportError as error:
-        raise ValueError(f"engine=trl: {error}: pip install 'nemo_ext[trl]'") from None
-    # Deprecation warnings between TRL and transformers are not for the user to fix.
+        raise ValueError(f"engine=trl: {error}; install it with pip install 'nemo_ext[trl]'") from None
+    # Users cannot fix deprecation warnings between TRL and transformers.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers|trl")
     transformers.utils.logging.disable_progress_bar()
     folder = Path(config["policy"]).expanduser()
     if not (folder / "config.json").is_file():
-        raise ValueError(f"model={folder}: no config.json there; `nemo-ext convert to_format=huggingface` writes one")
+        raise ValueError(f"model={folder}: has no config.json; `nemo-ext convert to_format=huggingface` writes one")
     trusted = may_run_code(str(folder), config)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
     if tokenizer.eos_token_id is None:
-        raise ValueError(f"model={folder}: its tokenizer has no eos_token, so no response would end")
+        raise ValueError(f"model={folder}: its tokenizer has no eos_token, which is required to end responses")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     if config["template"] is not None:
-        # The exported model gets the chat template it was trained with.
+        # The exported model gets the chat template that it was trained with.
         tokenizer.chat_template = Template.load(config["template"]).source
     micro_batch = gcd(algorithm.batch, config["micro_batch"])
     rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
     if Precision.from_config(config) is not None:
-        reason = "TRL trains and generates in the model's own type; that is done instead (engine=nemo_rl has FP8)"
+        reason = "TRL trains and generates in the data type of the model; engine=nemo_rl supports FP8"
         rendered.cannot("precision_plan", reason)
     rendered.settled(config["on_inexpressible"])
     stop = trainers.Stop(algorithm.updates_per_step)
-    return _Ready(folder, tokenizer, rendered, trusted, stop, transformers, trainers)
+    return _Ready(folder, tokenizer, rendered, trusted, stop, trainers)
 
 
-def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
-    """Train from the last checkpoint to the end, and return whether there was anything left to do.
+def _train(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phases, ready: _Ready) -> bool | None:
+    """Train from the last checkpoint to the end or to the next measurement of pass rates.
 
-    None if training ended, with a checkpoint, where pass rates are to be measured again.
+    Returns:
+        Whether there was anything left to do; None if training ended with a checkpoint for a measurement.
     """
     run_dir, trainers, tokenizer = Path(config["run_dir"]), ready.trainers, ready.tokenizer
     checkpoint = _last_checkpoint(run_dir / CHECKPOINTS)
     done = _step_of(checkpoint) if checkpoint else 0
-    own = _own_settings(config, algorithm, resumed=checkpoint is not None)
-    settings = {**ready.rendered.settings, **own, **(config["trl"] or {})}
+    run_settings = _run_settings(config, algorithm, resumed=checkpoint is not None)
+    settings = {**ready.rendered.settings, **run_settings, **(config["trl"] or {})}
     if ready.trusted:
         settings["model_init_kwargs"] = {"trust_remote_code": True, **(settings.get("model_init_kwargs") or {})}
     due: Any = None
@@ -153,9 +147,9 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
 
         def make(model: Path, settings: Mapping[str, Any], *, validated: bool = True) -> Any:
             notice(f"loading the model {model}")
-            given = validation if validated else None
+            used = validation if validated else None
             return trainers.policy_gradient(
-                algorithm, str(model), settings, tokenizer, rollouts, train, given, drawn=drawn
+                algorithm, str(model), settings, tokenizer, rollouts, train, used, drawn=drawn
             )
 
         if curricula is not None:
@@ -165,17 +159,19 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
         trainer = make(ready.model, settings)
     else:
         notice(f"loading the model {ready.model} and the pairs")
-        prompts = Prompts.of(tokenizer, config["template"]) if tokenizer.chat_template else None
+        prompts = Prompts.from_tokenizer(tokenizer, config["template"]) if tokenizer.chat_template else None
         pairs, rpo = config["pairs"], ready.rendered.adapter.get("rpo")
         trainer = trainers.preference(algorithm, str(ready.model), settings, tokenizer, prompts, pairs, rpo)
     if (run_dir / MODEL).is_dir() and done >= trainer.args.max_steps:
-        notice(f"{run_dir / MODEL}: this run is finished; more steps go on, another run_dir=... begins anew")
+        notice(
+            f"{run_dir / MODEL}: this run is finished; add steps to continue, or set another run_dir=... to start over"
+        )
         return False
     if checkpoint is not None:
-        notice(f"going on from step {done // algorithm.updates_per_step}")
+        notice(f"resuming from step {done // algorithm.updates_per_step}")
     for name in (METRICS, ROLLOUTS):
         truncate_metrics(run_dir / name, done)
-    trainer.remove_callback(ready.transformers.PrinterCallback)
+    trainer.remove_callback(import_module("transformers").PrinterCallback)
     trainer.add_callback(trainers.Log(run_dir / METRICS, rollouts if isinstance(algorithm, PolicyGradient) else None))
     trainer.phases = phases
     phases.begin("training")
@@ -189,7 +185,7 @@ def _turn(config: Mapping[str, Any], algorithm: Algorithm, phases: sampler.Phase
         rollouts.shutdown()
     if stop.asked and trainer.state.global_step < trainer.state.max_steps:
         step = trainer.state.global_step // algorithm.updates_per_step
-        notice(f"interrupted: the last checkpoint is of step {step}; the same command resumes")
+        notice(f"interrupted: the last checkpoint is at step {step}; the same command resumes")
         sys.exit(INTERRUPTED)
     if due is not None and due.now:
         return None
@@ -213,7 +209,7 @@ def _measure(
     ready: _Ready,
     phases: sampler.Phases,
 ) -> None:
-    """Measure pass rates and make the curriculum that a checkpoint asks for, or what a kill left of them."""
+    """Measure pass rates and make curricula that are due at a checkpoint or were interrupted."""
     updates = algorithm.updates_per_step
     if checkpoint is not None:
         step = _step_of(checkpoint) // updates
@@ -222,7 +218,8 @@ def _measure(
         if why := curricula.due(step, validated):
             drawn = _drawn(checkpoint, algorithm)
             assert drawn is not None
-            best = _best(checkpoint, [one for one in validated if one[0] >= curricula.since()], updates)
+            recent = [(step, reward) for step, reward in validated if step >= curricula.since()]
+            best = _best(checkpoint, recent, updates)
             curricula.begin(Change(step=step, drawn=drawn["number"], why=why, checkpoint=best.name))
     for number, change in enumerate(curricula.changes(), start=1):
         if curricula.result(number) is not None:
@@ -230,15 +227,16 @@ def _measure(
         folder = Path(config["run_dir"]) / CHECKPOINTS / change.checkpoint
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{folder}: is not there any more, and its answers are wanted: remove {curricula.folder}/{number}"
+                f"{folder}: no longer exists, but curriculum {number} needs its rollouts; remove "
+                f"{curricula.folder}/{number} to continue without it"
             )
         samples = curricula.settings.samples
         notice(
-            f"step {change.step}: {change.why}: {change.checkpoint} answers {len(curricula.tasks):,} tasks "
-            f"{samples} times"
+            f"step {change.step}: {change.why}: measuring pass rates of {change.checkpoint} on "
+            f"{len(curricula.tasks):,} tasks with {samples} responses each"
         )
         with phases.during("generation"):
-            # Without a reference model, which only training needs.
+            # No reference model, which only training needs.
             trainer = make(
                 folder, {**settings, "beta": 0.0, "eval_strategy": "no", "eval_on_start": False}, validated=False
             )
@@ -252,22 +250,26 @@ def _measure(
             )
         del trainer
         curricula.make(number)
-        gc.collect()
-        import_module("torch").cuda.empty_cache()
+        _free_memory()
+
+
+def _free_memory() -> None:
+    gc.collect()
+    import_module("torch").cuda.empty_cache()
 
 
 def _best(checkpoint: Path, validated: Sequence[tuple[int, float]], updates: int) -> Path:
-    """The checkpoint with the best validation, the later of two; the given, newest one where none was validated."""
+    """Checkpoint with the best validation reward, the latest of several; `checkpoint` if none was validated."""
     for _, step in sorted(((reward, step) for step, reward in validated), reverse=True):
-        found = checkpoint.with_name(f"checkpoint-{step * updates}")
-        if (found / "trainer_state.json").is_file():
-            return found
+        candidate = checkpoint.with_name(f"checkpoint-{step * updates}")
+        if (candidate / "trainer_state.json").is_file():
+            return candidate
     return checkpoint
 
 
-def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
-    """Settings of a run besides its algorithm."""
-    updates = algorithm.updates_per_step  # which TRL counts; and a step must be resumed at its beginning
+def _run_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: bool) -> dict[str, Any]:
+    """Arguments of TRL's config that do not depend on the algorithm."""
+    updates = algorithm.updates_per_step  # TRL counts updates, but a run can only resume at the start of a step
     on_gpu = import_module("torch").cuda.is_available()
     settings = {
         "output_dir": str(Path(config["run_dir"]) / CHECKPOINTS),
@@ -277,7 +279,7 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
         "report_to": "none",
         "seed": config["seed"],
         "disable_tqdm": True,
-        "use_cpu": not on_gpu,  # without it transformers refuses trl.bf16=true there
+        "use_cpu": not on_gpu,  # otherwise transformers refuses trl.bf16=true on CPUs
         "bf16": on_gpu,
         "gradient_checkpointing": on_gpu,
         "dataloader_pin_memory": on_gpu,
@@ -293,28 +295,28 @@ def _own_settings(config: Mapping[str, Any], algorithm: Algorithm, *, resumed: b
 def _tasks(
     config: Mapping[str, Any], algorithm: PolicyGradient, settings: Mapping[str, Any], tokenizer: Any, done: int
 ) -> tuple[Rollouts, PlannedTasks, PlannedTasks | None, Curricula | None]:
-    """Rollouts, the tasks of every step, the validation tasks, and the curricula made while training."""
-    prompts = Prompts.of(tokenizer, config["template"])
+    """Rollouts, planned training tasks, validation tasks, and curricula made during training."""
+    prompts = Prompts.from_tokenizer(tokenizer, config["template"])
     if not algorithm.steps:
-        raise ValueError("rl.schedule.steps=null: say how many steps to train")
+        raise ValueError("rl.schedule.steps=null: set the number of steps")
     rounds = algorithm.sampling.max_batches if algorithm.algorithm == "grpo" else None
     spare = algorithm.steps * ((rounds or 1) - 1)
     train = plan_tasks(config["tasks"]["train"], steps=algorithm.steps, prompts=algorithm.prompts_per_step, spare=spare)
-    given = config["tasks"].get("validation")
-    validation = validation_tasks(given["path"]) if given else None
+    section = config["tasks"].get("validation")
+    validation = validation_tasks(section["path"]) if section else None
     planned = [tasks for tasks in (train, validation) if tasks is not None]
     curricula = _curricula(config, algorithm)
-    answered = None
+    measured = None
     if curricula is not None:
         curricula.forget_after(done // algorithm.updates_per_step)
-        answered = curricula.read_tasks(train)
-        planned.append(validation_tasks(answered.path))
-    found = {name for tasks in planned for name in tasks.environments()}
-    uses = algorithm.environments or {name: EnvironmentUse() for name in found}
-    for name in sorted(found):
+        measured = curricula.read_tasks(train)
+        planned.append(validation_tasks(measured.path))
+    names = sorted({name for tasks in planned for name in tasks.environments()})
+    uses = algorithm.environments or {name: EnvironmentUse() for name in names}
+    for name in names:
         if name not in uses:
-            raise ValueError(f"tasks: environment {name!r} is none of the algorithm's: {nearest(name, uses)}")
-    environments = {name: Episodes(_told(name, uses[name], algorithm.turns), prompts) for name in sorted(found)}
+            raise ValueError(f"tasks: environment {name!r} is not in rl.environments: {nearest(name, uses)}")
+    environments = {name: Episodes(_episode_config(name, uses[name], algorithm.turns), prompts) for name in names}
     group = algorithm.group.settings() if algorithm.group else {}
     over_groups = group_reward(group)
     check_judges((episodes.environment for episodes in environments.values()), group)
@@ -328,45 +330,43 @@ def _tasks(
         tokens=int(settings["max_completion_length"]),
         group=over_groups,
     )
-    if (most := algorithm.lengths.prompt) is not None:
-        _leave_out_longer(rollouts, train, most, config["tasks"]["train"])
-        if answered is not None:
-            answered.leave_out(lambda task: _is_longer(rollouts, task, most))
-    if curricula is not None and answered is not None:
-        curricula.tasks = answered.tasks
+    if (limit := algorithm.lengths.prompt) is not None:
+        _exclude_longer(rollouts, train, limit, config["tasks"]["train"])
+        if measured is not None:
+            measured.exclude(lambda task: _is_longer(rollouts, task, limit))
+    if curricula is not None and measured is not None:
+        curricula.tasks = measured.tasks
     return rollouts, train, validation, curricula
 
 
 def _curricula(config: Mapping[str, Any], algorithm: PolicyGradient) -> Curricula | None:
     train, run_dir = config["tasks"]["train"], Path(config["run_dir"])
-    return Curricula.of(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
+    return Curricula.from_config(train, run_dir, prompts=algorithm.prompts_per_step, steps=algorithm.steps or 0)
 
 
-def _told(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
-    """Config of an environment; one with several turns gets the algorithm's number of turns as its default."""
+def _episode_config(name: str, use: EnvironmentUse, turns: int) -> dict[str, Any]:
+    """Config of an environment's episodes; the algorithm's number of turns is the default of `max_turns`."""
     settings = dict(use.settings)
     if turns > 1 and make(name, settings).begin is not None:
         settings.setdefault("max_turns", turns)
     return {"name": name, "settings": settings, "reward": use.reward}
 
 
-def _leave_out_longer(rollouts: Rollouts, tasks: PlannedTasks, most: int, given: Mapping[str, Any]) -> None:
-    """Leave out tasks whose prompts have more tokens."""
-    left = tasks.leave_out(lambda task: _is_longer(rollouts, task, most))
-    if not left:
+def _exclude_longer(rollouts: Rollouts, tasks: PlannedTasks, limit: int, settings: Mapping[str, Any]) -> None:
+    """Exclude tasks with longer prompts; a curriculum must not have any."""
+    excluded = tasks.exclude(lambda task: _is_longer(rollouts, task, limit))
+    if not excluded:
         return
-    if given.get("curriculum"):
+    if settings.get("curriculum"):
         raise ValueError(
-            f"{len(left):,} prompts of the curriculum have more than rl.lengths.prompt={most} tokens ({left[0]} the "
-            "first): make it again without them, or raise the number"
+            f"{len(excluded):,} prompts of the curriculum have more than rl.lengths.prompt={limit} tokens (first: "
+            f"{excluded[0]}); make it again without them, or raise the limit"
         )
-    notice(
-        f"{len(left):,} tasks are left out, their prompts longer than rl.lengths.prompt={most} tokens: {left[0]} ..."
-    )
+    notice(f"excluded {len(excluded):,} tasks with prompts over rl.lengths.prompt={limit} tokens: {excluded[0]} ...")
 
 
-def _is_longer(rollouts: Rollouts, task: Task, most: int) -> bool:
-    return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > most
+def _is_longer(rollouts: Rollouts, task: Task, limit: int) -> bool:
+    return len(rollouts.encoded([rollouts.prompts.prompt(task)[0]])[0]) > limit
 
 
 def _last_checkpoint(folder: Path) -> Path | None:
@@ -374,7 +374,7 @@ def _last_checkpoint(folder: Path) -> Path | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Whether the file that is written last is complete, which a kill may have cut."""
+    """True if the file that is written last is complete; a kill may have truncated it."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_bytes())
     except (OSError, ValueError):
@@ -383,13 +383,13 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _drawn(checkpoint: Path | None, algorithm: PolicyGradient) -> dict[str, Any] | None:
-    """What a checkpoint holds of the tasks that were drawn before it (`nemo_ext.rl.trl.trainers.Drawn`)."""
+    """State of `nemo_ext.rl.trl.trainers.Drawn` in a checkpoint; None without a checkpoint."""
     if checkpoint is None:
         return None
-    kept = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")
-    if kept is None:  # a run of an earlier version, or one whose tasks follow from the step
+    state = json.loads((checkpoint / "trainer_state.json").read_bytes())["stateful_callbacks"].get("Drawn")
+    if state is None:  # a run of an earlier version, or a run whose tasks depend on the step alone
         return {"number": _step_of(checkpoint) // algorithm.updates_per_step * algorithm.prompts_per_step}
-    return dict(kept["args"])
+    return dict(state["args"])
 
 
 def _step_of(checkpoint: Path) -> int:

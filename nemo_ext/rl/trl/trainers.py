@@ -1,4 +1,4 @@
-"""TRL's trainers with our prompts, rewards and records."""
+"""TRL's trainers with our prompts, rewards, records and callbacks."""
 
 import json
 import signal
@@ -39,7 +39,7 @@ from nemo_ext.rl.trl.rollouts import Rollout, Rollouts
 
 
 class _Phased:
-    """Trainer mixin that records phases which transformers' callbacks report only at their end."""
+    """Trainer mixin that records phases of which transformers' callbacks report only the end."""
 
     phases = Phases(None)
 
@@ -53,25 +53,25 @@ class _Phased:
 
 
 class Drawn(TrainerCallback, ExportableState):
-    """Tasks that the trainer draws itself, where they do not follow from the step.
+    """Tasks that the trainer draws itself, because the step alone does not determine them.
 
-    Every checkpoint holds how far it came, so that a resumed run draws the next ones.
+    Every checkpoint holds the number of drawn tasks, so that a resumed run draws the next ones.
 
     Args:
         tasks: tasks of the run.
-        kept: what the checkpoint that is resumed holds of it; None at the start.
+        saved: state in the checkpoint from which the run resumes; None at the start.
     """
 
-    def __init__(self, tasks: PlannedTasks, kept: Mapping[str, Any] | None = None) -> None:
-        self.number = int(kept["number"]) if kept else 0
+    def __init__(self, tasks: PlannedTasks, saved: Mapping[str, Any] | None = None) -> None:
+        self.number = int(saved["number"]) if saved else 0
         self.shares = tasks.adaptive()
-        if kept and self.shares is not None:
-            self.shares.restore(kept["shares"])
+        if saved and self.shares is not None:
+            self.shares.restore(saved["shares"])
         self._tasks = tasks
         self._datasets: list[int] = []
 
     def next(self, count: int) -> list[Task]:
-        """The next tasks: in the plan's order, or from the datasets that adaptive shares choose."""
+        """Draw the next tasks in the plan's order, or from the datasets that adaptive shares choose."""
         first = self.number
         self.number += count
         if self.shares is None:
@@ -81,24 +81,24 @@ class Drawn(TrainerCallback, ExportableState):
         return [self._tasks.nth(*place) for place in places]
 
     def learn(self, rewards: Sequence[float], generations: int) -> None:
-        """Rewards of the next groups in the order in which they were drawn, each group's adjacent."""
+        """Update adaptive shares from the rewards of drawn groups, group by group in the order of drawing."""
         if self.shares is None:
             return
         groups = np.reshape(rewards, (-1, generations))
-        own, self._datasets = self._datasets[: len(groups)], self._datasets[len(groups) :]
-        self.shares.learn(own, signals_of(groups))
+        datasets, self._datasets = self._datasets[: len(groups)], self._datasets[len(groups) :]
+        self.shares.learn(datasets, signals_of(groups))
 
     def state(self) -> dict[str, Any]:
-        """Called by the trainer when it saves."""
-        kept = {"number": self.number, "shares": None if self.shares is None else self.shares.state()}
-        return {"args": kept, "attributes": {}}
+        """State for a checkpoint, in the form that the trainer saves."""
+        state = {"number": self.number, "shares": None if self.shares is None else self.shares.state()}
+        return {"args": state, "attributes": {}}
 
 
 class _OurPrompts(_Phased):
-    """Trainer mixin for prompts that the chat template has already rendered, with special tokens.
+    """Trainer mixin for prompts that are already rendered by the chat template, with special tokens.
 
     Attributes:
-        drawn: tasks that take the place of the dataset's; None leaves those.
+        drawn: tasks that replace the tasks of the dataset; None for the dataset.
     """
 
     rollouts: Rollouts
@@ -108,7 +108,7 @@ class _OurPrompts(_Phased):
     drawn: Drawn | None = None
 
     def log(self, *arguments: Any, **named: Any) -> None:
-        # TRL's mean is of batches, of which the last may be shorter.
+        # TRL averages over batches without weights, but the last one may be smaller.
         sizes, means = self.rollouts.validated, self._metrics["eval"].get("reward", ())
         if sizes and len(sizes) == len(means):
             self._metrics["eval"]["reward"] = [float(np.average(means, weights=sizes))]
@@ -125,46 +125,46 @@ class _OurPrompts(_Phased):
             shares = self.drawn.shares
             values = {f"weight/{name}": weight for name, weight in shares.weights.items()} if shares else {}
             inputs = [{"prompt": text} for text in self._next_prompts(len(inputs) // self.num_generations)]
-            made = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
             values |= {f"signal/{name}": signal for name, signal in shares.signals.items()} if shares else {}
             for name, value in values.items():
                 self._metrics["train"][f"adaptive/{name}"].append(value)
-            return made
+            return batch
 
     def _generate(self, *arguments: Any, **named: Any) -> Any:
-        made = super()._generate(*arguments, **named)  # type: ignore[misc]
+        generated = super()._generate(*arguments, **named)  # type: ignore[misc]
         if self.model.training:
-            self.phases.begin("scoring")  # by verifiers, and by the reference model
-        return made
+            self.phases.begin("scoring")  # by verifiers and the reference model
+        return generated
 
-    def answered(self, prompts: list[str]) -> list[Rollout]:
-        """Verified responses to prompts."""
+    def respond(self, prompts: list[str]) -> list[Rollout]:
+        """Generate and verify responses to prompts."""
         _, responses, *others = self._generate(prompts)
         extra = others[3] if len(others) > 3 else {}  # RLOO's trainer has no conversations
         return extra.get("rollout") or self.rollouts.verified(prompts, responses)
 
-    def earned(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Rewards of generated groups to train on."""
+    def training_rewards(self, rollouts: Sequence[Rollout]) -> list[float]:
+        """Rewards of generated groups, from which adaptive shares also learn."""
         rewards = self.rollouts.rewards(rollouts)
         if self.drawn is not None:
             self.drawn.learn(rewards, self.num_generations)
         return rewards
 
     def _next_prompts(self, count: int) -> list[str]:
-        """The next tasks' prompts, each as often as it has responses."""
+        """Prompts of the next tasks, each repeated once per response."""
         assert self.drawn is not None
         texts = map(self.rollouts.prompt, self.drawn.next(count))
         return [text for text in texts for _ in range(self.num_generations)]
 
 
 class _Grpo(_OurPrompts, GRPOTrainer):
-    """GRPO with the advantages of `group_advantages`, and groups without variance replaced.
+    """GRPO with the advantages of `group_advantages` and replacement of groups without reward variance.
 
     Attributes:
-        advantage: how advantages are made; None leaves TRL's.
-        rounds: maximum number of rounds of generation per step, the first one included, after which groups without
-            variance stay; None keeps all groups.
-        start: the model before training, to which validations measure the KL; None measures none.
+        advantage: settings of advantages; None for TRL's advantages.
+        rounds: maximum number of generation rounds per step, including the first, after which groups without variance
+            are kept; None keeps all groups.
+        start: initial model for the KL divergence in validations; None for none.
     """
 
     advantage: Advantage | None = None
@@ -174,19 +174,19 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         if not self.model.training and not self.beta:
-            # Of a validation only the rewards, and the KL to the start, count.
+            # A validation needs only the rewards and the KL to the initial model.
             if self.start is not None:
                 self._metrics["eval"]["kl"].append(self._kl_to_start(model, inputs))
             return torch.zeros((), device=self.accelerator.device)
-        # Means over the batch's tokens alone do not count rows, a KL or an entropy has a gradient in all of them, and a
-        # quantile of entropies is of all.
+        # Rows without advantage may be removed only if the loss is a mean over the batch's tokens, which does not count
+        # rows, and if no other term (KL, entropy, router loss, entropy quantile) needs them.
         others = self.beta or self._entropy_bonus_enabled or self.aux_loss_enabled or self.top_entropy_quantile < 1
-        counted = self.loss_type == "dapo" and not others
-        made: torch.Tensor = super()._compute_loss(model, _trimmed(inputs, without_advantage=not counted))
-        return made
+        removable = self.loss_type == "dapo" and not others
+        loss: torch.Tensor = super()._compute_loss(model, _trimmed(inputs, without_advantage=not removable))
+        return loss
 
     def _kl_to_start(self, model: Any, inputs: Mapping[str, Any]) -> float:
-        """KL in nats per token of the answers, by the estimator k3, as TRL's."""
+        """KL to the initial model in nats per response token, by the estimator k3 as in TRL."""
         total, tokens = 0.0, 0
         rows = self.args.per_device_train_batch_size
         for first in range(0, len(inputs["prompt_ids"]), rows):
@@ -195,13 +195,13 @@ class _Grpo(_OurPrompts, GRPOTrainer):
             ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
             mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
             width = batch["completion_ids"].shape[1]
-            now, before = (
-                self._get_per_token_logps_and_entropies(each, ids, mask, width)[0] for each in (model, self.start)
+            current, initial = (
+                self._get_per_token_logps_and_entropies(policy, ids, mask, width)[0] for policy in (model, self.start)
             )
-            apart = (before - now).double()
-            counted = batch["completion_mask"] * batch.get("tool_mask", 1)
-            total += float(((apart.exp() - apart - 1) * counted).sum())
-            tokens += int(counted.sum())
+            difference = (initial - current).double()
+            generated = batch["completion_mask"] * batch.get("tool_mask", 1)
+            total += float(((difference.exp() - difference - 1) * generated).sum())
+            tokens += int(generated.sum())
         return total / max(1, tokens)
 
     def _calculate_rewards(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -209,52 +209,53 @@ class _Grpo(_OurPrompts, GRPOTrainer):
         return self._earned
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        made: dict[str, Any] = super()._generate_and_score_completions(inputs)
+        batch: dict[str, Any] = super()._generate_and_score_completions(inputs)
         if self.model.training and self.advantage is not None:
-            # Of all processes, over whose border a group may lie.
+            # Rewards of all processes, since a group may be split between two.
             groups = self._earned.nansum(dim=1).view(-1, self.num_generations).double().cpu().numpy()
-            found = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
-            before = made["advantages"]
-            first = self.accelerator.process_index * len(before)
-            made["advantages"] = torch.as_tensor(found.reshape(-1)[first : first + len(before)]).to(before)
-        return made
+            advantages = group_advantages(groups, baseline=self.advantage.baseline, normalise=self.advantage.normalise)
+            replaced = batch["advantages"]
+            first = self.accelerator.process_index * len(replaced)
+            local = advantages.reshape(-1)[first : first + len(replaced)]
+            batch["advantages"] = torch.as_tensor(local).to(replaced)
+        return batch
 
     def _generate(self, prompts: list[str]) -> Any:
         if not self.model.training or self.rounds is None:
             return super()._generate(prompts)
         assert self.drawn is not None
-        wanted = len(prompts) // self.num_generations
-        kept: list[dict[str, Any]] = []
+        required = len(prompts) // self.num_generations
+        varied: list[dict[str, Any]] = []
         flat: list[dict[str, Any]] = []
         rounds = 0
-        while len(kept) < wanted and rounds < self.rounds:
+        while len(varied) < required and rounds < self.rounds:
             if rounds:
                 self.phases.begin("generation")
-                prompts = self._next_prompts(wanted - len(kept))
+                prompts = self._next_prompts(required - len(varied))
             for group in self._groups(prompts):
-                (flat if zero_variance(group["earned"]) else kept).append(group)
+                (flat if zero_variance(group["earned"]) else varied).append(group)
             rounds += 1
-        dropped = flat[: len(kept) + len(flat) - wanted]
+        dropped = flat[: len(varied) + len(flat) - required]
         for group in dropped:
             self.rollouts.note(group["rollout"], group["earned"], step=self.state.global_step + 1, dropped=True)
         values = {
-            "dropped": len(dropped) / (len(kept) + len(flat)),
+            "dropped": len(dropped) / (len(varied) + len(flat)),
             "refill_rounds": rounds - 1,
-            "left": (wanted - len(kept)) / wanted,
+            "left": (required - len(varied)) / required,
             "tasks_drawn": self.drawn.number,
         }
         for name, value in values.items():
             self._metrics["train"][f"zero_variance/{name}"].append(value)
-        return _merged([*kept, *flat[len(dropped) :]])
+        return _merged([*varied, *flat[len(dropped) :]])
 
     def _groups(self, prompts: list[str]) -> list[dict[str, Any]]:
-        """Generated and rewarded groups, by the names of their columns; a column that TRL leaves out is None."""
-        given, responses, mask, texts, logprobs, extra, *_ = super()._generate(prompts)
+        """Generate and reward groups; returns the columns of each group by name, None for columns that TRL omits."""
+        prompt_ids, responses, mask, texts, logprobs, extra, *_ = super()._generate(prompts)
         rollouts = extra.get("rollout") or self.rollouts.verified(prompts, responses)
         columns = {
-            **dict(zip(_COLUMNS, (given, responses, mask, texts, logprobs), strict=True)),
+            **dict(zip(_COLUMNS, (prompt_ids, responses, mask, texts, logprobs), strict=True)),
             "rollout": rollouts,
-            "earned": self.earned(rollouts),
+            "earned": self.training_rewards(rollouts),
         }
         return [
             {
@@ -266,39 +267,39 @@ class _Grpo(_OurPrompts, GRPOTrainer):
 
 
 def _trimmed(batch: Mapping[str, Any], *, without_advantage: bool) -> dict[str, Any]:
-    """Micro-batch without the columns that are padding in every row, which change no loss.
+    """Microbatch without columns that are padding in every row; the loss is unchanged.
 
     Args:
-        batch: TRL's, with `[rows, prompt]` and `[rows, completion]`.
-        without_advantage: keep the rows whose advantage is 0; else one stays where all are 0.
+        batch: TRL's microbatch, with `[rows, prompt]` and `[rows, completion]`.
+        without_advantage: whether to keep rows with an advantage of 0; otherwise one of them is kept if all are 0.
     """
     rows, width = batch["completion_mask"].shape
-    kept = torch.arange(rows, device=batch["completion_mask"].device)
+    selected = torch.arange(rows, device=batch["completion_mask"].device)
     if not without_advantage and batch["advantages"].dim() == 1:
-        found = batch["advantages"].nonzero()[:, 0]
-        kept = found if len(found) else kept[:1]
-    begin = int(batch["prompt_mask"][kept].any(dim=0).int().argmax())
-    end = max(1, width - int(batch["completion_mask"][kept].any(dim=0).flip(0).int().argmax()))
-    made = dict(batch)
+        nonzero = batch["advantages"].nonzero()[:, 0]
+        selected = nonzero if len(nonzero) else selected[:1]
+    begin = int(batch["prompt_mask"][selected].any(dim=0).int().argmax())
+    end = max(1, width - int(batch["completion_mask"][selected].any(dim=0).flip(0).int().argmax()))
+    trimmed = dict(batch)
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != rows:
             continue
-        value = value[kept]
+        value = value[selected]
         if name in ("prompt_ids", "prompt_mask"):
             value = value[:, begin:]
         elif value.dim() == 2 and value.shape[1] == width:
             value = value[:, :end]
-        made[name] = value
-    return made
+        trimmed[name] = value
+    return trimmed
 
 
 _TOKENS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 _COLUMNS = ("prompt_ids", "completion_ids", "tool_mask", "completions", "logprobs")
-"""What TRL's `_generate` returns for each response, in its order."""
+"""Columns that TRL's `_generate` returns, in order."""
 
 
 def _merged(groups: Sequence[Mapping[str, Any]]) -> tuple[Any, ...]:
-    """What TRL's `_generate` returns, of groups; rollouts and rewards go on to the reward function."""
+    """Groups in the form of TRL's `_generate`; it passes the extra columns to the reward function."""
 
     def column(name: str) -> list[Any] | None:
         parts = [group[name] for group in groups]
@@ -314,7 +315,7 @@ class _Rloo(_OurPrompts, RLOOTrainer):
 
 class _Dpo(_Phased, DPOTrainer):
     def _prepare_dataset(self, dataset: Dataset, *arguments: Any, **named: Any) -> Dataset:
-        return dataset  # its tokens are there: the chat template's, as every engine reads them
+        return dataset  # already tokenized, in the same way for all engines
 
 
 _SCORES = ("chosen_score", "rejected_score")
@@ -333,9 +334,9 @@ class _WithMargins:
 
 
 class _Rpo(_Dpo):
-    """RPO: DPO's own loss has weight 0 (`nemo_ext.rl.trl.render`), its SFT loss and metrics stay as they are.
+    """RPO trainer: DPO's loss has weight 0 (`nemo_ext.rl.trl.render`); its SFT loss and metrics are unchanged.
 
-    The reference's log-probabilities are in the batch (`precompute_ref_log_probs`).
+    The batch holds the reference log-probabilities (`precompute_ref_log_probs`).
     """
 
     data_collator: Any
@@ -352,16 +353,16 @@ class _Rpo(_Dpo):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool) -> Any:
         true_margin = inputs.pop(_MARGIN)
-        passes: list[Any] = []
+        outputs_of_model: list[Any] = []
 
-        def kept(**arguments: Any) -> Any:
-            passes.append(model(**arguments))
-            return passes[-1]
+        def recorded(**arguments: Any) -> Any:
+            outputs_of_model.append(model(**arguments))
+            return outputs_of_model[-1]
 
-        made = super()._compute_loss(kept, inputs, return_outputs)
-        loss, *outputs = made if return_outputs else (made,)
+        result = super()._compute_loss(recorded, inputs, return_outputs)
+        loss, *outputs = result if return_outputs else (result,)
         tokens = inputs["completion_mask"].shape[1] - 1
-        chosen, rejected = passes[0].log_probs[:, -tokens:].sum(dim=1).chunk(2)
+        chosen, rejected = outputs_of_model[0].log_probs[:, -tokens:].sum(dim=1).chunk(2)
         margin = self.beta * ((chosen - inputs["ref_chosen_logps"]) - (rejected - inputs["ref_rejected_logps"]))
         losses = rpo_loss(margin, self._eta * true_margin.to(margin), self._distance)
         loss = loss + self._weight * losses.mean()
@@ -379,33 +380,31 @@ def policy_gradient(
     *,
     drawn: Mapping[str, Any] | None = None,
 ) -> GRPOTrainer | RLOOTrainer:
-    """Make a GRPO or RLOO trainer on tasks.
+    """Create a GRPO or RLOO trainer on tasks.
 
     Args:
-        algorithm: algorithm.
         model: Hugging Face folder.
         settings: arguments of TRL's config.
-        tokenizer: Hugging Face tokenizer.
         rollouts: prompts and rewards.
-        train: tasks of the run; with `sampling.drop_zero_variance` all that may be drawn.
-        validation: tasks of validation.
-        drawn: what the checkpoint which is resumed holds of `Drawn`; read with `sampling.drop_zero_variance` or
-            adaptive shares alone, where the next tasks do not follow from the step.
+        train: tasks of the run; with `sampling.drop_zero_variance` all tasks that may be drawn.
+        validation: validation tasks.
+        drawn: state of `Drawn` in the checkpoint from which the run resumes; used only with
+            `sampling.drop_zero_variance` or adaptive shares, where the step does not determine the next tasks.
 
     Raises:
-        ValueError: a setting that TRL does not know, or RLOO with an environment of several turns.
+        ValueError: a setting that TRL does not have, or RLOO with an environment of several turns.
     """
     trainers = {"grpo": _Grpo, "rloo": _Rloo}
     arguments: dict[str, Any] = {}
     if rollouts.has_conversations:
         if algorithm.algorithm == "rloo":
-            raise ValueError("algorithm=rloo: TRL's trainer has no conversations with tools; algorithm=grpo has")
+            raise ValueError("algorithm=rloo: TRL's RLOO trainer does not support several turns; use algorithm=grpo")
         arguments["rollout_func"] = _conversations
-    own = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
+    fixed = {"remove_unused_columns": False, "shuffle_dataset": False, "ddp_find_unused_parameters": False}
     reward = _Reward(rollouts)
     trainer: Any = trainers[algorithm.algorithm](
         model=model,
-        args=make_config(algorithm, {**own, **settings}),
+        args=make_config(algorithm, {**fixed, **settings}),
         train_dataset=_dataset(rollouts, train, (algorithm.steps or 0) * algorithm.prompts_per_step),
         eval_dataset=None if validation is None else _dataset(rollouts, validation, len(validation)),
         reward_funcs=[reward],
@@ -427,13 +426,13 @@ def policy_gradient(
     if getattr(trainer, "rounds", None) is not None or train.adaptive() is not None:
         _draw(trainer, train, drawn)
     if same := sorted(rollouts.same):
-        notice(f"{len(same):,} tasks have the prompt and reference of another and count as that one: {same[0]} ...")
-    made: GRPOTrainer | RLOOTrainer = trainer
-    return made
+        notice(f"{len(same):,} tasks duplicate another's prompt and reference and count as that task: {same[0]} ...")
+    result: GRPOTrainer | RLOOTrainer = trainer
+    return result
 
 
 def _end_at(trainer: Any, ends: frozenset[int]) -> None:
-    """Let generation, masks, verification and the saved model end a response at the same ids."""
+    """Use the same end-of-response ids for generation, masks, verification and the saved model."""
     ids = sorted(ends)
     trainer.rollouts.ends = ends
     trainer.eos_token_ids = trainer.model.generation_config.eos_token_id = ids
@@ -444,72 +443,74 @@ def _end_at(trainer: Any, ends: frozenset[int]) -> None:
 
 
 def _generate(model: Any, *, input_ids: torch.Tensor, attention_mask: torch.Tensor, **others: Any) -> torch.Tensor:
-    """As transformers' `generate`, but equal prompts that are adjacent are read once, `[rows, tokens]`."""
+    """Transformers' `generate` with one prefill for adjacent equal prompts, `[rows, tokens]`."""
     generate = type(model).generate
     width = input_ids.shape[1]
     both, row = torch.unique_consecutive(torch.cat([input_ids, attention_mask], 1), dim=0, return_inverse=True)
     if len(both) < len(input_ids) and width > 1:
         prompts, masks = both[:, :width], both[:, width:-1]
         cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-        places = (masks.cumsum(dim=-1) - 1).clamp(min=0)
+        positions = (masks.cumsum(dim=-1) - 1).clamp(min=0)
         model(
             input_ids=prompts[:, :-1],
             attention_mask=masks,
-            position_ids=places,
+            position_ids=positions,
             use_cache=True,
             logits_to_keep=1,
             **{_CACHE: cache},
         )
         cache.batch_select_indices(row)
         others[_CACHE] = cache
-    made: torch.Tensor = generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
-    return made
+    generated: torch.Tensor = generate(model, input_ids=input_ids, attention_mask=attention_mask, **others)
+    return generated
 
 
 _CACHE = "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
-"""Name of a cache to transformers' models, which changed."""
+"""Name of the cache argument of transformers' models, which depends on the version."""
 
 
 def answer(
     trainer: GRPOTrainer | RLOOTrainer, tasks: Sequence[Task], record: Path, *, samples: int, at_once: int, seed: int
 ) -> None:
-    """Answer tasks with a trainer's model, as it generates and verifies in training.
+    """Generate and verify responses to tasks as in training, without training.
 
-    Answers of a batch follow from the seed and the batch's number alone, so those of a run that was killed are those of
-    one that was not.
+    The seed and the number of a batch alone determine its responses, so that an interrupted run gives the same ones.
 
     Args:
-        trainer: trainer made by `policy_gradient`, which trains nothing.
-        tasks: tasks to answer.
-        record: path of the JSONL file to append to; complete batches in it are not answered again.
-        samples: number of answers to each task.
-        at_once: number of tasks in a batch.
+        trainer: trainer made by `policy_gradient`.
+        tasks: tasks to respond to.
+        record: path of the JSONL file to append to; complete batches in it are not repeated.
+        samples: number of responses per task.
+        at_once: number of tasks per batch.
         seed: seed of the sampling.
     """
     ours: Any = trainer
     ours.model.eval()
     ours.num_generations = ours.num_generations_eval = samples
     record.parent.mkdir(parents=True, exist_ok=True)
-    kept = record.read_text().splitlines(keepends=True) if record.exists() else []
+    existing = record.read_text().splitlines(keepends=True) if record.exists() else []
     batches = list(batched(tasks, at_once))
-    complete = sum(line.endswith("\n") for line in kept)
+    complete = sum(line.endswith("\n") for line in existing)
     done = len(batches) if complete == samples * len(tasks) else complete // (samples * at_once)
-    write_text(record, "".join(kept[: samples * sum(map(len, batches[:done]))]))
+    write_text(record, "".join(existing[: samples * sum(map(len, batches[:done]))]))
     with progress_of("pass rates:", len(tasks), unit="tasks") as advance:
         advance(sum(map(len, batches[:done])))
         for number, batch in enumerate(batches[done:], start=done):
             set_seed(digest(seed, "answer", number) % 2**32)
-            made = ours.answered([ours.rollouts.prompt(task) for task in batch for _ in range(samples)])
-            of = [task for task in batch for _ in range(samples)]
+            repeated = [task for task in batch for _ in range(samples)]
+            rollouts = ours.respond([ours.rollouts.prompt(task) for task in repeated])
             lines = [
-                # The task's own id: one with the same prompt and reference counts as another elsewhere.
-                {**ours.rollouts.line(one, one.turn.verdict.score if one.turn.verdict else 0.0), "id": task.id}
-                for task, one in zip(of, made, strict=True)
+                # The task's own id, although a task with the same prompt and reference counts as another in training.
+                {
+                    **ours.rollouts.line(rollout, rollout.turn.verdict.score if rollout.turn.verdict else 0.0),
+                    "id": task.id,
+                }
+                for task, rollout in zip(repeated, rollouts, strict=True)
             ]
             with record.open("a") as file:
                 file.write("".join(json.dumps(line) + "\n" for line in lines))
             advance(len(batch))
-    ours.rollouts.metrics()  # of these answers, not of the next step
+    ours.rollouts.metrics()  # discard them, so that the next step does not report them
 
 
 def preference(
@@ -521,22 +522,23 @@ def preference(
     pairs: Mapping[str, Any],
     rpo: Mapping[str, Any] | None = None,
 ) -> DPOTrainer:
-    """Make a DPO or RPO trainer on pairs that `nemo-ext preference_data` writes.
+    """Create a DPO or RPO trainer on pairs written by `nemo-ext preference_data`.
 
     Args:
-        prompts: chat template of the model; None if it has none, and pairs are rendered.
+        prompts: chat template of the model; None if it has none and the pairs are rendered.
+        pairs: paths of the files by split.
         rpo: eta, distance and weight of RPO's loss; None for DPO.
 
     Raises:
-        ValueError: a file that is not there or has no true rewards, or a setting that TRL does not know.
+        ValueError: a file is missing or has no true rewards, or TRL does not have a setting.
     """
     files = {split: Path(path).expanduser() for split, path in pairs.items() if path}
     for split, path in files.items():
         if not path.is_file():
             raise ValueError(f"pairs.{split}={path}: no such file; `nemo-ext preference_data` writes it")
-    most = settings.get("max_length")
+    limit = settings.get("max_length")
     loaded = {
-        split: _pairs(path, f"pairs.{split}", prompts, tokenizer, most, with_rewards=rpo is not None)
+        split: _pairs(path, f"pairs.{split}", prompts, tokenizer, limit, with_rewards=rpo is not None)
         for split, path in files.items()
     }
     return (partial(_Rpo, **rpo) if rpo else _Dpo)(
@@ -549,9 +551,9 @@ def preference(
 
 
 def _pairs(
-    path: Path, where: str, prompts: Prompts | None, tokenizer: Any, most: int | None, *, with_rewards: bool
+    path: Path, where: str, prompts: Prompts | None, tokenizer: Any, limit: int | None, *, with_rewards: bool
 ) -> Dataset:
-    """Tokens of the pairs of a file without those longer than `most`, which TRL would cut and train on."""
+    """Tokenized pairs of a file without pairs longer than `limit`, which TRL would truncate and train on."""
     try:
         pairs = read_pairs(path, prompts, with_rewards=with_rewards)
     except ValueError as error:
@@ -562,15 +564,15 @@ def _pairs(
         rows.append(row | dict(zip(_SCORES, pair.rewards or (), strict=bool(pair.rewards))))
     ends = tuple(map(tokenizer.decode, sorted(end_tokens(tokenizer, None if prompts is None else prompts.template))))
     if unended := [pair for pair in pairs if not pair.chosen.endswith(ends)]:
-        said = f"the first of them ends with {unended[0].chosen[-20:]!r}: a model learns to end only where its token is"
-        notice(f"{where}: {len(unended):,} of {len(pairs):,} chosen responses end without {' or '.join(ends)}; {said}")
+        share = f"{len(unended):,} of {len(pairs):,} chosen responses do not end with {' or '.join(ends)}"
+        notice(f"{where}: {share}, so the model does not learn to end them (first: {unended[0].chosen[-20:]!r})")
     prompt, *sides = _IDS
-    kept = [row for row in rows if most is None or all(len(row[prompt]) + len(row[side]) <= most for side in sides)]
-    if not kept:
-        raise ValueError(f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={most} tokens")
-    if len(kept) < len(rows):
-        notice(f"{len(rows) - len(kept):,} pairs of {path} are left out, longer than rl.lengths.total={most} tokens")
-    return Dataset.from_list(kept)
+    short = [row for row in rows if limit is None or all(len(row[prompt]) + len(row[side]) <= limit for side in sides)]
+    if not short:
+        raise ValueError(f"{where}={path}: all {len(rows):,} pairs have more than rl.lengths.total={limit} tokens")
+    if len(short) < len(rows):
+        notice(f"{path}: excluded {len(rows) - len(short):,} pairs with more than rl.lengths.total={limit} tokens")
+    return Dataset.from_list(short)
 
 
 _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
@@ -578,13 +580,13 @@ _IDS = ("prompt_ids", "chosen_ids", "rejected_ids")
 
 
 class Log(TrainerCallback):
-    """Writes every log of the trainer as a line with the environments' metrics, and prints one line per step."""
+    """Callback that writes every log with the environments' metrics to a file, and prints one line per step."""
 
     def __init__(self, path: Path, rollouts: Rollouts | None) -> None:
         self._path, self._rollouts = path, rollouts
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **rest: Any) -> None:
-        """Called by the trainer."""
+        """Write and print a log; called by the trainer."""
         values = {name: value for name, value in (logs or {}).items() if isinstance(value, int | float)}
         if self._rollouts is not None:
             evaluating = any(name.startswith("eval_") for name in values)
@@ -612,44 +614,36 @@ def _dataset(rollouts: Rollouts, tasks: PlannedTasks, size: int) -> Dataset:
     return Dataset.from_dict({"prompt": [rollouts.prompt(tasks[number]) for number in range(size)]})
 
 
-def _draw(trainer: Any, tasks: PlannedTasks, kept: Mapping[str, Any] | None) -> None:
-    """Let the trainer draw its tasks itself.
-
-    Raises:
-        ValueError: there are several processes, or two tasks cannot be told apart by their prompts.
-    """
+def _draw(trainer: Any, tasks: PlannedTasks, saved: Mapping[str, Any] | None) -> None:
+    """Let the trainer draw its tasks; ValueError for several processes, or different tasks with the same prompt."""
     if trainer.accelerator.num_processes > 1:
         raise ValueError(
-            "rl.sampling.drop_zero_variance and tasks.train.adapt need one process with TRL: leave them out"
+            "rl.sampling.drop_zero_variance and tasks.train.adapt: TRL supports them in a single process only; remove "
+            "them"
         )
     for file in tasks.files:
         for task in file.tasks:
             trainer.rollouts.prompt(task)
-    trainer.drawn = Drawn(tasks, kept)
+    trainer.drawn = Drawn(tasks, saved)
     trainer.add_callback(trainer.drawn)
 
 
 class Due(TrainerCallback):
-    """Ends training with a checkpoint where pass rates are to be measured again.
-
-    Args:
-        curricula: curricula of the run.
-        updates: number of updates per step.
-    """
+    """Callback that ends training with a checkpoint when pass rates are due; a step has `updates` updates."""
 
     def __init__(self, curricula: Curricula, updates: int) -> None:
         self.now = False
         self._curricula, self._updates = curricula, updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Called by the trainer after each update."""
-        self._look(state, control)
+        """Check after each update; called by the trainer."""
+        self._check(state, control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Called by the trainer after each validation, before it saves."""
-        self._look(state, control)
+        """Check after each validation, before the checkpoint; called by the trainer."""
+        self._check(state, control)
 
-    def _look(self, state: Any, control: Any) -> None:
+    def _check(self, state: Any, control: Any) -> None:
         step, within = divmod(state.global_step, self._updates)
         if not within and self._curricula.due(step, validations(state.log_history, self._updates)):
             self.now = control.should_save = control.should_training_stop = True
@@ -661,26 +655,26 @@ def validations(logs: Sequence[Mapping[str, Any]], updates: int) -> list[tuple[i
 
 
 class Stop(TrainerCallback):
-    """Ends training with a checkpoint at the next whole step once a signal came; the second one ends at once."""
+    """Callback that ends training with a checkpoint after the step of a signal; a second signal ends at once."""
 
     def __init__(self, updates: int) -> None:
         self.asked = False
         self._updates = updates
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Called by the trainer after each update, of which a step has `updates`."""
+        """End training at the end of a step; called by the trainer after each update."""
         if self.asked and state.global_step % self._updates == 0:
             control.should_save = control.should_training_stop = True
 
     @contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Listen for Ctrl-C and SIGTERM."""
+        """Handle Ctrl-C and SIGTERM inside the context."""
 
         def ask(number: int, frame: object) -> None:
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = True
-            notice("stopping: the step is finished and a checkpoint saved (again to end at once)")
+            notice("stopping after this step, then saving; a second signal ends at once")
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -691,7 +685,7 @@ class Stop(TrainerCallback):
 
 
 class _Reward:
-    """TRL reward function: the verifiers' rewards, rewritten over groups if the algorithm asks for it."""
+    """TRL reward function: rewards of the verifiers, or of groups if the algorithm has a group reward."""
 
     __name__ = "verified"
 
@@ -708,13 +702,13 @@ class _Reward:
         earned: list[float] | None = None,
         **rest: Any,
     ) -> list[float]:
-        made = rollout or self.rollouts.verified(prompts, completion_ids)
+        rollouts = rollout or self.rollouts.verified(prompts, completion_ids)
         if not self.trainer.model.training:
-            self.rollouts.validated.append(len(made))
-            return [one.turn.reward.total if one.turn.reward else 0.0 for one in made]
-        given = self.trainer.earned(made) if earned is None else earned
-        self.rollouts.note(made, given, step=self.trainer.state.global_step + 1)
-        return given
+            self.rollouts.validated.append(len(rollouts))
+            return [each.turn.reward.total if each.turn.reward else 0.0 for each in rollouts]
+        rewards = self.trainer.training_rewards(rollouts) if earned is None else earned
+        self.rollouts.note(rollouts, rewards, step=self.trainer.state.global_step + 1)
+        return rewards
 
 
 def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | None]:
@@ -724,17 +718,17 @@ def _conversations(prompts: list[str], trainer: Any) -> dict[str, list[Any] | No
         limit = trainer.generation_config.max_new_tokens
         trainer.generation_config.max_new_tokens = min(limit, room)
         try:
-            made, _ = trainer._generate_single_turn(ids, None, {}, trainer.num_generations)
+            responses, _ = trainer._generate_single_turn(ids, None, {}, trainer.num_generations)
         finally:
             trainer.generation_config.max_new_tokens = limit
-        return list(made)
+        return list(responses)
 
     with torch.no_grad():
-        made = trainer.rollouts.conversations(prompts, generate)
+        rollouts = trainer.rollouts.conversations(prompts, generate)
     return {
-        "prompt_ids": [one.prompt for one in made],
-        "completion_ids": [one.tokens for one in made],
-        "env_mask": [one.own for one in made],
+        "prompt_ids": [rollout.prompt for rollout in rollouts],
+        "completion_ids": [rollout.tokens for rollout in rollouts],
+        "env_mask": [rollout.mask for rollout in rollouts],
         "logprobs": None,
-        "rollout": made,
+        "rollout": rollouts,
     }

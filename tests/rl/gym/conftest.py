@@ -11,7 +11,7 @@ BASE = {"host": "127.0.0.1", "port": 0, "entrypoint": "app.py", "name": "nemo_ex
 
 
 def response(*output: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """An OpenAI response of these items."""
+    """OpenAI response with these items."""
     return {
         "id": "resp_1",
         "created_at": 0.0,
@@ -26,23 +26,23 @@ def response(*output: dict[str, Any], **given: Any) -> dict[str, Any]:
 
 
 def said(text: str) -> dict[str, Any]:
-    """A message of the model."""
+    """Message item of the model."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {"type": "message", "id": "msg_1", "role": "assistant", "status": "completed", "content": content}
 
 
 def thought(text: str) -> dict[str, Any]:
-    """A trace of the model."""
+    """Reasoning item of the model."""
     return {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": text}]}
 
 
 def called(name: str, arguments: str, call_id: str = "call_1") -> dict[str, Any]:
-    """A call of the model."""
+    """Function call of the model."""
     return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
 
 
 def usage(tokens: int) -> dict[str, Any]:
-    """What a model server counts."""
+    """Token usage as a model server reports it."""
     return {
         "input_tokens": 5,
         "input_tokens_details": {"cached_tokens": 0},
@@ -54,7 +54,7 @@ def usage(tokens: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def openai() -> SimpleNamespace:
-    """What a model server of Gym answers."""
+    """Builders of responses of Gym's model server."""
     return SimpleNamespace(response=response, said=said, thought=thought, called=called, usage=usage)
 
 
@@ -63,7 +63,7 @@ Serve = Callable[..., Any]
 
 @pytest.fixture
 def serve() -> Serve:
-    """A client of the server with a config: `serve(environment="math")`."""
+    """Function that starts a server with a config and returns a client: `serve(environment="math")`."""
     pytest.importorskip("nemo_gym", reason="needs nemo-gym")
     from fastapi.testclient import TestClient
     from nemo_gym.server_utils import ServerClient

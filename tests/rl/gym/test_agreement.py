@@ -1,4 +1,4 @@
-"""Our servers on the rollouts that NeMo Gym ships: the rewards of its own servers."""
+"""Rewards of our servers on the rollouts that NeMo Gym ships, compared with its own servers."""
 
 import json
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Serve = Callable[..., Any]
 
 
 def shipped(server: str, file: str) -> list[dict[str, Any]]:
-    """The records of a file in the data of one of Gym's servers."""
+    """Records of a data file of one of Gym's servers."""
     found = find_spec("resources_servers")
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs nemo-gym")
@@ -30,12 +30,12 @@ def prompt(record: dict[str, Any]) -> str:
 def rewards(
     serve: Serve, server: str, *, reward: str = "reward", **config: Any
 ) -> tuple[list[tuple[float, float]], list[tuple[str, float]]]:
-    """Our reward and Gym's of each shipped rollout, and what ours says of rows that it refuses, with Gym's."""
+    """Our reward and Gym's for each shipped rollout, and our errors with Gym's rewards for refused rows."""
     examples = {prompt(record): record for record in shipped(server, "example.jsonl")}
     client, made, refused = serve(**config), [], []
     for record in shipped(server, "example_rollouts.jsonl"):
         row = examples.get(prompt(record), {}) | record
-        # Some are from a Gym that wrote null where this one has defaults.
+        # Some come from an older Gym, which wrote null for defaults.
         for part in ("responses_create_params", "response"):
             row[part] = {key: value for key, value in row[part].items() if value is not None}
         answer = client.post("/verify", json=row)
@@ -61,14 +61,14 @@ ONE_OF_TWO = "single_step_tool_use_with_argument_comparison"
         (ONE_OF_TWO, CALLS, "reward"),
     ],
 )
-def test_rewards_are_those_of_gym(serve: Serve, server: str, config: dict[str, Any], reward: str) -> None:
+def test_rewards_match_gym(serve: Serve, server: str, config: dict[str, Any], reward: str) -> None:
     made, refused = rewards(serve, server, reward=reward, **config)
 
     assert not refused and len(made) == 5 and {theirs for _, theirs in made} == {0, 1}
     assert [ours for ours, _ in made] == [theirs for _, theirs in made]
 
 
-def test_a_task_that_no_answer_solves_is_refused_where_gym_gives_nothing(serve: Serve) -> None:
+def test_unsolvable_tasks_are_refused_instead_of_earning_nothing(serve: Serve) -> None:
     made, refused = rewards(serve, "xlam_fc", **CALLS)
 
     assert [ours for ours, _ in made] == [theirs for _, theirs in made] and len(made) == 4
@@ -76,7 +76,7 @@ def test_a_task_that_no_answer_solves_is_refused_where_gym_gives_nothing(serve: 
     assert "is not of type 'string'" in why and theirs == 0
 
 
-def test_instructions_are_kept_as_gym_says(serve: Serve) -> None:
+def test_verdicts_on_instructions_match_gym(serve: Serve) -> None:
     made, refused = rewards(serve, "instruction_following", environment="instructions")
 
     assert not refused and len(made) == 5 and {theirs for _, theirs in made} == {0, 1}

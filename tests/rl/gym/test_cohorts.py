@@ -1,4 +1,4 @@
-"""Requests that are answered together."""
+"""Requests that are answered as a group."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def cohorts(size: int, wait: float, seen: list[tuple[str, ...]]) -> Cohorts[str,
     return Cohorts(size, wait, answer)
 
 
-def test_a_group_is_answered_when_it_is_complete_each_with_its_own() -> None:
+def test_a_complete_group_is_answered_member_by_member() -> None:
     seen: list[tuple[str, ...]] = []
 
     async def all_of_them() -> list[str]:
@@ -31,7 +31,7 @@ def test_a_group_is_answered_when_it_is_complete_each_with_its_own() -> None:
     assert sorted(seen) == [("a", "c"), ("b", "d")]
 
 
-def test_a_group_that_stays_incomplete_is_answered_too() -> None:
+def test_an_incomplete_group_is_answered_after_the_time_limit() -> None:
     async def two_of_three() -> list[str]:
         made = cohorts(3, 0.05, [])
         return await asyncio.gather(made.join("x", 0, "a"), made.join("x", 1, "b"))
@@ -39,7 +39,7 @@ def test_a_group_that_stays_incomplete_is_answered_too() -> None:
     assert asyncio.run(two_of_three()) == ["a of 2", "b of 2"]
 
 
-def test_whoever_comes_again_counts_once() -> None:
+def test_a_repeated_request_counts_once() -> None:
     async def three() -> list[str]:
         made = cohorts(2, 60, [])
         return await asyncio.gather(made.join("x", 0, "a"), made.join("x", 0, "a"), made.join("x", 1, "b"))
@@ -47,7 +47,7 @@ def test_whoever_comes_again_counts_once() -> None:
     assert asyncio.run(three()) == ["a of 2", "a of 2", "b of 2"]
 
 
-def test_a_request_that_goes_away_leaves_the_others_theirs() -> None:
+def test_a_cancelled_request_does_not_affect_others() -> None:
     async def one_cancelled() -> str:
         made = cohorts(3, 60, [])
         tasks = [asyncio.create_task(made.join("x", place, name)) for place, name in enumerate("ab")]
@@ -60,7 +60,7 @@ def test_a_request_that_goes_away_leaves_the_others_theirs() -> None:
     assert asyncio.run(one_cancelled()) == "b of 3"
 
 
-def test_a_failure_reaches_all_and_the_next_group_begins_anew() -> None:
+def test_a_failure_reaches_all_members_but_not_the_next_group() -> None:
     async def both() -> tuple[list[BaseException | str], list[str]]:
         made = cohorts(2, 60, [])
         failed = await asyncio.gather(made.join("x", 0, "bad"), made.join("x", 1, "b"), return_exceptions=True)
@@ -72,7 +72,7 @@ def test_a_failure_reaches_all_and_the_next_group_begins_anew() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 7])
-def test_later_groups_of_the_same_key_are_their_own(size: int) -> None:
+def test_later_groups_of_the_same_key_are_separate(size: int) -> None:
     seen: list[tuple[str, ...]] = []
 
     async def twice() -> None:

@@ -1,4 +1,4 @@
-"""Groups compared over HTTP."""
+"""Comparison of groups over HTTP."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ Serve = Callable[..., Any]
 
 
 def better(reply: Any) -> Callable[[dict[str, Any]], Any]:
-    """A judge for whom a longer answer helps more."""
+    """Judge that prefers the longer response."""
 
     def judge(payload: dict[str, Any]) -> Any:
         first, second = (len(message["content"]) for message in payload["messages"][-2:])
@@ -31,7 +31,7 @@ def settings(url: str, **given: Any) -> dict[str, Any]:
 
 
 def compared(client: Any, openai: SimpleNamespace, members: list[tuple[str, int, int]]) -> list[dict[str, Any]]:
-    """What members earn: (answer, task, rollout)."""
+    """Rewards of group members, given as (answer, task, rollout)."""
 
     def one(member: tuple[str, int, int]) -> dict[str, Any]:
         text, task, rollout = member
@@ -45,7 +45,7 @@ def compared(client: Any, openai: SimpleNamespace, members: list[tuple[str, int,
         return list(threads.map(one, members))
 
 
-def test_two_groups_of_the_same_prompt_are_compared_apart(
+def test_two_groups_with_the_same_prompt_are_compared_separately(
     serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any
 ) -> None:
     endpoint.reply = better(reply)
@@ -58,7 +58,9 @@ def test_two_groups_of_the_same_prompt_are_compared_apart(
     assert len(endpoint.requests) == 2 * 6
 
 
-def test_a_silent_judge_holds_nobody_up(serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
+def test_a_silent_judge_does_not_block_requests(
+    serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any
+) -> None:
     endpoint.reply = lambda payload: reply(fault="silent")
     client = serve(**settings(endpoint.url, judge={"total_seconds": 0.5}))
 
@@ -68,7 +70,7 @@ def test_a_silent_judge_holds_nobody_up(serve: Serve, openai: SimpleNamespace, e
     assert {one["_ng_failure_class"] for one in made} == {"verifier_error"}
 
 
-def test_a_group_does_not_wait_for_ever(serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
+def test_a_group_does_not_wait_forever(serve: Serve, openai: SimpleNamespace, endpoint: Any, reply: Any) -> None:
     endpoint.reply = better(reply)
     client = serve(**settings(endpoint.url, wait_seconds=1.0))
 

@@ -1,4 +1,4 @@
-"""The folder in which NeMo Gym finds the servers."""
+"""The folder with servers for NeMo Gym."""
 
 import json
 import runpy
@@ -20,7 +20,7 @@ def config(folder: Path, **given: Any) -> dict[str, Any]:
     return {"output": str(folder), "servers": None, "tasks": [], "seed": 1, **given}
 
 
-def test_all_that_gym_looks_for_is_there(tmp_path: Path) -> None:
+def test_all_files_that_gym_reads_exist(tmp_path: Path) -> None:
     assert run(config(tmp_path)).startswith(
         f"cd {tmp_path} && gym env start --config resources_servers/nemo_ext/configs/"
     )
@@ -40,7 +40,7 @@ def test_all_that_gym_looks_for_is_there(tmp_path: Path) -> None:
         assert (folder / entrypoint).exists()
 
 
-def test_the_same_command_again_writes_the_same(tmp_path: Path) -> None:
+def test_repeating_the_command_writes_the_same_files(tmp_path: Path) -> None:
     run(config(tmp_path, servers=["bank"]))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -50,7 +50,7 @@ def test_the_same_command_again_writes_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SERVERS if name != "genrm"])
-def test_the_examples_are_tasks_of_the_server(name: str) -> None:
+def test_the_examples_are_valid_tasks_of_the_server(name: str) -> None:
     settings = dict(SERVERS[name].config.get("settings", {}))
     if name == "judge":
         settings["judge"] = {"endpoint": "http://localhost:1/v1", "model": "judge"}
@@ -60,8 +60,8 @@ def test_the_examples_are_tasks_of_the_server(name: str) -> None:
         environment.check(of_gym(row, environment.name).reference)
 
 
-def test_the_agent_lets_every_turn_of_the_bank_be(tmp_path: Path) -> None:
-    # An agent that stops first would leave the conversation without a verdict.
+def test_the_agent_allows_every_turn_of_the_bank(tmp_path: Path) -> None:
+    # If the agent stopped first, the conversation would have no verdict.
     made = server_config("bank")
 
     agent = made["nemo_ext_bank_agent"]["responses_api_agents"]["gymnasium_agent"]
@@ -92,7 +92,7 @@ def test_task_files_become_rows(tmp_path: Path) -> None:
         ({"tasks": ["{folder}/none.jsonl"]}, "none.jsonl"),
     ],
 )
-def test_what_cannot_be_written_is_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_and_tasks_are_refused(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     (tmp_path / "broken.jsonl").write_text("{\n")
     wrong = {"id": "1", "environment": "math", "prompt": "?", "reference": {"anwser": "1"}}
     (tmp_path / "wrong.jsonl").write_text(json.dumps(wrong) + "\n")
@@ -107,7 +107,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path, given: dict[str, Any]
 
 @pytest.mark.gym
 @pytest.mark.parametrize("name", SERVERS)
-def test_gym_takes_the_configs(name: str) -> None:
+def test_gym_accepts_the_configs(name: str) -> None:
     pytest.importorskip("nemo_gym", reason="needs nemo-gym")
     from nemo_gym.config_types import maybe_get_server_instance_config
     from omegaconf import OmegaConf
@@ -123,7 +123,7 @@ def test_gym_takes_the_configs(name: str) -> None:
 
 @pytest.mark.gym
 @pytest.mark.parametrize("name", SERVERS)
-def test_the_servers_take_their_configs(name: str, serve: Any, tmp_path: Path) -> None:
+def test_the_servers_accept_their_configs(name: str, serve: Any, tmp_path: Path) -> None:
     given = server_config(name)[f"nemo_ext_{name}"]["resources_servers"]["nemo_ext"]
     text = json.dumps(given).replace("${nemo_ext_judge_endpoint}", "http://localhost:1/v1")
 
@@ -134,7 +134,7 @@ def test_the_servers_take_their_configs(name: str, serve: Any, tmp_path: Path) -
     assert ("ComparisonServer" if name == "genrm" else "VerifierServer") in app
 
 
-def test_laying_it_out_needs_no_gym(tmp_path: Path) -> None:
+def test_writing_the_folder_does_not_need_gym(tmp_path: Path) -> None:
     code = f"""
 import sys
 from nemo_ext.rl.gym.install import run

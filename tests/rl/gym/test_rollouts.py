@@ -39,7 +39,7 @@ MODEL = {
 
 
 class Teller:
-    """A model that asks the bank's customer for all there is to know, does what the task asks for, and says so.
+    """Model that asks the bank's customer for all details, solves the task, and says so.
 
     Attributes:
         tasks: by their first message.
@@ -146,7 +146,7 @@ class TestInThisProcess:
                 server, made = kinds[kind]
                 app = server(config=made(name=one, **settings), server_client=client).setup_webserver()
                 running.append(uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")))
-                # Signals are for pytest.
+                # pytest handles signals.
                 running[-1].capture_signals = nullcontext  # type: ignore[method-assign]
             pairs = zip(running, sockets.values(), strict=True)
             tasks = [asyncio.create_task(server.serve(sockets=[opened])) for server, opened in pairs]
@@ -169,9 +169,7 @@ class TestInThisProcess:
 
         return lambda name, rows: asyncio.run(collected(name, rows))
 
-    def test_the_bank_with_a_customer_who_is_asked(
-        self, collect: Any, endpoint: Any, reply: Any, tmp_path: Path
-    ) -> None:
+    def test_the_bank_with_a_customer(self, collect: Any, endpoint: Any, reply: Any, tmp_path: Path) -> None:
         tasks = list(generate("bank", 6, seed=8))
         lazy = {tasks[1].id, tasks[3].id}
         endpoint.reply = Teller(reply, tasks, lazy)
@@ -187,7 +185,7 @@ class TestInThisProcess:
         (metrics,) = json.loads((tmp_path / "rollouts_aggregate_metrics.json").read_text())
         assert metrics["agent_metrics"]["mean/reward"] == pytest.approx(4 / 6)
 
-    def test_the_workplace_with_calls_one_by_one(self, collect: Any, endpoint: Any, reply: Any) -> None:
+    def test_the_workplace_with_single_calls(self, collect: Any, endpoint: Any, reply: Any) -> None:
         tasks = list(generate("workplace", 4, seed=8))
         endpoint.reply = Teller(reply, tasks, lazy={tasks[0].id})
 
@@ -203,7 +201,7 @@ class TestCommands:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        """With servers; this environment's packages stand in for those that Gym installs for each server."""
+        """Folder with servers; the packages of this environment replace those that Gym installs per server."""
         pytest.importorskip("nemo_gym", reason="needs nemo-gym")
         run({"output": str(tmp_path), "servers": ["bank"], "tasks": [], "seed": 8})
         for server in (
@@ -218,7 +216,7 @@ class TestCommands:
 
     @pytest.fixture
     def gym(self, folder: Path, endpoint: Any) -> Iterator[Any]:
-        """The command, with servers running."""
+        """The command `gym` with running servers."""
         command = [sys.executable, "-c", "import sys; from nemo_gym.cli.main import main; sys.exit(main())"]
         environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         head = ["++head_server.host=127.0.0.1", f"++head_server.port={free_port()}"]

@@ -14,7 +14,7 @@ from nemo_ext.rl.tasks import GENERATORS, generate
 
 
 @pytest.mark.parametrize("generator", GENERATORS)
-def test_a_task_comes_back_from_its_row(generator: str) -> None:
+def test_a_task_round_trips_through_its_row(generator: str) -> None:
     for task in generate(generator, 6, seed=3):
         row = json.loads(json.dumps(to_gym(task)))
 
@@ -33,7 +33,7 @@ def test_a_mode_is_passed_to_the_chat_template() -> None:
     assert "metadata" not in to_gym(replace(task, thinking=None))["responses_create_params"]
 
 
-def test_a_conversation_with_calls_comes_back() -> None:
+def test_a_conversation_with_calls_round_trips() -> None:
     calls = (ToolCall(name="find", arguments={"name": "Ada"}, id="a"), ToolCall(name="list", id="b"))
     said = (
         Message(role="system", content="Be brief."),
@@ -95,9 +95,9 @@ def test_gyms_own_rows_are_read(environment: str, row: dict[str, Any], reference
 @pytest.mark.parametrize(
     ("environment", "row", "message"),
     [
-        ("math", asked(answer="32"), "nor expected_answer"),
+        ("math", asked(answer="32"), "not the keys of Gym's own rows"),
         ("bank", asked(ground_truth=[]), "no verifier_metadata"),
-        ("math", asked(verifier_metadata={"environment": "bank"}), "this server is for 'math'"),
+        ("math", asked(verifier_metadata={"environment": "bank"}), "must be 'math' for this server"),
         ("math", asked(verifier_metadata={"environment": "math", "reference": [1]}), "reference must be a mapping"),
         ("math", asked(verifier_metadata={"environment": "math", "refrence": {}}), "did you mean 'reference'"),
         ("math", {"expected_answer": "32"}, "responses_create_params must be"),
@@ -127,7 +127,7 @@ def test_a_row_that_cannot_be_verified_is_refused(environment: str, row: dict[st
         of_gym(row, environment)
 
 
-def test_outputs_of_calls_stand_in_the_order_of_the_calls() -> None:
+def test_outputs_have_the_order_of_the_calls() -> None:
     calls = [{"type": "function_call", "call_id": name, "name": "f", "arguments": "{}"} for name in "ab"]
     outputs = [{"type": "function_call_output", "call_id": name, "output": f"of {name}"} for name in "ba"]
     asked = {"role": "user", "content": "q"}

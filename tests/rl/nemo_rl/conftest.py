@@ -1,4 +1,4 @@
-"""NeMo-RL from a checkout, and stand-ins for what it needs GPUs for: its policies. All else is its own.
+"""NeMo-RL from a checkout, with stand-ins for its policies, which need GPUs. Everything else is real.
 
 The policy is a table of bigrams, so the real losses have real gradients; its responses come from a script.
 """
@@ -35,7 +35,7 @@ if ROOT:
 
 @pytest.fixture(scope="session")
 def nemo_rl() -> ModuleType:
-    """NeMo-RL's module of GRPO, of the checkout in NEMO_RL_ROOT."""
+    """GRPO module of the NeMo-RL checkout in NEMO_RL_ROOT."""
     if not ROOT:
         pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
     return importlib.import_module("nemo_rl.algorithms.grpo")  # a checkout that cannot be imported is a failure
@@ -59,7 +59,7 @@ def ray_cluster(nemo_rl: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer whose tokens are bytes, so that every text comes back as it was."""
+    """Byte tokenizer, which round-trips every text."""
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -68,10 +68,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        pad_token="<pad>",
-        eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        tokenizer_object=made, pad_token="<pad>", eos_token="<|im_end|>", additional_special_tokens=["<|im_start|>"]
     )
     folder = tmp_path_factory.mktemp("tokenizer")
     fast.chat_template = (REPOSITORY / "nemo_ext/chat/templates/nemotron3_nano.jinja").read_text()
@@ -88,7 +85,7 @@ def tokenizer(tokenizer_folder: Path) -> Any:
 
 @pytest.fixture
 def tiny_llama(tokenizer_folder: Path, tokenizer: Any, tmp_path: Path) -> Path:
-    """A Hugging Face folder: a Llama with random weights, the tokenizer, and how it generates."""
+    """Hugging Face folder: a Llama with random weights, tokenizer and generation config."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(1)
@@ -135,7 +132,7 @@ def on_cpu(cpu_policy: ModuleType, nemo_rl: ModuleType, monkeypatch: pytest.Monk
 
 
 class Bigrams:
-    """Log-probabilities of the next token, given the one before."""
+    """Log-probabilities of the next token given the previous one."""
 
     def __init__(self, size: int) -> None:
         self.table = torch.zeros(size, size, requires_grad=True)
@@ -144,16 +141,16 @@ class Bigrams:
         return self.table[ids]
 
     def logprobs(self, ids: torch.Tensor) -> torch.Tensor:
-        """Of each token, [batch, tokens]; the first has none."""
+        """Log-probability of each token, [batch, tokens]; 0 for the first."""
         following = self.logits(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
         return torch.cat([torch.zeros(len(ids), 1), following], dim=1)
 
 
 class Writer:
-    """In place of vLLM: writes what a script says.
+    """Stand-in for vLLM that generates scripted responses.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         script: for each prompt one list of turns for each response.
     """
 
@@ -223,13 +220,13 @@ def _nothing(*arguments: Any, **keywords: Any) -> Any:
 
 @dataclass
 class Policy:
-    """In place of NeMo-RL's: a table of bigrams, trained by NeMo-RL's loss.
+    """Stand-in for NeMo-RL's policy: a table of bigrams, trained by NeMo-RL's loss.
 
     Attributes:
         model: the table.
-        batches: what it was trained on.
-        losses: and the losses.
-        save: writes weights to where a checkpoint is to have them, as the section `checkpointing` says.
+        batches: training batches.
+        losses: training losses.
+        save: function that writes weights for a checkpoint in the format of the section `checkpointing`.
     """
 
     model: Bigrams
@@ -276,7 +273,7 @@ class Policy:
 
 @dataclass
 class Logger:
-    """Keeps what is logged, by prefix and step."""
+    """Logger that stores metrics by prefix and step."""
 
     logged: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
 
@@ -289,13 +286,13 @@ class Logger:
         return _nothing
 
     def anew(self) -> "Logger":
-        """As at the beginning of a process: what replaced its method is gone."""
+        """Undo replaced methods, as in a new process."""
         vars(self).pop("log_metrics", None)
         return self
 
 
 class Checkpoints:
-    """A checkpointer that has none."""
+    """Checkpointer without checkpoints."""
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -310,7 +307,7 @@ class Checkpoints:
 
 
 def checkpointer(config: Any) -> Any:
-    """NeMo-RL's own where checkpoints are wanted."""
+    """NeMo-RL's checkpointer if checkpoints are enabled, else a stand-in."""
     section = setting(config, "checkpointing")
     if not section["enabled"]:
         return Checkpoints()
@@ -318,7 +315,7 @@ def checkpointer(config: Any) -> Any:
 
 
 def resumed(state: Any, checkpoints: Any) -> Any:
-    """The state of the last checkpoint, as `setup` reads it, if there is one."""
+    """State of the last checkpoint as `setup` reads it, if any."""
     for key, value in (checkpoints.load_training_info(checkpoints.get_latest_checkpoint_path()) or {}).items():
         if isinstance(state, dict):
             state[key] = value
@@ -329,7 +326,7 @@ def resumed(state: Any, checkpoints: Any) -> Any:
 
 @dataclass
 class Stage:
-    """One run on NeMo-RL with stand-ins."""
+    """Run on NeMo-RL with stand-ins."""
 
     policy: Policy
     logger: Logger
@@ -339,7 +336,7 @@ class Stage:
 def grpo_stage(
     nemo_rl: ModuleType, ray_cluster: None, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Stage]:
-    """Puts stand-ins in place of what `grpo.setup` makes on GPUs; the dataloader and the loss are NeMo-RL's."""
+    """Function that replaces the GPU parts of `grpo.setup`; the dataloader and the loss are NeMo-RL's."""
     loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     collate = importlib.import_module("nemo_rl.data.collate_fn").rl_collate_fn
 
@@ -375,13 +372,13 @@ def grpo_stage(
 
 @pytest.fixture
 def grpo_config(nemo_rl: ModuleType, tokenizer_folder: Path) -> Callable[..., dict[str, Any]]:
-    """NeMo-RL's own example of a GRPO config, with Hydra's overrides, as plain mappings."""
+    """NeMo-RL's example of a GRPO config with Hydra overrides, as plain mappings."""
     return lambda *overrides: _config("grpo_math_1B", tokenizer_folder, *overrides)
 
 
 @pytest.fixture
 def dpo_config(nemo_rl: ModuleType, tokenizer_folder: Path) -> Callable[..., dict[str, Any]]:
-    """NeMo-RL's own example of a DPO config."""
+    """NeMo-RL's example of a DPO config."""
     return lambda *overrides: _config("dpo", tokenizer_folder, *overrides)
 
 
@@ -399,7 +396,7 @@ def _config(name: str, tokenizer: Path, *overrides: str) -> dict[str, Any]:
 
 @pytest.fixture
 def jsonl(tmp_path: Path) -> Callable[..., Path]:
-    """Writes records to a file of the test's folder."""
+    """Function that writes records to a file in the test's folder."""
 
     def write(name: str, records: Sequence[Mapping[str, Any]]) -> Path:
         path = tmp_path / name
@@ -412,7 +409,7 @@ def jsonl(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def dpo_stage(nemo_rl: ModuleType, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    """Stand-ins in place of what `dpo.setup` makes on GPUs; dataloaders, collate function and loss are NeMo-RL's."""
+    """Function that replaces the GPU parts of `dpo.setup`; dataloaders, collate function and loss are NeMo-RL's."""
     dpo = importlib.import_module("nemo_rl.algorithms.dpo")
     loader = importlib.import_module("torchdata.stateful_dataloader").StatefulDataLoader
     made = Stage(Policy(Bigrams(len(tokenizer))), Logger())

@@ -1,8 +1,8 @@
-"""A policy and a generation for NeMo-RL without a GPU: a small Hugging Face model in place of its workers and of vLLM.
+"""Policy and generation for NeMo-RL without a GPU: a small Hugging Face model instead of its workers and vLLM.
 
-They stand behind NeMo-RL's own interfaces, so that its `setup`, loops, refit, losses, checkpoints, rollouts and
-environments run as they are. The policy computes in this process, as the DTensor worker does; the generation is a Ray
-actor that begins with random weights and knows only those that a refit brings.
+They implement NeMo-RL's interfaces, so that its `setup`, loops, refit, losses, checkpoints, rollouts and
+environments run unchanged. The policy computes in this process, as the DTensor worker does; the generation is a Ray
+actor that starts with random weights and gets trained ones only from refits.
 """
 
 import copy
@@ -30,12 +30,12 @@ _sent: dict[str, Any] = {}
 
 
 def _nothing(*arguments: Any, **keywords: Any) -> Any:
-    """What a CPU has no use for."""
+    """Replacement for functions that a CPU does not need."""
     return None
 
 
 class CpuCluster:
-    """In place of `RayVirtualCluster`: one worker that needs no resources."""
+    """Stand-in for `RayVirtualCluster`: one worker that needs no resources."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         pass
@@ -50,12 +50,12 @@ class CpuCluster:
 
 
 class CpuPolicy(ColocatablePolicyInterface):
-    """A policy that is trained in this process, in the steps of NeMo-RL's DTensor worker.
+    """Policy that trains in this process in the same steps as NeMo-RL's DTensor worker.
 
     Args:
         config: section `policy` of the master config: model_name, optimizer, scheduler, max_grad_norm, batch sizes.
-        weights_path, optimizer_path: folders of a checkpoint that is resumed.
-        init_reference_model: True if a copy of the first weights is kept, for the KL penalty and for DPO.
+        weights_path, optimizer_path: folders of the checkpoint to resume from.
+        init_reference_model: whether to keep a copy of the initial weights, for the KL penalty and for DPO.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class CpuPolicy(ColocatablePolicyInterface):
 
     @torch.no_grad()
     def _logprobs(self, model: Any, data: Any, size: int | None) -> torch.Tensor:
-        """Of each token given those before, [batch, tokens]; the first has 0."""
+        """Log-probability of each token given the previous ones, [batch, tokens]; 0 for the first."""
         parts = []
         for ids in data["input_ids"].split(size or self.cfg["logprob_batch_size"]):
             found = self._logits(model.eval(), ids)[:, :-1].log_softmax(-1)
@@ -179,7 +179,7 @@ class CpuPolicy(ColocatablePolicyInterface):
 
 
 class CpuGeneration(GenerationInterface):
-    """In place of vLLM: samples from a model that a Ray actor holds."""
+    """Stand-in for vLLM that samples from a model in a Ray actor."""
 
     def __init__(self, cluster: Any, config: Any, **others: Any) -> None:
         self.cfg = config
@@ -219,7 +219,7 @@ class CpuGeneration(GenerationInterface):
 
 
 class Engine:
-    """The model that writes; what it samples is a function of the seed, the step of its weights and the prompts."""
+    """Generating model; its samples depend on the seed, the step of its weights and the prompts."""
 
     def __init__(self, config: dict[str, Any], seed: int) -> None:
         self.config, self.seed, self.step = config, seed, -1
@@ -234,7 +234,7 @@ class Engine:
 
     @torch.no_grad()
     def generate(self, ids: torch.Tensor, lengths: torch.Tensor, greedy: bool) -> dict[str, torch.Tensor]:
-        """What `GenerationOutputSpec` says, of prompts padded on the right."""
+        """Fields of `GenerationOutputSpec` for right-padded prompts."""
         before = [row[:length] for row, length in zip(ids, lengths.tolist(), strict=True)]
         pad, ends = self.config["_pad_token_id"], self.config["stop_token_ids"]
         left = pad_sequence(before, batch_first=True, padding_value=pad, padding_side="left")
@@ -274,7 +274,7 @@ class Engine:
 
 
 class Kept(Logger):
-    """NeMo-RL's logger, which also keeps what it logs, by prefix and step."""
+    """NeMo-RL's logger, which also stores metrics by prefix and step."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -298,7 +298,7 @@ def _named(name: str) -> Any:
 
 
 def _scheduler(optimizer: Any, given: Any) -> Any:
-    """Of the section `policy.scheduler`: a list of torch's schedulers, with milestones at its end."""
+    """Scheduler from the section `policy.scheduler`: a list of torch's schedulers that ends with milestones."""
     if not given:
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
     parts = [_named(part["name"])(optimizer, **part["kwargs"]) for part in given if "name" in part]

@@ -1,4 +1,4 @@
-"""Every preset with its model and cluster on NeMo-RL: the table of docs/rl/presets.md.
+"""Layouts of all presets on NeMo-RL: the table of docs/rl/presets.md.
 
 NEMO_RL_ROOT=CHECKOUT PYTHONPATH=CHECKOUT python tests/rl/nemo_rl/layouts.py      # writes the column of this version
 """
@@ -32,7 +32,7 @@ BACKENDS = ("megatron", "dtensor")
 
 @dataclass(frozen=True)
 class Place:
-    """A model and a cluster: where a paper states none, a size at which its model fits."""
+    """Model and cluster of a preset; a cluster on which the model fits if the paper states none."""
 
     model: str
     nodes: int
@@ -69,13 +69,13 @@ JUDGES = {
 
 
 def version(checkout: Checkout) -> str:
-    """Which of the table's columns is a checkout's."""
+    """Column of a checkout in the table."""
     return "main" if checkout.keys("grpo").missing("grpo.val_num_generations_per_prompt") is None else "0.7.0"
 
 
 @cache
 def folder(model: str, below: Path) -> Path:
-    """A Hugging Face folder of a model, without its weights."""
+    """Hugging Face folder of a model without weights."""
     made = below / model
     made.mkdir()
     found, config = choose(from_config(compose("describe", [f"model={model}"])))
@@ -86,7 +86,7 @@ def folder(model: str, below: Path) -> Path:
 
 
 def words(preset: str, backend: str, below: Path) -> list[str]:
-    """The command's words for a preset on its place."""
+    """Command line words of a preset with its model and cluster."""
     place = PLACES[preset]
     stated = preset in layout.names() and layout.load(preset).backend == backend
     sizes = [f"nemo_rl.set.cluster.num_nodes={place.nodes}", f"nemo_rl.set.cluster.gpus_per_node={place.gpus}"]
@@ -101,7 +101,7 @@ def words(preset: str, backend: str, below: Path) -> list[str]:
 
 
 def rendered(checkout: Checkout, preset: str, backend: str, below: Path) -> tuple[dict[str, Any], Any]:
-    """The master config of a preset on its place, and its algorithm."""
+    """Master config and algorithm of a preset with its model and cluster."""
     config = compose("rl", words(preset, backend, below))
     given = OmegaConf.to_container(OmegaConf.create(config["rl"]))
     if "prompts_per_step" in given and not (given.get("schedule") or {}).get("epochs"):
@@ -113,7 +113,7 @@ def rendered(checkout: Checkout, preset: str, backend: str, below: Path) -> tupl
 
 
 def outcome(checkout: Checkout, preset: str, backend: str, below: Path) -> tuple[str, str]:
-    """The layout of a preset, and whether NeMo-RL takes it: yes, or why not."""
+    """Layout of a preset, and whether NeMo-RL accepts it: "yes", or the reason."""
     try:
         master, algorithm = rendered(checkout, preset, backend, below)
     except ValueError as error:
@@ -127,7 +127,7 @@ def outcome(checkout: Checkout, preset: str, backend: str, below: Path) -> tuple
 
 
 def told(master: dict[str, Any], backend: str) -> str:
-    """The layout in a master config, in short."""
+    """Short description of the layout in a master config."""
     policy = master["policy"]
     section, sizes = policy["megatron_cfg" if backend == "megatron" else "dtensor_cfg"], layout._PARALLEL[backend]
     value = {key: section[path.rpartition(".")[2]] for key, path in sizes.items()}
@@ -148,7 +148,7 @@ def told(master: dict[str, Any], backend: str) -> str:
 
 
 def outcomes(checkout: Checkout, below: Path) -> dict[tuple[str, str], tuple[str, str]]:
-    """Layout and outcome by preset and back end."""
+    """Layout and outcome by preset and backend."""
     return {
         (preset, backend): outcome(checkout, preset, backend, below) for preset in presets() for backend in BACKENDS
     }
@@ -158,13 +158,13 @@ _ROW = re.compile(r"^\| (\w+) \| (\w+), [^|]+ \| (megatron|dtensor) \| ([^|]+) \
 
 
 def on_page() -> dict[tuple[str, str], tuple[str, dict[str, str]]]:
-    """Layout, and the outcome by version, that the page has by preset and back end."""
+    """Layout and outcomes by version on the page, by preset and backend."""
     found = _ROW.findall(PAGE.read_text(encoding="utf-8"))
     return {(row[0], row[2]): (row[3].strip(), dict(zip(VERSIONS, row[4:], strict=True))) for row in found}
 
 
 def main() -> None:
-    """Write the column of the version that NEMO_RL_ROOT names."""
+    """Write the column of the version in NEMO_RL_ROOT."""
     checkout, before = Checkout(os.environ["NEMO_RL_ROOT"]), on_page()
     with TemporaryDirectory() as below:
         found = outcomes(checkout, Path(below))

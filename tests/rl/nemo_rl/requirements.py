@@ -1,8 +1,8 @@
-"""Prints the requirements of a NeMo-RL checkout that its tests on a CPU import, as its pyproject.toml pins them.
+"""Print the requirements of a NeMo-RL checkout that CPU tests import, pinned as in its pyproject.toml.
 
 python tests/rl/nemo_rl/requirements.py CHECKOUT      # for `make nemo_rl`
 
-What only GPUs need (vLLM, Transformer Engine, NIXL, ...) and what comes from git is left out.
+Packages that only GPUs need (vLLM, Transformer Engine, NIXL, ...) and packages from git are omitted.
 """
 
 import re
@@ -39,7 +39,7 @@ IMPORTED = {
 
 
 def requirements(checkout: Path) -> list[str]:
-    """The pinned requirements, in the checkout's order."""
+    """Pinned requirements in the order of the checkout."""
     project = tomllib.loads((checkout / "pyproject.toml").read_text())["project"]
     names = [(re.split(r"[^\w.-]", each, maxsplit=1)[0].lower(), each) for each in project["dependencies"]]
     return [each for name, each in names if name in IMPORTED and "@" not in each]

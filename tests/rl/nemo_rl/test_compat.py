@@ -1,4 +1,4 @@
-"""A NeMo-RL that lacks what nemo_ext uses; its other differences are in the tests of what needs them."""
+"""NeMo-RL versions without parts that nemo_ext uses; other differences are tested where they matter."""
 
 import sys
 from pathlib import Path

@@ -18,7 +18,7 @@ BATCH = 12
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A curriculum of three domains with their files; one of them is not in every step."""
+    """Curriculum of three domains with files; one of them is not in every step."""
     folder = tmp_path_factory.mktemp("curriculum")
     prompts = [{"id": n, "prompt": f"q{n}", "domain": ("math", "code", "if.v2")[min(n % 20, 2)]} for n in range(400)]
     rollouts = [{"id": n, "reward": int(r < n % 4)} for n in range(400) for r in range(4)]
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Loader:
-    """What a StatefulDataLoader of batches of one is to the plug-in."""
+    """Stand-in for a StatefulDataLoader of single-prompt batches."""
 
     def __init__(self, path: Path, *, begin: int = 0) -> None:
         self.lines, self.next = path.read_text().splitlines(), begin
@@ -64,7 +64,7 @@ def test_batches_are_those_of_the_ordered_file(made: Path) -> None:
     assert steps == expected(made)
     assert sorted(iterators) == ["domains-code", "domains-if_v2", "domains-math"]
     assert (order.domain == order.names.index("math")).sum(axis=1).min() == 0, "a domain is not in every step"
-    with pytest.raises(ValueError, match=rf"all {len(steps)} steps are done: set grpo.max_num_steps={len(steps)}"):
+    with pytest.raises(ValueError, match=rf"all {len(steps)} steps are done; set grpo.max_num_steps={len(steps)}"):
         draw_step(iterators, order)
 
 
@@ -90,7 +90,7 @@ def test_dataloaders_out_of_step_are_refused(made: Path) -> None:
     }
     lacking = {name: iter(loader) for name, loader in loaders_of(made).items() if name != anchor}
 
-    with pytest.raises(ValueError, match=r"with which no step begins: set data.shuffle=false"):
+    with pytest.raises(ValueError, match=r"no step starts with its next prompt, number \d+; set data.shuffle=false"):
         draw_step(shuffled, order)
     with pytest.raises(ValueError, match="all dataloaders resumed from one checkpoint"):
         draw_step(apart, order)
@@ -100,13 +100,13 @@ def test_dataloaders_out_of_step_are_refused(made: Path) -> None:
 
 @pytest.mark.nemo_rl
 def test_nemo_rls_own_wrapper_and_dataloaders(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real MultipleDataloaderWrapper and StatefulDataLoader, also from their saved state."""
+    """With NeMo-RL's MultipleDataloaderWrapper and StatefulDataLoader, also from their saved state."""
     root = os.environ.get("NEMO_RL_ROOT")
     if not root:
         pytest.skip("NEMO_RL_ROOT is not set to a NeMo-RL checkout of 0.6 or later")
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     if not Path(root, "nemo_rl/data/dataloader.py").is_file():
-        pytest.skip("this NeMo-RL has no dataloader of one's own: 0.6 and later do")
+        pytest.skip("this NeMo-RL does not support custom dataloaders; 0.6 and later do")
     monkeypatch.syspath_prepend(root)
     wrapper = importlib.import_module("nemo_rl.data.dataloader").MultipleDataloaderWrapper
     monkeypatch.setenv(VARIABLE, str(made))

@@ -104,9 +104,9 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
     tasks = plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps, prompts=6, spare=1)
 
     assert [tasks[at].id for at in range(len(tasks))] == [*order, *order[:6]]
-    with pytest.raises(ValueError, match="its steps have 6 prompts, the run's 8"):
+    with pytest.raises(ValueError, match="its steps have 6 prompts, but the run has 8 per step"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=2, prompts=8)
-    with pytest.raises(ValueError, match=f"it has {steps} steps, the run {steps + 1}"):
+    with pytest.raises(ValueError, match=f"it has {steps} steps, fewer than the run's {steps + 1}"):
         plan_tasks({"curriculum": str(tmp_path / "made")}, steps=steps + 1, prompts=6)
 
 
@@ -118,7 +118,7 @@ def test_a_curriculum_keeps_its_order(jsonl: Callable[..., Path], tmp_path: Path
         ('{"id": 1', r"tasks.jsonl:1: not JSON"),
         ("[1]", r"tasks.jsonl:1: not a JSON object but a list"),
         ('\n{"id": "a", "environment": "math"}', r"tasks.jsonl:2: the key 'prompt' is missing"),
-        ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: the id 'a' is there twice"),
+        ('{"id": "a", "environment": "math", "prompt": "?"}\n' * 2, r"tasks.jsonl:2: duplicate id 'a'"),
         ('{"id": "a", "environment": "math", "promt": "?"}', "did you mean 'prompt'"),
     ],
 )
@@ -133,9 +133,9 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path: Path, text: str, message:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "give one of path, curriculum, or directory"),
-        ({"path": "a", "curriculum": "b"}, "give one of"),
-        ({"path": "nowhere.jsonl"}, "no such file"),
+        ({}, "set one of path, curriculum, or directory"),
+        ({"path": "a", "curriculum": "b"}, "set one of"),
+        ({"path": "nowhere.jsonl"}, "no such task file"),
         ({"path": "a", "shufle": True}, "did you mean 'shuffle'"),
         ({"path": "a", "shuffle": "no"}, "shuffle=.no.: input should be a valid boolean"),
         ({"curriculum": "nowhere"}, "nemo-ext curriculum"),
@@ -170,7 +170,7 @@ def test_all_wrong_lines_of_all_files_are_listed_together(tmp_path: Path) -> Non
         plan_tasks(settings, steps=1, prompts=2)
 
     lines = str(raised.value).splitlines()
-    for line, start in zip(lines, ("2: not a JSON object", "3: the id 'a'", "5: the id 'b'"), strict=False):
+    for line, start in zip(lines, ("2: not a JSON object", "3: duplicate id 'a'", "5: duplicate id 'b'"), strict=False):
         assert f"one.jsonl:{start}" in line
     assert lines[2].endswith("one.jsonl:4")
     assert "two.jsonl:2: not JSON" in lines[3] and lines[-1] == "and 10 more"
@@ -199,7 +199,7 @@ def test_a_resumed_dataloader_goes_on_with_the_next_task(blend: dict[str, Any]) 
 
 
 def test_a_resumed_dataloader_draws_what_adaptive_shares_would_have(blend: dict[str, Any]) -> None:
-    """The state that NeMo-RL saves after a step has learnt from that step, and has not drawn the next."""
+    """The state that NeMo-RL saves after a step includes its rewards, but not the next draw."""
     loaders = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata, which NeMo-RL needs, is not there"
     )
@@ -228,7 +228,7 @@ def test_a_resumed_dataloader_draws_what_adaptive_shares_would_have(blend: dict[
 
     assert first + steps(tasks, loader, 5) == whole
     assert whole[-1][1]["weight/algebra"] > 0.8 > 0.5 == whole[0][1]["weight/algebra"]
-    with pytest.raises(ValueError, match="one for each group"):
+    with pytest.raises(ValueError, match="one per group"):
         tasks.learn([[0, 1]])
 
 

@@ -48,7 +48,7 @@ def rpo(nemo_rl: ModuleType) -> ModuleType:
 
 
 def untrained_loss(wanted: float) -> float:
-    """RPO's loss of a policy that is its reference."""
+    """RPO's loss if policy and reference are equal."""
     return float(rpo_loss(torch.tensor(0.0), torch.tensor(wanted), "backward_kl"))
 
 

@@ -1,4 +1,4 @@
-"""A finished run leaves its model: which checkpoint, whole or not at all, and by NeMo-RL's own converter."""
+"""Export of a finished run: selection of the checkpoint, atomic output, and NeMo-RL's own converters."""
 
 import importlib
 import json
@@ -22,13 +22,13 @@ METRIC = "val:accuracy"
 
 @pytest.fixture(autouse=True, scope="module")
 def imported() -> None:
-    """What takes seconds to import, when a test runs rather than when tests are collected."""
+    """Import slow modules when a test runs, not when tests are collected."""
     global AutoModelForCausalLM, AutoTokenizer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def checkpoint(run: Path, step: int, **info: Any) -> Path:
-    """A checkpoint of DTensor as it looks from outside; returns its weights' folder."""
+    """Write a checkpoint that looks like DTensor's; returns the folder of its weights."""
     folder = run / "checkpoints" / f"step_{step}"
     weights = folder / "policy" / "weights"
     weights.mkdir(parents=True)
@@ -51,7 +51,7 @@ def same_weights(folder: Path, model: torch.nn.Module) -> bool:
 
 
 def trained(folder: Path) -> Any:
-    """The model with other weights than its folder has."""
+    """Model with other weights than in its folder."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -59,7 +59,7 @@ def trained(folder: Path) -> Any:
     return model
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_ignored(tmp_path: Path) -> None:
     for step in (10, 2, 9):
         checkpoint(tmp_path, step)
     for name in ("tmp_step_12", "old_step_13", "step_14", "step_15"):
@@ -84,7 +84,7 @@ def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
         ((None, None, None), {"metric_name": METRIC, "keep_top_k": 2, "higher_is_better": True}, 3),
     ],
 )
-def test_the_best_where_best_ones_are_kept_else_the_last(
+def test_the_best_checkpoint_if_best_ones_are_kept_else_the_last(
     accuracy: tuple[float | None, ...], checkpointing: dict[str, Any], step: int, tmp_path: Path
 ) -> None:
     for number, value in enumerate(accuracy, start=1):
@@ -116,7 +116,7 @@ def failing(weights: Path, to: Path, *arguments: Any) -> None:
     raise RuntimeError("no space\nor such")
 
 
-def test_a_failing_conversion_leaves_none_and_says_what_converts(
+def test_a_failed_conversion_leaves_no_model_and_names_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "my run"
@@ -129,7 +129,7 @@ def test_a_failing_conversion_leaves_none_and_says_what_converts(
 
     assert not (run / "model").exists() and not (run / ".model").exists()
     said = capsys.readouterr().err
-    assert "could not be made: no space." in said and "or such" not in said
+    assert "model: no space." in said and "or such" not in said
     assert f"cd {tmp_path / 'checkout'} && uv run python examples/converters/convert_dcp_to_hf.py" in said
     for option in (f"--config={weights.parents[1]}/config.yaml", f"--dcp-ckpt-path={weights}", "--hf-ckpt-path="):
         assert f"'{option}" in said
@@ -151,7 +151,7 @@ def test_only_the_user_interrupts(
         leave_model(tmp_path, 3, master_of(tmp_path), "dpo", tmp_path)
 
     assert not (tmp_path / ".model").exists() and not (tmp_path / "model").exists()
-    assert ("could not be made: CheckpointException." in capsys.readouterr().err) == (raised is not KeyboardInterrupt)
+    assert ("model: CheckpointException." in capsys.readouterr().err) == (raised is not KeyboardInterrupt)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_only_the_user_interrupts(
         ),
     ],
 )
-def test_what_no_converter_reads(
+def test_checkpoints_that_no_converter_reads(
     file: str, policy: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = checkpoint(tmp_path, 3)
@@ -209,12 +209,8 @@ print("done")
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_megatron_is_converted_by_the_script_in_a_process_of_its_own(
-    whole: bool,
-    tiny_llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+def test_megatron_is_converted_by_the_script_in_a_separate_process(
+    whole: bool, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "checkout" / "examples" / "converters" / "convert_megatron_to_hf.py"
     script.parent.mkdir(parents=True)
@@ -235,13 +231,13 @@ def test_megatron_is_converted_by_the_script_in_a_process_of_its_own(
         assert same_weights(tmp_path / "model", model)
         assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == Template.load("domyn").source
     else:
-        assert "ended with 1: AssertionError: wrong paths" in said
+        assert "failed with exit code 1: AssertionError: wrong paths" in said
         assert "uv run --extra mcore python examples/converters/convert_megatron_to_hf.py" in said
         assert f"--megatron-ckpt-path={weights / 'iter_0000000'}" in said
 
 
 def save_dcp(model: torch.nn.Module, weights: Path, *, v2: bool) -> None:
-    """As DTensor's workers save: the first version under a key, the second flat and in a folder."""
+    """Save as DTensor's workers do: the first version under a key, the second flat and in a folder."""
     if not v2:
         importlib.import_module("nemo_rl.utils.native_checkpoint").save_checkpoint(model, str(weights))
         return
@@ -267,7 +263,7 @@ def test_a_dtensor_checkpoint_by_its_own_converter(
     leave_model(tmp_path, 3, master, "dpo", checkout.root)
 
     if v2 and not checkout.converts_dtensor_v2:
-        assert "reads what DTensor's first version saves" in capsys.readouterr().err
+        assert "only reads checkpoints of DTensor's first version" in capsys.readouterr().err
         assert not (tmp_path / "model").exists()
         return
     left = tmp_path / "model"
@@ -278,12 +274,8 @@ def test_a_dtensor_checkpoint_by_its_own_converter(
 
 
 @pytest.mark.nemo_rl
-def test_megatron_without_its_bridge_fails_without_harm(
-    nemo_rl: ModuleType,
-    ray_cluster: None,
-    tiny_llama: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+def test_conversion_without_megatron_bridge_fails_cleanly(
+    nemo_rl: ModuleType, ray_cluster: None, tiny_llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if importlib.util.find_spec("megatron.bridge") is not None:
         pytest.skip("Megatron-Bridge is there")
@@ -294,12 +286,12 @@ def test_megatron_without_its_bridge_fails_without_harm(
     leave_model(tmp_path, 3, master_of(tmp_path, tiny_llama), "dpo", Checkout().root)
 
     said = capsys.readouterr().err
-    assert "convert_megatron_to_hf.py ended with" in said and "Error" in said
+    assert "convert_megatron_to_hf.py failed with" in said and "Error" in said
     assert not (tmp_path / "model").exists() and not (tmp_path / ".model").exists()
 
 
 class Clock:
-    """Stands for NeMo-RL's TimeoutChecker."""
+    """Stand-in for NeMo-RL's TimeoutChecker."""
 
     def __init__(self, timeout: str | None) -> None:
         self.last_save_time = float("inf") if timeout is None else 60.0

@@ -37,7 +37,7 @@ def groups_of_rewards(draw: st.DrawFn) -> list[list[float]]:
     biased=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float64]),
 )
-def test_advantages_are_those_of_the_reference(
+def test_advantages_match_the_reference(
     rewards: list[list[float]], leave_one_out: bool, biased: bool, dtype: torch.dtype
 ) -> None:
     size = len(rewards[0])
@@ -47,9 +47,7 @@ def test_advantages_are_those_of_the_reference(
     baseline, std = groups.baseline_and_std(prompts_of(len(rewards), size), given, torch.ones(len(given)))
 
     expected = group_advantages(
-        rewards,
-        baseline="leave_one_out" if leave_one_out else "mean",
-        normalise="std" if biased else "unbiased_std",
+        rewards, baseline="leave_one_out" if leave_one_out else "mean", normalise="std" if biased else "unbiased_std"
     )
     divided = torch.where(std > 0, (given - baseline) / (std + 1e-6), given - baseline)
     np.testing.assert_allclose(divided.numpy(), expected.flatten(), rtol=1e-4, atol=1e-5)
@@ -65,17 +63,17 @@ def test_identical_prompts_of_one_step_stay_two_groups() -> None:
     assert baseline.tolist() == [0.5, 0.5, 4.0, 4.0]
 
 
-def test_responses_that_are_not_valid_count_for_nothing() -> None:
+def test_invalid_responses_do_not_count() -> None:
     rewards, valid = torch.tensor([1.0, 0.0, 9.0, 4.0, 2.0, 8.0]), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
 
     groups = Groups(generations=3, leave_one_out=True)
     baseline, std = groups.baseline_and_std(prompts_of(2, 3), rewards, valid)
 
-    assert baseline.tolist() == [0.0, 1.0, 0.5, 4.0, 2.0, 8.0]  # one valid response: its group is left alone
+    assert baseline.tolist() == [0.0, 1.0, 0.5, 4.0, 2.0, 8.0]  # a group with one valid response keeps its rewards
     assert std.tolist() == pytest.approx([0.5**0.5] * 3 + [0] * 3)
 
 
-def test_rows_left_out_of_a_batch_are_grouped_by_prompt() -> None:
+def test_incomplete_batches_are_grouped_by_prompt() -> None:
     rewards = torch.tensor([1.0, 0.0, 2.0, 4.0, 6.0])
     prompts = torch.tensor([[1], [1], [2], [2], [2]])
 
@@ -106,7 +104,7 @@ def test_generated_tokens_are_counted(content: str, ids: list[int], opened: bool
     assert lengths(log, MARKER, opened=opened) == expected
 
 
-def test_turns_are_counted_together_and_observations_not() -> None:
+def test_all_turns_are_counted_without_observations() -> None:
     observed = {"role": "environment", "content": "x", "token_ids": torch.tensor([4, 4])}
 
     assert lengths([message("a</think>b", [1, 7, 8, 2]), observed, message("b", [2])], MARKER) == (3, 2)
@@ -123,7 +121,7 @@ def batch_of(rewards: list[float], tasks: list[str]) -> dict[str, Any]:
     return {"message_log": logs, "total_reward": torch.tensor(rewards), "task_name": tasks, "extra_env_info": infos}
 
 
-def test_only_groups_of_the_named_environments_are_rewritten() -> None:
+def test_group_rewards_apply_to_the_named_environments_only() -> None:
     reward = groups_of(
         generations=2,
         advantage={"baseline": "leave_one_out"},
@@ -134,20 +132,20 @@ def test_only_groups_of_the_named_environments_are_rewritten() -> None:
     assert reward.rewritten(batch, MARKER).tolist() == [1.0, 1.0, 1.25, 0.75]
 
 
-def test_a_batch_that_is_not_whole_groups_is_refused() -> None:
+def test_a_batch_of_incomplete_groups_is_refused() -> None:
     groups = Groups(generations=2, leave_one_out=False, reward=lambda members: [[0.0, 0.0] for _ in members])
 
-    with pytest.raises(ValueError, match="a batch of 3 responses is not whole groups of 2"):
+    with pytest.raises(ValueError, match="a batch of 3 responses cannot be divided into groups of 2"):
         groups.rewritten(batch_of([0.0] * 3, ["a"] * 3), MARKER)
     with pytest.raises(ValueError, match="responses 0 to 1 answer different prompts"):
         groups.rewritten(batch_of([0.0] * 2, ["a", "b"]), MARKER)
 
 
 @pytest.mark.parametrize("given", [[[1.0]], [[1.0, float("nan")]]])
-def test_a_groups_reward_must_be_as_many_numbers(given: list[list[float]]) -> None:
+def test_a_group_reward_must_return_one_number_per_response(given: list[list[float]]) -> None:
     groups = Groups(generations=2, leave_one_out=False, reward=lambda members: given)
 
-    with pytest.raises(ValueError, match="must give 2 numbers"):
+    with pytest.raises(ValueError, match="must return 2 finite numbers"):
         groups.rewritten(batch_of([0.0] * 2, ["a", "a"]), MARKER)
 
 
@@ -156,7 +154,7 @@ def member(reward: float, thinking: int, answer: int) -> Member:
     return Member(reward=reward, thinking_tokens=thinking, answer_tokens=answer, prompt=(), response=response)
 
 
-def test_length_control_is_the_papers() -> None:
+def test_length_control_matches_the_paper() -> None:
     members = [member(1, 10, 4), member(1, 30, 4), member(0, 20, 4), member(0, 40, 4)]
 
     rewards = length_controlled(members, LengthControl(percentile=50))
@@ -166,7 +164,7 @@ def test_length_control_is_the_papers() -> None:
     np.testing.assert_allclose(rewards, [1 + 0.25 + 1.0, 1 - 1 / 12 + 0.5, 0 + 1 / 12, 0 - 0.25])
 
 
-def test_an_empty_answer_is_no_short_one() -> None:
+def test_an_empty_answer_is_not_a_short_one() -> None:
     none = length_controlled([member(1, 0, 0), member(1, 0, 9), member(0, 0, 3)], LengthControl(percentile=0))
 
     assert none[0] == none[1] < 1  # counts as long as the longest, and has no bonus
@@ -182,7 +180,7 @@ def test_an_empty_answer_is_no_short_one() -> None:
         ({"generations": 1}, "at least 2 generations"),
     ],
 )
-def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         groups_of(**{"generations": 4, "advantage": None, "group": None, **settings})
 

@@ -1,4 +1,4 @@
-"""NeMo-RL's own GRPO trains two steps on a CPU in our environments: rewards and advantages are those they should be."""
+"""Two steps of NeMo-RL's GRPO on a CPU in our environments, with expected rewards and advantages."""
 
 import importlib
 import json
@@ -41,7 +41,7 @@ def single_turn(answer: str) -> list[list[str]]:
     ]
 
 
-# What the environments say of them.
+# Verdicts of the environments on them.
 VERDICTS = [1.0, 1.0, 1.0, 0.0]
 
 
@@ -70,7 +70,7 @@ def group_advantage(rewards: list[float], **settings: Any) -> list[float]:
 
 
 def advantages_of(batch: Any) -> torch.Tensor:
-    """One advantage for each response, [responses]."""
+    """Advantage of each response, [responses]."""
     trained = batch["token_mask"].bool()
     found = [row[mask].unique() for row, mask in zip(batch["advantages"], trained, strict=True)]
     assert all(len(values) == 1 for values in found)
@@ -92,7 +92,7 @@ def controlled(verdicts: list[float], thinking: list[int], answer: list[int]) ->
 
 
 def lengths_of(responses: list[list[str]]) -> tuple[list[int], list[int]]:
-    """Bytes, which are the tokenizer's tokens, and one that ends the response."""
+    """Number of bytes, which are the tokens, plus the end token."""
     thinking = [sum(text.index("</think>") + 8 for text in turns) for turns in responses]
     whole = [sum(len(text.encode()) + 1 for text in turns) for turns in responses]
     return thinking, [n - m for n, m in zip(whole, thinking, strict=True)]
@@ -188,7 +188,7 @@ def test_conversations_of_several_turns(
     grpo_stage: Callable[..., Any], grpo_config: Callable[..., dict[str, Any]], jsonl: Callable[..., Path]
 ) -> None:
     made = [task for task in bank.tasks(30, seed=3, level=1) if len(bank.solution(task)) == 2][:2]
-    made = [Task.of({**task.record(), "thinking": True}) for task in made]
+    made = [Task.from_record({**task.record(), "thinking": True}) for task in made]
     script = {prompt_of(task): conversations(task) for task in made}
     path = jsonl("bank.jsonl", [task.record() for task in made])
     stage = grpo_stage(script)
@@ -239,13 +239,13 @@ def test_a_single_success_keeps_its_group_in_dynamic_sampling(
     expected = group_advantage([1.0, 0.0, 0.0, 0.0], baseline="leave_one_out", normalise="unbiased_std")
     (batch,) = stage.policy.batches
     torch.testing.assert_close(advantages_of(batch), torch.tensor(expected * 2), rtol=1e-4, atol=1e-4)
-    # Its own would drop the success: the others' rewards are all 0, and so is their deviation.
+    # NeMo-RL's own would drop the success, since the deviation of the other rewards is 0.
     rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
     _, std = nemo_rl.calculate_baseline_and_std_per_prompt(torch.zeros(4, 1), rewards, torch.ones(4))
     assert std[0] == 0 and std[1] > 0
 
 
-def test_validation_has_metrics_of_its_own(
+def test_validation_has_separate_metrics(
     tasks: list[Task],
     grpo_stage: Callable[..., Any],
     grpo_config: Callable[..., dict[str, Any]],
@@ -278,7 +278,7 @@ def test_validation_has_metrics_of_its_own(
     assert trained["math/reward/correctness"] == 3 and -0.01 < trained["math/reward/length"] < 0
 
 
-def test_a_preset_trains_by_the_command(
+def test_a_preset_trains_with_the_command(
     grpo_stage: Callable[..., Any], jsonl: Callable[..., Path], tokenizer_folder: Path, tmp_path: Path
 ) -> None:
     tasks = list(arithmetic.tasks(4, seed=1, level=1))
@@ -314,10 +314,10 @@ STEPS, PROMPTS, BATCHES = 3, 2, 6
 def started(
     grpo_stage: Callable[..., Any], grpo_config: Callable[..., dict[str, Any]], jsonl: Callable[..., Path]
 ) -> Callable[..., Any]:
-    """Stage of a run over tasks in order, of which those at some places are never solved and the others at times."""
+    """Stage of a run over tasks in order; tasks at some places are never solved, the others sometimes."""
 
     def start(places: Sequence[int], count: int, *overrides: str) -> tuple[Any, list[str]]:
-        # No two of the same prompt, since the script goes by it.
+        # No duplicate prompts, since they identify the scripted responses.
         made = list({prompt_of(task): task for task in arithmetic.tasks(2 * count, seed=1, level=3)}.values())[:count]
         prompts = [prompt_of(task) for task in made]
         wrong = ["so</think>No."]
@@ -343,7 +343,7 @@ def started(
     return start
 
 
-def test_they_are_replaced_and_no_prompt_is_lost(started: Callable[..., Any], tokenizer: Any) -> None:
+def test_groups_are_replaced_and_no_prompt_is_lost(started: Callable[..., Any], tokenizer: Any) -> None:
     bad = [at for at in range(40) if at % 4 != 3]
     stage, prompts = started(bad, 40)
 
@@ -363,7 +363,7 @@ def test_they_are_replaced_and_no_prompt_is_lost(started: Callable[..., Any], to
         assert count["generated"] == count["kept"] + count["dropped"] == PROMPTS * count["batches"]
         assert count["generated"] <= PROMPTS * BATCHES
         assert count["reward"] == pytest.approx(0.5 * PROMPTS / count["generated"])
-    # Of the first prompts up to the last that was trained on, all that were left out are counted.
+    # All dropped prompts up to the last one that was trained on are counted.
     before = sum(at in bad for at in range(min(max(trained), max(good[: STEPS * PROMPTS]))))
     assert sum(count["dropped"] for count in counts) >= before - (PROMPTS + 1) * 3
     assert sum(count["dropped"] for count in counts) > 0
@@ -375,7 +375,9 @@ def test_tasks_that_are_never_solved_end_the_run(started: Callable[..., Any]) ->
 
 
 @pytest.mark.slow
-def test_so_they_do_in_the_midst_of_it(started: Callable[..., Any], capfd: pytest.CaptureFixture[str]) -> None:
+def test_unsolvable_tasks_end_the_run_in_a_later_step(
+    started: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
     # 0.7's loop prints the error and returns.
     with pytest.raises((ValueError, RuntimeError)) as error:
         started(range(2, 40), 40)
@@ -395,13 +397,13 @@ def test_the_end_of_the_data_ends_the_run(
     with pytest.raises((ValueError, RuntimeError)) as error:
         started(range(1, 40), 40)
 
-    assert "the data have ended: give more tasks" in str(error.value) + capfd.readouterr().err
+    assert "there are no more tasks; provide more" in str(error.value) + capfd.readouterr().err
 
 
-def test_a_version_that_generates_no_others_is_refused(
+def test_a_version_that_does_not_replace_groups_is_refused(
     started: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("nemo_ext.rl.nemo_rl.compat"), "refills", lambda: False)
 
-    with pytest.raises(ValueError, match="generates no groups in place of those left out"):
+    with pytest.raises(ValueError, match="does not replace dropped groups"):
         started([], 4)

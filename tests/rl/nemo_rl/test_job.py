@@ -1,4 +1,4 @@
-"""The command `nemo-ext rl engine=nemo_rl` through NeMo-RL's own loops and checkpoints: stopped, resumed, finished."""
+"""The command `nemo-ext rl engine=nemo_rl` with NeMo-RL's own loops and checkpoints: stopped, resumed, finished."""
 
 import importlib
 import os
@@ -22,10 +22,7 @@ GRPO = (
     *("preset=domyn_math_grpo", "rl.prompts_per_step=2", "rl.generations_per_prompt=2", "rl.batch=4"),
     *("rl.lengths={prompt: 15000, response: 4000}", "environments={math: {reward: outcome}}"),
 )
-ASYNC = (
-    "rl.asynchronous={max_age: 1, in_flight: false}",
-    "nemo_rl.set.cluster.gpus_per_node=2",
-)
+ASYNC = ("rl.asynchronous={max_age: 1, in_flight: false}", "nemo_rl.set.cluster.gpus_per_node=2")
 DPO = ("preset=dpo_delta", "rl.batch=2", "rl.lengths={total: 2000}")
 COMMON = (
     *(
@@ -41,7 +38,7 @@ COMMON = (
 
 
 class Worker:
-    """Saves a Llama as DTensor's workers save theirs, with other weights every time."""
+    """Worker that saves a Llama in the format of DTensor's workers, with other weights every time."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -61,7 +58,7 @@ class Worker:
             dcp.save(self.model.state_dict(), checkpoint_id=str(weights / "model"))
 
     def left(self, folder: Path) -> bool:
-        """Whether a folder has the weights that were saved last."""
+        """True if a folder has the last saved weights."""
         from transformers import AutoModelForCausalLM
 
         found, wanted = AutoModelForCausalLM.from_pretrained(folder).state_dict(), self.model.state_dict()
@@ -106,11 +103,11 @@ def test_stopped_resumed_and_finished(
         run_job(compose("rl", given))
         return capsys.readouterr().err
 
-    # NeMo-RL ends after the first step: the time it was told is over.
+    # NeMo-RL stops after the first step, because its time limit is over.
     with pytest.raises(SystemExit) as stopped:
         start(2)
     assert stopped.value.code == INTERRUPTED
-    said = "stopped at step 1 of 2 as checkpoint_must_save_by told it; the same command goes on"
+    said = "stopped at step 1 of 2 by checkpoint_must_save_by; the same command resumes"
     assert said in capsys.readouterr().err
     assert not (run / "model").exists() and worker.saves == 1
 
@@ -153,7 +150,7 @@ PAIRS = [
         ({"enabled": True, "_v2": True}, False, {"model_save_format": "safetensors", "save_consolidated": True}),
     ],
 )
-def test_workers_save_what_can_be_converted(
+def test_workers_save_in_a_convertible_format(
     dtensor: dict[str, Any], converts: bool, checkpointing: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     for path, text in {
@@ -173,7 +170,7 @@ def test_workers_save_what_can_be_converted(
 
 
 @pytest.mark.skipif(not os.environ.get("NEMO_RL_ROOT"), reason="NEMO_RL_ROOT is not set: a NeMo-RL checkout")
-def test_what_the_versions_convert() -> None:
+def test_formats_that_each_version_converts() -> None:
     checkout = Checkout(os.environ["NEMO_RL_ROOT"])
     text = (checkout.root / "nemo_rl/utils/native_checkpoint.py").read_text()
     assert checkout.converts_dtensor_v2 == ("Dtensor V2" in text)

@@ -1,4 +1,4 @@
-"""Layouts: the papers', computed ones, and what is refused; NeMo-RL's own setup is asked where there is a checkout."""
+"""Layouts of papers, computed and refused ones; with a checkout also NeMo-RL's own setup."""
 
 import importlib.util
 import sys
@@ -40,7 +40,7 @@ def sizes(found: layout.Plan) -> tuple[int, int, int, int]:
     return how.tensor_parallel, how.pipeline_parallel, how.context_parallel, how.data_parallel
 
 
-def test_the_papers_layouts() -> None:
+def test_layouts_of_the_papers() -> None:
     domyn = planned(
         "domyn_multi_env_grpo", "domyn_small_10b", "dtensor", stated("domyn_multi_env_grpo", {}, "dtensor", None)
     )
@@ -54,17 +54,17 @@ def test_the_papers_layouts() -> None:
     assert all(layout.load(name).source for name in layout.names())
 
 
-def test_a_model_of_30b_at_49_k_tokens_is_divided_and_recomputed() -> None:
+def test_a_30b_model_at_49_k_tokens_is_sharded_and_recomputed() -> None:
     found = planned("nemotron3_rlvr", "nemotron3_nano_30b", "megatron", cluster(16))
 
     how = found.training.layout
     assert how.expert_parallel == 8 and how.recompute == "full" and found.training.micro_batch == 1
     assert found.training.bytes <= layout.TRAINING_SHARE * 80 * layout.GIB
-    with pytest.raises(ValueError, match=r"no layout on 8 GPUs of 80 GiB fits; the least, .*needs about \d+ GiB"):
+    with pytest.raises(ValueError, match=r"no layout on 8 GPUs of 80 GiB fits; the smallest, .*needs about \d+ GiB"):
         planned("nemotron3_rlvr", "nemotron3_nano_30b", "megatron", cluster(1))
 
 
-def test_less_memory_divides_the_model_further() -> None:
+def test_less_memory_shards_the_model_further() -> None:
     parts = [
         sizes(planned("think_dpo", "olmo3_7b", "megatron", cluster(4, memory=memory)))[:2] for memory in (40, 80, 400)
     ]
@@ -72,7 +72,7 @@ def test_less_memory_divides_the_model_further() -> None:
     assert [a * b for a, b in parts] == sorted((a * b for a, b in parts), reverse=True) and parts[0] != parts[-1]
 
 
-def test_what_is_stated_is_kept_and_the_rest_found() -> None:
+def test_stated_sizes_are_kept_and_others_computed() -> None:
     wanted = stated(None, {"cluster.num_nodes": 4, "cluster.gpus_per_node": 8,
                            "policy.megatron_cfg.tensor_model_parallel_size": 4,
                            "policy.generation.colocated.resources.num_nodes": 2}, "megatron", 80)  # fmt: skip
@@ -85,14 +85,14 @@ def test_what_is_stated_is_kept_and_the_rest_found() -> None:
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (cluster(1, gpus=1), "nothing is left to train on: one node with 1 GPUs"),
-        (cluster(4, generation_nodes=4), "nothing is left to train on: 4 nodes with 8 GPUs"),
-        (cluster(4, generation_nodes=1, generation_gpus=4), "whole ones generate: 8"),
+        (cluster(1, gpus=1), "no GPU is left for training: one node with 1 GPUs"),
+        (cluster(4, generation_nodes=4), "no GPU is left for training: 4 nodes with 8 GPUs"),
+        (cluster(4, generation_nodes=1, generation_gpus=4), "whole nodes generate; set 8"),
         (cluster(1, generation_nodes=2), "the cluster has one node"),
-        (cluster(3, gpus=7, generation_nodes=1), "batch=512 is no multiple of data parallel 14"),
+        (cluster(3, gpus=7, generation_nodes=1), "batch=512 is not a multiple of data parallel 14"),
     ],
 )
-def test_what_cannot_start_is_refused(wanted: Stated, message: str) -> None:
+def test_impossible_layouts_are_refused(wanted: Stated, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         planned("domyn_multi_env_grpo", "domyn_small_10b", "dtensor", wanted)
 
@@ -102,11 +102,11 @@ def test_what_cannot_start_is_refused(wanted: Stated, message: str) -> None:
     [
         ("domyn", {}, "dtensor", "nemo_rl.layout=domyn: known: domyn_math_grpo"),
         ("dpo_delta", {}, "megatron", "is for nemo_rl.backend=dtensor"),
-        ("dpo_delta", {"cluster.num_nodes": 4}, "dtensor", r"has nodes 8, nemo_rl\.set\.cluster\.num_nodes is 4"),
+        ("dpo_delta", {"cluster.num_nodes": 4}, "dtensor", r"has nodes 8, but nemo_rl\.set\.cluster\.num_nodes is 4"),
         (None, {"cluster.num_nodes": 0}, "dtensor", r"nemo_rl\.set, of the layout: nodes=0"),
     ],
 )
-def test_a_layout_that_does_not_fit_the_settings(
+def test_a_layout_that_contradicts_the_settings(
     name: str | None, given: dict[str, Any], backend: str, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -114,7 +114,7 @@ def test_a_layout_that_does_not_fit_the_settings(
 
 
 def table() -> ModuleType:
-    """The module that writes the page's table."""
+    """Module that writes the table of the page."""
     spec = importlib.util.spec_from_file_location("layouts", Path(__file__).with_name("layouts.py"))
     assert spec is not None and spec.loader is not None
     made = sys.modules["layouts"] = importlib.util.module_from_spec(spec)
@@ -169,7 +169,7 @@ def test_a_rehearsal_refuses_what_setup_refuses(
         rehearse(config, section_of(algorithm))
 
 
-def test_a_model_that_is_not_known_is_not_divided(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_unknown_model_is_not_sharded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert layout.description_of(str(tmp_path)) is None
     assert "the layout is not computed" in capsys.readouterr().err
     found = plan(load("rl_zero"), None, cluster(2, generation_nodes=1), backend="megatron", micro_batch=8)
@@ -181,11 +181,11 @@ def test_a_model_that_is_not_known_is_not_divided(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "kind", "said"),
     [
-        ((), "note", "NeMo-RL's own setup takes the config"),
+        ((), "note", "NeMo-RL's own setup accepts the config"),
         (("nemo_rl.set.grpo.batch_multiplier=2",), "error", "batch_multiplier>1 can only be used"),
     ],
 )
-def test_preflight_asks_the_checkout(
+def test_preflight_runs_setup_of_the_checkout(
     words: tuple[str, ...], kind: str, said: str, nemo_rl: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("NEMO_RL_ROOT", str(Path(nemo_rl.__file__).parents[2]))

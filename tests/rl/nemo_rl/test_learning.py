@@ -1,4 +1,4 @@
-"""NeMo-RL learns here: its own loops train a small Llama on a CPU in our environments, and the reward rises."""
+"""Learning with NeMo-RL's own loops: a small Llama on a CPU in our environments, whose reward rises."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ ASYNCHRONOUS = (
 
 
 def tasks(count: int, seed: int) -> list[Task]:
-    """As many of arithmetic as of JSON, those alone that so small a model can do: sums up to 3 + 3, books and films."""
+    """Equal numbers of arithmetic and JSON tasks that a small model can solve: sums up to 3 + 3, books and films."""
     sums, objects = (made.tasks(10 * count, seed=seed, level=1) for made in MAKERS.values())
     easy = (task for task in sums if EASY.search(task.prompt[0].content))
     titled = (task for task in objects if re.match("There is a (book|film)", task.prompt[0].content))
@@ -68,7 +68,7 @@ def make_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def make_model(folder: Path, steps: int) -> Path:
-    """A Llama of two layers after a little SFT: it knows the forms of the answers, and some of the answers."""
+    """Llama of two layers after a little SFT, which knows the format of the answers and some answers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     examples = tasks(400, seed=1)
@@ -124,7 +124,7 @@ def task_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Runs:
-    """Runs of `nemo-ext rl` in this process, the same for both engines but for the engine's own settings."""
+    """Runs of `nemo-ext rl` in this process, with the same settings for both engines where possible."""
 
     policy: ModuleType
     folder: Path
@@ -144,13 +144,13 @@ class Runs:
         return run_dir
 
     def nemo_rl(self, name: str, model: Path, *words: str, **numbers: int) -> dict[tuple[str, int], dict[str, Any]]:
-        """What a run logged, by prefix and step."""
+        """Metrics of a run by prefix and step."""
         self.start("nemo_rl", name, model, *words, **numbers)
         logged: dict[tuple[str, int], dict[str, Any]] = self.policy.KEPT[-1].logged
         return logged
 
     def trl(self, name: str, model: Path, key: str, *words: str, **numbers: int) -> np.ndarray:
-        """A metric of each step."""
+        """Values of a metric by step."""
         run_dir = self.start("trl", name, model, *words, **numbers)
         lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
         return np.array([line[key] for line in lines if key in line])
@@ -174,13 +174,13 @@ def grpo(
 
 
 def of(logged: Mapping[tuple[str, int], Mapping[str, Any]], key: str, prefix: str = "train") -> np.ndarray:
-    """A metric of each step."""
+    """Values of a metric by step."""
     steps = sorted(step for name, step in logged if name == prefix)
     return np.array([float(logged[prefix, step][key]) for step in steps])
 
 
-def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
-    """Real weights, optimizer, dataloader and rollouts: what is resumed after two steps goes on to the bit."""
+def test_a_resumed_run_is_bit_identical(runs: Runs, tiny_llama: Path, tmp_path: Path) -> None:
+    """With real weights, optimizer, dataloader and rollouts, resumed after two steps."""
     from transformers import AutoModelForCausalLM
 
     train, valid = (
@@ -188,7 +188,7 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
         for seed, name in enumerate(("train", "valid"))
     )
     words = (
-        # A random model is never right: what it earns are lengths.
+        # A random model is never correct: its rewards come from lengths.
         *grpo(train, "{math: {reward: domyn_math}}", prompts=2),
         *(f"tasks.validation.path={valid}", "rl.validation={every: 2, keep_best: null}"),
         *("rl.group={length_control: {answer: 0.5}}", "nemo_rl.set.grpo.val_batch_size=8"),
@@ -202,7 +202,7 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
     for key in ("loss", "reward", "grad_norm", "mean_gen_tokens_per_sample"):
         assert [*of(begun, key), *of(resumed, key)] == of(whole, key).tolist()
     assert (of(whole, "grad_norm") > 0).all()
-    # What the generation says of its samples is what the policy says: each refit reached it.
+    # Generation and policy give the same log-probabilities: every refit arrived.
     assert of(whole, "token_mult_prob_error") == pytest.approx(1, abs=1e-3)
     assert ("validation", 2) in whole and ("validation/environments", 4) in resumed
     first, one, two = (
@@ -218,7 +218,7 @@ def test_resumed_as_if_it_had_never_stopped(runs: Runs, tiny_llama: Path, tmp_pa
 def test_a_file_that_teaches_nothing_loses_its_weight(
     drops: bool, runs: Runs, tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Two words in a response, which a random model writes now and then, and 99, which do not fit into it."""
+    """Tasks for two words, which a random model sometimes writes, and for 99, which do not fit in a response."""
     for name, least in (("hope", 2), ("vain", 99)):
         rule = {"id": "length_constraints:number_words", "kwargs": {"num_words": least, "relation": "at least"}}
         reference = {"instructions": [rule], "mode": "all"}
@@ -261,7 +261,7 @@ def test_asynchronous_steps(runs: Runs, small_model: Path, task_file: Path, drop
 
 @pytest.mark.slow
 def test_rloo_sums_over_a_response(runs: Runs, small_model: Path, task_file: Path) -> None:
-    """The loss is the plain formula of what NeMo-RL logged of the batch.
+    """The loss matches the plain formula on the batch that NeMo-RL logged.
 
     The rendered config has packed sequences, which DTensor's worker would take from the batch; the policy here packs
     nothing and takes three micro-batches of 8.
@@ -292,14 +292,14 @@ def test_the_reward_rises(runs: Runs, small_model: Path, task_file: Path) -> Non
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval in which one more value lies with 95 %, by Student's t."""
+    """Interval that contains one more value with 95 %, by Student's t."""
     half = t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) * (1 + 1 / len(values)) ** 0.5
     return float(np.mean(values) - half), float(np.mean(values) + half)
 
 
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
-    """Right answers against refusals, with true rewards."""
+    """Pairs of correct answers and refusals, with true rewards."""
     made = tasks(PAIR_STEPS * PAIRS // 2, seed=3)
     rows = [(message_of(task), solved(task), "I do not know.") for task in made]
     said = [(user, *([{"role": "assistant", "content": text}] for text in texts)) for user, *texts in rows]

@@ -1,4 +1,4 @@
-"""A precision plan in the config of a real checkout, and what it cannot express."""
+"""A precision plan in the config of a real checkout, and settings that it cannot express."""
 
 import json
 import os
@@ -26,7 +26,7 @@ RULES = ["* bf16", "M>* bf16", "head bf16"]
 
 @pytest.fixture(scope="session")
 def real() -> Checkout:
-    """That of NEMO_RL_ROOT; its sources are read, so its packages need not be there."""
+    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
     if not ROOT:
         pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
     return Checkout(ROOT)
@@ -34,7 +34,7 @@ def real() -> Checkout:
 
 @pytest.fixture
 def policy(tmp_path: Path) -> Path:
-    """A folder with the config.json of Nemotron 3 Nano's tiny model, MEM*EME-."""
+    """Folder with the config.json of Nemotron 3 Nano's tiny model, MEM*EME-."""
     _, values = choose(from_config(compose("describe", ["model=nemotron3_nano_tiny"])))
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text(json.dumps(values))
@@ -53,7 +53,7 @@ def planned(policy: Path) -> Callable[..., Precision]:
 
 
 def corrected(name: str = "domyn_math_grpo") -> PolicyGradient:
-    """A preset with the correction that generation in FP8 insists on."""
+    """Preset with the correction that FP8 generation requires."""
     algorithm = load(name)
     assert isinstance(algorithm, PolicyGradient)
     correction = replace(algorithm.loss.importance_correction, kind="untruncated", cap=None, floor=None)
@@ -61,7 +61,7 @@ def corrected(name: str = "domyn_math_grpo") -> PolicyGradient:
 
 
 def why(real: Checkout, algorithm: Algorithm, precision: Precision, backend: Any = "megatron") -> dict[str, str]:
-    """What the plan adds to what cannot be expressed."""
+    """Settings that cannot be expressed because of the plan, with reasons."""
     without = render(algorithm, real, backend=backend).inexpressible
     found = render(algorithm, real, backend=backend, precision=precision).inexpressible
     return {key: reason for key, reason in found.items() if without.get(key) != reason}
@@ -78,13 +78,13 @@ def test_generation_leaves_fp8_by_the_names_of_modules(
     config = real.config("grpo", rendered.settings)["policy"]
 
     assert not why(real, corrected(), precision)
-    told = config["generation"]["vllm_cfg"]
-    assert (told["precision"], told["kv_cache_dtype"]) == ("fp8", "fp8")
+    vllm = config["generation"]["vllm_cfg"]
+    assert (vllm["precision"], vllm["kv_cache_dtype"]) == ("fp8", "fp8")
     assert not (config["megatron_cfg"].get("fp8_cfg") or {}).get("enabled")
-    # As NeMo-RL takes them: parts of the names of AutoModel's parameters.
+    # NeMo-RL excludes modules whose names contain a keyword, with AutoModel's names.
     model = AutoModel.from_config(AutoConfig.from_pretrained(policy))
     names = [name.removesuffix(".weight") for name, tensor in model.named_parameters() if tensor.dim() > 1]
-    left = {name for name in names if any(word in f"model.{name}" for word in told[IGNORED])}
+    left = {name for name in names if any(word in f"model.{name}" for word in vllm[IGNORED])}
     assert left == {
         "layers.2.mixer.in_proj",
         "layers.2.mixer.out_proj",
@@ -110,27 +110,27 @@ def test_training_in_fp8(real: Checkout, planned: Callable[..., Precision]) -> N
 
 
 @pytest.mark.nemo_rl
-def test_what_cannot_be_expressed_is_told(real: Checkout, planned: Callable[..., Precision]) -> None:
+def test_settings_that_cannot_be_expressed_are_reported(real: Checkout, planned: Callable[..., Precision]) -> None:
     algorithm = corrected()
     loss = algorithm.loss
     uncorrected = replace(
         algorithm, loss=replace(loss, importance_correction=replace(loss.importance_correction, kind="none"))
     )
 
-    assert "all linear maps are in FP8" in why(real, algorithm, planned("both"))["precision_plan.rules"]
-    assert "the output layer has no FP8" in why(real, algorithm, planned(rules=[]))["precision_plan.rules"]
+    assert "all linear layers in FP8 or none" in why(real, algorithm, planned("both"))["precision_plan.rules"]
+    assert "FP8 in the output layer" in why(real, algorithm, planned(rules=[]))["precision_plan.rules"]
     assert "128x128, not tensorwise" in why(real, algorithm, planned(recipe="tensorwise"))["precision_plan.recipe"]
-    assert "insists on a correction" in why(real, uncorrected, planned())["loss.importance_correction.kind"]
+    assert "requires a correction" in why(real, uncorrected, planned())["loss.importance_correction.kind"]
     assert render(uncorrected, real, precision=planned()).settings["loss_fn"]["use_importance_sampling_correction"]
-    assert "generates nothing" in why(real, load("dpo_delta"), planned())["precision_plan"]
+    assert "does not generate" in why(real, load("dpo_delta"), planned())["precision_plan"]
     cache = planned(kv_cache="fp8")
-    assert "megatron backend gives scales" in why(real, algorithm, cache, "dtensor")["precision_plan.kv_cache"]
+    assert "megatron backend computes scales" in why(real, algorithm, cache, "dtensor")["precision_plan.kv_cache"]
     later = replace(algorithm, asynchronous=Asynchronous(max_age=1, in_flight=False))
-    assert "none in FP8" in why(real, later, cache)["precision_plan.kv_cache"]
-    assert "in FP8 instead" not in str(why(real, algorithm, planned("training"), "dtensor"))
+    assert "does not support an FP8 cache" in why(real, later, cache)["precision_plan.kv_cache"]
+    assert "all are in FP8" not in str(why(real, algorithm, planned("training"), "dtensor"))
     assert "megatron backend trains in FP8" in why(real, algorithm, planned("training"), "dtensor")["nemo_rl.fp8_in"]
     alone = planned(default="bf16", kv_cache="fp8", rules=[])
-    assert "with FP8 weights alone" in why(real, algorithm, alone)["precision_plan.kv_cache"]
+    assert "only with FP8 weights" in why(real, algorithm, alone)["precision_plan.kv_cache"]
     mx = real.keys("grpo").missing("policy.generation.vllm_cfg.is_mx") is None
     assert ("precision_plan.recipe" in why(real, algorithm, planned(recipe="mxfp8"))) != mx
     ignored = render(algorithm, real, precision=planned(recipe="mxfp8")).settings["policy"]["generation"]["vllm_cfg"][
@@ -140,7 +140,7 @@ def test_what_cannot_be_expressed_is_told(real: Checkout, planned: Callable[...,
 
 
 @pytest.mark.nemo_rl
-def test_the_job_takes_a_plan(real: Checkout, policy: Path, tmp_path: Path) -> None:
+def test_the_job_applies_a_plan(real: Checkout, policy: Path, tmp_path: Path) -> None:
     words = ["preset=nemotron3_rlvr", "engine=nemo_rl", f"model={policy}", "tasks.train={path: a.jsonl}"]
     words += ["precision=nemotron3_selective", "precision_plan.recipe=blockwise", "on_inexpressible=warn"]
     words += [f"run_dir={tmp_path / 'run'}", "environments={math: {}}", "rl.schedule.steps=2"]

@@ -61,7 +61,7 @@ policy:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Checkout:
-    """The form of a checkout, with few keys."""
+    """Small folder in the form of a checkout, with few keys."""
     for name, text in {
         "nemo_rl/algorithms/grpo.py": GRPO,
         "nemo_rl/algorithms/dpo.py": GRPO,
@@ -78,7 +78,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def real() -> Checkout:
-    """That of NEMO_RL_ROOT; its sources are read, so its packages need not be there."""
+    """Checkout in NEMO_RL_ROOT; only its sources are read, so its packages may be missing."""
     if not ROOT:
         pytest.skip("NEMO_RL_ROOT is not set: a NeMo-RL checkout")
     return Checkout(ROOT)
@@ -111,7 +111,7 @@ def test_keys_of_types_and_example(checkout: Checkout, path: str) -> None:
         ("polic", "did you mean 'policy'"),
     ],
 )
-def test_a_key_that_is_not_there(checkout: Checkout, path: str, message: str) -> None:
+def test_a_missing_key(checkout: Checkout, path: str, message: str) -> None:
     missing = checkout.keys("grpo").missing(path)
 
     assert missing is not None
@@ -125,17 +125,17 @@ def test_the_whole_config(checkout: Checkout) -> None:
     assert config["policy"]["generation"] == {"temperature": 1.0, "vllm_kwargs": {"a": 1}}
 
 
-def test_a_change_that_the_version_does_not_know_is_refused(checkout: Checkout) -> None:
+def test_a_change_with_an_unknown_key_is_refused(checkout: Checkout) -> None:
     with pytest.raises(ValueError, match=r"nemo_rl\.loss_fn\.ratio_clip_c: this version has no key"):
         checkout.config("grpo", {"loss_fn": {"ratio_clip_c": 3.0}})
 
 
-def test_what_the_asynchronous_loop_leaves_out(checkout: Checkout) -> None:
+def test_missing_parts_of_the_asynchronous_loop(checkout: Checkout) -> None:
     assert "scale_rewards" in checkout.asynchronous
     assert "dynamic_sampling" not in checkout.asynchronous
 
 
-def test_a_loop_that_refills_is_known_by_its_source(checkout: Checkout) -> None:
+def test_a_loop_that_refills_is_recognized_by_its_source(checkout: Checkout) -> None:
     collector = checkout.root / "nemo_rl/algorithms/async_utils/trajectory_collector.py"
     assert not checkout.refills
 
@@ -146,7 +146,7 @@ def test_a_loop_that_refills_is_known_by_its_source(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("refills", [False, True])
-def test_groups_are_left_out_asynchronously_where_it_does(
+def test_groups_are_dropped_asynchronously_if_the_loop_refills(
     real: Checkout, monkeypatch: pytest.MonkeyPatch, refills: bool
 ) -> None:
     monkeypatch.setattr(Checkout, "refills", refills)
@@ -157,12 +157,12 @@ def test_groups_are_left_out_asynchronously_where_it_does(
     assert ("sampling.drop_zero_variance" in rendered.inexpressible) is not refills
 
 
-def test_a_folder_that_is_no_checkout(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is no checkout of NeMo-RL"):
+def test_a_folder_that_is_not_a_checkout(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a checkout of NeMo-RL"):
         Checkout(tmp_path)
 
 
-def test_what_a_version_lacks_is_told(checkout: Checkout) -> None:
+def test_keys_that_a_version_does_not_have_are_reported(checkout: Checkout) -> None:
     rendered = render(load("olmo_rl"), checkout)
 
     assert "no key 'num_generations_per_prompt'" in rendered.inexpressible["generations_per_prompt"]
@@ -187,7 +187,7 @@ def test_every_key_is_known_and_every_preset_whole(real: Checkout, preset: str, 
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_the_real_config_and_loss_take_it(real: Checkout, nemo_rl: ModuleType, preset: str) -> None:
+def test_the_real_config_and_loss_accept_it(real: Checkout, nemo_rl: ModuleType, preset: str) -> None:
     algorithm = load(preset)
     module = compat.grpo() if isinstance(algorithm, PolicyGradient) else compat.dpo()
     config = real.config(section_of(algorithm), render(algorithm, real).settings)
@@ -200,7 +200,7 @@ def test_the_real_config_and_loss_take_it(real: Checkout, nemo_rl: ModuleType, p
         assert loss.reference_policy_kl_penalty == algorithm.loss.kl.coefficient
         assert loss.use_importance_sampling_correction == (algorithm.loss.importance_correction.kind != "none")
         assert loss.disable_ppo_ratio == (algorithm.loss.clip_low is None)
-        # None of the loss is left to an example's default.
+        # The loss does not depend on defaults of the example.
         assert loss.truncated_importance_sampling_ratio == algorithm.loss.importance_correction.cap
     else:
         loss = module.DPOLossFn(compat.setting(made, "dpo"))
@@ -209,7 +209,7 @@ def test_the_real_config_and_loss_take_it(real: Checkout, nemo_rl: ModuleType, p
         assert loss.sft_loss_weight == algorithm.loss.sft_weight
 
 
-def test_masking_is_told_where_a_version_only_truncates(real: Checkout) -> None:
+def test_masking_is_reported_if_a_version_only_truncates(real: Checkout) -> None:
     rendered = render(load("nemotron3_rlvr"), real)
     masks = real.keys("grpo").missing("loss_fn.truncated_importance_sampling_type") is None
 
@@ -229,7 +229,7 @@ def test_the_router(real: Checkout) -> None:
     )
 
 
-def test_what_the_adapter_is_told(real: Checkout) -> None:
+def test_settings_of_the_adapter(real: Checkout) -> None:
     judged, rpo = render(load("nemotron3_rlhf"), real).adapter, render(load("rpo_offline"), real).adapter
     rloo = render(load("rloo_if"), real)
 
@@ -280,7 +280,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "rl" / "presets.md"
 
 
 def column(real: Checkout) -> str:
-    """Which of the page's columns is this version's."""
+    """Column of this version on the page."""
     masks = real.keys("grpo").missing("loss_fn.truncated_importance_sampling_type") is None
     return "0.7 and main" if masks else "0.5"
 

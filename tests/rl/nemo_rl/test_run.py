@@ -1,4 +1,4 @@
-"""What `run` refuses, and how it tells that NeMo-RL gave up."""
+"""Errors of `run`, and detection of runs that NeMo-RL ended early."""
 
 import importlib
 from collections.abc import Callable
@@ -26,7 +26,7 @@ TASKS = [{"id": str(n), "environment": "math", "prompt": "?", "reference": {"ans
         ({"algorithm": "dpo", "nemo_rl": {}, "pairs": {}, "tasks": {}}, "unknown key 'tasks'"),
     ],
 )
-def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_reported(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(config)
 
@@ -38,8 +38,8 @@ def test_wrong_settings_are_named(config: dict[str, Any], message: str) -> None:
         ({"environments": {"maths": {}}}, (), "did you mean 'math'"),
         ({"environments": {"math": {"settings": {"time_limit": -1}}}}, (), "time_limit"),
         ({}, ("++data_plane.enabled=true",), "data_plane.enabled"),
-        ({}, ("grpo.val_period=5",), "give tasks.validation"),
-        ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one"),
+        ({}, ("grpo.val_period=5",), "set tasks.validation"),
+        ({"group": {"length_control": {}}}, ("grpo.use_dynamic_sampling=true",), "choose one of the two"),
         ({"tasks": {"train": {"path": "bad.jsonl"}}}, (), "bad.jsonl: task 0: reference"),
         (
             {"tasks": {"train": {"directory": ".", "blend": {"tasks": 1, "bad": 1}, "adapt": {}}}},
@@ -89,7 +89,7 @@ def test_how_an_asynchronous_run_ended() -> None:
     assert _end(ended(stop_at_validation_threshold=0.9), 3, 5, not_told) == End(3, stopped=False)
 
 
-def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
+def test_the_last_step_comes_from_the_last_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="after step 0 of 5"):
         _end(ended(tmp_path), 5, 5, [])
     for step in (2, 5):
@@ -101,7 +101,7 @@ def test_the_last_step_is_that_of_the_last_checkpoint(tmp_path: Path) -> None:
         _end(ended(tmp_path), 6, 6, [])  # the last step failed after it had logged something
 
 
-def test_what_tells_how_a_run_goes_is_in_its_metrics(tmp_path: Path) -> None:
+def test_key_figures_are_in_metrics_jsonl(tmp_path: Path) -> None:
     metrics = tmp_path / METRICS
 
     def logged(*lines: tuple[str, int, dict[str, Any]]) -> None:
@@ -125,7 +125,7 @@ def test_what_tells_how_a_run_goes_is_in_its_metrics(tmp_path: Path) -> None:
     assert figures_of("rl", tmp_path).text == "reward 0.250 -> 0.750, validation reward 0.500 -> 0.250"
 
 
-def test_environments_are_logged_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environments_are_logged_once_per_step(monkeypatch: pytest.MonkeyPatch) -> None:
     logged: list[tuple[str, int, dict[str, Any]]] = []
     taken = SimpleNamespace(remote=lambda: {"correct": 0.5})
     actors = {"nemo_ext_math": SimpleNamespace(take_metrics=taken)}

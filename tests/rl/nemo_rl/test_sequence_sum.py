@@ -1,4 +1,4 @@
-"""NeMo-RL's own policy-gradient loss with our sum over a response's tokens, against the plain formula."""
+"""NeMo-RL's policy-gradient loss with our sum over a response's tokens, compared with the plain formula."""
 
 import importlib
 import pickle
@@ -23,7 +23,7 @@ GSPO |= {"reference_policy_kl_penalty": 0}
 
 @pytest.fixture
 def made(nemo_rl: ModuleType, grpo_config: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Our loss around that which `grpo.setup` makes of NeMo-RL's example config with changes."""
+    """Our loss around the loss of `grpo.setup` for NeMo-RL's example config with changes."""
     compat = importlib.import_module("nemo_ext.rl.nemo_rl.compat")
     kind = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss
 
@@ -58,7 +58,7 @@ def batch() -> tuple[Any, torch.Tensor]:
 
 
 def plain(data: Any, now: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Mean over responses of the sums over their tokens, written out."""
+    """Mean over responses of the sums over their tokens."""
     sums = []
     for row in torch.nonzero(data["sample_mask"])[:, 0].tolist():
         said = data["token_mask"][row, 1:].bool()
@@ -75,7 +75,7 @@ def plain(data: Any, now: torch.Tensor, settings: dict[str, Any]) -> torch.Tenso
                 losses = torch.where(advantage < 0, torch.minimum(losses, -advantage * 3.0), losses)
         if settings["reference_policy_kl_penalty"]:
             reference = data["reference_policy_logprobs"][row, 1:][said]
-            # Its gradient is that of a loss whose samples are the policy's: k3 and the score.
+            # Its gradient has two parts, k3 and the score, because the samples come from the policy.
             kl = (reference - new).exp() - (reference - new) - 1
             losses = losses + KL * kl * (new - new.detach()).exp()
         sums.append(losses.sum())
@@ -84,7 +84,7 @@ def plain(data: Any, now: torch.Tensor, settings: dict[str, Any]) -> torch.Tenso
 
 @pytest.mark.parametrize("settings", [REINFORCE, CLIPPED, GSPO], ids=["reinforce", "clipped", "gspo"])
 @pytest.mark.parametrize("sizes", [[12], [1] * 12, [5, 1, 6]], ids=["whole", "one by one", "uneven"])
-def test_it_is_the_plain_formula_however_the_batch_is_divided(
+def test_it_matches_the_plain_formula_for_any_division_of_the_batch(
     made: Callable[..., Any], settings: dict[str, Any], sizes: list[int]
 ) -> None:
     loss_fn = made(**settings)
@@ -110,7 +110,7 @@ def test_it_is_the_plain_formula_however_the_batch_is_divided(
 
 
 def test_a_trainer_that_normalises_gradients_itself_divides_by_responses(made: Callable[..., Any]) -> None:
-    """Main's split steps give 1 for both numbers, and divide what they added up by that which the loss names."""
+    """The split steps of main pass 1 for both numbers, and divide their sum by the number that the loss names."""
     loss_fn = made(**REINFORCE)
     data, now = batch()
 
@@ -140,7 +140,7 @@ def test_it_is_pickled_by_reference(made: Callable[..., Any]) -> None:
     )
 
 
-def test_what_it_cannot_sum_is_refused(nemo_rl: ModuleType) -> None:
+def test_terms_that_it_cannot_sum_are_refused(nemo_rl: ModuleType) -> None:
     kind = importlib.import_module("nemo_ext.rl.nemo_rl.sequence_sum").SequenceSumLoss
 
     with pytest.raises(ValueError, match="positive_example_nll_weight"):
@@ -150,7 +150,7 @@ def test_what_it_cannot_sum_is_refused(nemo_rl: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("loss", "settings", "message"),
     [
-        ({"level": "sequence"}, (), "loss_fn.token_level_loss; here is sequence_sum"),
+        ({"level": "sequence"}, (), "loss.level: must be sequence_sum, not 'sequence'; set loss_fn.token_level_loss"),
         ({"level": "sequence_sum"}, ("loss_fn.token_level_loss=true",), "set loss_fn.token_level_loss=false"),
         ({"levl": "sequence_sum"}, (), "did you mean 'level'"),
     ],

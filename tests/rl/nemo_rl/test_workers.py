@@ -1,4 +1,4 @@
-"""Real Ray workers, and a package in Megatron-Bridge's place: they register with it when they import it."""
+"""Registration of bridges in real Ray workers, with a stand-in for Megatron-Bridge."""
 
 import importlib.util
 import json
@@ -35,10 +35,10 @@ print(ray.get(registered.remote()))
 
 
 def driven(folder: Path, *path: Path) -> str:
-    """What a worker says whose `megatron.bridge` is an empty package."""
+    """Output of a worker whose `megatron.bridge` is an empty package."""
     (folder / "megatron" / "bridge").mkdir(parents=True)
     (folder / "megatron" / "bridge" / "__init__.py").touch()
-    # In a cluster of its own, whichever this process is connected to.
+    # In a separate cluster, regardless of the one this process is connected to.
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     ended = subprocess.run(
         [sys.executable, "-c", DRIVER, os.pathsep.join(map(str, (folder, *path)))],
@@ -63,14 +63,14 @@ def test_a_worker_registers_when_it_imports_megatron_bridge(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_worker_without_nemo_ext_starts_all_the_same(tmp_path: Path) -> None:
+def test_a_worker_without_nemo_ext_starts(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "nemo_ext.py").write_text("raise ImportError('not here')\n")
 
     assert driven(tmp_path / "bridge", tmp_path / "none") == "(False, None)"
 
 
-def test_the_users_own_set_up_stays() -> None:
+def test_the_users_setup_hook_is_kept() -> None:
     assert with_bridges({HOOK: "theirs", "env_vars": {}}) == {HOOK: "theirs", "env_vars": {}}
 
 
@@ -96,7 +96,7 @@ import megatron.bridge
     assert (ended.returncode, ended.stdout) == (0, "registered\n"), ended.stderr
 
 
-def test_the_users_own_hook_stays_and_is_told_of_ours(
+def test_the_users_hook_is_kept_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(VARIABLE, "theirs.hook")
@@ -104,7 +104,7 @@ def test_the_users_own_hook_stays_and_is_told_of_ours(
     use()
 
     assert os.environ[VARIABLE] == "theirs.hook"
-    assert "workers lack our bridges" in capsys.readouterr().err
+    assert "does not register our bridges" in capsys.readouterr().err
 
 
 WORKER = """
@@ -113,7 +113,7 @@ import ray
 
 @ray.remote
 class Worker:
-    # As NeMo-RL's Megatron worker does: AutoBridge is all that it asks for, and no line of it knows nemo_ext.
+    # As in NeMo-RL's Megatron worker, which only uses AutoBridge and does not know nemo_ext.
     def built(self, folders):
         from nemo_ext.megatron.cpu import runtime
         runtime.enable()
@@ -173,7 +173,7 @@ BRIDGED = {
 @pytest.mark.slow
 @pytest.mark.nemo_rl
 def test_a_worker_of_nemo_rl_builds_our_models_with_megatron_bridge(ray_cluster: None, tmp_path: Path) -> None:
-    """Started by NeMo-RL's own classes, in a process that has made no call of ours."""
+    """Started by NeMo-RL's own classes, in a process that never calls nemo_ext."""
     if importlib.util.find_spec("megatron.bridge") is None:
         pytest.skip("Megatron-Bridge is not installed: pip install --no-deps megatron-bridge")
     own = tmp_path / "own"
@@ -217,5 +217,5 @@ def test_a_worker_of_nemo_rl_builds_our_models_with_megatron_bridge(ray_cluster:
             if ".experts.experts." not in piece.key and not piece.key.endswith("expert_bias"):
                 wanted[bridge.parameter_names(piece)[0]] += prod(piece.shape)
         assert wanted == {key: size for key, size in built[name].items() if ".experts.local_experts." not in key}
-    # Blocks of one kind have sizes of their own.
+    # Blocks of the same kind have different sizes.
     assert len({size for key, size in built["DeciLMForCausalLM"].items() if key.endswith("linear_fc1.weight")}) > 1

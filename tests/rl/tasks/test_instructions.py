@@ -31,7 +31,7 @@ def test_the_level_is_the_number_of_instructions() -> None:
 
         assert len(task.reference["instructions"]) == number
         assert f"\n{number}. " in task.prompt[0].content and f"\n{number + 1}. " not in task.prompt[0].content
-        assert Task.of(task.record()) == task
+        assert Task.from_record(task.record()) == task
 
 
 def test_more_tasks_begin_with_the_same() -> None:

@@ -57,7 +57,7 @@ def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_are_lines_of_a_task_file(name: str) -> None:
     for task in generate(name, 10, seed=1):
-        assert Task.of(json.loads(json.dumps(task.record()))) == task
+        assert Task.from_record(json.loads(json.dumps(task.record()))) == task
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -49,7 +49,7 @@ def test_a_script_that_makes_the_right_calls(name: str) -> None:
 def test_tasks_are_records_and_depend_on_seed_level_and_number(name: str) -> None:
     tasks = [task for task, _ in made(name, 9)]
 
-    assert [Task.of(task.record()) for task in tasks] == tasks
+    assert [Task.from_record(task.record()) for task in tasks] == tasks
     assert [task for task, _ in made(name, 3)] == tasks[:3]
     assert len({str(task.prompt) for task in tasks}) > 6
     assert all(task.tools == WORLDS[name].schemas for task in tasks)

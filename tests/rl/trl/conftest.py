@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture
 def model(random_llama: Path) -> Path:
-    """What is trained."""
+    """Folder of the model to train."""
     return random_llama

@@ -39,7 +39,7 @@ def loss(**changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("preset", presets())
-def test_trl_takes_every_preset(preset: str, tmp_path: Path) -> None:
+def test_trl_accepts_every_preset(preset: str, tmp_path: Path) -> None:
     algorithm = load(preset)
 
     config = make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), **CPU)
@@ -49,7 +49,7 @@ def test_trl_takes_every_preset(preset: str, tmp_path: Path) -> None:
     batch = config.per_device_train_batch_size * config.gradient_accumulation_steps
     assert batch == algorithm.batch
     if isinstance(algorithm, PolicyGradient):
-        # Updates on what was generated once.
+        # Several updates on the same generated responses.
         assert config.steps_per_generation * config.num_iterations == (
             config.gradient_accumulation_steps * algorithm.updates_per_step
         )
@@ -73,14 +73,14 @@ def test_the_loss() -> None:
 
 def test_an_untruncated_correction_has_bounds_that_never_bind(tmp_path: Path) -> None:
     algorithm = small(loss=loss(importance_correction={"kind": "untruncated"}))
-    config = make_config(algorithm, render(algorithm, vllm=True).settings, output_dir=str(tmp_path), **CPU)
+    config = make_config(algorithm, render(algorithm).settings, output_dir=str(tmp_path), **CPU)
 
     assert config.vllm_importance_sampling_mode == "token_truncate"
     assert (config.vllm_importance_sampling_clip_min, config.vllm_importance_sampling_clip_max) == (0, None)
 
 
 def test_dual_clip_is_trls_delta() -> None:
-    """TRL bounds the ratio by delta before it takes the minimum: for negative advantages that is dual clipping."""
+    """TRL bounds the ratio by delta before it takes the minimum, which for negative advantages is dual clipping."""
     for ratio in (0.5, 1.0, 1.2, 5.0, 50.0):
         for advantage in (-2.0, 2.0):
             clipped = min(max(ratio, 0.8), 1.28)
@@ -110,15 +110,15 @@ def test_dual_clip_is_trls_delta() -> None:
         ({"schedule": {"kind": "linear", "steps": 4, "final_share": 0.1}}, "schedule.final_share"),
     ],
 )
-def test_what_trl_cannot_do_is_told_unless_the_adapter_does_it(change: dict[str, Any], key: str) -> None:
+def test_settings_that_trl_cannot_express_are_reported_unless_handled(change: dict[str, Any], key: str) -> None:
     algorithm = small(**change)
 
     assert key in render(algorithm).inexpressible
     assert key not in render(algorithm, by_adapter=(key,)).inexpressible
 
 
-def test_plain_grpo_is_expressed_wholly() -> None:
-    assert set(render(small(), vllm=True).inexpressible) == set()
+def test_plain_grpo_is_fully_expressed() -> None:
+    assert set(render(small()).inexpressible) == {"lengths.total"}
 
 
 def test_steps_are_updates(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_steps_are_updates(tmp_path: Path) -> None:
     assert config.lr_scheduler_type == "constant_with_warmup"
 
 
-def test_validation_is_of_whole_groups(tmp_path: Path) -> None:
+def test_validation_uses_whole_groups(tmp_path: Path) -> None:
     algorithm = small(batch=8, generations_per_prompt=4)
     rendered = render(algorithm, micro_batch=2)
     make_config(algorithm, rendered.settings, output_dir=str(tmp_path), eval_strategy="steps", eval_steps=1, **CPU)
@@ -151,12 +151,12 @@ def test_pairs() -> None:
     assert "loss.sft_length_normalised" in render(load("dpo_tool_hallucination"), micro_batch=2).inexpressible
 
 
-def test_a_batch_of_no_whole_micro_batches_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch=16 must be a multiple of micro_batch x processes = 12"):
-        render(small(), micro_batch=3, processes=4)
+def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch=16 must be a multiple of micro_batch=3"):
+        render(small(), micro_batch=3)
 
 
-def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_argument_is_refused_with_the_nearest(tmp_path: Path) -> None:
     algorithm = small()
 
     with pytest.raises(ValueError, match="trl: unknown key 'epsilon_hi': did you mean 'epsilon_high'"):
@@ -178,7 +178,7 @@ def test_an_argument_that_trl_lacks_is_refused_with_the_nearest(tmp_path: Path) 
     ),
     clip=st.sampled_from([None, 0.2]),
 )
-def test_every_combination_is_taken(
+def test_every_combination_is_accepted(
     baseline: str, normalise: str, level: str, kind: str, correction: dict[str, Any], clip: float | None
 ) -> None:
     parts = {"level": level, "clip_low": clip, "clip_high": clip, "importance_correction": correction}

@@ -1,4 +1,4 @@
-"""Curricula that a run makes while it trains, with TRL and a random model."""
+"""Curricula that a run makes during training, with TRL and a random model."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def write(path: Path, first: int, count: int) -> None:
-    """Tasks of one to four words, of which a random model writes as many in some of its responses."""
+    """Tasks for responses of one to four words, which a random model sometimes writes."""
 
     def task(number: int) -> dict[str, Any]:
         rule = {
@@ -37,7 +37,7 @@ def write(path: Path, first: int, count: int) -> None:
 
 
 def cut_back(run_dir: Path, step: int, curricula: int) -> None:
-    """Leave of a finished run what a run has at a step: its checkpoints until then and so many curricula."""
+    """Reduce a finished run to its state at a step, with a number of curricula."""
     shutil.rmtree(run_dir / "model")
     for checkpoint in (run_dir / "checkpoints").glob("checkpoint-*"):
         if int(checkpoint.name.rpartition("-")[2]) > step:
@@ -53,14 +53,14 @@ def test_several_processes_are_refused_before_anything_is_loaded(
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("preset=rl_zero", "model=m", "rl.schedule.steps=2", f"run_dir={tmp_path / 'run'}")
 
-    with pytest.raises(ValueError, match=r"tasks\.train\.reprofile: with TRL it needs one process"):
+    with pytest.raises(ValueError, match=r"tasks\.train\.reprofile: TRL supports it in a single process only"):
         job(*words, "tasks.train={path: t.jsonl, reprofile: {every: 2}}")
     assert "loading" not in capsys.readouterr().err
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
 @pytest.mark.slow
-def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
+def test_pass_rates_are_measured_again_and_a_killed_run_resumes(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "train.jsonl", 0, 13)
@@ -79,7 +79,7 @@ def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
     changes = [json.loads((whole / f"curricula/{n}/begun.json").read_text()) for n in (1, 2)]
     assert [change["step"] for change in changes] == [2, 4]
     assert changes[0]["checkpoint"] == "checkpoint-2"
-    assert not (whole / "curricula" / "3").exists(), "as often as it may"
+    assert not (whole / "curricula" / "3").exists(), "at most the allowed number of curricula"
     rollouts, report = lines(whole / "rollouts.jsonl"), (whole / "report.md").read_text()
     for number, change in enumerate(changes, start=1):
         folder = whole / "curricula" / str(number)
@@ -93,9 +93,9 @@ def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
     assert [log["step"] for log in logs] == list(range(1, 7))
     for log in logs:
         scores = [line["score"] for line in rollouts if line["step"] == log["step"]]
-        assert log["instructions/correct"] == pytest.approx(sum(scores) / len(scores)), "of the step's answers alone"
+        assert log["instructions/correct"] == pytest.approx(sum(scores) / len(scores)), "only of the step's responses"
 
-    # As kills leave it: while tasks are answered, in the middle of a line; and between a checkpoint and its curriculum.
+    # States after a kill: during a measurement, in the middle of a line; and between a checkpoint and its curriculum.
     for step, begun in ((2, 1), (4, 1)):
         killed = tmp_path / f"killed{step}"
         shutil.copytree(whole, killed)
@@ -111,7 +111,7 @@ def test_pass_rates_are_measured_again_and_a_killed_run_goes_on(
 
         job(*words, f"run_dir={killed}")
 
-        assert f"going on from step {step}" in capsys.readouterr().err
+        assert f"resuming from step {step}" in capsys.readouterr().err
         assert lines(killed / "rollouts.jsonl") == rollouts
         for number in (1, 2):
             for name in ("begun.json", "rollouts.jsonl", "curriculum.jsonl"):

@@ -58,7 +58,7 @@ def test_a_response_is_verified_from_its_tokens(model: Path, tmp_path: Path) -> 
     assert found[0].turn.response.tokens == len(ids(made, right))
 
 
-def test_a_prompt_is_the_templates_text_and_nothing_more(model: Path, tmp_path: Path) -> None:
+def test_a_prompt_is_exactly_the_text_of_the_template(model: Path, tmp_path: Path) -> None:
     made = rollouts(model, tmp_path / "r.jsonl", "math")
 
     encoded = ids(made, made.prompt(math("7")))
@@ -72,11 +72,11 @@ def test_tasks_of_one_prompt_must_have_one_reference(model: Path, tmp_path: Path
 
     made.prompt(math("7"))
     made.prompt(math("7"))
-    with pytest.raises(ValueError, match="same prompt and other references"):
+    with pytest.raises(ValueError, match="same prompt but different references"):
         made.prompt(math("8"))
 
 
-def test_a_conversation_goes_on_until_the_bank_has_done_what_was_asked(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_continues_until_the_task_is_done(model: Path, tmp_path: Path) -> None:
     made = rollouts(model, tmp_path / "r.jsonl", "bank")
     tasks = list(generate("bank", 2, seed=3, level=1))
     texts = [made.prompt(task) for task in tasks]
@@ -93,17 +93,17 @@ def test_a_conversation_goes_on_until_the_bank_has_done_what_was_asked(model: Pa
 
     assert done.turn.verdict is not None and done.turn.verdict.outcome == "correct"
     assert refused.turn.verdict is not None and refused.turn.verdict.outcome == "wrong"
-    # What the model wrote is its own, what the bank answered is not.
-    own = [token for token, mine in zip(done.tokens, done.own, strict=True) if mine]
-    assert made.tokenizer.decode(own).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
-    read = [token for token, mine in zip(done.tokens, done.own, strict=True) if not mine]
+    # Tokens of the model are its own, tokens of the bank are not.
+    generated = [token for token, mine in zip(done.tokens, done.mask, strict=True) if mine]
+    assert made.tokenizer.decode(generated).count("<|eot_id|>") == len(bank.solution(tasks[0])) + 1
+    read = [token for token, mine in zip(done.tokens, done.mask, strict=True) if not mine]
     assert "assistant<|end_header_id|>" in made.tokenizer.decode(read)
-    # Every prompt is all that was before: nothing is tokenised again.
+    # Every prompt has all previous tokens, without tokenising again.
     whole = done.prompt + done.tokens
     assert all(whole[: len(prompt)] == prompt for prompt in seen if _of(made, texts, prompt) == 0)
 
 
-def test_ids_are_of_a_file_and_references_of_a_task(model: Path, tmp_path: Path) -> None:
+def test_equal_ids_in_different_files(model: Path, tmp_path: Path) -> None:
     made = rollouts(model, tmp_path / "r.jsonl", "math")
     one, other = replace(math("7", "one?"), id="0"), replace(math("8", "other?"), id="0")
     texts = [made.prompt(one), made.prompt(other)]
@@ -113,12 +113,12 @@ def test_ids_are_of_a_file_and_references_of_a_task(model: Path, tmp_path: Path)
     assert made.rewards(found) == [1.0, 1.0]
 
 
-def test_the_templates_end_of_turn_ends_a_response_whatever_the_tokenizers_is(model: Path, tmp_path: Path) -> None:
+def test_the_end_of_turn_of_the_template_ends_a_response(model: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = "<|pad|>"
-    prompts = Prompts.of_tokenizer(tokenizer)
+    prompts = Prompts.from_tokenizer(tokenizer)
     environments = {name: Episodes({"name": name}, prompts) for name in ("math", "bank")}
     made = Rollouts(
         tokenizer=tokenizer,
@@ -142,8 +142,8 @@ def test_the_templates_end_of_turn_ends_a_response_whatever_the_tokenizers_is(mo
     assert "<|eot_id|><|start_header_id|>" in text and "<|eot_id|><|eot_id|>" not in text
 
 
-def test_a_long_conversation_takes_no_others_room(model: Path, tmp_path: Path) -> None:
-    *_, task = generate("bank", 2, seed=1)  # whose user has more to say
+def test_a_long_conversation_does_not_shorten_others(model: Path, tmp_path: Path) -> None:
+    *_, task = generate("bank", 2, seed=1)  # with a user who speaks again
     made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=3000)
     rooms: list[int] = []
 
@@ -155,7 +155,7 @@ def test_a_long_conversation_takes_no_others_room(model: Path, tmp_path: Path) -
     made.conversations([made.prompt(task)] * 2, write)
 
     assert rooms[0] == 3000
-    assert rooms[1] > 2500, "what the terse one has left"
+    assert rooms[1] > 2500, "the room of the short conversation"
 
 
 def test_tasks_with_one_prompt_count_as_one(model: Path, tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_tasks_with_one_prompt_count_as_one(model: Path, tmp_path: Path) -> None
     assert made.same == {"b"}
 
 
-def test_a_conversation_without_room_is_judged_as_it_stands(model: Path, tmp_path: Path) -> None:
+def test_a_conversation_without_room_is_verified_in_its_state(model: Path, tmp_path: Path) -> None:
     (task,) = generate("bank", 1, seed=3, level=1)
     first = call(bank.solution(task)[0]) + "<|eot_id|>"
     made = rollouts(model, tmp_path / "r.jsonl", "bank", tokens=len(first) + 10)
@@ -174,7 +174,7 @@ def test_a_conversation_without_room_is_judged_as_it_stands(model: Path, tmp_pat
     (found,) = made.conversations([made.prompt(task)], lambda prompts, room: [ids(made, first)])
 
     assert found.turn.verdict is not None and found.turn.verdict.outcome == "wrong"
-    assert set(found.own) == {1}
+    assert set(found.mask) == {1}
 
 
 def test_lengths_are_controlled_within_groups(model: Path, tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_lengths_are_controlled_within_groups(model: Path, tmp_path: Path) -> No
     assert sum(rewards) == pytest.approx(2.0, abs=1.01)
 
 
-def test_rollouts_are_recorded_as_the_curriculum_reads_them(model: Path, tmp_path: Path) -> None:
+def test_rollouts_are_recorded_in_the_form_that_curricula_read(model: Path, tmp_path: Path) -> None:
     made = rollouts(model, tmp_path / "r.jsonl", "math")
     text = made.prompt(math("7"))
     found = made.verified([text], [ids(made, "\\boxed{8}<|eot_id|>")])
@@ -198,7 +198,7 @@ def test_rollouts_are_recorded_as_the_curriculum_reads_them(model: Path, tmp_pat
 
     (line,) = map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())
     assert (line["step"], line["id"], line["reward"], line["outcome"]) == (3, "What is it?", 0.0, "wrong")
-    assert line["response"] == "\\boxed{8}", "finished says that it ended"
+    assert line["response"] == "\\boxed{8}", "`finished` shows that it ended"
     assert made.metrics()["math/episodes"] == 1
 
 

@@ -1,4 +1,4 @@
-"""What our trainers put in place of TRL's own computations, without a model."""
+"""Computations of our trainers that replace TRL's, without a model."""
 
 import json
 from importlib.util import find_spec
@@ -64,7 +64,7 @@ def test_advantages_are_those_of_the_algorithm(
 def test_both_engines_train_on_the_same_tokens(
     form: str, trace: str | None, template: str, model: Path, tmp_path: Path
 ) -> None:
-    """Of one file, with a system message and an earlier turn; TRL's are those that its own collator gives the model."""
+    """For a file with a system message and an earlier turn; TRL's tokens come from its own collator."""
     from transformers import AutoTokenizer
 
     from nemo_ext.rl.nemo_rl.pairs import PairDataset
@@ -81,7 +81,7 @@ def test_both_engines_train_on_the_same_tokens(
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(record) + "\n")
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = Prompts.of(tokenizer, template)
+    prompts = Prompts.from_tokenizer(tokenizer, template)
     settings = {"output_dir": str(tmp_path), "report_to": "none", "bf16": False}
 
     trainer = preference(
