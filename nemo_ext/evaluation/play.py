@@ -1,4 +1,4 @@
-"""Conversations of a model with a world of tools, and with a user: played until they end."""
+"""Multi-turn conversations of a model with an environment's tools, and optionally with a simulated user."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,12 +17,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """A conversation.
+    """A finished conversation.
 
     Attributes:
-        turns: messages after the first ones.
-        answers: the model's answers; the last one has a problem if it ended the conversation.
-        verdict: verdict on the state at the end; None after a problem.
+        turns: messages after the initial ones.
+        answers: answers of the model; the last has a problem if a failed request ended the conversation.
+        verdict: verdict on the environment's final state; None after a failed request.
     """
 
     turns: Messages
@@ -32,21 +32,21 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True)
 class Playing:
-    """How a conversation is played.
+    """Player of conversations.
 
     Attributes:
-        episodes: the world.
-        answer: function of the messages so far and the turn's number; returns the model's answer.
-        user: function of the turns so far that returns what the user says next, or None where there is nothing left to
-            say; None for a user who only says what the task has.
+        episodes: episodes of the environment.
+        answer: function from the messages so far and the number of the turn to the model's answer.
+        user: function from the turns so far to the user's next message, or None to end the conversation; by default the
+            user says only the messages of the task.
     """
 
     episodes: Episodes
     answer: Callable[[Messages, int], Awaitable[Answer]]
-    user: Callable[[Messages], Awaitable[str | None]] = field(default=lambda turns: _nothing())
+    user: Callable[[Messages], Awaitable[str | None]] = field(default=lambda turns: _no_message())
 
     async def play(self, task: Task, messages: Messages) -> Play:
-        """Play a task that begins with these messages."""
+        """Play a task from its initial messages to the end."""
         episode = self.episodes.begun(Episode(task=task, thinking_opened=False))
         turns: list[Mapping[str, Any]] = []
         answers: list[Answer] = []
@@ -55,8 +55,8 @@ class Playing:
             answers.append(answer)
             if answer.problem:
                 return Play(turns=turns, answers=answers)
-            one = said(answer.answer or "", answer.reasoning, answer.tool_calls)
-            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            parsed = said(answer.answer or "", answer.reasoning, answer.tool_calls)
+            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
             turns.append(message_of(answer))
             if turn.following is not None:
                 turns += openai_messages(turn.answers, arguments_as_text=True)
@@ -71,7 +71,7 @@ class Playing:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    """A model's answer as a message."""
+    """A model's answer as an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
@@ -80,5 +80,5 @@ def message_of(answer: Answer) -> dict[str, Any]:
     return message
 
 
-async def _nothing() -> None:
+async def _no_message() -> None:
     return None

@@ -74,7 +74,7 @@ RESULTS = {
         },
     },
     "mean": {"accuracy": 0.5, "interval": [0.4, 0.6], "benchmarks": 1},
-    "missing": {"gsm8k": "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"},
+    "missing": {"gsm8k": "data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k"},
 }  # fmt: skip
 
 
@@ -104,10 +104,10 @@ def test_report_has_every_figure(tmp_path):
         ["sums", "two_digits", "75.0%", "50"],
         ["sums", "pass@4", "90.0%"],
         ["sums", "HTTP 500", "1"],
-        ["gsm8k", "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"],
+        ["gsm8k", "data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k"],
     ):
         assert row in rows
-    assert r"judge down \| \<b\>" in text, "what is not ours stays text"
+    assert r"judge down \| \<b\>" in text, "external text is escaped"
     assert report.INTERVALS in text and f"({report.PICTURE})" in text
     assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
 
@@ -135,7 +135,7 @@ def test_summary_lines_up():
     assert len(set(ends)) == 1
     assert lines[3:] == [
         "grand mean: 50.0% [40.0, 60.0], weighted, over 1 benchmark",
-        "not evaluated: gsm8k: data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k",
+        "not evaluated: gsm8k: data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k",
     ]
 
 

@@ -39,12 +39,12 @@ def test_what_can_be_evaluated_passes() -> None:
         (("evaluate.every=0",), "evaluate: every"),
         (("evaluate.suite=quik",), "unknown name 'quik'"),
         (("+evaluate.benchmark=x",), "unknown key 'benchmark'"),
-        (("evaluate.tokenizer=null",), "the data name no tokenizer"),
+        (("evaluate.tokenizer=null",), "the data config names no tokenizer"),
         (("evaluate.tokenizer=/nowhere",), "/nowhere"),
         (("megatron.padded_vocab_size=128",), "has 257 ids, the model 128"),
-        (("megatron.context_parallel_size=2",), "context parallelism"),
+        (("megatron.context_parallel_size=2",), "megatron.context_parallel_size=2"),
         (("+megatron.moe_expert_capacity_factor=1.5",), "drop tokens"),
-        (("+megatron.cuda_graph_impl=local",), "one length"),
+        (("+megatron.cuda_graph_impl=local",), "single sequence length"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(words: tuple[str, ...], message: str) -> None:
