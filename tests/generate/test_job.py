@@ -1,4 +1,4 @@
-"""`nemo-ext generate` against an endpoint over real HTTP."""
+"""`nemo-ext generate` with an endpoint over real HTTP."""
 
 import json
 import random
@@ -60,10 +60,10 @@ def test_rows_that_repeat_are_answered_once(generate: Generate, answers: Answers
     code, said = generate(f"input={written([*QUESTIONS, *QUESTIONS[:3]])}", TEMPLATE, "generate.part_rows=4")
 
     assert (code, len(answers())) == (0, 25)
-    assert "3 rows equal an earlier one" in said
+    assert "3 rows are equal to an earlier one" in said
 
 
-def test_an_output_is_of_one_setting(generate: Generate, written: Written, answering: Any) -> None:
+def test_an_output_has_one_set_of_settings(generate: Generate, written: Written, answering: Any) -> None:
     file = written(QUESTIONS)
     generate(f"input={file}", TEMPLATE)
     asked = len(answering.requests)
@@ -79,11 +79,11 @@ def test_an_output_is_of_one_setting(generate: Generate, written: Written, answe
         code, said = generate(f"input={file}", *words)
 
         assert (code, said.count("\n")) == (2, 1), said
-        assert "was begun otherwise" in said and named in said
+        assert "was started with different settings" in said and named in said
         assert len(answering.requests) == asked
 
 
-def test_a_field_that_the_endpoint_refuses_is_left_out(
+def test_omitted_fields_are_not_sent(
     generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any
 ) -> None:
     ours = answering.reply
@@ -95,7 +95,7 @@ def test_a_field_that_the_endpoint_refuses_is_left_out(
     assert code == 0, said
     assert {(row["seed"], row["answer"] is not None) for row in answers()} == {(None, True)}
     code, said = generate(*words, "generate.omit=[seed, temperature]")
-    assert code == 2 and "was begun otherwise (omit: " in said
+    assert code == 2 and "was started with different settings (omit: " in said
 
 
 def test_another_input_is_refused(generate: Generate, written: Written) -> None:
@@ -106,7 +106,7 @@ def test_another_input_is_refused(generate: Generate, written: Written) -> None:
     assert (code, said.count("\n"), "input: " in said) == (2, 1, True), said
 
 
-def test_what_is_refused_is_a_dead_letter_and_the_job_goes_on(
+def test_refused_requests_become_dead_letters(
     generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any, tmp_path: Path
 ) -> None:
     rows = [*QUESTIONS, {"question": "refuse me", "id": "bad"}]
@@ -151,12 +151,12 @@ def test_failures_of_earlier_starts_count_too(
 
     code, said = generate(*words)
 
-    assert (code, "those of earlier starts" in said, len(answering.requests)) == (1, True, asked), said
+    assert (code, "(in earlier starts)" in said, len(answering.requests)) == (1, True, asked), said
     code, said = generate(*words[:2], "generate.retry_dead=true", "generate.max_dead=0.5")
     assert (code, len(answers())) == (0, 25), said
 
 
-def test_what_failed_is_asked_again_however_long_that_takes(
+def test_failures_are_retried_however_long_that_takes(
     generate: Generate, written: Written, answers: Answers, answering: Any, reply: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("nemo_ext.generate.work._LONGEST_BEAT", 0.1)
@@ -207,14 +207,14 @@ def test_odd_rows_are_dead_letters_and_the_output_stays_readable(
     assert (code, "0 answers, 5 failed" in said) == (0, True), said
 
 
-def test_a_template_that_fails_begins_no_output(generate: Generate, written: Written) -> None:
+def test_a_failing_template_starts_no_output(generate: Generate, written: Written) -> None:
     words = (f"input={written(QUESTIONS)}",)
 
     assert generate(*words, "generate.template={{ nope }}")[0] == 2
     assert generate(*words, TEMPLATE)[0] == 0
 
 
-def test_a_journal_that_cannot_be_read_costs_its_lines(
+def test_unreadable_journal_lines_are_requested_again(
     generate: Generate, written: Written, answers: Answers, answering: Any, reply: Any, tmp_path: Path
 ) -> None:
     answer = answering.reply
@@ -260,7 +260,7 @@ def two_workers(folder: Path) -> tuple[list[Output], Range, list[OpenRange]]:
     return outputs, range_, [output.open(range_, rows, ["a", "b"], 1) for output in outputs]
 
 
-def test_two_that_hold_a_lease_do_no_harm(tmp_path: Path) -> None:
+def test_two_holders_of_one_lease_do_no_harm(tmp_path: Path) -> None:
     outputs, range_, opened = two_workers(tmp_path)
     for output, one in zip(outputs, opened, strict=True):
         for pair in one.pairs:
@@ -332,7 +332,7 @@ def test_a_part_that_cannot_be_read_is_set_aside_and_made_again(
 
     code, said = generate(*words)
 
-    assert (code, "part-000002.parquet" in said, "set aside" in said) == (0, True, True), said
+    assert (code, "part-000002.parquet" in said, "moved to" in said) == (0, True, True), said
     assert answers() == before
     assert len(list((tmp_path / "answers" / ".job" / "damaged").iterdir())) == 1
 
@@ -390,7 +390,7 @@ def test_columns_with_our_names_are_renamed(generate: Generate, written: Written
     ]
 
 
-def test_a_dry_run_shows_prompts_and_asks_nothing(
+def test_a_dry_run_shows_prompts_and_sends_nothing(
     generate: Generate, written: Written, answering: Any, tmp_path: Path
 ) -> None:
     code, said = generate(
@@ -399,7 +399,7 @@ def test_a_dry_run_shows_prompts_and_asks_nothing(
 
     assert code == 0, said
     assert said.count("Solve: What is") == 3
-    assert "25 rows x 4 samples = 100 answers" in said and "at most 10,000 of answers" in said
+    assert "25 rows x 4 samples = 100 answers" in said and "at most 10,000 answer tokens" in said
     assert not answering.requests and not (tmp_path / "answers").exists()
 
 
@@ -426,14 +426,14 @@ def test_a_dry_run_shows_prompts_and_asks_nothing(
         ([TEMPLATE, "samples=0"], "samples"),
         ([TEMPLATE, "model=other"], "unknown model 'other'"),
         ([TEMPLATE, "endpoint=runs/none"], "there is no endpoint yet"),
-        ([TEMPLATE, "endpoint=null"], "endpoint: name one"),
+        ([TEMPLATE, "endpoint=null"], "set endpoint to a run directory"),
         ([TEMPLATE, "input=/no/rows.jsonl"], "no such file"),
         ([TEMPLATE, "key_variable=NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
-        ([TEMPLATE, "generate.extra={n: 3}"], "extra must be without n"),
+        ([TEMPLATE, "generate.extra={n: 3}"], "extra.n is not allowed"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_is_reported_in_one_line(
     generate: Generate, written: Written, answering: Any, words: list[str], message: str
 ) -> None:
     code, said = generate(f"input={written(QUESTIONS)}", *words)
@@ -446,15 +446,15 @@ def test_a_mistake_is_one_line(
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "has the key '1' of"),
+        ([{"id": 1, "question": "a"}, {"id": 1, "question": "b"}], "has the same key '1' as"),
         ([{"id": 1, "question": "a"}, {"question": "b"}], "no value in the key column id"),
         ([{"question": "a"}], "no value in the key column id"),
         ([], "no rows"),
-        ([{"id": 1, "question": "a"}, {"id": 2, "custom_id": "x", "body": {}}], "stand among others"),
+        ([{"id": 1, "question": "a"}, {"id": 2, "custom_id": "x", "body": {}}], "mixes lines of OpenAI batch files"),
     ],
     ids=["another row", "no key", "none in the first", "empty", "mixed"],
 )
-def test_an_input_that_does_not_fit_is_one_line(
+def test_invalid_input_is_reported_in_one_line(
     generate: Generate, written: Written, rows: list[dict[str, Any]], message: str
 ) -> None:
     code, said = generate(f"input={written(rows)}", TEMPLATE, "generate.key=id")
@@ -462,7 +462,7 @@ def test_an_input_that_does_not_fit_is_one_line(
     assert (code, said.count("\n"), message in said) == (2, 1, True), said
 
 
-def test_a_line_that_is_no_json_is_named(generate: Generate, written: Written) -> None:
+def test_a_line_with_invalid_json_is_named(generate: Generate, written: Written) -> None:
     file = written(QUESTIONS[:2])
     file.write_text(file.read_text() + "{oh no\n")
 
@@ -479,7 +479,7 @@ def test_a_key_that_is_refused_ends_the_job(generate: Generate, written: Written
     assert (code, said.count("\n"), "the key is refused" in said) == (2, 1, True), said
 
 
-def test_an_endpoint_that_goes_away_ends_the_job_which_goes_on_later(
+def test_a_job_whose_endpoint_disappears_can_be_resumed(
     generate: Generate, answers: Answers, written: Written, answering: Any, reply: Any
 ) -> None:
     words = (f"input={written(QUESTIONS)}", TEMPLATE, "generate.part_rows=5", "generate.concurrency=2")
@@ -493,7 +493,7 @@ def test_an_endpoint_that_goes_away_ends_the_job_which_goes_on_later(
 
     answering.reply = dying
     code, said = generate(*words, "generate.attempts=2")
-    assert (code, "the same command goes on" in said) in ((1, True), (1, False)), said
+    assert (code, "the same command resumes" in said) in ((1, True), (1, False)), said
 
     answering.reply, answering.models = calm, ["m"]
     assert generate(*words, "generate.retry_dead=true")[0] == 0
@@ -524,9 +524,9 @@ def test_odd_values_are_kept(
         assert len([json.loads(line) for line in part.open()]) == len(odd)
 
 
-def test_half_a_character_is_named(generate: Generate, written: Written) -> None:
+def test_a_lone_surrogate_is_named(generate: Generate, written: Written) -> None:
     file = written([{"question": "whole"}, {"question": "half \ud83d"}])
 
     code, said = generate(f"input={file}", TEMPLATE)
 
-    assert (code, said.count("\n"), "rows.jsonl:2: a text has half a character" in said) == (2, 1, True), said
+    assert (code, said.count("\n"), "rows.jsonl:2: a text has a lone surrogate" in said) == (2, 1, True), said
