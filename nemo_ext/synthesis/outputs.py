@@ -1,4 +1,4 @@
-"""Files of the output: records of a step's rows, each checked as the job that reads them will."""
+"""Output files: records made from a step's rows, validated for the job that reads them."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,16 +21,16 @@ READERS: Mapping[OutputKind, str] = {
     "documents": "nemo-ext curate preset=dolma 'input={path}' output={to}",
     "prompts": "nemo-ext synthesize recipe=verified_traces model=FOLDER 'input={path}' output={to}",
 }
-"""Command that reads the files of each kind; FOLDER is a model's."""
+"""Command that reads the files of each kind; FOLDER stands for a model."""
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:
-    """Write a file; records that do not fit are counted as dropped. Returns the number of words in it.
+    """Write an output file; invalid records are counted as dropped. Returns the number of words in the file.
 
     Raises:
-        ValueError: an expression fails, or no record fits.
+        ValueError: an expression fails, or all records are invalid.
     """
-    check, seen, said, size = _checker(settings.kind), set[str](), "", 0
+    check, seen, first_error, size = _checker(settings.kind), set[str](), "", 0
     with written(path) as put:
         for row in context.each():
             names = context.names(row)
@@ -42,7 +42,7 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
                 context.drop(row, "not where")
                 continue
             record = {key: value(f"record.{key}", source) for key, source in settings.record.items()}
-            record = {key: each for key, each in record.items() if each is not None}
+            record = {key: content for key, content in record.items() if content is not None}
             if settings.once is not None:
                 once = digest(value("once", settings.once))
                 if once in seen:
@@ -51,16 +51,16 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
             try:
                 check(record)
             except ValueError as error:
-                said = said or f"row {row[ID]}: {error}"
-                context.drop(row, f"no {settings.kind}", str(error))
+                first_error = first_error or f"row {row[ID]}: {error}"
+                context.drop(row, f"invalid for {settings.kind}", str(error))
                 continue
             if settings.once is not None:
                 seen.add(once)
             put(record)
             size += _words(record)
             context.counts.made += 1
-    if said and not context.counts.made:
-        raise ValueError(f"outputs.{name}: no record is one of {settings.kind}: {said}")
+    if first_error and not context.counts.made:
+        raise ValueError(f"outputs.{name}: no record is valid for {settings.kind}, the first: {first_error}")
     return size
 
 
@@ -86,7 +86,7 @@ def _checker(kind: OutputKind) -> Callable[[Row], None]:
 def _conversation(record: Row) -> None:
     sample = to_sample(record, id=str(record.get(ID, "")))
     if not any(message.role == "assistant" for message in sample.messages):
-        raise ValueError("no message is the assistant's")
+        raise ValueError("expected a message with the role assistant")
 
 
 def _generations(record: Row) -> None:
@@ -95,16 +95,16 @@ def _generations(record: Row) -> None:
 
 def _document(record: Row) -> None:
     if not isinstance(record.get("text"), str) or not record["text"].strip():
-        raise ValueError("text: expected a text that is not empty")
+        raise ValueError("text: expected a non-empty text")
 
 
 def _prompt(record: Row) -> None:
     if not record.get("question") and not record.get("prompt"):
-        raise ValueError("question: expected a text that is not empty")
+        raise ValueError("question: expected a non-empty text")
 
 
 class _Tasks:
-    """Checks tasks as their environments do."""
+    """Check of tasks by their environments."""
 
     def __init__(self) -> None:
         self._known: dict[str, Environment] = {}

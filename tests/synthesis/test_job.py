@@ -1,4 +1,4 @@
-"""The job: resuming, sharing, counting, refusing."""
+"""The job `nemo-ext synthesize`: resuming, sharing work, counts and invalid settings."""
 
 import json
 import re
@@ -30,7 +30,7 @@ outputs:
 
 @pytest.fixture
 def own(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., list[str]]:
-    """Words of a recipe of the user's own, with rows."""
+    """Command line for a user-defined recipe, with rows."""
 
     def words(text: str = RECIPE, rows: int = 40) -> list[str]:
         folder = tmp_path / "conf" / "synthesize"
@@ -142,12 +142,12 @@ def test_garbage_is_counted_by_reason(
     assert first["examples"]["truncated"] == ["r2"]
 
 
-def test_where_no_row_is_left_the_reason_is_said(
+def test_dropping_all_rows_is_an_error_with_reasons(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
 ) -> None:
     code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
 
-    assert code == 1 and "steps.keep: no row is left: " in said and " odd one, such as r" in said
+    assert code == 1 and "steps.keep: no rows remain: " in said and " odd one, such as r" in said
 
 
 def test_an_expression_that_never_fits_is_an_error(
@@ -181,23 +181,23 @@ def test_rows_that_fail_are_named(
 
 WRONG = {
     "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
-    "steps.frist.max_tokens=9": "steps.frist: no such step, and without a kind no new one: did you mean 'first'",
+    "steps.frist.max_tokens=9": "steps.frist: unknown step (did you mean 'first'); a new step requires kind",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
     "steps.first.prompt={{ m }}": "steps.first.prompt: 'm' is undefined",
-    "steps.first.messages=n": "steps.first: prompt: give a template here",
+    "steps.first.messages=n": "steps.first: set exactly one of prompt",
     "steps.first.samples=0": "steps.first: samples=0",
     "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
     "steps.keep=5": "steps.keep=5",
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
     "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
-    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge wants one",
+    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge requires a judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
     "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
     "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
-    "outputs.documents=null": "outputs: there are none",
+    "outputs.documents=null": "outputs is empty",
     "roles.judge.like=teach": "roles.judge.like=teach",
     "synthesize.max_ded=1": "max_ded",
     "recipe=verified_trace": "recipe=verified_trace: no such recipe: did you mean 'verified_traces'",
@@ -205,7 +205,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_wrong_settings_are_one_line(
+def test_invalid_settings_are_reported_in_one_line(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
 ) -> None:
     served = model(echo)
@@ -233,7 +233,7 @@ def test_a_dry_run_shows_the_first_requests(
     assert not served.requests and not (tmp_path / "out").exists()
 
 
-def test_rows_equal_or_of_one_name(
+def test_equal_rows_and_equal_ids(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path], report: Any
 ) -> None:
     words = own()
@@ -246,7 +246,7 @@ def test_rows_equal_or_of_one_name(
     assert report()["rows"] == 2 and report()["repeated"] == 1
 
 
-def test_templates_reach_nothing(model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]) -> None:
+def test_templates_are_sandboxed(model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]) -> None:
     recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
 
     code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
@@ -255,7 +255,7 @@ def test_templates_reach_nothing(model: Callable[..., Any], synthesize: Run, own
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_twice_beyond_what_was_in_flight(
+def test_only_requests_in_flight_are_repeated(
     model: Callable[..., Any],
     own: Callable[..., list[str]],
     tmp_path: Path,
@@ -332,7 +332,7 @@ def test_another_file_of_the_same_glob_is_noticed(
         assert [each["id"] for each in records("documents")] == [name]
 
 
-def test_what_was_asked_of_the_same_rows_is_not_asked_again(
+def test_answers_to_unchanged_rows_are_reused(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
 ) -> None:
     served = model(echo)
@@ -352,7 +352,7 @@ def test_what_was_asked_of_the_same_rows_is_not_asked_again(
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 10, 2)]
 
 
-def test_failed_rows_of_a_finished_step_may_be_asked_again(
+def test_failed_rows_of_a_finished_step_can_be_retried(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, reply: type[Any]
 ) -> None:
     broken = True
@@ -487,7 +487,7 @@ def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     assert journal.read_bytes() == whole
 
 
-def test_verdicts_that_did_not_come_are_asked_again(
+def test_missing_verdicts_are_requested_again(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any
 ) -> None:
     away = True
@@ -512,7 +512,7 @@ def test_verdicts_that_did_not_come_are_asked_again(
 
 
 MORE = {
-    "steps.first.columns={id: answer}": "steps.first: id names the row",
+    "steps.first.columns={id: answer}": "steps.first: the column id is reserved",
     "steps.first.when=[true] | random": "steps.first.when",
     "steps.keep.require={odd: n.bit_length}": "bit_length is a function",
     "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
@@ -520,7 +520,7 @@ MORE = {
 
 
 @pytest.mark.parametrize("word", MORE)
-def test_more_wrong_settings(
+def test_more_invalid_settings(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
 ) -> None:
     code, said = synthesize(*own(), f"endpoint={model(echo).url}", word)
@@ -555,10 +555,12 @@ def test_a_file_has_no_name_outside_the_output(
 
     code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "outputs.../evil: a name has letters" in said and not (tmp_path / "evil.jsonl").exists()
+    assert (
+        code == 2 and "outputs.../evil: a name may have only letters" in said and not (tmp_path / "evil.jsonl").exists()
+    )
 
 
-def test_what_cannot_be_told_before_is_no_reason_to_refuse(
+def test_a_dry_run_passes_what_only_the_run_can_decide(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path]
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  mates: {kind: draw, column: mates, value: n}\n").replace(
@@ -573,7 +575,7 @@ def test_what_cannot_be_told_before_is_no_reason_to_refuse(
     assert code == 2 and "has no rows" in said
 
 
-def test_answers_of_another_model_are_not_taken_over(
+def test_answers_of_another_model_are_not_reused(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
@@ -590,7 +592,7 @@ def test_answers_of_another_model_are_not_taken_over(
     assert {each["text"] for each in records("documents")} == {"second"} and len(second.requests) == 12
 
 
-def test_rows_and_a_setting_changed_at_once_can_be_taken_back(
+def test_rows_and_a_setting_changed_at_once_can_be_reverted(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     served = model(echo)
@@ -624,7 +626,7 @@ def test_a_condition_reads_the_answer_and_not_the_rows_column(
     assert code == 0 and len(records("documents")) == 1, said
 
 
-def test_no_fault_is_planted_where_there_is_none(
+def test_canaries_are_planted_only_in_matching_rows(
     model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
 ) -> None:
     canaries = "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'true'"

@@ -1,4 +1,4 @@
-"""Every recipe against models that answer by rule, whose right outcome is known, and its files read by the next job."""
+"""Every recipe with models that answer by rules and a known outcome, and its files read by the next job."""
 
 import json
 import re
@@ -55,8 +55,8 @@ def test_worked_solutions_become_traces_of_a_model_without_modes(
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
-def test_recipes_are_read_and_say_where_they_are_from(name: str) -> None:
-    recipe = Recipe.of(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))
+def test_recipes_name_their_source(name: str) -> None:
+    recipe = Recipe.from_config(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))
 
     assert recipe.name == name and recipe.about and recipe.roles
 
@@ -254,7 +254,7 @@ def test_pools_are_judged_and_judges_too(
 
     yes = model(lambda asked, payload: "<score>10</score>")
     code, said = synthesize(*words, f"roles.judge.endpoint={yes.url}", f"output={written([], 'x').parent / 'other'}")
-    assert code == 1 and "planted faults were taken for right" in said and "steps.score" in said
+    assert code == 1 and "planted faults, more than canaries.most" in said and "steps.score" in said
 
 
 def test_questions_on_documents(
@@ -407,7 +407,7 @@ def test_code_is_run(
     assert [text.partition("program")[0] for text in asked] == ["Rewrite this ", "Write this "]
 
 
-def test_lines_are_translated_and_the_rest_is_left_alone(
+def test_lines_are_translated_and_the_rest_is_unchanged(
     model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
 ) -> None:
     german = {
@@ -506,7 +506,7 @@ def test_conversations_with_tools_end_in_the_right_database(
     talked = report()["steps"]["talk"]
     assert talked["made"] == 40 and not talked["dropped"]
     made = [json.loads(line) for line in (tmp_path / "out" / "steps" / "talk" / "rows.jsonl").read_text().splitlines()]
-    assert any(row["why"] == "an answer was cut off" and not row["correct"] for row in made)
+    assert any(row["why"] == "an answer was truncated" and not row["correct"] for row in made)
     found = records("conversations")
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
