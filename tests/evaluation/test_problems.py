@@ -131,7 +131,7 @@ def test_an_invalid_expression_is_reported_and_runs_no_code(folder: Callable[...
         ({"generator": "needles", "prompt": "{{ question }}"}, "environment is required"),
         ({"generator": "needles", "environment": "contains"}, "prompt is required"),
         ({"data": "x", "kind": "bits", "messages": "m"}, "messages: requires kind=generate"),
-        ({"data": "x", "kind": "choice", "prompt": "p"}, "choices, gold"),
+        ({"data": "x", "kind": "choice", "prompt": "p"}, "kind=choice requires choices and gold"),
         (
             {"generator": "needles", "settings": {"seed": 3}, "prompt": "p", "environment": "contains"},
             "settings.seed is not allowed",

@@ -39,7 +39,7 @@ def test_what_can_be_evaluated_passes() -> None:
         (("evaluate.every=0",), "evaluate: every"),
         (("evaluate.suite=quik",), "unknown name 'quik'"),
         (("+evaluate.benchmark=x",), "unknown key 'benchmark'"),
-        (("evaluate.tokenizer=null",), "the data config names no tokenizer"),
+        (("evaluate.tokenizer=null",), "the data config names none"),
         (("evaluate.tokenizer=/nowhere",), "/nowhere"),
         (("megatron.padded_vocab_size=128",), "has 257 ids, the model 128"),
         (("megatron.context_parallel_size=2",), "megatron.context_parallel_size=2"),
@@ -59,7 +59,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(words: tuple[str, ...],
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "find_spec", lambda name: None if name == "uvicorn" else sys)
 
-    with pytest.raises(ValueError, match=r"needs uvicorn: pip install 'nemo_ext\[serve"):
+    with pytest.raises(ValueError, match=r"requires uvicorn: pip install 'nemo_ext\[serve"):
         live.check_machine(config(*WANTED))
 
 
