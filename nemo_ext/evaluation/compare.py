@@ -3,8 +3,9 @@
 Differences are paired by problem, over the requests that both runs have in common, with the scores in their stores.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +33,7 @@ OFF = ("off", "no_think", "nothink", "thinking_off", "reasoning_off", "no_thinki
 """Names of modes without reasoning, which come first in a pair of modes."""
 
 
-def _listed(value: object) -> object:
+def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else value
 
 
@@ -52,7 +53,7 @@ class CompareSettings:
         seed: seed of both.
     """
 
-    runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_listed)]
+    runs: Annotated[tuple[Place, ...] | Mapping[str, Place], BeforeValidator(_as_tuple)]
     baseline: Place | None = None
     paper: StringsOrNone = ()
     checkpoints: PlacesOrNone = ()
@@ -105,8 +106,7 @@ def compare_runs(a: Run, b: Run, benchmark: str, settings: CompareSettings) -> P
     if absent:
         return Pair(**names, note=f"not evaluated in {', '.join(absent)}")
     metrics = [str(run.benchmarks[benchmark].get("metric")) for run in (a, b)]
-    alike = metrics[0] == metrics[1] or all(metric.startswith("avg@") for metric in metrics)
-    if not alike:
+    if metrics[0] != metrics[1] and not all(metric.startswith("avg@") for metric in metrics):
         return Pair(**names, note=f"headlines differ: {metrics[0]} and {metrics[1]}")
     if a.benchmarks[benchmark].get("verifier") != b.benchmarks[benchmark].get("verifier"):
         note = "scored by different verifiers, verifier settings or judges: evaluate one of the runs again"
@@ -119,9 +119,11 @@ def compare_runs(a: Run, b: Run, benchmark: str, settings: CompareSettings) -> P
     if mode is None:
         return Pair(**names, note=f"no mode in common: {', '.join(modes[0])} and {', '.join(modes[1])}")
     first, second = a.answers[benchmark][mode], b.answers[benchmark][mode]
-    shared = {name for name in first.keys() & second.keys() if _same(first[name], second[name])}
+    common = first.keys() & second.keys()
+    identity = attrgetter("asked", "reference")
+    shared = {name for name in common if identity(first[name]) == identity(second[name])}
     notes = []
-    if differs := len(first.keys() & second.keys()) - len(shared):
+    if differs := len(common) - len(shared):
         notes.append(f"{differs:,} with different requests or references")
     for run, alone in ((a, len(first.keys() - second.keys())), (b, len(second.keys() - first.keys()))):
         if alone:
@@ -135,11 +137,6 @@ def compare_runs(a: Run, b: Run, benchmark: str, settings: CompareSettings) -> P
     low = benchmark_is_low(a.benchmarks[benchmark])
     both = [{name: answers[name] for name in shared} for answers in (first, second)]
     return _pair(both, metrics, settings, low=low, names=names, notes=notes)
-
-
-def _same(a: Answers, b: Answers) -> bool:
-    """Whether the request and the reference are the same."""
-    return a.asked == b.asked and a.reference == b.reference
 
 
 def _pair(
@@ -223,7 +220,10 @@ def grand_pair(
         interval = None
     flipped = np.concatenate([part * weight / total / len(part) for part, weight in zip(parts, weights, strict=True)])
     p = statistics.permutation(flipped, draws=settings.draws, seed=settings.seed)
-    ends = [sum(w * float(v) for w, v in zip(weights, e, strict=True)) / total for e in zip(*_ends(used), strict=True)]
+    before, after = (
+        sum(weight * (value or 0.0) for weight, value in zip(weights, values, strict=True)) / total
+        for values in zip(*((pair.before, pair.after) for pair in used), strict=True)
+    )
     difference = Difference(
         mean=mean,
         interval=interval,
@@ -237,16 +237,12 @@ def grand_pair(
         benchmark=f"grand mean of {len(used)}",
         a=used[0].a,
         b=used[0].b,
-        before=ends[0],
-        after=ends[1],
+        before=before,
+        after=after,
         difference=difference,
         p=p,
         words=_words(mean, p, settings.level, low=False),
     )
-
-
-def _ends(pairs: Iterable[Pair]) -> list[tuple[float, float]]:
-    return [(pair.before or 0.0, pair.after or 0.0) for pair in pairs]
 
 
 def compare_modes(run: Run, settings: CompareSettings) -> list[Pair]:
@@ -275,16 +271,12 @@ def noise(arms: Sequence[Run], checkpoints: Sequence[Run]) -> dict[str, statisti
     by_benchmark = {}
     for name in names_of(arms):
         ends, last = (
-            [float(run.benchmarks[name]["accuracy"]) for run in runs if _accuracy(run, name) is not None]
+            [float(value) for run in runs if (value := run.benchmarks.get(name, {}).get("accuracy")) is not None]
             for runs in (arms, checkpoints)
         )
         if len(ends) > 1 and len(last) > 1:
             by_benchmark[name] = statistics.signal_and_noise(last, ends)
     return by_benchmark
-
-
-def _accuracy(run: Run, name: str) -> float | None:
-    return run.benchmarks.get(name, {}).get("accuracy")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,6 +55,13 @@ class Prepared:
     harness: Sequence[Benchmark]
     missing: dict[str, str]
 
+    def __enter__(self) -> "Prepared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for scorer in self.scorers.values():
+            scorer.close()
+
 
 def run(config: Mapping[str, Any]) -> None:
     """Run the job; the same command resumes it.
@@ -78,10 +85,10 @@ def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Be
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     share, run_dir = _share(config), Path(settings.run_dir).expanduser()
     evaluate = settings.evaluate
-    prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks)
     try:
         with (
-            only_run_in(run_dir) if share is None else _nothing(),
+            prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks) as prepared,
+            only_run_in(run_dir) if share is None else nullcontext(),
             endpoint_of(config, run_dir / OWN) as (place, model, folder),
         ):
             tokenizer = folder if settings.files_from is None else Path(settings.files_from).expanduser()
@@ -100,9 +107,6 @@ def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Be
     except EndpointGone as error:
         print(f"error: {error}; the same command resumes", file=sys.stderr)
         sys.exit(FAILED)
-    finally:
-        for scorer in prepared.scorers.values():
-            scorer.close()
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -112,17 +116,12 @@ def check(config: Mapping[str, Any]) -> None:
         ValueError: see `run`.
     """
     settings = read(config).evaluate
-    for scorer in prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)).scorers.values():
-        scorer.close()
+    with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)):
+        pass
 
 
 def evaluate(
-    settings: EvaluateSettings,
-    address: Address,
-    run_dir: Path,
-    *,
-    tokenizer: Path | None = None,
-    pages: bool = True,
+    settings: EvaluateSettings, address: Address, run_dir: Path, *, tokenizer: Path | None = None, pages: bool = True
 ) -> dict[str, Any]:
     """Evaluate the model behind an endpoint and return the content of results.json.
 
@@ -137,13 +136,9 @@ def evaluate(
         ValueError: see `run`.
         EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
-    prepared = prepare(settings, Path(settings.data_root).expanduser(), chosen(settings))
-    try:
+    with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)) as prepared:
         client = functools.partial(Client, address, settings.client)
         return asyncio.run(_evaluate(settings, prepared, client, run_dir, tokenizer=tokenizer, pages=pages))
-    finally:
-        for scorer in prepared.scorers.values():
-            scorer.close()
 
 
 def chosen(settings: EvaluateSettings) -> list[Benchmark]:
@@ -188,13 +183,9 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
     for benchmark in benchmarks:
         if benchmark.kind == "harness":
             if settings.harness_tasks is None:
-                missing[benchmark.name] = (
-                    f"{benchmark.name}: requires evaluate.harness_tasks, the folder with the task files"
-                )
+                missing[benchmark.name] = f"{benchmark.name}: requires evaluate.harness_tasks, its folder of task files"
             elif find_spec("lm_eval") is None:
-                missing[benchmark.name] = (
-                    f"{benchmark.name}: requires lm-evaluation-harness: pip install 'nemo_ext[harness]'"
-                )
+                missing[benchmark.name] = f"{benchmark.name}: requires pip install 'nemo_ext[harness]'"
             else:
                 harness.append(benchmark)
             continue
@@ -244,11 +235,6 @@ def _share(config: Mapping[str, Any]) -> tuple[int, int] | None:
     if serving["replica"] is None or config["endpoint"] is not None:
         return None
     return int(serving["replica"]), int(serving["replicas"])
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 async def _evaluate(

@@ -88,7 +88,11 @@ class Likelihoods:
                 problem = counted.problem or "the endpoint does not count the tokens of a prompt"
                 return [Scored(problem=problem)] * len(choices)
             known = counted.prompt_tokens
-        return list(await asyncio.gather(*(self._text(before + moved + choice, known, choice) for choice in choices)))
+        return list(
+            await asyncio.gather(
+                *(self._measured(before + moved + choice, None, choice, known=known) for choice in choices)
+            )
+        )
 
     async def rolling(self, text: str) -> Scored:
         """Log-likelihood of a whole text, in non-overlapping windows of the model's length.
@@ -102,7 +106,7 @@ class Likelihoods:
         if not text:
             return Scored(logprob=0.0, greedy=True)
         if self.tokens is None:
-            return await self._text(text, 0, text)
+            return await self._measured(text, None, text)
         windows = list(self.tokens.windows(text, most := (await self.length() or _LENGTH) - 1))
         parts = await asyncio.gather(*(self._pair(window, most, "") for window in windows))
         if problem := next((part.problem for part in parts if part.problem), ""):
@@ -133,12 +137,11 @@ class Likelihoods:
             )
         return await self._measured((before + after)[-most:], len(after), text)
 
-    async def _text(self, text: str, known: int, part: str) -> Scored:
-        """Log-likelihood of a text without its first `known` tokens; 0 measures all tokens of the text."""
-        return await self._measured(text, None, part, known=known)
-
     async def _measured(self, prompt: str | list[int], last: int | None, text: str, *, known: int = 0) -> Scored:
-        """Log-likelihood of a prompt's last `last` tokens, or of all after the first `known` ones if `last` is None."""
+        """Log-likelihood of a prompt's last `last` tokens, or of all after the first `known` ones if `last` is None.
+
+        If `known` is 0 too, all tokens of a text are measured, which requires that the endpoint prepends a token.
+        """
         answer = await self._echoed(prompt)
         if answer.problem:
             return Scored(problem=answer.problem)

@@ -128,16 +128,8 @@ def run(config: Mapping[str, Any]) -> None:
             runs[name] = run_dir / "evaluations" / name
             results = _evaluated(config, model, runs[name])
             values, intervals, metrics = objectives(results, sweep.objectives)
-            candidates.append(
-                Candidate(
-                    name=name,
-                    weights=shares,
-                    model=str(model),
-                    objectives=values,
-                    intervals=intervals,
-                    metrics=metrics,
-                )
-            )
+            settled: Any = {"objectives": values, "intervals": intervals, "metrics": metrics}
+            candidates.append(Candidate(name=name, weights=shares, model=str(model), **settled))
         candidates = choose(candidates, sweep.at_least)
         best = next(candidate for candidate in candidates if candidate.chosen)
         comparison = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
@@ -181,14 +173,8 @@ def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[st
 
 def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
     """Plan of an average; all averages are planned before the first is computed, so that errors show early."""
-    settings = Settings(
-        weights=shares,
-        iterations=sweep.iterations,
-        shard_gigabytes=sweep.shard_gigabytes,
-        check_finite=sweep.check_finite,
-        verify=sweep.verify,
-    )
-    return plan(sources, to, settings)
+    shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
+    return plan(sources, to, Settings(weights=shares, **shared))
 
 
 def _evaluated(config: Mapping[str, Any], model: Path, run_dir: Path) -> Mapping[str, Any]:
@@ -218,9 +204,8 @@ def _check_names(sweep: SweepSettings, benchmarks: Sequence[str]) -> None:
 
 def _check_benchmarks(sweep: SweepSettings, settings: EvaluateSettings) -> None:
     """Check, before the first average, that the benchmarks of all objectives can be run."""
-    prepared = job.prepare(settings, Path(settings.data_root).expanduser(), job.chosen(settings))
-    for scorer in prepared.scorers.values():
-        scorer.close()
+    with job.prepare(settings, Path(settings.data_root).expanduser(), job.chosen(settings)) as prepared:
+        pass
     for objective, names in sweep.objectives.items():
         for name in filter(prepared.missing.__contains__, names):
             raise ValueError(f"sweep.objectives.{objective}: {name} cannot be run: {prepared.missing[name]}")

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
@@ -43,7 +43,7 @@ class Playing:
 
     episodes: Episodes
     answer: Callable[[Messages, int], Awaitable[Answer]]
-    user: Callable[[Messages], Awaitable[str | None]] = field(default=lambda turns: _no_message())
+    user: Callable[[Messages], Awaitable[str | None]] | None = None
 
     async def play(self, task: Task, messages: Messages) -> Play:
         """Play a task from its initial messages to the end."""
@@ -63,7 +63,7 @@ class Playing:
                 episode = turn.following
                 continue
             over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls
-            text = None if over else await self.user(turns)
+            text = None if over or self.user is None else await self.user(turns)
             if text is None:
                 return Play(turns=turns, answers=answers, verdict=turn.verdict)
             turns.append({"role": "user", "content": text})
@@ -78,7 +78,3 @@ def message_of(answer: Answer) -> dict[str, Any]:
     if answer.tool_calls:
         message["tool_calls"] = [json.loads(json.dumps(call)) for call in answer.tool_calls]
     return message
-
-
-async def _no_message() -> None:
-    return None

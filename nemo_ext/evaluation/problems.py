@@ -1,7 +1,7 @@
 """Problems of a benchmark: prompts and references, made from rows of its files or of a generator."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +87,8 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
         raise ValueError(
             f"benchmark {benchmark.name}: settings.{min(taken)} is not allowed: use count or evaluate.seed"
         )
+    count = min(benchmark.count, limit or benchmark.count)
     if benchmark.generator in GENERATORS:
-        count = min(benchmark.count, limit or benchmark.count)
         return [_of_task(task) for task in generate(str(benchmark.generator), count, seed=seed, **settings)]
     if benchmark.tasks:
         return _of_tasks(benchmark, data_root, limit)
@@ -96,17 +96,11 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
     if benchmark.generator is not None:
         from nemo_ext.evaluation.generators import rows
 
-        count = min(benchmark.count, limit or benchmark.count)
         generated = rows(benchmark.generator, count, seed=seed, **settings)
-        return [
-            _problem(benchmark, row, {}, where)
-            for row, where in ((row, f"{place}, row {number}") for number, row in enumerate(generated))
-            if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where)
-        ]
+        located = ((f"{place}, row {number}", Row(row)) for number, row in enumerate(generated))
+        return [_problem(benchmark, row, {}, where) for where, row in _selected(benchmark, located)]
     named: dict[str, tuple[str, Row, str]] = {}
-    for where, row in _rows(benchmark, benchmark.data, data_root):
-        if benchmark.where is not None and not _value(benchmark, "where", benchmark.where, row, where):
-            continue
+    for where, row in _selected(benchmark, _rows(benchmark, benchmark.data, data_root)):
         whole = digest_of(row)
         name = whole if benchmark.id is None else str(_value(benchmark, "id", benchmark.id, row, where))
         if name in named and named[name][0] != whole:
@@ -150,8 +144,10 @@ def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[
                 continue
             if tasks.setdefault(task.id, task) != task:
                 raise ValueError(f"{data_root / name}: task id {task.id!r} is used for another task in an earlier file")
-    if len({task.environment for task in tasks.values()}) != 1:
-        raise ValueError(f"benchmark {benchmark.name}: environment: name one, whose tasks are taken")
+    environments = sorted({task.environment for task in tasks.values()})
+    if len(environments) != 1:
+        names = ", ".join(environments) or "none"
+        raise ValueError(f"benchmark {benchmark.name}: tasks have the environments {names}: set environment to one")
     chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
     return [_of_task(tasks[name]) for name in chosen]
 
@@ -264,6 +260,13 @@ def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
     prompt = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
     choices = _value(benchmark, "choices", str(benchmark.choices), row, where)
     return prompt + str(choices[_value(benchmark, "gold", str(benchmark.gold), row, where)])
+
+
+def _selected(benchmark: Benchmark, located: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Rows that satisfy the benchmark's `where`, each with its location."""
+    for where, row in located:
+        if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where):
+            yield where, row
 
 
 def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:

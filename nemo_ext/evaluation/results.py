@@ -2,9 +2,10 @@
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,47 +124,32 @@ def _majority(groups: _Groups, k: int) -> np.ndarray:
 
 
 class _Table:
-    """Scored samples of one benchmark, collected in columns."""
+    """Scored samples of one benchmark, collected in rows and evaluated in columns."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.failed = self.unscored = 0
         self.reasons: Counter[str] = Counter()
-        self.questions: list[int] = []
-        self.numbers: list[int] = []
-        self.scores: list[float] = []
-        self.tokens: list[float] = []
-        self.reasoning: list[float] = []
-        self.cut: list[bool] = []
-        self.traced: list[bool] = []
-        self.found: list[str | None] = []
-        self.more: list[Mapping[str, float]] = []
+        self.rows: list[tuple[Any, ...]] = []
 
     def add(self, question: int, key: Key, score: Any, sample: Any) -> None:
         """Append a scored sample."""
-        self.questions.append(question)
-        self.numbers.append(key.sample)
-        self.scores.append(score.score)
-        self.tokens.append(np.nan if sample.completion_tokens is None else sample.completion_tokens)
-        self.reasoning.append(np.nan if sample.reasoning_tokens is None else sample.reasoning_tokens)
-        self.cut.append(sample.finish_reason == "length")
-        self.traced.append(bool(sample.reasoning_tokens))
-        self.found.append(score.found)
-        if score.more:
-            self.more.append(score.more)
+        tokens = sample.completion_tokens, sample.reasoning_tokens
+        cut, traced = sample.finish_reason == "length", bool(sample.reasoning_tokens)
+        self.rows.append((question, key.sample, score.score, *tokens, cut, traced, score.found, score.more))
 
     def result(self, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
         """Entry of the benchmark in results.json, and its headline metric by problem."""
         benchmark, questions = self.plan.benchmark, self.plan.questions
         names = sorted({question.problem.id for question in questions})
         numbers = {name: number for number, name in enumerate(names)}
-        order = np.lexsort((self.numbers, self.questions))
-        places = np.array(self.questions, int)[order]
-        self._scores = np.array(self.scores, float)[order]
-        self._tokens, self._reasoning = (np.array(column, float)[order] for column in (self.tokens, self.reasoning))
-        self._cut, self._traced = (np.array(column, bool)[order] for column in (self.cut, self.traced))
-        self._found = [self.found[place] for place in order]
-        self._more = [self.more[place] for place in order] if len(self.more) == len(order) else []
+        self.rows.sort(key=itemgetter(0, 1))
+        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
+        question_numbers, _, scores, tokens, reasoning, cut, traced, self._found, more = columns
+        places = np.array(question_numbers, int)
+        self._scores, self._tokens, self._reasoning = (np.array(part, float) for part in (scores, tokens, reasoning))
+        self._cut, self._traced = np.array(cut, bool), np.array(traced, bool)
+        self._more = more if all(more) else ()
         self._problems = np.array([numbers[question.problem.id] for question in questions], int)[places]
         self._prompts = np.array([question.prompt for question in questions], str)[places]
         self._modes = np.array([question.mode for question in questions], object)[places]
@@ -180,7 +166,7 @@ class _Table:
             "wanted": self.plan.wanted,
             "failed": self.failed,
             "unscored": self.unscored,
-            "missing": self.plan.wanted - len(order) - self.failed - self.unscored,
+            "missing": self.plan.wanted - len(places) - self.failed - self.unscored,
             "reasons": dict(self.reasons.most_common(8)),
             "metrics": metrics,
             "weight": benchmark.weight,

@@ -111,30 +111,23 @@ class Scorer:
     async def _replay(self, problem: Problem, sample: Sample) -> Turn:
         assert self.episodes is not None
         episode = Episode(task=problem.task(sample.key.prompt), thinking_opened=False)
-        finished = sample.finish_reason != "length"
-        if not sample.turns:
-            parsed = said(
-                sample.answer,
-                sample.reasoning,
-                sample.tool_calls,
-                tokens=sample.completion_tokens,
-                finished=finished,
-            )
-            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
-            return turn if turn.verdict is not None else await self.episodes.close(turn)
-        turns = [message for message in sample.turns if message.get("role") == "assistant"]
-        for number, message in enumerate(turns, 1):
+        answer = {"content": sample.answer, "reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
+        answers = [message for message in sample.turns if message.get("role") == "assistant"] or [answer]
+        for number, message in enumerate(answers, 1):
+            last = number == len(answers)
             parsed = said(
                 str(message.get("content") or ""),
                 message.get("reasoning_content"),
                 message.get("tool_calls") or (),
-                finished=finished or number < len(turns),
+                tokens=None if sample.turns else sample.completion_tokens,
+                finished=sample.finish_reason != "length" or not last,
             )
             turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
             if turn.verdict is not None:
                 return turn
-            assert turn.following is not None
-            episode = turn.following
+            if not last:
+                assert turn.following is not None
+                episode = turn.following
         return await self.episodes.close(turn)
 
     async def reach(self) -> None:
@@ -163,11 +156,7 @@ def _choice(problem: Problem, sample: Sample) -> dict[str, float]:
     best = max(range(len(logprobs)), key=lambda place: logprobs[place])
     sizes = [max(1, len(choice.removeprefix(" "))) for choice in problem.choices]
     normal = max(range(len(logprobs)), key=lambda place: logprobs[place] / sizes[place])
-    return {
-        "acc": float(best == problem.gold),
-        "acc_norm": float(normal == problem.gold),
-        "bits_per_byte": bits,
-    }
+    return {"acc": float(best == problem.gold), "acc_norm": float(normal == problem.gold), "bits_per_byte": bits}
 
 
 def _bits(sample: Sample) -> dict[str, float]:

@@ -73,10 +73,7 @@ def suite(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def evaluate(
-    answering: Any,
-    tmp_path: Path,
-    command: Callable[..., Any],
-    kept_workers: None,
+    answering: Any, tmp_path: Path, command: Callable[..., Any], kept_workers: None
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext evaluate` in this process; returns its exit code and output."""
 

@@ -260,11 +260,7 @@ def test_published_values_are_shown_with_their_source(tmp_path: Path) -> None:
     values = "{x: {value: 61.2, unit: percent, where: 'Table 5, p. 12'}, z: {value: 3.1, unit: points, where: p. 1}}"
     paper.write_text(f"source: A paper\nmodels:\n  Theirs:\n    about: its model\n    values: {values}\n")
     (table,) = (each for each in tables(compared(settings(a, paper=str(paper)))) if each.title == "Compared with paper")
-    assert [(row[0], row[-1]) for row in table.rows] == [
-        ("x", "61.2 (1)"),
-        ("y", "-"),
-        ("z", "3.1 points (2)"),
-    ]
+    assert [(row[0], row[-1]) for row in table.rows] == [("x", "61.2 (1)"), ("y", "-"), ("z", "3.1 points (2)")]
     assert table.rows[2][1] == "-"
     assert "A paper. Theirs: its model. Places in the paper: (1) Table 5, p. 12; (2) p. 1." in table.note
     paper.write_text("models: {Theirs: {values: {x: {value: 61.2, where: ''}}}}")

@@ -51,11 +51,7 @@ def test_answers_and_wrong_choices_are_disjoint(name: str) -> None:
         assert not set(row["answers"]) & set(row["wrong"])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, {"keys": 4}, {"values": 4}, {"keys": 4, "values": 2, "asked": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("settings", [{}, {"keys": 4}, {"values": 4}, {"keys": 4, "values": 2, "asked": 2}], ids=str)
 def test_needles_are_in_the_text(settings: dict[str, Any]) -> None:
     for row in made("needles", **settings):
         said: dict[str, list[str]] = {}

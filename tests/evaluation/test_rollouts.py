@@ -17,11 +17,7 @@ TASKS = list(generate("arithmetic", 24, seed=1))
 
 @pytest.fixture
 def rollouts(
-    endpoint: Any,
-    reply: type[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Callable[..., Any],
+    endpoint: Any, reply: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
 ) -> Callable[..., tuple[int, str]]:
     """The command with an endpoint that always solves the first twelve tasks, and the others half of the time."""
     right = {task.prompt[0].content: (solution(task), place) for place, task in enumerate(TASKS)}

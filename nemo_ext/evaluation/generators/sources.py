@@ -60,16 +60,13 @@ def python_sources(
 
 @cache
 def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
-    return tuple(
-        sorted(_modules(folder), key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder))))
-    )
-
-
-def _modules(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).parts
-        if parts[0].removesuffix(".py") in sys.stdlib_module_names and not _EXCLUDED & set(parts):
-            yield path
+    modules = [
+        path
+        for path in folder.rglob("*.py")
+        if (parts := path.relative_to(folder).parts)[0].removesuffix(".py") in sys.stdlib_module_names
+        and not _EXCLUDED & set(parts)
+    ]
+    return tuple(sorted(modules, key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder)))))
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +75,7 @@ def _passage(path: Path, module: str, seed: int, part: Part, characters: int) ->
     try:
         text = path.read_text(encoding="utf-8")
         if part == "docstrings":
-            text = "\n\n".join(_docstrings(text))
+            text = "\n\n".join(filter(None, _docstrings(text)))
     except (UnicodeDecodeError, SyntaxError):  # some modules are invalid on purpose
         return None
     if len(text) < characters:
@@ -101,6 +98,5 @@ def _passage(path: Path, module: str, seed: int, part: Part, characters: int) ->
 
 def _docstrings(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        if documented and (docstring := ast.get_docstring(node)):
-            yield docstring
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node) or ""

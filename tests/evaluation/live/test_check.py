@@ -99,12 +99,7 @@ def test_accuracies_are_a_line_of_metrics_and_scalars(tmp_path: Path, megatron: 
         "flops_per_token_6n": 1.0,
         "peak_flops": None,
     }
-    writer = MetricsWriter(
-        tmp_path / "metrics.jsonl",
-        tokens_at=lambda step: 8 * step,
-        tensorboard=board,
-        **facts,
-    )
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", tokens_at=lambda step: 8 * step, tensorboard=board, **facts)
 
     writer.add_evaluation(5, {"evaluate": {"sums": 0.5}, "evaluate_bits": {"bits": float("nan")}})
 
