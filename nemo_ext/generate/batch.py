@@ -1,12 +1,13 @@
 """Batch requests: answers to all rows of an input, written to a folder; for `nemo-ext generate` and `synthesize`."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_ext import __version__
 from nemo_ext.checkpoint.storage import files_identity
@@ -17,6 +18,7 @@ from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
+from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import differing, note, noted, told
@@ -119,6 +121,12 @@ async def answer_all(
     if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
         raise TooManyDead("over all starts")
     return output, index
+
+
+def fail(message: str) -> NoReturn:
+    """Print an error and exit."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(FAILED)
 
 
 def held_part_rows(folder: Path) -> int:

@@ -11,8 +11,6 @@ GENERATE = asking(
     run="nemo_ext.generate.job:run",
     check=reads("nemo_ext.generate.job:check"),
     grammar=Grammar(
-        settings="nemo_ext.generate.settings:Settings",
-        aliases={"model": "served"},
-        dry_run="generate.dry_run",
+        settings="nemo_ext.generate.settings:Settings", aliases={"model": "served"}, dry_run="generate.dry_run"
     ),
 )

@@ -6,18 +6,16 @@ import glob
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import Asks, answer_all
+from nemo_ext.generate.batch import Asks, answer_all, fail
 from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Rows, is_batch
 from nemo_ext.generate.settings import Settings
-from nemo_ext.generate.work import TooManyDead
-from nemo_ext.job.config import FAILED
+from nemo_ext.generate.work import TooManyDead, try_requests
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked
 from nemo_ext.serving.meanwhile import endpoint_of
@@ -50,18 +48,18 @@ def run(config: Mapping[str, Any]) -> None:
 
             def asks(index: Index) -> Asks:
                 prompts = _prompts(settings, index)
-                _try(prompts, rows.read(index.ranges[0]))
+                try_requests(prompts, rows.read(index.ranges[0])[:_TRIED])
                 return Asks(prompts=prompts, made_of=_made_of(settings, prompts))
 
             asyncio.run(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
-        _fail(
+        fail(
             f"{folder}: more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}); "
             f"{folder / 'dead'} has the reasons: fix the cause and set generate.retry_dead=true, or raise "
             "generate.max_dead"
         )
     except EndpointGone as error:
-        _fail(f"{error}; the same command resumes")
+        fail(f"{error}; the same command resumes")
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -76,20 +74,7 @@ def check(config: Mapping[str, Any]) -> None:
         return
     if first := Rows.from_paths(settings.input, generate.key).first(_TRIED):
         prompts = Prompts.from_settings(generate, settings.seed, columns=list(first[0]), batch=is_batch(first[0]))
-        _try(prompts, first)
-
-
-def _try(prompts: Prompts, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Check that a request can be made from at least one of the first rows, before any is sent."""
-    problems = []
-    for row in rows[:_TRIED]:
-        try:
-            prompts.request(row, 0)
-            return
-        except ValueError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
+        try_requests(prompts, first)
 
 
 def _checked(config: Mapping[str, Any]) -> Settings:
@@ -103,11 +88,6 @@ def _prompts(settings: Settings, index: Index) -> Prompts:
     return Prompts.from_settings(settings.generate, settings.seed, columns=index.columns, batch=index.batch)
 
 
-def _fail(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(FAILED)
-
-
 def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
     return {
         "samples": settings.samples,
@@ -119,7 +99,7 @@ def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
 def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> None:
     """Print three requests and an estimate of all tokens."""
     first, bodies = rows.read(index.ranges[0]), list[Mapping[str, Any]]()
-    _try(prompts, first)
+    try_requests(prompts, first[:_TRIED])
     for row in first:
         with contextlib.suppress(ValueError):  # would become a dead letter
             bodies.append(prompts.request(row, 0).body)

@@ -50,8 +50,9 @@ class Prompts:
                     f"generate.{unused[0]}: not used with OpenAI batch files, whose lines are whole requests: remove it"
                 )
             return cls(settings=settings, seed=seed, source=None, column=None)
-        for name in ("messages", "tools"):
-            _check_column(f"generate.{name}", getattr(settings, name), columns)
+        for key in ("messages", "tools"):
+            if (named := getattr(settings, key)) is not None and named not in columns:
+                raise ValueError(f"generate.{key}: unknown column {named!r}: {nearest(named, columns)}")
         if settings.template is not None:
             if settings.messages is not None:
                 raise ValueError("generate.messages and generate.template exclude each other: set one of them")
@@ -156,11 +157,6 @@ def _messages(text: str) -> list[Any] | None:
         return None
     valid = messages and all(isinstance(message, dict) and "role" in message for message in messages)
     return messages if valid else None
-
-
-def _check_column(key: str, column: str | None, columns: Sequence[str]) -> None:
-    if column is not None and column not in columns:
-        raise ValueError(f"{key}: unknown column {column!r}: {nearest(column, columns)}")
 
 
 @functools.cache

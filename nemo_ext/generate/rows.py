@@ -19,8 +19,6 @@ from nemo_ext.data.text.user_files import ParquetSource, RecordSource, pyarrow_m
 from nemo_ext.generate.columns import widened
 from nemo_ext.job.settings import nearest
 
-BATCH_KEYS = frozenset({"custom_id", "body"})
-"""Keys that identify a line of an OpenAI batch file."""
 _ROWS_AT_ONCE = 1000
 
 
@@ -91,7 +89,7 @@ class Index:
 
 def is_batch(row: Mapping[str, Any]) -> bool:
     """Whether a row is a line of an OpenAI batch file."""
-    return row.keys() >= BATCH_KEYS
+    return row.keys() >= {"custom_id", "body"}
 
 
 def row_key(row: Mapping[str, Any], column: str | None) -> str:
@@ -167,7 +165,8 @@ class Rows:
         Raises:
             ValueError: a record cannot be read, a row has no key, two different rows share a key, or there are no rows.
         """
-        columns, batch = _Columns(self.source), None
+        infer, batch = not isinstance(self.source, ParquetSource), None
+        schema, pending = _parquet_schema(self.source), list[Mapping[str, Any]]()
         ranges: list[Range] = []
         repeated = total = 0
         # A temporary on-disk database, so that memory does not grow with the number of rows.
@@ -184,7 +183,10 @@ class Rows:
                         raise ValueError(
                             f"{place}: the input mixes lines of OpenAI batch files with others: separate them"
                         )
-                    columns.add(row)
+                    if infer:
+                        pending.append(row)
+                    if len(pending) == _ROWS_AT_ONCE:
+                        schema, pending = widened(schema, pending), []
                     if count % part_rows == 0:
                         ranges.append(Range(number=len(ranges), part=part, skip=count, rows=0))
                     now = ranges[-1]
@@ -194,17 +196,17 @@ class Rows:
                     ranges[-1] = replace(
                         now, rows=now.rows + 1, repeated=(*now.repeated, now.rows) if again else now.repeated
                     )
-        columns.end()
         if not ranges:
             raise ValueError("input: has no rows")
+        schema = widened(schema, pending) if infer else schema
         return Index(
             digest=self.digest(),
             ranges=ranges,
             rows=total - repeated,
             repeated=repeated,
             batch=bool(batch),
-            columns=tuple(columns.schema.names),
-            schema=base64.b64encode(columns.schema.serialize()).decode(),
+            columns=tuple(schema.names),
+            schema=base64.b64encode(schema.serialize()).decode(),
         )
 
     def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
@@ -231,30 +233,13 @@ class Rows:
         return total.hexdigest()
 
 
-class _Columns:
-    """Arrow schema of the input: the schema of Parquet files, or inferred from the values of JSON rows."""
-
-    def __init__(self, source: RecordSource) -> None:
-        pyarrow = pyarrow_module()
-        self._rows: list[Mapping[str, Any]] | None = None
-        if isinstance(source, ParquetSource):
-            schemas = [pyarrow.parquet.read_schema(path).remove_metadata() for _, path in source.inputs()]
-            try:
-                self.schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
-            except pyarrow.ArrowException as error:
-                raise ValueError(f"input: columns have incompatible types in different files ({error})") from None
-        else:
-            self.schema, self._rows = pyarrow.schema([]), []
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row."""
-        if self._rows is not None:
-            self._rows.append(row)
-            if len(self._rows) == _ROWS_AT_ONCE:
-                self.end()
-
-    def end(self) -> None:
-        """Add the rows that are still buffered."""
-        if self._rows:
-            self.schema = widened(self.schema, self._rows)
-            self._rows.clear()
+def _parquet_schema(source: RecordSource) -> Any:
+    """Arrow schema of all Parquet files; empty for JSON rows, whose types are inferred from their values."""
+    pyarrow = pyarrow_module()
+    if not isinstance(source, ParquetSource):
+        return pyarrow.schema([])
+    schemas = [pyarrow.parquet.read_schema(path).remove_metadata() for _, path in source.inputs()]
+    try:
+        return pyarrow.unify_schemas(schemas, promote_options="permissive")
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"input: columns have incompatible types in different files ({error})") from None

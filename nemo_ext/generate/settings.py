@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings, Seconds
@@ -25,7 +25,7 @@ class Sampling:
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Share | None = None
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     stop: str | tuple[str, ...] | None = None
     extra: Extra = Field(default_factory=dict)
 

@@ -21,6 +21,19 @@ class Requests(Protocol):
         """Request for one sample of a row; raises ValueError if none can be made."""
 
 
+def try_requests(requests: Requests, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a request can be made from at least one of the rows; raises the first ValueError otherwise."""
+    problems = []
+    for row in rows:
+        try:
+            requests.request(row, 0)
+            return
+        except ValueError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
+
+
 class TooManyDead(Exception):
     """More answers failed than `max_dead` allows."""
 

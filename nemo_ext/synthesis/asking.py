@@ -1,9 +1,9 @@
 """Steps `ask` and `converse`: answers to rows and conversations, stored by batch jobs (`nemo_ext.generate`)."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from nemo_ext.chat.formats import thinking_mode
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
-from nemo_ext.generate.batch import A_DAY, Asks, answer_all, held_part_rows, made_of
+from nemo_ext.generate.batch import Asks, answer_all, held_part_rows, made_of
 from nemo_ext.generate.output import Output
 from nemo_ext.generate.prompts import without_nulls
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import BATCH, GenerateSettings
+from nemo_ext.generate.work import try_requests
 from nemo_ext.job import seeds
-from nemo_ext.job.files import only_run_in
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import check_same, digest, note, noted
 from nemo_ext.job.progress import notice
@@ -151,56 +151,38 @@ class Asking:
         rows, folder = Rows.from_paths((str(asked),), "key"), self._folder(asked)
 
         def asks(index: Index) -> Asks:
-            self._try(rows.read(index.ranges[0])[:_TRIED])
+            try_requests(self, rows.read(index.ranges[0])[:_TRIED])
             return Asks(prompts=self, made_of=self._made_of(), known=Known(folder / OWN / _KNOWN).reader())
 
         client = self.clients[self.step.role]
-        if not isinstance(self.step, Converse):
-            return await self._answer(client, rows, asks, folder, settings)
-        if self.step.user is None:
-            conversing = Conversing(client, self.step, self.context, self.episodes)
-            return await self._answer(conversing, rows, asks, folder, settings)
-        async with self.clients[self.step.user.role] as user:
-            await user.check()
-            conversing = Conversing(client, self.step, self.context, self.episodes, user)
-            return await self._answer(conversing, rows, asks, folder, settings)
-
-    async def _answer(
-        self, client: Client, rows: Rows, asks: Any, folder: Path, settings: GenerateSettings
-    ) -> tuple[Output, Index]:
-        try:
-            return await answer_all(
-                client,
-                rows,
-                asks,
-                folder,
-                samples=self.step.samples or 1,
-                settings=settings,
-                label=self.context.name,
-                otherwise=self._otherwise(),
-            )
-        finally:
-            for episodes in self._episodes.values():
-                episodes.shutdown()
-
-    def _try(self, asked: list[dict[str, Any]]) -> None:
-        """Check that a request can be made from at least one of the first rows, before any is sent."""
-        problems = []
-        for row in asked:
+        async with AsyncExitStack() as stack:
+            if isinstance(self.step, Converse):
+                user = None
+                if self.step.user is not None:
+                    user = await stack.enter_async_context(self.clients[self.step.user.role])
+                    await user.check()
+                client = Conversing(client, self.step, self.context, self.episodes, user)
             try:
-                self.request(row, 0)
-                return
-            except ValueError as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
+                return await answer_all(
+                    client,
+                    rows,
+                    asks,
+                    folder,
+                    samples=self.step.samples or 1,
+                    settings=settings,
+                    label=self.context.name,
+                    otherwise=self._otherwise(),
+                )
+            finally:
+                for episodes in self._episodes.values():
+                    episodes.shutdown()
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
         """Request for one sample of a row; see `Requests`."""
         key, columns = str(row["key"]), read(row["row"])
         names = (self.context.seed, "synthesize", self.context.name, key, sample)
         seed = seeds.digest(*names) >> 33  # some servers accept at most 31 bits
-        body = self.step.sampling.body() | {"seed": seed}
+        body = self.step.body() | {"seed": seed}
         if self.step.thinking is not None:
             value = self.context.value("thinking", self.step.thinking, self.context.names(columns))
             mode = thinking_mode(value, f"steps.{self.context.name}.thinking: row {key}")
@@ -211,7 +193,9 @@ class Asking:
             task = self._task(columns)
             self.episodes(task.environment).reference(task)  # raises ValueError if the reference is invalid
             return Play(key=key, sample=sample, body=body, task=task, row=columns)
-        prompt, tools = self.prompt_of(columns), self._tools(columns)
+        prompt, tools = self.prompt_of(columns), None
+        if self.step.tools is not None:
+            tools = self.context.value("tools", self.step.tools, self.context.names(columns))
         if self.step.complete:
             if not isinstance(prompt, str):
                 raise ValueError(f"steps.{self.context.name}.complete: {key}: expected a text, not messages")
@@ -247,12 +231,6 @@ class Asking:
             system, messages = f"{system}\n\n{messages[0].get('content')}", messages[1:]
         return [{"role": "system", "content": system}, *messages]
 
-    def _tools(self, row: Row) -> Any:
-        assert isinstance(self.step, Ask)
-        if self.step.tools is None:
-            return None
-        return self.context.value("tools", self.step.tools, self.context.names(row))
-
     def _task(self, row: Row) -> Task:
         assert isinstance(self.step, Converse)
         names = ("prompt", "reference", "tools")
@@ -276,7 +254,7 @@ class Asking:
         """Rows with their answers, in the order of the input rows.
 
         Args:
-            answers: return value of `answered`.
+            answers: return value of `ask`; None if no row needs a request.
 
         Raises:
             Fooled: the judge accepted too many canaries.
@@ -386,10 +364,3 @@ def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str,
             answers[failure["key"]].append(failure)
         for key in keys:
             yield key, sorted(answers[key], key=lambda answer: answer["sample"])
-
-
-def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:
-    """Answers of a step, from this worker and others; None if no row needs a request."""
-    with only_run_in(asking.context.folder / OWN, "output", wait=A_DAY):
-        asked = asking.prepare(identity)
-    return None if asked is None else asyncio.run(asking.ask(asked))

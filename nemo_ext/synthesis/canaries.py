@@ -24,10 +24,7 @@ def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
     """Canaries of a step, with the user's share in place of the recipe's; None for none."""
     if step.canaries is None or work.canaries == 0:
         return None
-    if work.canaries is None:
-        return step.canaries
-    canaries = step.canaries
-    return replace(canaries, share=work.canaries)
+    return step.canaries if work.canaries is None else replace(step.canaries, share=work.canaries)
 
 
 def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:

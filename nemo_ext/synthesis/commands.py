@@ -33,10 +33,7 @@ SYNTHESIZE = asking(
     run="nemo_ext.synthesis.job:run",
     check=reads("nemo_ext.synthesis.job:check"),
     grammar=Grammar(
-        settings=(
-            "nemo_ext.synthesis.settings:Settings",
-            {"roles": {"*": "nemo_ext.synthesis.settings:Role"}},
-        ),
+        settings=("nemo_ext.synthesis.settings:Settings", {"roles": {"*": "nemo_ext.synthesis.settings:Role"}}),
         aliases={"model": "served"},
         groups={"recipe": "synthesize"},
         literal=literal,

@@ -90,14 +90,15 @@ class Conversing(Client):
             text = said(response.answer or "", response.reasoning, ()).response.answer
             return None if not text or step.user.end in text else text
 
-        playing = Playing(episodes=self._episodes(task.environment), answer=answer)
         if step.user is not None:
             opening = await user([])
             if opening is None:
                 why = problems[0] if problems else "user: ended the conversation before its first message"
                 return Answer(key=request.key, sample=request.sample, problem=why)
             first = [*first[:-1], {"role": "user", "content": opening}]
-            playing = Playing(episodes=playing.episodes, answer=answer, user=user)
+            playing = Playing(
+                episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
+            )
         play = await playing.play(task, first)
         last, verdict = play.answers[-1], play.verdict
         problem = last.problem or next(iter(problems), "")

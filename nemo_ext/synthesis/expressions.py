@@ -203,22 +203,8 @@ TEMPLATES = Templates(
     filters={
         function.__name__: function
         for function in (
-            *(
-                tagged,
-                all_tagged,
-                number,
-                json_of,
-                code,
-                parses,
-                final,
-                in_box,
-                words,
-                mean,
-                majority,
-                overlap,
-                language,
-            ),
-            *(shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
+            *(tagged, all_tagged, number, json_of, code, parses, final, in_box, words, mean, majority, overlap),
+            *(language, shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
         )
     }
 )

@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -14,9 +13,8 @@ from typing import Any
 
 from nemo_ext import __version__
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import A_DAY
+from nemo_ext.generate.batch import A_DAY, fail
 from nemo_ext.generate.work import TooManyDead
-from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in
 from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice
@@ -27,24 +25,15 @@ from nemo_ext.serving.meanwhile import endpoint_of
 from nemo_ext.serving.model import check as check_model
 from nemo_ext.serving.settings import ServingSettings
 from nemo_ext.synthesis import outputs, plain, report
-from nemo_ext.synthesis.asking import Asking, answered
+from nemo_ext.synthesis.asking import Asking
 from nemo_ext.synthesis.canaries import Fooled
 from nemo_ext.synthesis.context import Context, Counts
-from nemo_ext.synthesis.rows import FirstRows, Row, RowFile, files_of, read_input, written
-from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Screen, Settings, Step, Verify, WorkSettings
+from nemo_ext.synthesis.rows import FirstRows, RowFile, files_of, read_first, read_input, written
+from nemo_ext.synthesis.settings import Ask, Converse, Recipe, Role, Screen, Settings, Step, Verify, WorkSettings
 from nemo_ext.synthesis.verifying import Verifying
 
 _DONE, _ROWS, _STEPS = "done.json", "rows.jsonl", "steps"
 _TRIED = 50
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """Endpoint of a role, as arguments of `Client`."""
-
-    endpoint: str
-    model: str | None
-    key_variable: str | None
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -64,15 +53,15 @@ def run(config: Mapping[str, Any]) -> None:
         with _places(config, settings, recipe, folder) as places:
             _Run(settings=settings, recipe=recipe, work=work, folder=folder, places=places).run()
     except TooManyDead as error:
-        _fail(
+        fail(
             f"{folder}: more than synthesize.max_dead={work.max_dead:g} of a step's answers failed ({error}); "
             "steps/*/answers-*/dead has the reasons: fix the cause and set synthesize.retry_dead=true, or raise "
             "synthesize.max_dead"
         )
     except EndpointGone as error:
-        _fail(f"{error}; the same command resumes")
+        fail(f"{error}; the same command resumes")
     except Fooled as error:
-        _fail(str(error))
+        fail(str(error))
 
 
 def check(config: Mapping[str, Any]) -> None:
@@ -134,14 +123,10 @@ def _check_environment(where: str, step: Verify | Converse) -> None:
 
 
 @contextmanager
-def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, _Place]]:
+def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folder: Path) -> Iterator[dict[str, Role]]:
     """Context with the endpoint of each role; a folder in `model` is served within it."""
     roles = {role: recipe.place(role) for role in recipe.asked()}
-    places = {
-        name: _Place(endpoint=role.endpoint, model=role.model, key_variable=role.key_variable)
-        for name, role in roles.items()
-        if role.endpoint is not None
-    }
+    places = {name: role for name, role in roles.items() if role.endpoint is not None}
     if len(places) == len(roles):
         yield places
         return
@@ -149,13 +134,8 @@ def _places(config: Mapping[str, Any], settings: Settings, recipe: Recipe, folde
         for name, role in roles.items():
             if name not in places:
                 variable = role.key_variable or settings.key_variable
-                places[name] = _Place(endpoint=endpoint, model=role.model or model, key_variable=variable)
+                places[name] = Role(endpoint=endpoint, model=role.model or model, key_variable=variable)
         yield places
-
-
-def _fail(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(FAILED)
 
 
 @dataclass(kw_only=True)
@@ -172,7 +152,7 @@ class _Run:
     recipe: Recipe
     work: WorkSettings
     folder: Path
-    places: Mapping[str, _Place]
+    places: Mapping[str, Role]
     _models: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def run(self) -> None:
@@ -189,7 +169,7 @@ class _Run:
                     for reason, count in counts.dropped.most_common(4)
                 )
                 why = dropped or f"the step makes none from its {counts.rows:,} input rows"
-                _fail(f"steps.{name}: no rows remain: {why} (details: {rows.path.parent / _DONE})")
+                fail(f"steps.{name}: no rows remain: {why} (details: {rows.path.parent / _DONE})")
         with only_run_in(self.folder / OWN, "output", wait=A_DAY):
             self._write(finished, read)
 
@@ -201,7 +181,7 @@ class _Run:
 
     def _client(self, role: str) -> Client:
         place = self.places[role]
-        return Client(place.endpoint, self.work.client, model=place.model, key_variable=place.key_variable)
+        return Client(str(place.endpoint), self.work.client, model=place.model, key_variable=place.key_variable)
 
     def _input(self) -> tuple[RowFile, str, dict[str, int]]:
         """Rows of the input, their digest, and their numbers."""
@@ -234,7 +214,9 @@ class _Run:
             if isinstance(step, Ask | Converse):
                 clients = {role: self._client(role) for role in step.roles()}
                 asking = Asking(step=step, context=context, clients=clients, work=self.work, models=self._models)
-                answers = answered(asking, identity)
+                with only_run_in(folder / OWN, "output", wait=A_DAY):
+                    asked = asking.prepare(identity)
+                answers = None if asked is None else asyncio.run(asking.ask(asked))
             with only_run_in(folder / OWN, "output", wait=A_DAY):
                 done = self._done(record, identity)  # another worker may have finished the step
                 if done is None or again:
@@ -244,18 +226,15 @@ class _Run:
                         verifying = Verifying(step=step, context=context, judge=self._judge(step), work=self.work)
                         new_rows = verifying.rows(identity)
                     else:
-                        new_rows = plain.made(step, context)
+                        new_rows = plain.run_step(step, context)
                     record.unlink(missing_ok=True)
-                    done = self._store(new_rows, context, file.path), _hash(file.path)
+                    with written(file.path) as write:
+                        for row in new_rows:
+                            write(row)
+                            context.counts.made += 1
+                    done = context.counts, _hash(file.path)
                     note(record, {"identity": identity, "counts": done[0].record(), "rows": done[1]})
         return file, done[1], done[0]
-
-    def _store(self, rows: Iterator[Row], context: Context, path: Path) -> Counts:
-        with written(path) as write:
-            for row in rows:
-                write(row)
-                context.counts.made += 1
-        return context.counts
 
     def _done(self, record: Path, identity: str) -> tuple[Counts, str] | None:
         """Counts of a finished step and the digest of its rows; None if the step must be run."""
@@ -308,7 +287,7 @@ def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None
     Raises:
         ValueError: an expression fails, or there are no rows.
     """
-    rows: RowFile = FirstRows(settings.input, _TRIED)
+    rows: RowFile = FirstRows(read_first(settings.input, _TRIED))
     for name, step in recipe.steps.items():
         context = Context(name=name, folder=Path(), rows=rows, seed=settings.seed)
         if isinstance(step, Ask):
@@ -319,9 +298,7 @@ def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None
             continue  # the step applies to none of these rows
         if isinstance(step, Verify | Converse):
             return None
-        first_rows = FirstRows.__new__(FirstRows)
-        first_rows.rows = list(plain.made(step, context))
-        rows = first_rows
+        rows = FirstRows(list(plain.run_step(step, context)))
     return None
 
 

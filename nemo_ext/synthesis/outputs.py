@@ -1,13 +1,14 @@
 """Output files: records made from a step's rows, validated for the job that reads them."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import to_sample
 from nemo_ext.data.preference.records import RecordKeys, to_group
 from nemo_ext.job.made_of import digest
-from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.environments import make
 from nemo_ext.rl.task import Task
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.expressions import TEMPLATES, words
@@ -30,7 +31,7 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
     Raises:
         ValueError: an expression fails, or all records are invalid.
     """
-    check, seen, first_error, size = _checker(settings.kind), set[str](), "", 0
+    check, seen, first_error, size = _CHECKS[settings.kind], set[str](), "", 0
     with written(path) as put:
         for row in context.each():
             names = context.names(row)
@@ -72,25 +73,10 @@ def _words(value: Any) -> int:
     return words(value) if isinstance(value, str) else 0
 
 
-def _checker(kind: OutputKind) -> Callable[[Row], None]:
-    checkers: Mapping[OutputKind, Callable[[Row], None]] = {
-        "conversations": _conversation,
-        "generations": _generations,
-        "tasks": _Tasks(),
-        "documents": _document,
-        "prompts": _prompt,
-    }
-    return checkers[kind]
-
-
 def _conversation(record: Row) -> None:
     sample = to_sample(record, id=str(record.get(ID, "")))
     if not any(message.role == "assistant" for message in sample.messages):
         raise ValueError("expected a message with the role assistant")
-
-
-def _generations(record: Row) -> None:
-    to_group(record, RecordKeys(), pairs="chosen" in record)
 
 
 def _document(record: Row) -> None:
@@ -103,14 +89,16 @@ def _prompt(record: Row) -> None:
         raise ValueError("question: expected a non-empty text")
 
 
-class _Tasks:
-    """Check of tasks by their environments."""
+def _task(record: Row) -> None:
+    task = Task.of(record)
+    _environment(task.environment).check(task.reference)
 
-    def __init__(self) -> None:
-        self._known: dict[str, Environment] = {}
 
-    def __call__(self, record: Row) -> None:
-        task = Task.of(record)
-        if task.environment not in self._known:
-            self._known[task.environment] = make(task.environment)
-        self._known[task.environment].check(task.reference)
+_environment = cache(make)
+_CHECKS: Mapping[OutputKind, Callable[[Row], object]] = {
+    "conversations": _conversation,
+    "generations": lambda record: to_group(record, RecordKeys(), pairs="chosen" in record),
+    "tasks": _task,
+    "documents": _document,
+    "prompts": _prompt,
+}

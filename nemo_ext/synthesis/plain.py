@@ -1,7 +1,7 @@
 """Steps without models: new columns, filters, expansion, groups, draws and deduplication."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,28 +20,22 @@ from nemo_ext.synthesis.settings import Draw, Expand, Group, Keep, Screen, Set, 
 _AT_ONCE = 500
 
 
-def made(step: Step, context: Context) -> Iterator[Row]:
+def run_step(step: Step, context: Context) -> Iterator[Row]:
     """Run a step; yields its output rows.
 
     Raises:
         ValueError: an expression fails or has an invalid value; the message has the step, the key and the row.
     """
-    match step:
-        case Set():
-            return _set(step, context)
-        case Keep():
-            return _keep(step, context)
-        case Expand():
-            return _expand(step, context)
-        case Group():
-            return _group(step, context)
-        case Draw():
-            return _draw(step, context)
-        case Unique():
-            return _unique(step, context)
-        case Screen():
-            return _screen(step, context)
-    raise AssertionError(step)
+    runs: Mapping[type[Step], Callable[[Any, Context], Iterator[Row]]] = {
+        Set: _set,
+        Keep: _keep,
+        Expand: _expand,
+        Group: _group,
+        Draw: _draw,
+        Unique: _unique,
+        Screen: _screen,
+    }
+    return runs[type(step)](step, context)
 
 
 def _set(step: Set, context: Context) -> Iterator[Row]:
@@ -168,10 +162,7 @@ def _screen(step: Screen, context: Context) -> Iterator[Row]:
         else:
             try:
                 sample = to_sample(
-                    {"messages": messages, "tools": tools},
-                    id=str(row[ID]),
-                    format="openai",
-                    language=code or "",
+                    {"messages": messages, "tools": tools}, id=str(row[ID]), format="openai", language=code or ""
                 )
             except FormatError as error:
                 context.drop(row, "no conversation", str(error))

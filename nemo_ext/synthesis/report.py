@@ -43,20 +43,6 @@ def write(
         "outputs": {name: counts.record() for name, counts in outputs.items()},
     }
     write_text(folder / DATA, json.dumps(data, indent=1, default=str) + "\n")
-    front = [f"license: {about['license'] or 'other'}", "tags: [synthetic]", "configs:"]
-    front += [f"- {{config_name: {name}, data_files: {name}.jsonl}}" for name in outputs]
-    card = _card(folder, recipe, about, models, steps, outputs)
-    card.write(folder / CARD, after="\n".join(["---", *front, "---", ""]))
-
-
-def _card(
-    folder: Path,
-    recipe: Recipe,
-    about: Mapping[str, Any],
-    models: Mapping[str, Mapping[str, Any]],
-    steps: Mapping[str, Counts],
-    outputs: Mapping[str, Counts],
-) -> Report:
     made_by = f"Made by `nemo-ext synthesize recipe={recipe.name}`" + (f": {recipe.about}" if recipe.about else "")
     card = Report(folder.name, made_by)
     if about["license"] is None:
@@ -97,7 +83,10 @@ def _card(
             share = f"({count / total:.1%})" if 0 < count <= total else ""
             shown = "; ".join(counts.examples.get(reason, [])[:_SHOWN])
             lines.append(f"- {name}, {reason}: {count:,} {share}: {shown}")
-    return card.section("Dropped rows").add("\n".join(lines))
+    card.section("Dropped rows").add("\n".join(lines))
+    front = [f"license: {about['license'] or 'other'}", "tags: [synthetic]", "configs:"]
+    front += [f"- {{config_name: {name}, data_files: {name}.jsonl}}" for name in outputs]
+    card.write(folder / CARD, after="\n".join(["---", *front, "---", ""]))
 
 
 def _models(card: Report, models: Mapping[str, Mapping[str, Any]], recipe: Recipe, steps: Mapping[str, Counts]) -> None:

@@ -93,14 +93,19 @@ def source_of(name: str, step: str) -> str:
     return before if made else name
 
 
-class FirstRows(RowFile):
-    """The first rows of the input, held in memory."""
+def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
+    """Up to `count` rows from the beginning of the input; raises ValueError if there are none."""
+    rows = Rows.from_paths(paths, None).first(count)
+    if not rows:
+        raise ValueError(f"input={', '.join(paths)}: has no rows")
+    return [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows)]
 
-    def __init__(self, paths: tuple[str, ...], count: int) -> None:
-        rows = Rows.from_paths(paths, None)
-        self.rows = [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows.first(count))]
-        if not self.rows:
-            raise ValueError(f"input={', '.join(paths)}: has no rows")
+
+class FirstRows(RowFile):
+    """Some of the rows, held in memory."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
 
     def __iter__(self) -> Iterator[Row]:
         yield from map(dict, self.rows)

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import BatchSettings, Sampling
@@ -64,6 +63,7 @@ class Canaries:
     """
 
     LEAST: ClassVar[int] = 20
+    VALUES: ClassVar[tuple[str, ...]] = ("canaries.columns", "canaries.fooled", "canaries.when")
 
     columns: Named
     fooled: Expression
@@ -71,37 +71,26 @@ class Canaries:
     share: Share = 0.02
     most: Share = 0.2
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        """Pairs of key and expression."""
-        yield from _named(**{"canaries.columns": self.columns})
-        yield "canaries.fooled", self.fooled
-        if self.when is not None:
-            yield "canaries.when", self.when
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Step:
     """A step of a recipe.
+
+    `TEXTS`, `VALUES` and `ROLES` are the keys with templates, with expressions, and with roles that get requests.
 
     Attributes:
         when: condition for applying the step to a row; other rows pass unchanged. None for all rows.
     """
 
     kind: ClassVar[str]
+    TEXTS: ClassVar[tuple[str, ...]] = ()
+    VALUES: ClassVar[tuple[str, ...]] = ()
+    ROLES: ClassVar[tuple[str, ...]] = ()
     when: Expression | None = None
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Pairs of key and template."""
-        yield from ()
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        """Pairs of key and expression."""
-        if self.when is not None:
-            yield "when", self.when
 
     def roles(self) -> Iterator[str]:
         """Roles that the step sends requests to."""
-        yield from ()
+        return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
         """Names of the columns that the step sets."""
@@ -111,7 +100,7 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Ask(Step):
+class Ask(Step, Sampling):
     """Step that requests answers of a model to each row.
 
     Attributes:
@@ -131,7 +120,10 @@ class Ask(Step):
         canaries: see `Canaries`.
     """
 
-    kind: ClassVar[str] = "ask"
+    kind = "ask"
+    TEXTS = ("prompt", "system")
+    VALUES = ("when", "messages", "tools", "thinking", "columns", "require", *Canaries.VALUES)
+    ROLES = ("role",)
     role: str = "teacher"
     prompt: str | None = None
     messages: Expression | None = None
@@ -140,11 +132,6 @@ class Ask(Step):
     thinking: Expression | None = None
     complete: bool = False
     samples: Count | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    max_tokens: Count | None = None
-    stop: str | tuple[str, ...] | None = None
-    extra: Mapping[str, JsonValue] = Field(default_factory=dict)
     columns: Named = Field(default_factory=lambda: {"answer": "answer", "reasoning": "reasoning", "tokens": "tokens"})
     require: Reasons = Field(default_factory=dict)
     truncated: bool = False
@@ -152,29 +139,11 @@ class Ask(Step):
     canaries: Canaries | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("set exactly one of prompt (a template) and messages (an expression)")
         if self.complete and self.thinking is not None:
             raise ValueError("thinking requires a chat template, which complete=true does not use: remove one of them")
-        self.sampling.body()
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of the requests."""
-        return Sampling(**{setting.name: getattr(self, setting.name) for setting in fields(Sampling)})
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield from _given(self, "prompt", "system")
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "messages", "tools", "thinking")
-        yield from _named(columns=self.columns, require=self.require)
-        if self.canaries is not None:
-            yield from self.canaries.values()
-
-    def roles(self) -> Iterator[str]:
-        yield self.role
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -195,7 +164,7 @@ class User:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Converse(Step):
+class Converse(Step, Sampling):
     """Step that holds conversations with an environment's tools (`nemo_ext.rl.worlds`), verified by its final database.
 
     A row is a task with prompt, tools and reference; adds `messages`, `correct`, `score`, `why`, `tokens`, `samples`.
@@ -210,36 +179,16 @@ class Converse(Step):
         temperature, top_p, max_tokens, stop, extra: see `Ask`.
     """
 
-    kind: ClassVar[str] = "converse"
+    kind = "converse"
+    TEXTS = ("user.system",)
+    VALUES = ("when", "thinking")
+    ROLES = ("role", "user.role")
     environment: str | None = None
     settings: Mapping[str, Any] = Field(default_factory=dict)
     role: str = "teacher"
     samples: Count = 1
     user: User | None = None
     thinking: Expression | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    max_tokens: Count | None = None
-    stop: str | tuple[str, ...] | None = None
-    extra: Mapping[str, JsonValue] = Field(default_factory=dict)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling parameters of the requests."""
-        return Sampling(**{setting.name: getattr(self, setting.name) for setting in fields(Sampling)})
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        if self.user is not None:
-            yield "user.system", self.user.system
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "thinking")
-
-    def roles(self) -> Iterator[str]:
-        yield self.role
-        if self.user is not None:
-            yield self.user.role
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -256,7 +205,9 @@ class Verify(Step):
         canaries: see `Canaries`.
     """
 
-    kind: ClassVar[str] = "verify"
+    kind = "verify"
+    VALUES = ("when", "answer", "reasoning", "tool_calls", "tools", "reference", *Canaries.VALUES)
+    ROLES = ("judge",)
     environment: str | None = None
     reference: Named | None = None
     answer: Expression = "answer"
@@ -267,44 +218,25 @@ class Verify(Step):
     judge: str | None = None
     canaries: Canaries | None = None
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from ((key, getattr(self, key)) for key in ("answer", "reasoning", "tool_calls", "tools"))
-        yield from _named(reference=self.reference or {})
-        if self.canaries is not None:
-            yield from self.canaries.values()
-
-    def roles(self) -> Iterator[str]:
-        if self.judge is not None:
-            yield self.judge
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Set(Step):
     """Step that sets columns from expressions (`columns`) or templates; later ones may refer to earlier ones."""
 
-    kind: ClassVar[str] = "set"
+    kind = "set"
+    TEXTS = ("templates",)
+    VALUES = ("when", "columns")
     columns: Named = Field(default_factory=dict)
     templates: Named = Field(default_factory=dict)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield from _named(templates=self.templates)
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _named(columns=self.columns)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Keep(Step):
     """Step that keeps the rows that satisfy all conditions in `require`."""
 
-    kind: ClassVar[str] = "keep"
+    kind = "keep"
+    VALUES = ("when", "require")
     require: Reasons
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _named(require=self.require)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -314,12 +246,9 @@ class Expand(Step):
     Adds `part`, the number of the entry from 0, and `parts`, the number of entries.
     """
 
-    kind: ClassVar[str] = "expand"
+    kind = "expand"
+    VALUES = ("when", "rows")
     rows: Expression
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "rows", self.rows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -336,7 +265,8 @@ class Group(Step):
         into: `rows` yields the kept rows, `one` a single row with the columns of the first one and the new columns.
     """
 
-    kind: ClassVar[str] = "group"
+    kind = "group"
+    VALUES = ("columns", "require", "where", "order")
     by: str
     columns: Named = Field(default_factory=dict)
     require: Reasons = Field(default_factory=dict)
@@ -349,10 +279,6 @@ class Group(Step):
         if self.when is not None:
             raise ValueError("when: not supported by kind=group: use where")
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from _named(columns=self.columns, require=self.require)
-        yield from _given(self, "where", "order")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Draw(Step):
@@ -364,14 +290,11 @@ class Draw(Step):
         value: expression over each drawn row.
     """
 
-    kind: ClassVar[str] = "draw"
+    kind = "draw"
+    VALUES = ("when", "value")
     column: str
     value: Expression
     count: Count = 1
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "value", self.value
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -383,13 +306,10 @@ class Unique(Step):
         near: minimum Jaccard similarity of word 5-grams for near duplicates; None removes only exact duplicates.
     """
 
-    kind: ClassVar[str] = "unique"
+    kind = "unique"
+    VALUES = ("when", "text")
     text: Expression
     near: Annotated[float, Field(gt=0, le=1)] | None = 0.8
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "text", self.text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -403,15 +323,12 @@ class Screen(Step):
         tools: expression for the declared tools.
     """
 
-    kind: ClassVar[str] = "screen"
+    kind = "screen"
+    VALUES = ("when", "messages", "language", "tools")
     messages: Expression
     filters: Mapping[str, Any]
     language: Expression | None = None
     tools: Expression | None = None
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "messages", "language", "tools")
 
 
 KINDS: Mapping[str, type[Step]] = {
@@ -441,11 +358,6 @@ class OutputSettings:
     where: Expression | None = None
     once: Expression | None = None
     pairing: Literal["judged", "pairs", "safety", "tool_hallucination"] = "judged"
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        """Pairs of key and expression."""
-        yield from _named(record=self.record)
-        yield from _given(self, "where", "once")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -538,7 +450,10 @@ class Recipe:
         multiply = list[str]()
         for name, role in self.roles.items():
             if role.like is not None and (role.like not in self.roles or self.roles[role.like].like is not None):
-                raise ValueError(f"roles.{name}.like={role.like}: {nearest(role.like, set(self.roles) - {name})}")
+                others = set(self.roles) - {name}
+                raise ValueError(
+                    f"roles.{name}.like={role.like}: not another role without `like`: {nearest(role.like, others)}"
+                )
         for name, step in self.steps.items():
             where = f"steps.{name}"
             _check_name(where, name)
@@ -552,9 +467,9 @@ class Recipe:
                 raise ValueError(
                     f"{where}.by={step.by}: requires an earlier step that makes several rows of one: {known}"
                 )
-            for key, text in step.texts():
+            for key, text in _entries(step, step.TEXTS):
                 TEMPLATES.check(f"{where}.{key}", text=text)
-            for key, value in step.values():
+            for key, value in _entries(step, step.VALUES):
                 TEMPLATES.check(f"{where}.{key}", value=value)
             if isinstance(step, Expand | Converse) or (isinstance(step, Ask) and step.samples is not None):
                 multiply.append(name)
@@ -562,7 +477,7 @@ class Recipe:
             _check_name(f"outputs.{name}", name)
             if output.of is not None and output.of not in self.steps:
                 raise ValueError(f"outputs.{name}.of={output.of}: unknown step: {nearest(output.of, self.steps)}")
-            for key, value in output.values():
+            for key, value in _entries(output, ("record", "where", "once")):
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
@@ -589,17 +504,20 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
         raise ValueError(f"steps.{name}={section!r}: expected a section with keys")
     own = dict(section)
     if "kind" not in own:
-        raise ValueError(f"steps.{name}: unknown step ({nearest(name, known)}); a new step requires kind")
+        raise ValueError(f"steps.{name}: unknown step, and a new step requires kind: {nearest(name, known)}")
     kind = own.pop("kind")
     if kind not in KINDS:
         raise ValueError(f"steps.{name}.kind={kind}: {nearest(str(kind), KINDS)}")
     return checked(KINDS[kind], own, where=f"steps.{name}")
 
 
-def _given(section: Any, *keys: str) -> Iterator[tuple[str, str]]:
-    yield from ((key, text) for key in keys if (text := getattr(section, key)) is not None)
-
-
-def _named(**sections: Named) -> Iterator[tuple[str, str]]:
-    for key, section in sections.items():
-        yield from ((f"{key}.{name}", text) for name, text in section.items())
+def _entries(section: Any, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of key and text of the keys that are set; a key may have dots, and a mapping has a pair for each name."""
+    for key in keys:
+        value = section
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", text) for name, text in value.items())
+        elif value is not None:
+            yield key, value

@@ -100,10 +100,7 @@ class Verifying:
         """Get the missing verdicts."""
         canaries, running = canaries_of(self.step, self.work), set[asyncio.Task[dict[str, Any]]]()
         total = len(self.context.rows)
-        with (
-            open(journal, "ab") as file,
-            progress_of(f"{self.context.name}:", total, unit="verdicts") as advance,
-        ):
+        with open(journal, "ab") as file, progress_of(f"{self.context.name}:", total, unit="verdicts") as advance:
 
             async def wait_until(most: int) -> None:
                 nonlocal running
@@ -123,14 +120,15 @@ class Verifying:
                 for row, applies, _ in with_canaries(self.context, canaries, self.step.when):
                     if applies and row[ID] not in known:
                         await wait_until(_AT_ONCE - 1)
-                        running.add(asyncio.create_task(self._judged(row)))
+                        running.add(asyncio.create_task(self._entry(row)))
                 await wait_until(0)
             finally:
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    async def _judged(self, row: Row) -> dict[str, Any]:
+    async def _entry(self, row: Row) -> dict[str, Any]:
+        """Journal entry with the verdict on a row."""
         verdict = await self._verdict(row)
         return {
             ID: row[ID],

@@ -415,10 +415,7 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
         (["generate.messages=questions"], "did you mean 'question'"),
         ([TEMPLATE, "generate.max_dead=2"], "generate.max_dead=2"),
         ([TEMPLATE, "generate.concurrency=0"], "generate.concurrency=0"),
-        (
-            [TEMPLATE, "generate.attemps=3"],
-            "generate has no such key; `nemo-ext generate --help` lists its keys: did",
-        ),
+        ([TEMPLATE, "generate.attemps=3"], "generate has no such key; `nemo-ext generate --help` lists its keys: did"),
         ([TEMPLATE, "generate.max_token=3"], "did you mean 'max_tokens'?"),
         ([TEMPLATE, "serving.max_lenght=3"], "did you mean 'max_length'?"),
         ([TEMPLATE, "+generate.max_token=3"], "unknown key 'generate.max_token': did you mean 'max_tokens'?"),

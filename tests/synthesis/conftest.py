@@ -51,11 +51,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def synthesize(
-    tmp_path: Path,
-    command: Callable[..., Any],
-    kept_workers: None,
-) -> Callable[..., tuple[int, str]]:
+def synthesize(tmp_path: Path, command: Callable[..., Any], kept_workers: None) -> Callable[..., tuple[int, str]]:
     """`nemo-ext synthesize` in this process; returns its exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
