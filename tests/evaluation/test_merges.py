@@ -16,6 +16,8 @@ from nemo_ext.evaluation import job, merges
 from nemo_ext.evaluation.merges import Candidate, check, choose, objectives
 from nemo_ext.job.config import compose
 
+Sweep = Callable[..., list[str]]
+
 KNOWN = {"a": (0.1, 1.0), "t0.25": (0.0, 0.2), "t0.5": (0.9, 0.9), "b": (1.0, 0.0)}
 """Shares of the first and the second benchmark that each model knows."""
 
@@ -69,9 +71,7 @@ def sweep(
 
 
 @pytest.mark.slow
-def test_averages_are_evaluated_and_the_best_of_the_front_is_chosen(
-    sweep: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_averages_are_evaluated_and_the_best_of_the_front_is_chosen(sweep: Sweep, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert sweep() == ["a", "t0.25", "t0.5", "b"]
 
@@ -148,7 +148,7 @@ def test_an_objective_is_the_mean_of_its_benchmarks_and_bits_are_negated() -> No
         ),
     ],
 )
-def test_invalid_settings_are_reported(sweep: Callable[..., list[str]], words: str, said: str) -> None:
+def test_invalid_settings_are_reported(sweep: Sweep, words: str, said: str) -> None:
     with pytest.raises(ValueError, match=r".") as told:
         sweep(*words.split("; "))
 

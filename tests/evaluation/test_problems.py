@@ -11,6 +11,8 @@ from nemo_ext.data.text.user_files import pyarrow_module
 from nemo_ext.evaluation.benchmark import Benchmark, names, read_benchmark, read_suite
 from nemo_ext.evaluation.problems import Missing, problems
 
+Folder = Callable[..., Path]
+
 ROWS = [
     {"id": n, "question": f"Which is {n}?", "options": [str(n), str(n + 1)], "right": n % 2, "subject": "ab"[n % 2]}
     for n in range(10)
@@ -36,7 +38,7 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_rows_become_contexts_with_choices(folder: Callable[..., Path]) -> None:
+def test_rows_become_contexts_with_choices(folder: Folder) -> None:
     found = {each.id: each for each in problems(Benchmark(**CHOICE), folder(), seed=1)}
 
     assert len(found) == 10
@@ -45,7 +47,7 @@ def test_rows_become_contexts_with_choices(folder: Callable[..., Path]) -> None:
     assert (three.choices, three.gold, three.domain) == ((" 3", " 4"), 1, "b")
 
 
-def test_shots_are_of_the_same_domain_and_never_the_question(folder: Callable[..., Path]) -> None:
+def test_shots_are_of_the_same_domain_and_never_the_question(folder: Folder) -> None:
     for problem in problems(Benchmark(**CHOICE, shots=4), folder(), seed=1):
         *shots, question = str(problem.prompts["default"]).split("\n\n")
         assert question == f"Which is {problem.id}?\nAnswer:"
@@ -56,7 +58,7 @@ def test_shots_are_of_the_same_domain_and_never_the_question(folder: Callable[..
         assert all(shot.endswith(f" {int(shot.split('?')[0][9:]) + int(problem.id) % 2}") for shot in shots)
 
 
-def test_shots_of_a_file_come_in_its_order(folder: Callable[..., Path]) -> None:
+def test_shots_of_a_file_come_in_its_order(folder: Folder) -> None:
     folder([{**row, "subject": "a"} for row in ROWS[:2]], "dev.jsonl")
     rows = [{**row, "subject": "a"} for row in ROWS[5:]]
     found = problems(Benchmark(**CHOICE, shots=2, shots_data=["dev.jsonl"]), folder(rows), seed=1)
@@ -64,12 +66,12 @@ def test_shots_of_a_file_come_in_its_order(folder: Callable[..., Path]) -> None:
     assert str(found[0].prompts["default"]).startswith("Which is 0?\nAnswer: 0\n\nWhich is 1?\nAnswer: 2\n\nWhich")
 
 
-def test_too_few_shots_are_reported(folder: Callable[..., Path]) -> None:
+def test_too_few_shots_are_reported(folder: Folder) -> None:
     with pytest.raises(ValueError, match="shots=5: only 4 examples of"):
         problems(Benchmark(**CHOICE, shots=5), folder(), seed=1)
 
 
-def test_the_first_pattern_with_files_counts(folder: Callable[..., Path]) -> None:
+def test_the_first_pattern_with_files_counts(folder: Folder) -> None:
     folder(ROWS[:3], "other.jsonl")
 
     found = problems(Benchmark(**CHOICE | {"data": ["none/*", "other.jsonl", "which.jsonl"]}), folder(), seed=1)
@@ -77,7 +79,7 @@ def test_the_first_pattern_with_files_counts(folder: Callable[..., Path]) -> Non
     assert len(found) == 3
 
 
-def test_parquet_and_datasets_are_the_same_rows(folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_parquet_and_datasets_are_the_same_rows(folder: Folder, tmp_path: Path) -> None:
     pyarrow = pyarrow_module()
     table = pyarrow.Table.from_pylist(ROWS)
     pyarrow.parquet.write_table(table, tmp_path / "which.parquet")
@@ -93,7 +95,7 @@ def test_parquet_and_datasets_are_the_same_rows(folder: Callable[..., Path], tmp
         assert problems(Benchmark(**CHOICE | {"data": [data]}), tmp_path, seed=1) == expected
 
 
-def test_rows_twice_are_one_problem_and_a_name_twice_an_error(folder: Callable[..., Path]) -> None:
+def test_rows_twice_are_one_problem_and_a_name_twice_an_error(folder: Folder) -> None:
     assert len(problems(Benchmark(**CHOICE), folder([*ROWS, ROWS[0]]), seed=1)) == 10
     with pytest.raises(ValueError, match=r"which.jsonl:11: .*has the same id '0' as .*which.jsonl:1"):
         problems(Benchmark(**CHOICE), folder([*ROWS, {**ROWS[0], "right": 1}]), seed=1)
@@ -118,7 +120,7 @@ def test_missing_data_is_reported_with_its_source(tmp_path: Path) -> None:
         ({"prompt": "{{ [records] | lettered('{1.__globals__}. {}') }}"}, "prompt.default"),
     ],
 )
-def test_an_invalid_expression_is_reported_and_runs_no_code(folder: Callable[..., Path], keys: Any, said: str) -> None:
+def test_an_invalid_expression_is_reported_and_runs_no_code(folder: Folder, keys: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         problems(Benchmark(**CHOICE | keys), folder(), seed=1)
 
@@ -143,7 +145,7 @@ def test_incompatible_keys_are_refused(keys: dict[str, Any], said: str, tmp_path
         problems(Benchmark(name="b", **keys), tmp_path, seed=1)
 
 
-def test_lists_of_filters_and_the_files_name_are_values(folder: Callable[..., Path]) -> None:
+def test_lists_of_filters_and_the_files_name_are_values(folder: Folder) -> None:
     keys = {"choices": "options | map('upper')", "domain": "file.removesuffix('.jsonl')", "where": "id in [3]"}
     (found,) = problems(Benchmark(**CHOICE | keys), folder(), seed=1)
 

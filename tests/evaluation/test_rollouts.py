@@ -13,6 +13,7 @@ from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.arithmetic import solution
 
 TASKS = list(generate("arithmetic", 24, seed=1))
+Rollouts = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Rollouts, tmp_path: Path) -> None:
     code, said = rollouts("rollouts.samples=4")
 
     assert code == 0, said
@@ -69,9 +70,7 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tup
     assert set(drawn) <= {task.id for task in TASKS[12:]}
 
 
-def test_a_task_is_requested_in_its_mode(
-    rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path
-) -> None:
+def test_a_task_is_requested_in_its_mode(rollouts: Rollouts, endpoint: Any, tmp_path: Path) -> None:
     modes = (True, False, None)
     tasks = [replace(task, thinking=mode) for task, mode in zip(TASKS, modes, strict=False)]
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in tasks))
@@ -89,7 +88,7 @@ def test_a_task_is_requested_in_its_mode(
     assert asked == {task.prompt[0].content: mode for task, mode in zip(tasks, wanted, strict=True)}
 
 
-def test_more_samples_add_to_the_store(rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path) -> None:
+def test_more_samples_add_to_the_store(rollouts: Rollouts, endpoint: Any, tmp_path: Path) -> None:
     rollouts("rollouts.samples=2")
     two = lines(tmp_path / "run")
     rollouts("rollouts.samples=3")
@@ -99,7 +98,7 @@ def test_more_samples_add_to_the_store(rollouts: Callable[..., tuple[int, str]],
 
 
 def test_task_paths_are_relative_to_the_working_directory(
-    rollouts: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -118,9 +117,7 @@ def test_task_paths_are_relative_to_the_working_directory(
         (("rollouts.environments={math: {colour: 9}}",), "colour"),
     ],
 )
-def test_a_mistake_is_reported_in_one_line(
-    rollouts: Callable[..., tuple[int, str]], words: tuple[str, ...], said: str
-) -> None:
+def test_a_mistake_is_reported_in_one_line(rollouts: Rollouts, words: tuple[str, ...], said: str) -> None:
     code, found = rollouts(*words)
 
     assert (code, said in found, "Traceback" in found) == (2, True, False), found

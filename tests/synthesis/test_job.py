@@ -19,6 +19,9 @@ from nemo_ext.job.config import compose
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
+Model = Callable[..., Any]
+Own = Callable[..., list[str]]
+Written = Callable[..., Path]
 COMMAND = [sys.executable, "-m", "nemo_ext.cli", "synthesize"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 RECIPE = """\
@@ -36,7 +39,7 @@ outputs:
 
 
 @pytest.fixture
-def own(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., list[str]]:
+def own(tmp_path: Path, written: Written) -> Callable[..., list[str]]:
     """Command line for a user-defined recipe, with rows."""
 
     def words(text: str = RECIPE, rows: int = 40) -> list[str]:
@@ -68,7 +71,7 @@ def asked(served: Any) -> list[str]:
 
 
 def test_a_recipe_of_the_users_own_is_one_file(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, report: Any
+    model: Model, synthesize: Run, own: Own, records: Any, report: Any
 ) -> None:
     served = model(echo)
 
@@ -84,9 +87,7 @@ def test_a_recipe_of_the_users_own_is_one_file(
     assert len(served.requests) == again
 
 
-def test_messages_of_a_table_are_sent_without_their_nulls(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_messages_of_a_table_are_sent_without_their_nulls(model: Model, synthesize: Run, own: Own) -> None:
     served = model(echo)
     messages = "[{'role': 'user', 'content': 'Say ' ~ n, 'tool_calls': none}]"
     words = [*own(rows=1), f"endpoint={served.url}", "steps.first.prompt=null", f'steps.first.messages="{messages}"']
@@ -96,9 +97,7 @@ def test_messages_of_a_table_are_sent_without_their_nulls(
     assert served.requests[0]["messages"] == [{"role": "user", "content": "Say 0"}]
 
 
-def test_the_card_says_what_was_done(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_card_says_what_was_done(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     synthesize(*own(), f"endpoint={model(echo).url}", "license=cc-by-4.0")
 
     card = (tmp_path / "out" / "README.md").read_text()
@@ -111,7 +110,7 @@ def test_the_card_says_what_was_done(
 
 
 def test_later_steps_are_made_again_and_answers_are_not(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     served = model(echo)
     words = [*own(), f"endpoint={served.url}"]
@@ -129,9 +128,7 @@ def test_later_steps_are_made_again_and_answers_are_not(
     assert len(served.requests) == before
 
 
-def test_garbage_is_counted_by_reason(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
-) -> None:
+def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path) -> None:
     def garbage(asked: str, payload: Mapping[str, Any]) -> Any:
         number = int((re.findall(r"\d+", asked) or ["0"])[0])
         kinds = [
@@ -159,17 +156,13 @@ def test_garbage_is_counted_by_reason(
     assert first["examples"]["truncated"] == ["r2"]
 
 
-def test_dropping_all_rows_is_an_error_with_reasons(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_dropping_all_rows_is_an_error_with_reasons(model: Model, synthesize: Run, own: Own) -> None:
     code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
 
     assert code == 1 and "steps.keep: no rows remain: " in said and " odd one, such as r" in said
 
 
-def test_an_expression_that_never_fits_is_an_error(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_an_expression_that_never_fits_is_an_error(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("columns: {first: answer}", "columns: {first: anser}")
 
     code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
@@ -178,12 +171,7 @@ def test_an_expression_that_never_fits_is_an_error(
 
 
 def test_rows_that_fail_are_named(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    report: Any,
-    reply: type[Any],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, report: Any, reply: type[Any], records: Any
 ) -> None:
     broken = True
 
@@ -225,9 +213,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_invalid_settings_are_reported_in_one_line(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
-) -> None:
+def test_invalid_settings_are_reported_in_one_line(model: Model, synthesize: Run, own: Own, word: str) -> None:
     served = model(echo)
 
     code, said = synthesize(*own(), f"endpoint={served.url}", word)
@@ -236,15 +222,13 @@ def test_invalid_settings_are_reported_in_one_line(
     assert not served.requests
 
 
-def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Callable[..., list[str]]) -> None:
+def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Own) -> None:
     code, said = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
 
     assert code == 2 and "roles.judge.endpoint" in said
 
 
-def test_a_dry_run_shows_the_first_requests(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_dry_run_shows_the_first_requests(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     served = model(echo)
 
     code, said = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
@@ -253,9 +237,7 @@ def test_a_dry_run_shows_the_first_requests(
     assert not served.requests and not (tmp_path / "out").exists()
 
 
-def test_equal_rows_and_equal_ids(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path], report: Any
-) -> None:
+def test_equal_rows_and_equal_ids(model: Model, synthesize: Run, own: Own, written: Written, report: Any) -> None:
     words = own()
     file = written([{"id": "a", "n": 0}, {"id": "a", "n": 0}, {"id": "a", "n": 2}])
     code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
@@ -266,7 +248,7 @@ def test_equal_rows_and_equal_ids(
     assert report()["rows"] == 2 and report()["repeated"] == 1
 
 
-def test_templates_are_sandboxed(model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]) -> None:
+def test_templates_are_sandboxed(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
 
     code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
@@ -276,12 +258,7 @@ def test_templates_are_sandboxed(model: Callable[..., Any], synthesize: Run, own
 
 @pytest.mark.slow
 def test_only_requests_in_flight_are_repeated(
-    model: Callable[..., Any],
-    own: Callable[..., list[str]],
-    tmp_path: Path,
-    reply: type[Any],
-    synthesize: Run,
-    records: Any,
+    model: Model, own: Own, tmp_path: Path, reply: type[Any], synthesize: Run, records: Any
 ) -> None:
     served = model(slow(reply, 0.05))
     words = [*own(rows=40), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
@@ -301,9 +278,7 @@ def test_only_requests_in_flight_are_repeated(
 
 
 @pytest.mark.deep
-def test_two_share_the_work(
-    model: Callable[..., Any], own: Callable[..., list[str]], tmp_path: Path, reply: type[Any], records: Any
-) -> None:
+def test_two_share_the_work(model: Model, own: Own, tmp_path: Path, reply: type[Any], records: Any) -> None:
     served = model(slow(reply, 0.1))
     words = [*own(rows=100), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
     command = [*COMMAND, *words, "synthesize.part_rows=10"]
@@ -316,11 +291,7 @@ def test_two_share_the_work(
 
 
 def test_another_file_of_the_same_glob_is_noticed(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     served = model(echo)
     words = [word for word in own() if not word.startswith("input=")]
@@ -333,7 +304,7 @@ def test_another_file_of_the_same_glob_is_noticed(
 
 
 def test_answers_to_unchanged_rows_are_reused(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     served = model(echo)
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
@@ -353,7 +324,7 @@ def test_answers_to_unchanged_rows_are_reused(
 
 
 def test_failed_rows_of_a_finished_step_can_be_retried(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, reply: type[Any]
+    model: Model, synthesize: Run, own: Own, records: Any, reply: type[Any]
 ) -> None:
     broken = True
 
@@ -373,11 +344,7 @@ def test_failed_rows_of_a_finished_step_can_be_retried(
 
 
 def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    records: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, synthesize: Run, own: Own, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*own(rows=4), f"endpoint={model(echo).url}", "steps.second=null"]
     assert synthesize(*words, "outputs.documents.record.text=first")[0] == 0
@@ -390,9 +357,7 @@ def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
     assert records("documents")[0]["text"] == "said Say 0."
 
 
-def test_a_role_like_another_may_have_a_model_of_its_own(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any
-) -> None:
+def test_a_role_like_another_may_have_a_model_of_its_own(model: Model, synthesize: Run, own: Own, report: Any) -> None:
     served = model(echo)
     served.models = ["m", "big"]
 
@@ -403,9 +368,7 @@ def test_a_role_like_another_may_have_a_model_of_its_own(
     assert {payload["model"] for payload in served.requests} == {"m", "big"}
 
 
-def test_the_output_may_move(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path, reply: type[Any]
-) -> None:
+def test_the_output_may_move(model: Model, synthesize: Run, own: Own, tmp_path: Path, reply: type[Any]) -> None:
     refuse = True
 
     def rule(asked: str, payload: Mapping[str, Any]) -> Any:
@@ -422,11 +385,7 @@ def test_the_output_may_move(
 
 
 def test_ids_may_look_like_those_of_canaries(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     recipe = RECIPE.replace(
         "columns: {second: answer}",
@@ -441,7 +400,7 @@ def test_ids_may_look_like_those_of_canaries(
 
 
 def test_an_answer_may_be_anything(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, report: Any, records: Any, tmp_path: Path
 ) -> None:
     def rule(asked: str, payload: Mapping[str, Any]) -> str:
         number = int(re.findall(r"\d+", asked)[0])
@@ -486,9 +445,7 @@ def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     assert journal.read_bytes() == whole
 
 
-def test_missing_verdicts_are_requested_again(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any
-) -> None:
+def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     away = True
 
     def judge(asked: str, payload: Mapping[str, Any]) -> str:
@@ -510,16 +467,14 @@ def test_missing_verdicts_are_requested_again(
     assert len(records("documents")) == 3
 
 
-def test_a_function_without_a_call_is_refused(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_a_function_without_a_call_is_refused(model: Model, synthesize: Run, own: Own) -> None:
     code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd: n.bit_length}")
 
     assert code == 2 and "bit_length is a function" in said and "Traceback" not in said
 
 
 def test_another_test_set_of_the_same_name_is_noticed(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path
 ) -> None:
     held = tmp_path / "held.txt"
     filters = f"{{decontamination: {{test_sets: [{{name: held, path: {held}}}]}}}}"
@@ -538,9 +493,7 @@ def test_another_test_set_of_the_same_name_is_noticed(
     assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 2}
 
 
-def test_a_file_has_no_name_outside_the_output(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     recipe = RECIPE.replace("  documents:", "  ../evil:")
 
     code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
@@ -551,7 +504,7 @@ def test_a_file_has_no_name_outside_the_output(
 
 
 def test_a_dry_run_passes_what_only_the_run_can_decide(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path]
+    model: Model, synthesize: Run, own: Own, written: Written
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  mates: {kind: draw, column: mates, value: n}\n").replace(
         'prompt: "Say {{ n }}."', 'prompt: "Say {{ mates[0] }}.", when: n > 2'
@@ -566,7 +519,7 @@ def test_a_dry_run_passes_what_only_the_run_can_decide(
 
 
 def test_answers_of_another_model_are_not_reused(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
     words = [*own(recipe), "steps.second=null", "outputs.documents.record.text=first"]
@@ -583,7 +536,7 @@ def test_answers_of_another_model_are_not_reused(
 
 
 def test_rows_and_a_setting_changed_at_once_can_be_reverted(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+    model: Model, synthesize: Run, own: Own, tmp_path: Path
 ) -> None:
     served = model(echo)
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
@@ -599,11 +552,7 @@ def test_rows_and_a_setting_changed_at_once_can_be_reverted(
 
 
 def test_a_condition_reads_the_answer_and_not_the_rows_column(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     recipe = RECIPE.replace(
         "columns: {first: answer}", "columns: {first: answer}, require: {good: \"answer == 'said Say 2.'\"}"
@@ -617,7 +566,7 @@ def test_a_condition_reads_the_answer_and_not_the_rows_column(
 
 
 def test_canaries_are_planted_only_in_matching_rows(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path
 ) -> None:
     canaries = "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'true'"
     recipe = RECIPE.replace("columns: {second: answer}", canaries + ", when: n > 100}")

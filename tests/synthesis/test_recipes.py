@@ -15,6 +15,8 @@ from nemo_ext.rl.worlds.world import solution_calls
 from nemo_ext.synthesis.settings import Recipe
 
 Run = Callable[..., tuple[int, str]]
+Model = Callable[..., Any]
+Written = Callable[..., Path]
 Read = Callable[..., list[dict[str, Any]]]
 FOLDER = Path(__file__).parents[2] / "hydra_conf" / "synthesize"
 
@@ -24,7 +26,7 @@ def sum_of(asked: str) -> int:
 
 
 def test_worked_solutions_become_traces_of_a_model_without_modes(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         assert "End with" not in asked and len(payload["messages"]) == 7  # three solved examples
@@ -62,7 +64,7 @@ def test_recipes_name_their_source(name: str) -> None:
 
 
 def test_traces_are_verified_and_the_shortest_stay(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         right = payload["seed"] % 4 != 0
@@ -93,7 +95,7 @@ def test_traces_are_verified_and_the_shortest_stay(
 
 
 def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
 ) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         assert asked.count("\\boxed{") == 1
@@ -119,7 +121,7 @@ def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
 
 
 def test_without_a_reference_answers_vote(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> str:
         if "hopeless" in asked:
@@ -136,9 +138,7 @@ def test_without_a_reference_answers_vote(
     assert report()["steps"]["vote"]["dropped"]["no majority"] == 1
 
 
-def test_other_environments_verify_too(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
+def test_other_environments_verify_too(model: Model, synthesize: Run, written: Written, records: Read) -> None:
     import importlib
 
     tasks, solutions = [], {}
@@ -163,9 +163,7 @@ def test_other_environments_verify_too(
     assert {record["task"] for record in records("conversations")} == {task["environment"] for task in tasks}
 
 
-def test_modes_come_in_pairs(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
+def test_modes_come_in_pairs(model: Model, synthesize: Run, written: Written, records: Read) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         on = payload["chat_template_kwargs"]["enable_thinking"]
         wrong = "7" in asked and not on
@@ -184,7 +182,7 @@ def test_modes_come_in_pairs(
 
 
 def test_the_strong_answer_is_preferred_to_the_weak_one(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
 ) -> None:
     def strong(asked: str, payload: Mapping[str, Any]) -> str:
         if "what the same user says next" in asked:
@@ -227,7 +225,7 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
 
 
 def test_pools_are_judged_and_judges_too(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def judge(asked: str, payload: Mapping[str, Any]) -> str:
         topic = re.search(r"matter (\d+)", asked)
@@ -257,9 +255,7 @@ def test_pools_are_judged_and_judges_too(
     assert code == 1 and "planted faults, more than canaries.most" in said and "steps.score" in said
 
 
-def test_questions_on_documents(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
+def test_questions_on_documents(model: Model, synthesize: Run, written: Written, records: Read) -> None:
     def teacher(asked: str, payload: Mapping[str, Any]) -> str:
         name = re.search(r"town of (\w+)", asked.rpartition("[Passage]")[2])
         if "[Passage]" in asked:
@@ -302,7 +298,7 @@ def test_questions_on_documents(
 
 
 def test_questions_over_two_passages_need_both(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def teacher(asked: str, payload: Mapping[str, Any]) -> str:
         if "[Expected answer]" in asked:
@@ -335,9 +331,7 @@ def test_questions_over_two_passages_need_both(
     assert found.count("lies by the river") > 9 and found.count("Hilda rules") > 9
 
 
-def test_texts_in_five_styles(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
+def test_texts_in_five_styles(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
     text = "The quick brown fox jumps over the lazy dog while the old farmer watches from his house by the road. " * 3
 
     def write(asked: str, payload: Mapping[str, Any]) -> str:
@@ -365,9 +359,7 @@ def test_texts_in_five_styles(
     assert [(each["style"], each["text"].startswith(text)) for each in records("documents")] == [("questions", True)]
 
 
-def test_code_is_run(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
+def test_code_is_run(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
     row = {
         "id": "double",
         "code": "def double(x):\n    y = x\n    return y + x\n",
@@ -408,7 +400,7 @@ def test_code_is_run(
 
 
 def test_lines_are_translated_and_the_rest_is_unchanged(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     german = {
         "Please look at ⟦0⟧ and tell me what you think about the weather.": (
@@ -458,13 +450,7 @@ def test_lines_are_translated_and_the_rest_is_unchanged(
 
 
 def test_conversations_with_tools_end_in_the_right_database(
-    model: Callable[..., Any],
-    synthesize: Run,
-    written: Callable[..., Path],
-    records: Read,
-    report: Any,
-    reply: Any,
-    tmp_path: Path,
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any, tmp_path: Path
 ) -> None:
     too_long = b'{"object": "error", "message": "This model\'s maximum context length is 4096 tokens.", "code": 400}'
     tasks = [task for task in generate("workplace", 12, seed=1) if not task.reference.get("answer")][:5]
@@ -514,7 +500,7 @@ def test_conversations_with_tools_end_in_the_right_database(
 
 
 def test_calls_of_tools_that_are_not_there_are_rejected(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+    model: Model, synthesize: Run, written: Written, records: Read
 ) -> None:
     def solve(asked: str, payload: Mapping[str, Any]) -> str:
         wrong = payload["seed"] % 3
@@ -536,7 +522,7 @@ def test_calls_of_tools_that_are_not_there_are_rejected(
 
 
 def test_the_right_solution_is_selected(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def teacher(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         if "[Solution 1]" in asked:
@@ -570,7 +556,7 @@ def test_the_right_solution_is_selected(
 
 
 def test_harm_is_refused_and_harmlessness_is_not(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     def anyone(asked: str, payload: Mapping[str, Any]) -> str:
         system = payload["messages"][0]["content"] if payload["messages"][0]["role"] == "system" else ""
@@ -609,9 +595,7 @@ def test_harm_is_refused_and_harmlessness_is_not(
     }
 
 
-def test_prompts_evolve(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
+def test_prompts_evolve(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
     def anyone(asked: str, payload: Mapping[str, Any]) -> str:
         if "Judge the task" in asked:
             task = asked.rpartition("[Task]")[2].strip()
