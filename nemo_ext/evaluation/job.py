@@ -41,7 +41,7 @@ _A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """Benchmarks ready to run.
+    """Benchmarks ready to run; a context manager that closes their scorers.
 
     Attributes:
         plans: questions of each benchmark.

@@ -95,7 +95,7 @@ class Context:
         if len(examples) < _EXAMPLES:
             examples.append(f"{row[ID]}{f': {detail}' if detail else ''}"[:200])
 
-    def each(self) -> Iterator[Row]:
+    def read_rows(self) -> Iterator[Row]:
         """Iterate over the input rows, and count them."""
         for row in self.rows:
             self.counts.rows += 1

@@ -33,7 +33,7 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
     """
     check, seen, first_error, size = _CHECKS[settings.kind], set[str](), "", 0
     with written(path) as put:
-        for row in context.each():
+        for row in context.read_rows():
             names = context.names(row)
 
             def value(key: str, source: str, names: Mapping[str, Any] = names) -> Any:

@@ -39,7 +39,7 @@ def run_step(step: Step, context: Context) -> Iterator[Row]:
 
 
 def _set(step: Set, context: Context) -> Iterator[Row]:
-    for row in context.each():
+    for row in context.read_rows():
         if context.applies(step.when, row):
             new = context.columns("columns", step.columns, context.names(row))
             for name, source in step.templates.items():
@@ -49,13 +49,13 @@ def _set(step: Set, context: Context) -> Iterator[Row]:
 
 
 def _keep(step: Keep, context: Context) -> Iterator[Row]:
-    for row in context.each():
+    for row in context.read_rows():
         if not context.applies(step.when, row) or context.satisfies(row, step.require, context.names(row)):
             yield row
 
 
 def _expand(step: Expand, context: Context) -> Iterator[Row]:
-    for row in context.each():
+    for row in context.read_rows():
         if not context.applies(step.when, row):
             yield row
             continue
@@ -72,7 +72,7 @@ def _expand(step: Expand, context: Context) -> Iterator[Row]:
 
 def _group(step: Group, context: Context) -> Iterator[Row]:
     numbers = {"groups": 0}
-    for name, rows in itertools.groupby(context.each(), key=lambda row: source_of(row[ID], step.by)):
+    for name, rows in itertools.groupby(context.read_rows(), key=lambda row: source_of(row[ID], step.by)):
         group = list(rows)
         numbers["groups"] += 1
         names = context.names(group[0] | {ID: name}, group=group)
@@ -108,7 +108,7 @@ def _group(step: Group, context: Context) -> Iterator[Row]:
 
 def _draw(step: Draw, context: Context) -> Iterator[Row]:
     total = len(context.rows)
-    for number, row in enumerate(context.each()):
+    for number, row in enumerate(context.read_rows()):
         if context.applies(step.when, row):
             others = list(others_of(number, total, step.count, context.seed, context.name, row[ID]))
             row[step.column] = [
@@ -138,7 +138,7 @@ def _unique(step: Unique, context: Context) -> Iterator[Row]:
         if step.near is not None:
             sketched.append(finder.sketch([Texts(_sample(text)) for text in texts]))
     near = finder.duplicate_of(Sketches.joined(sketched)) if sketched else np.full(len(same), -1)
-    for place, row in enumerate(context.each()):
+    for place, row in enumerate(context.read_rows()):
         if same[place]:
             context.drop(row, "duplicate")
         elif judged[place] and near[place] >= 0:
@@ -149,7 +149,7 @@ def _unique(step: Unique, context: Context) -> Iterator[Row]:
 
 def _screen(step: Screen, context: Context) -> Iterator[Row]:
     screen = screen_of(step, f"steps.{context.name}")
-    for row in context.each():
+    for row in context.read_rows():
         if not context.applies(step.when, row):
             yield row
             continue
