@@ -36,7 +36,7 @@ class Asks:
     Attributes:
         prompts: builder of the requests.
         made_of: the settings.
-        known: function that returns an existing answer to a request, or None; None if there are no existing answers.
+        known: function that returns an existing answer to a request, or None; None for a batch without any.
     """
 
     prompts: Requests
@@ -135,7 +135,7 @@ def held_part_rows(folder: Path) -> int:
 
 
 def made_of(folder: Path) -> dict[str, Any] | None:
-    """Settings that an existing output was started with; None if there is no output."""
+    """Settings that an existing output was started with; None for a new output."""
     before: dict[str, Any] | None = noted(folder / OWN / _MADE_OF)
     return before
 

@@ -133,7 +133,7 @@ class Rows:
         """Reader of .parquet or .jsonl files by paths or globs.
 
         Raises:
-            ValueError: there are no files, or files of both formats.
+            ValueError: no file matches, or files of both formats do.
         """
         source = record_source(tuple(paths), None, "input")
         source.check_files()
@@ -163,7 +163,7 @@ class Rows:
         """Read the whole input and index it in ranges of `part_rows` rows.
 
         Raises:
-            ValueError: a record cannot be read, a row has no key, two different rows share a key, or there are no rows.
+            ValueError: a record cannot be read, a row has no key, two different rows share a key, or the input is empty.
         """
         infer, batch = not isinstance(self.source, ParquetSource), None
         schema, pending = _parquet_schema(self.source), list[Mapping[str, Any]]()

@@ -50,7 +50,7 @@ class Work:
         most_dead: number of failures above which the job fails.
         seen: callback for every answer that this worker receives.
         dead: number of failures so far.
-        known: function that returns an existing answer to a request, or None; None if there are no existing answers.
+        known: function that returns an existing answer to a request, or None; None for a job without any.
     """
 
     index: Index

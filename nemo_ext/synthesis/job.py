@@ -285,7 +285,7 @@ def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None
     """Name and prompt of the first request, from the first rows of the input; None if other answers must come first.
 
     Raises:
-        ValueError: an expression fails, or there are no rows.
+        ValueError: an expression fails, or the input is empty.
     """
     rows: RowFile = FirstRows(read_first(settings.input, _TRIED))
     for name, step in recipe.steps.items():

@@ -39,7 +39,7 @@ class Known:
         return int(number)
 
     def reader(self) -> Callable[[Request], Answer | None] | None:
-        """Function that returns the stored answer to a request, or None; None if there is no file."""
+        """Function that returns the stored answer to a request, or None; None without a file."""
         if not self.path.exists():
             return None
         database = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)

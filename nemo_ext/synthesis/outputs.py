@@ -22,7 +22,7 @@ READERS: Mapping[OutputKind, str] = {
     "documents": "nemo-ext curate preset=dolma 'input={path}' output={to}",
     "prompts": "nemo-ext synthesize recipe=verified_traces model=FOLDER 'input={path}' output={to}",
 }
-"""Command that reads the files of each kind; FOLDER stands for a model."""
+"""Command that reads the files of each kind; FOLDER is a placeholder for a model."""
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:

@@ -63,7 +63,7 @@ def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
     """Names and paths of the input files.
 
     Raises:
-        ValueError: there are no files.
+        ValueError: no file matches.
     """
     return record_source(paths, None, "input").inputs()
 

@@ -481,7 +481,7 @@ class Recipe:
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Endpoint of a role: its own, or that of the role in `like`."""
+        """Endpoint of a role: its own, or the endpoint of the role in `like`."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own

@@ -164,7 +164,7 @@ def test_results_match_the_harness_itself(run: Run, folder: Path, served_folder:
     names = ["colours", "answers", "texts", "contexts"]
     expected, answers = harness_alone(folder, served_folder, names)
 
-    ran, found = run(*names)
+    ran, entries = run(*names)
 
     assert not ran.missing
     for name, metrics in (
@@ -176,18 +176,18 @@ def test_results_match_the_harness_itself(run: Run, folder: Path, served_folder:
         for metric in metrics:
             relative = pytest.approx(expected[name][metric], rel=1e-6, abs=1e-6)
             assert ran.metrics[f"h_{name}"][metric] == relative, metric
-    assert found["h_colours"]["accuracy"] == pytest.approx(expected["colours"]["acc"])
-    assert found["h_colours"]["metrics"]["acc_norm"] == pytest.approx(expected["colours"]["acc_norm"])
-    assert found["h_answers"]["accuracy"] == pytest.approx(expected["answers"]["exact_match"])
-    assert found["h_texts"]["accuracy"] == pytest.approx(expected["texts"]["bits_per_byte"], abs=1e-6)
+    assert entries["h_colours"]["accuracy"] == pytest.approx(expected["colours"]["acc"])
+    assert entries["h_colours"]["metrics"]["acc_norm"] == pytest.approx(expected["colours"]["acc_norm"])
+    assert entries["h_answers"]["accuracy"] == pytest.approx(expected["answers"]["exact_match"])
+    assert entries["h_texts"]["accuracy"] == pytest.approx(expected["texts"]["bits_per_byte"], abs=1e-6)
     # The server shows reasoning tags that are special tokens; the harness does not.
     ours = {
         sample.key: re.sub("</?think>|</?tool_call>", "", sample.answer)
         for sample in Store(tmp_path / "store").answers()
     }
     assert [ours[key] for key in sorted(ours) if key.benchmark == "h_answers"] == answers
-    assert [found[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False, True]
-    assert [found[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte", "acc"]
+    assert [entries[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False, True]
+    assert [entries[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte", "acc"]
 
 
 def test_no_request_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ Suite = Callable[..., Path]
 def test_a_benchmark_in_one_file(
     evaluate: Evaluate, results: Read, suite: Suite, answering: Any, tmp_path: Path
 ) -> None:
-    code, said = evaluate(f"suite={suite()}")
+    code, output = evaluate(f"suite={suite()}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = results()["benchmarks"]["sums"]
     right = [score.score for score in Store(tmp_path / "run" / "store").scores().values()]
     assert found["accuracy"] == sum(right) / 20
@@ -34,7 +34,7 @@ def test_a_benchmark_in_one_file(
     assert found["tokens"] == pytest.approx(12)
     assert found["truncated"] == 1 / 20
     assert set(found["domains"]) == {"odd", "even"}
-    assert "sums" in said
+    assert "sums" in output
     for name in ("report.md", "report.html"):
         assert (tmp_path / "run" / name).stat().st_size > 500
 

@@ -51,9 +51,9 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Rollouts, tmp_path: Path) -> None:
-    code, said = rollouts("rollouts.samples=4")
+    code, output = rollouts("rollouts.samples=4")
 
-    assert code == 0, said
+    assert code == 0, output
     found = lines(tmp_path / "run")
     assert len(found) == 24 * 4
     assert {line["response"]["content"] for line in found if line["reward"] == 0} == {"I do not know."}
@@ -64,8 +64,8 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Rollouts, tmp_pat
     table = json.loads((tmp_path / "run" / "results.json").read_text())["benchmarks"]["math"]
     assert table["accuracy"] == pytest.approx(sum(line["reward"] for line in found) / len(found))
     words = [f"prompts={tmp_path / 'tasks.jsonl'}", f"rollouts={tmp_path / 'run' / 'rollouts.jsonl'}"]
-    code, said = rollouts(*words, f"output={tmp_path / 'curriculum'}", "batch=2", "steps=3", job="curriculum")
-    assert code == 0, said
+    code, output = rollouts(*words, f"output={tmp_path / 'curriculum'}", "batch=2", "steps=3", job="curriculum")
+    assert code == 0, output
     drawn = [json.loads(line)["id"] for line in (tmp_path / "curriculum" / "curriculum.jsonl").read_text().splitlines()]
     assert set(drawn) <= {task.id for task in TASKS[12:]}
 

@@ -27,11 +27,11 @@ TEMPLATE = "generate.template=Solve: {{ question }}"
 def test_answers_come_back_beside_the_rows(
     generate: Generate, answers: Answers, written: Written, answering: Any, tmp_path: Path
 ) -> None:
-    code, said = generate(
+    code, output = generate(
         f"input={written(QUESTIONS)}", TEMPLATE, "samples=3", "generate.key=id", "generate.part_rows=10"
     )
 
-    assert (code, "75 answers" in said) == (0, True), said
+    assert (code, "75 answers" in output) == (0, True), output
     found = answers()
     assert [(row["key"], row["sample"]) for row in found] == [(f"q{n}", s) for n in range(25) for s in range(3)]
     assert list(found[0]) == ["question", "id", *(name for name in ANSWER if name != "seconds")]
@@ -57,10 +57,10 @@ def test_a_second_run_asks_nothing(generate: Generate, written: Written, answeri
 
 
 def test_rows_that_repeat_are_answered_once(generate: Generate, answers: Answers, written: Written) -> None:
-    code, said = generate(f"input={written([*QUESTIONS, *QUESTIONS[:3]])}", TEMPLATE, "generate.part_rows=4")
+    code, output = generate(f"input={written([*QUESTIONS, *QUESTIONS[:3]])}", TEMPLATE, "generate.part_rows=4")
 
     assert (code, len(answers())) == (0, 25)
-    assert "3 rows are equal to an earlier one" in said
+    assert "3 rows are equal to an earlier one" in output
 
 
 def test_an_output_has_one_set_of_settings(generate: Generate, written: Written, answering: Any) -> None:
@@ -76,10 +76,10 @@ def test_an_output_has_one_set_of_settings(generate: Generate, written: Written,
         ([TEMPLATE, "seed=1"], "seed"),
         ([TEMPLATE, "generate.format=jsonl"], "generate.format"),
     ):
-        code, said = generate(f"input={file}", *words)
+        code, output = generate(f"input={file}", *words)
 
-        assert (code, said.count("\n")) == (2, 1), said
-        assert "was started with different settings" in said and named in said
+        assert (code, output.count("\n")) == (2, 1), output
+        assert "was started with different settings" in output and named in output
         assert len(answering.requests) == asked
 
 
@@ -90,20 +90,20 @@ def test_omitted_fields_are_not_sent(
     answering.reply = lambda payload: reply(status=422, body=b"no seed") if "seed" in payload else ours(payload)
     words = (f"input={written(QUESTIONS)}", TEMPLATE, "generate.temperature=0.5")
 
-    code, said = generate(*words, "generate.omit=[seed]")
+    code, output = generate(*words, "generate.omit=[seed]")
 
-    assert code == 0, said
+    assert code == 0, output
     assert {(row["seed"], row["answer"] is not None) for row in answers()} == {(None, True)}
-    code, said = generate(*words, "generate.omit=[seed, temperature]")
-    assert code == 2 and "was started with different settings (omit: " in said
+    code, output = generate(*words, "generate.omit=[seed, temperature]")
+    assert code == 2 and "was started with different settings (omit: " in output
 
 
 def test_another_input_is_refused(generate: Generate, written: Written) -> None:
     generate(f"input={written(QUESTIONS)}", TEMPLATE)
 
-    code, said = generate(f"input={written([*QUESTIONS, {'question': 'one more', 'id': 'x'}])}", TEMPLATE)
+    code, output = generate(f"input={written([*QUESTIONS, {'question': 'one more', 'id': 'x'}])}", TEMPLATE)
 
-    assert (code, said.count("\n"), "input: " in said) == (2, 1, True), said
+    assert (code, output.count("\n"), "input: " in output) == (2, 1, True), output
 
 
 def test_refused_requests_become_dead_letters(
@@ -112,9 +112,9 @@ def test_refused_requests_become_dead_letters(
     rows = [*QUESTIONS, {"question": "refuse me", "id": "bad"}]
     words = (f"input={written(rows)}", TEMPLATE, "generate.key=id", "generate.part_rows=5")
 
-    code, said = generate(*words)
+    code, output = generate(*words)
 
-    assert (code, len(answers()), "1 failed" in said) == (0, 25, True), said
+    assert (code, len(answers()), "1 failed" in output) == (0, 25, True), output
     (line,) = [json.loads(line) for file in (tmp_path / "answers" / "dead").iterdir() for line in file.open()]
     assert (line["key"], line["sample"], line["status"]) == ("bad", 0, 400)
     assert "refused for its content" in line["problem"]
@@ -127,15 +127,15 @@ def test_refused_requests_become_dead_letters(
     assert len(answers()) == 25
     assert generate(*words, "generate.retry_dead=true")[0] == 0
     assert sorted(row["key"] for row in answers()) == sorted(row["id"] for row in rows)
-    assert "0 failed" not in said
+    assert "0 failed" not in output
 
 
 def test_too_many_failures_end_the_job(generate: Generate, written: Written, answering: Any) -> None:
     rows = [{"question": f"refuse me {n}"} for n in range(50)] + QUESTIONS
 
-    code, said = generate(f"input={written(rows)}", TEMPLATE, "generate.max_dead=0.2", "generate.concurrency=1")
+    code, output = generate(f"input={written(rows)}", TEMPLATE, "generate.max_dead=0.2", "generate.concurrency=1")
 
-    assert (code, "generate.max_dead=0.2" in said, "HTTP 400" in said) == (1, True, True), said
+    assert (code, "generate.max_dead=0.2" in output, "HTTP 400" in output) == (1, True, True), output
     assert len(answering.requests) < 30
 
 
@@ -149,11 +149,11 @@ def test_failures_of_earlier_starts_count_too(
     assert len(dead) == 10
     asked = len(answering.requests)
 
-    code, said = generate(*words)
+    code, output = generate(*words)
 
-    assert (code, "(in earlier starts)" in said, len(answering.requests)) == (1, True, asked), said
-    code, said = generate(*words[:2], "generate.retry_dead=true", "generate.max_dead=0.5")
-    assert (code, len(answers())) == (0, 25), said
+    assert (code, "(in earlier starts)" in output, len(answering.requests)) == (1, True, asked), output
+    code, output = generate(*words[:2], "generate.retry_dead=true", "generate.max_dead=0.5")
+    assert (code, len(answers())) == (0, 25), output
 
 
 def test_failures_are_retried_however_long_that_takes(
@@ -169,18 +169,18 @@ def test_failures_are_retried_however_long_that_takes(
         return replace(reply(status=400) if "What is 7 " in str(payload) else answer(payload), seconds=0.3)
 
     answering.reply = slow
-    code, said = generate(*words, "generate.retry_dead=true", "generate.concurrency=4")
+    code, output = generate(*words, "generate.retry_dead=true", "generate.concurrency=4")
 
-    assert (code, len(answers()), "1 failed" in said) == (0, 24, True), said
+    assert (code, len(answers()), "1 failed" in output) == (0, 24, True), output
 
 
 def test_rows_that_arrow_has_no_type_for(generate: Generate, written: Written, answers: Answers) -> None:
     rows = [{"question": "a", "tools": [{"function": {"properties": {}}}], "n": 2**60 + 1, "nested": {"n": 2**60 + 1}}]
     rows += [{"question": f"b{n}", "tools": None, "n": 0.5, "nested": {"n": 0.5}} for n in range(1020)]
 
-    code, said = generate(f"input={written(rows)}", TEMPLATE)
+    code, output = generate(f"input={written(rows)}", TEMPLATE)
 
-    assert code == 0, said
+    assert code == 0, output
     first = next(row for row in answers() if row["question"] == "a")
     assert json.loads(first["tools"]) == rows[0]["tools"]
     assert (json.loads(first["n"]), json.loads(first["nested"])) == (2**60 + 1, {"n": 2**60 + 1})
@@ -198,13 +198,13 @@ def test_odd_rows_are_dead_letters_and_the_output_stays_readable(
     pyarrow.parquet.write_table(pyarrow.table({"text": [*texts, None], "chat": chats}), tmp_path / "rows.parquet")
 
     for _ in range(2):
-        code, said = generate(f"input={tmp_path / 'rows.parquet'}", "generate.messages=text", "generate.max_dead=1")
-        assert (code, len(answers()), "2 failed" in said) == (0, 3, True), said
+        code, output = generate(f"input={tmp_path / 'rows.parquet'}", "generate.messages=text", "generate.max_dead=1")
+        assert (code, len(answers()), "2 failed" in output) == (0, 3, True), output
     asked = [request["messages"][0]["content"] for request in answering.requests]
     assert {"[INST] hello", "[" * 100_000, "hi"} <= set(asked)
     words = (f"input={tmp_path / 'rows.parquet'}", f"output={tmp_path / 'chats'}", "generate.max_dead=1")
-    code, said = generate(*words, "generate.messages=chat")
-    assert (code, "0 answers, 5 failed" in said) == (0, True), said
+    code, output = generate(*words, "generate.messages=chat")
+    assert (code, "0 answers, 5 failed" in output) == (0, True), output
 
 
 def test_a_failing_template_starts_no_output(generate: Generate, written: Written) -> None:
@@ -226,9 +226,9 @@ def test_unreadable_journal_lines_are_requested_again(
     journal.write_bytes(b"\n".join([lines[0], b"\0" * 40, *lines[2:]]))
     answering.reply = answer
 
-    code, said = generate(*words)
+    code, output = generate(*words)
 
-    assert (code, len(answers()), "a line cannot be read" in said) == (0, 25, True), said
+    assert (code, len(answers()), "a line cannot be read" in output) == (0, 25, True), output
 
 
 def test_a_part_without_the_one_before_it_is_set_aside(
@@ -243,9 +243,9 @@ def test_a_part_without_the_one_before_it_is_set_aside(
     assert len(list((tmp_path / "answers").glob("part-*"))) == 2
     (tmp_path / "answers" / "part-000000.parquet").unlink()
 
-    code, said = generate(*words)
+    code, output = generate(*words)
 
-    assert (code, len(answers()), len({row["key"] for row in answers()})) == (0, 25, 25), said
+    assert (code, len(answers()), len({row["key"] for row in answers()})) == (0, 25, 25), output
 
 
 def two_workers(folder: Path) -> tuple[list[Output], Range, list[OpenRange]]:
@@ -304,13 +304,13 @@ def test_a_fifth_of_all_requests_fail_somehow_and_nothing_is_lost_or_twice(
         return draw.choice([*choices, reply(text="late", seconds=0.01, status=503)])
 
     answering.reply = faulty
-    code, said = generate(*words, "generate.attempt_seconds=0.5", "generate.attempts=30")
+    code, output = generate(*words, "generate.attempt_seconds=0.5", "generate.attempts=30")
 
     def lines(folder: str) -> list[dict[str, Any]]:
         found = [json.loads(line) for file in sorted((tmp_path / folder).glob("*.jsonl")) for line in file.open()]
         return [{name: value for name, value in line.items() if name != "seconds"} for line in found]
 
-    assert code == 0, said
+    assert code == 0, output
     if format == "parquet":
         assert answers() == answers(tmp_path / "calm")
         assert len(answers()) == 100
@@ -330,9 +330,9 @@ def test_a_part_that_cannot_be_read_is_set_aside_and_made_again(
     content = part.read_bytes()
     part.write_bytes(content[: len(content) // 2])
 
-    code, said = generate(*words)
+    code, output = generate(*words)
 
-    assert (code, "part-000002.parquet" in said, "moved to" in said) == (0, True, True), said
+    assert (code, "part-000002.parquet" in output, "moved to" in output) == (0, True, True), output
     assert answers() == before
     assert len(list((tmp_path / "answers" / ".job" / "damaged").iterdir())) == 1
 
@@ -348,9 +348,9 @@ def test_batch_files_in_and_out(generate: Generate, written: Written, answering:
         for n in range(3)
     ]
 
-    code, said = generate(f"input={written(lines)}", "generate.format=openai_batch")
+    code, output = generate(f"input={written(lines)}", "generate.format=openai_batch")
 
-    assert code == 0, said
+    assert code == 0, output
     (part,) = (tmp_path / "answers").glob("part-*.jsonl")
     out = [json.loads(line) for line in part.open()]
     assert [line["custom_id"] for line in out] == ["r0", "r1", "r2"]
@@ -373,9 +373,9 @@ def test_messages_tools_and_a_system_message(generate: Generate, written: Writte
     tool = {"type": "function", "function": {"name": "f"}}
     rows = [{"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "answer": "an older one"}]
 
-    code, said = generate(f"input={written(rows)}", "generate.system=Be brief.", "generate.tools=tools")
+    code, output = generate(f"input={written(rows)}", "generate.system=Be brief.", "generate.tools=tools")
 
-    assert code == 0, said
+    assert code == 0, output
     (request,) = answering.requests
     assert [message["role"] for message in request["messages"]] == ["system", "user"]
     assert request["tools"] == [tool]
@@ -393,13 +393,13 @@ def test_columns_with_our_names_are_renamed(generate: Generate, written: Written
 def test_a_dry_run_shows_prompts_and_sends_nothing(
     generate: Generate, written: Written, answering: Any, tmp_path: Path
 ) -> None:
-    code, said = generate(
+    code, output = generate(
         f"input={written(QUESTIONS)}", TEMPLATE, "samples=4", "generate.dry_run=true", "generate.max_tokens=100"
     )
 
-    assert code == 0, said
-    assert said.count("Solve: What is") == 3
-    assert "25 rows x 4 samples = 100 answers" in said and "at most 10,000 answer tokens" in said
+    assert code == 0, output
+    assert output.count("Solve: What is") == 3
+    assert "25 rows x 4 samples = 100 answers" in output and "at most 10,000 answer tokens" in output
     assert not answering.requests and not (tmp_path / "answers").exists()
 
 
@@ -433,10 +433,10 @@ def test_a_dry_run_shows_prompts_and_sends_nothing(
 def test_a_mistake_is_reported_in_one_line(
     generate: Generate, written: Written, answering: Any, words: list[str], message: str
 ) -> None:
-    code, said = generate(f"input={written(QUESTIONS)}", *words)
+    code, output = generate(f"input={written(QUESTIONS)}", *words)
 
-    assert (code, said.count("\n")) == (2, 1), said
-    assert message in said
+    assert (code, output.count("\n")) == (2, 1), output
+    assert message in output
     assert not answering.requests
 
 
@@ -454,26 +454,26 @@ def test_a_mistake_is_reported_in_one_line(
 def test_invalid_input_is_reported_in_one_line(
     generate: Generate, written: Written, rows: list[dict[str, Any]], message: str
 ) -> None:
-    code, said = generate(f"input={written(rows)}", TEMPLATE, "generate.key=id")
+    code, output = generate(f"input={written(rows)}", TEMPLATE, "generate.key=id")
 
-    assert (code, said.count("\n"), message in said) == (2, 1, True), said
+    assert (code, output.count("\n"), message in output) == (2, 1, True), output
 
 
 def test_a_line_with_invalid_json_is_named(generate: Generate, written: Written) -> None:
     file = written(QUESTIONS[:2])
     file.write_text(file.read_text() + "{oh no\n")
 
-    code, said = generate(f"input={file}", TEMPLATE)
+    code, output = generate(f"input={file}", TEMPLATE)
 
-    assert (code, said.count("\n"), "rows.jsonl:3" in said) == (2, 1, True), said
+    assert (code, output.count("\n"), "rows.jsonl:3" in output) == (2, 1, True), output
 
 
 def test_a_key_that_is_refused_ends_the_job(generate: Generate, written: Written, answering: Any, reply: Any) -> None:
     answering.reply = lambda payload: reply(status=401)
 
-    code, said = generate(f"input={written(QUESTIONS)}", TEMPLATE)
+    code, output = generate(f"input={written(QUESTIONS)}", TEMPLATE)
 
-    assert (code, said.count("\n"), "the key is refused" in said) == (2, 1, True), said
+    assert (code, output.count("\n"), "the key is refused" in output) == (2, 1, True), output
 
 
 def test_a_job_whose_endpoint_disappears_can_be_resumed(
@@ -489,8 +489,8 @@ def test_a_job_whose_endpoint_disappears_can_be_resumed(
         return calm(payload)
 
     answering.reply = dying
-    code, said = generate(*words, "generate.attempts=2")
-    assert (code, "the same command resumes" in said) in ((1, True), (1, False)), said
+    code, output = generate(*words, "generate.attempts=2")
+    assert (code, "the same command resumes" in output) in ((1, True), (1, False)), output
 
     answering.reply, answering.models = calm, ["m"]
     assert generate(*words, "generate.retry_dead=true")[0] == 0
@@ -508,9 +508,9 @@ def test_odd_values_are_kept(
     body = json.dumps({"id": "\udc00", "choices": [message], "usage": usage}).encode()
     answering.reply = lambda payload: reply(body=body)
 
-    code, said = generate(f"input={written(rows)}", TEMPLATE, f"generate.format={format}")
+    code, output = generate(f"input={written(rows)}", TEMPLATE, f"generate.format={format}")
 
-    assert code == 0, said
+    assert code == 0, output
     (part,) = (tmp_path / "answers").glob("part-*")
     if format == "parquet":
         table = pyarrow_module().parquet.read_table(part).to_pylist()
@@ -524,6 +524,6 @@ def test_odd_values_are_kept(
 def test_a_lone_surrogate_is_named(generate: Generate, written: Written) -> None:
     file = written([{"question": "whole"}, {"question": "half \ud83d"}])
 
-    code, said = generate(f"input={file}", TEMPLATE)
+    code, output = generate(f"input={file}", TEMPLATE)
 
-    assert (code, said.count("\n"), "rows.jsonl:2: a text has a lone surrogate" in said) == (2, 1, True), said
+    assert (code, output.count("\n"), "rows.jsonl:2: a text has a lone surrogate" in output) == (2, 1, True), output

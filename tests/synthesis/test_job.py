@@ -75,9 +75,9 @@ def test_a_recipe_of_the_users_own_is_one_file(
 ) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")
 
-    assert code == 0, said
+    assert code == 0, output
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
     assert records("documents")[1]["text"] == "said Judge said Say 2.."
     assert report()["models"]["judge"] == {"model": "m", "checkpoint": None}
@@ -123,8 +123,8 @@ def test_later_steps_are_made_again_and_answers_are_not(
     assert records("documents")[0]["text"].startswith("SAID")
     assert len(served.requests) == before
 
-    code, said = synthesize(*words, "steps.second.temperature=1")
-    assert code == 2 and "second" in said and "temperature" in said and "remove" in said
+    code, output = synthesize(*words, "steps.second.temperature=1")
+    assert code == 2 and "second" in output and "temperature" in output and "remove" in output
     assert len(served.requests) == before
 
 
@@ -141,7 +141,7 @@ def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, r
 
     recipe = RECIPE.replace("columns: {first: answer}", 'columns: {first: "(answer | json_of).a"}')
 
-    code, said = synthesize(
+    code, output = synthesize(
         *own(recipe, 10),
         f"endpoint={model(garbage).url}",
         "steps.second=null",
@@ -149,7 +149,7 @@ def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, r
         "outputs.documents.record.text=first | string",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     first = report()["steps"]["first"]
     assert first["dropped"] == {"empty answer": 1, "refusal": 1, "truncated": 1, "unreadable answer": 1}
     assert first["rows"] == 10 and first["made"] == 6
@@ -157,17 +157,17 @@ def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, r
 
 
 def test_dropping_all_rows_is_an_error_with_reasons(model: Model, synthesize: Run, own: Own) -> None:
-    code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
+    code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
 
-    assert code == 1 and "steps.keep: no rows remain: " in said and " odd one, such as r" in said
+    assert code == 1 and "steps.keep: no rows remain: " in output and " odd one, such as r" in output
 
 
 def test_an_expression_that_never_fits_is_an_error(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("columns: {first: answer}", "columns: {first: anser}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "steps.first.columns.first" in said and "anser" in said
+    assert code == 2 and "steps.first.columns.first" in output and "anser" in output
 
 
 def test_rows_that_fail_are_named(
@@ -216,32 +216,32 @@ WRONG = {
 def test_invalid_settings_are_reported_in_one_line(model: Model, synthesize: Run, own: Own, word: str) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", word)
+    code, output = synthesize(*own(), f"endpoint={served.url}", word)
 
-    assert code == 2 and WRONG[word] in said and "Traceback" not in said
+    assert code == 2 and WRONG[word] in output and "Traceback" not in output
     assert not served.requests
 
 
 def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Own) -> None:
-    code, said = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
+    code, output = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
 
-    assert code == 2 and "roles.judge.endpoint" in said
+    assert code == 2 and "roles.judge.endpoint" in output
 
 
 def test_a_dry_run_shows_the_first_requests(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
 
-    assert code == 0 and "1. first: ask teacher" in said and "Say 0." in said
+    assert code == 0 and "1. first: ask teacher" in output and "Say 0." in output
     assert not served.requests and not (tmp_path / "out").exists()
 
 
 def test_equal_rows_and_equal_ids(model: Model, synthesize: Run, own: Own, written: Written, report: Any) -> None:
     words = own()
     file = written([{"id": "a", "n": 0}, {"id": "a", "n": 0}, {"id": "a", "n": 2}])
-    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
-    assert code == 2 and "rows.jsonl:3" in said and "'a'" in said
+    code, output = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+    assert code == 2 and "rows.jsonl:3" in output and "'a'" in output
 
     file = written([{"n": 0}, {"n": 0}, {"n": 2}])
     assert synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")[0] == 0
@@ -251,9 +251,9 @@ def test_equal_rows_and_equal_ids(model: Model, synthesize: Run, own: Own, writt
 def test_templates_are_sandboxed(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "steps.first.prompt" in said and "unsafe" in said
+    assert code == 2 and "steps.first.prompt" in output and "unsafe" in output
 
 
 @pytest.mark.slow
@@ -298,8 +298,8 @@ def test_another_file_of_the_same_glob_is_noticed(
     words += [f"endpoint={served.url}", "steps.second=null", "outputs.documents.record.text=first"]
     for name in ("q[1].jsonl", "q[2].jsonl"):
         file = written([{"id": name, "n": int(name[2]) * 2}], name)
-        code, said = synthesize(*words, f"input='{file}'")
-        assert code == 0, said
+        code, output = synthesize(*words, f"input='{file}'")
+        assert code == 0, output
         assert [each["id"] for each in records("documents")] == [name]
 
 
@@ -312,8 +312,8 @@ def test_answers_to_unchanged_rows_are_reused(
     assert synthesize(*words)[0] == 0
     assert len(served.requests) == 20
 
-    code, said = synthesize(*words, "steps.early.require.many=n > 4 and n < 14")
-    assert code == 0 and "10 answers are kept" in said, said
+    code, output = synthesize(*words, "steps.early.require.many=n > 4 and n < 14")
+    assert code == 0 and "10 answers are kept" in output, output
     assert len(served.requests) == 28
     assert [each["id"] for each in records("documents")] == ["r6", "r8", "r10", "r12"]
     assert all(each["text"] == f"said Judge said Say {each['id'][1:]}.." for each in records("documents"))
@@ -337,8 +337,8 @@ def test_failed_rows_of_a_finished_step_can_be_retried(
     assert len(records("documents")) == 19
     broken, before = False, len(served.requests)
 
-    code, said = synthesize(*words, "synthesize.retry_dead=true")
-    assert code == 0, said
+    code, output = synthesize(*words, "synthesize.retry_dead=true")
+    assert code == 0, output
     assert len(records("documents")) == 20 and len(served.requests) == before + 2
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
 
@@ -361,9 +361,9 @@ def test_a_role_like_another_may_have_a_model_of_its_own(model: Model, synthesiz
     served = model(echo)
     served.models = ["m", "big"]
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "roles.teacher.model=m", "roles.judge.model=big")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "roles.teacher.model=m", "roles.judge.model=big")
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["models"]["judge"]["model"] == "big"
     assert {payload["model"] for payload in served.requests} == {"m", "big"}
 
@@ -380,8 +380,8 @@ def test_the_output_may_move(model: Model, synthesize: Run, own: Own, tmp_path: 
     (tmp_path / "out").rename(tmp_path / "moved")
     refuse = False
 
-    code, said = synthesize(*words, f"output={tmp_path / 'moved'}", "synthesize.retry_dead=true")
-    assert code == 0, said
+    code, output = synthesize(*words, f"output={tmp_path / 'moved'}", "synthesize.retry_dead=true")
+    assert code == 0, output
 
 
 def test_ids_may_look_like_those_of_canaries(
@@ -393,9 +393,9 @@ def test_ids_may_look_like_those_of_canaries(
     )
     file = written([{"id": f"{number}/canary", "n": 2 * number} for number in range(7)], "like.jsonl")
 
-    code, said = synthesize(*own(recipe), f"input={file}", f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"input={file}", f"endpoint={model(echo).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     assert len(records("documents")) == 7
 
 
@@ -421,14 +421,14 @@ def test_an_answer_may_be_anything(
         "second: {kind: verify, environment: contains, answer: \"first or ''\", reference: {answers: \"['ok']\"}}",
     )
 
-    code, said = synthesize(
+    code, output = synthesize(
         *own(recipe, 6),
         f"endpoint={model(rule).url}",
         "outputs.documents.record.text=first | string",
         "steps.keep=null",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["outputs"]["documents"]["made"] == 6
     verified = (tmp_path / "out" / "steps" / "second" / "rows.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["why"] for line in verified if b"ok" in line] == [""]
@@ -458,19 +458,19 @@ def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own
     )
     words = [*own(recipe, 6), f"roles.teacher.endpoint={model(echo).url}", f"roles.judge.endpoint={model(judge).url}"]
     words += ["outputs.documents.record.text=first"]
-    code, said = synthesize(*words)
-    assert code == 1 and "second" in said
+    code, output = synthesize(*words)
+    assert code == 1 and "second" in output
 
     away = False
-    code, said = synthesize(*words)
-    assert code == 0, said
+    code, output = synthesize(*words)
+    assert code == 0, output
     assert len(records("documents")) == 3
 
 
 def test_a_function_without_a_call_is_refused(model: Model, synthesize: Run, own: Own) -> None:
-    code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd: n.bit_length}")
+    code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd: n.bit_length}")
 
-    assert code == 2 and "bit_length is a function" in said and "Traceback" not in said
+    assert code == 2 and "bit_length is a function" in output and "Traceback" not in output
 
 
 def test_another_test_set_of_the_same_name_is_noticed(
@@ -485,8 +485,8 @@ def test_another_test_set_of_the_same_name_is_noticed(
     assert report()["steps"]["gate"]["dropped"] == {}
 
     held.write_text("said Say 0.\n")
-    code, said = synthesize(*words, "steps.gate.filters.decontamination.min_words=1")
-    assert code == 0, said
+    code, output = synthesize(*words, "steps.gate.filters.decontamination.min_words=1")
+    assert code == 0, output
     assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 1}
     held.write_text("said Say 2.\nsaid Say 4.\n")
     assert synthesize(*words, "steps.gate.filters.decontamination.min_words=1")[0] == 0
@@ -496,10 +496,12 @@ def test_another_test_set_of_the_same_name_is_noticed(
 def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     recipe = RECIPE.replace("  documents:", "  ../evil:")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
     assert (
-        code == 2 and "outputs.../evil: a name may have only letters" in said and not (tmp_path / "evil.jsonl").exists()
+        code == 2
+        and "outputs.../evil: a name may have only letters" in output
+        and not (tmp_path / "evil.jsonl").exists()
     )
 
 
@@ -511,11 +513,11 @@ def test_a_dry_run_passes_what_only_the_run_can_decide(
     )
     words = [*own(recipe), f"endpoint={model(echo).url}"]
 
-    code, said = synthesize(*words, "synthesize.dry_run=true")
-    assert code == 0 and "Say " in said, said
+    code, output = synthesize(*words, "synthesize.dry_run=true")
+    assert code == 0 and "Say " in output, output
 
-    code, said = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
-    assert code == 2 and "has no rows" in said
+    code, output = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
+    assert code == 2 and "has no rows" in output
 
 
 def test_answers_of_another_model_are_not_reused(
@@ -527,8 +529,8 @@ def test_answers_of_another_model_are_not_reused(
     assert synthesize(*words, f"endpoint={first.url}")[0] == 0
     assert synthesize(*words, f"endpoint={first.url}", "steps.early.require.many=n < 20")[0] == 0
 
-    code, said = synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")
-    assert code == 2 and "model" in said and "steps/first" in said and not second.requests
+    code, output = synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")
+    assert code == 2 and "model" in output and "steps/first" in output and not second.requests
 
     shutil.rmtree(tmp_path / "out" / "steps" / "first")
     assert synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")[0] == 0
@@ -560,9 +562,9 @@ def test_a_condition_reads_the_answer_and_not_the_rows_column(
     words = own(recipe)
     file = written([{"id": "a", "n": 2, "answer": "other"}], "answers.jsonl")
 
-    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+    code, output = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
 
-    assert code == 0 and len(records("documents")) == 1, said
+    assert code == 0 and len(records("documents")) == 1, output
 
 
 def test_canaries_are_planted_only_in_matching_rows(
@@ -571,12 +573,12 @@ def test_canaries_are_planted_only_in_matching_rows(
     canaries = "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'true'"
     recipe = RECIPE.replace("columns: {second: answer}", canaries + ", when: n > 100}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
-    assert code == 0, said
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    assert code == 0, output
     assert "canaries" not in report()["steps"]["second"]["numbers"]
 
     one = RECIPE.replace("columns: {second: answer}", canaries + "}").replace(
         "first: {kind: ask,", "first: {kind: ask, samples: 4,"
     )
-    code, said = synthesize(*own(one, 1), f"endpoint={model(echo).url}", f"output={tmp_path / 'one'}")
-    assert code == 0, said
+    code, output = synthesize(*own(one, 1), f"endpoint={model(echo).url}", f"output={tmp_path / 'one'}")
+    assert code == 0, output
