@@ -163,7 +163,7 @@ class Rows:
         """Read the whole input and index it in ranges of `part_rows` rows.
 
         Raises:
-            ValueError: a record cannot be read, a row has no key, two different rows share a key, or the input is empty.
+            ValueError: a record cannot be read, a row has no key, different rows share a key, or the input is empty.
         """
         infer, batch = not isinstance(self.source, ParquetSource), None
         schema, pending = _parquet_schema(self.source), list[Mapping[str, Any]]()
