@@ -1,4 +1,4 @@
-"""What is asked of a model, and the asking: answers, conversations with worlds, log-likelihoods."""
+"""Requests of an evaluation: answers, conversations with environments, and log-likelihoods, sent, stored and scored."""
 
 import asyncio
 import itertools
@@ -19,20 +19,20 @@ from nemo_ext.evaluation.store import Key, Sample, Store, digest_of
 from nemo_ext.job.seeds import digest
 
 _AHEAD = 64
-"""Samples in work beyond the client's limit: those that are being scored."""
+"""Samples in flight beyond the client's limit of concurrent requests, which are being scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked for one problem in one prompt and mode.
+    """Request for one problem with one prompt and in one mode; its samples differ by the seed alone.
 
     Attributes:
         benchmark: the benchmark.
         problem: the problem.
         prompt, mode: names of the prompt and of the mode.
-        shown: what the model reads, for people.
-        body: fields of the request, but for the seed.
-        asked: hash of all that is asked.
+        shown: the model's input, as the store keeps it for display.
+        body: fields of the request, except the seed.
+        asked: hash of the request.
     """
 
     benchmark: Benchmark
@@ -47,37 +47,37 @@ class Question:
         object.__setattr__(self, "asked", digest_of(self.benchmark.kind, self.shown, self.body))
 
     def key(self, sample: int) -> Key:
-        """Key of one of its samples."""
+        """Key of the sample with a number."""
         return Key(self.benchmark.name, self.problem.id, self.prompt, self.mode, sample)
 
 
 def questions(
-    benchmark: Benchmark, found: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
+    benchmark: Benchmark, problems: Iterable[Problem], modes: Sequence[str] = (), omit: Sequence[str] = ()
 ) -> Iterator[Question]:
-    """All questions of a benchmark.
+    """Questions of a benchmark: every problem with every prompt and in every mode.
 
     Args:
         benchmark: the benchmark.
-        found: its problems.
-        modes: the only modes to ask in; empty for all.
-        omit: fields that no request has.
+        problems: its problems.
+        modes: modes to run; empty for all.
+        omit: request fields to leave out.
     """
-    likely = benchmark.kind in ("choice", "bits")
-    for problem in found:
-        for prompt, asked in problem.prompts.items():
-            if likely:
-                shown: dict[str, Any] = {"text": asked}
+    for problem in problems:
+        for prompt, content in problem.prompts.items():
+            if benchmark.kind in ("choice", "bits"):
+                shown: dict[str, Any] = {"text": content}
                 if problem.choices:
-                    shown = {"context": asked, "choices": list(problem.choices)}
+                    shown = {"context": content, "choices": list(problem.choices)}
                 yield Question(benchmark=benchmark, problem=problem, prompt=prompt, mode=PLAIN, shown=shown, body={})
                 continue
             messages = openai_messages(problem.task(prompt).prompt, arguments_as_text=True)
             text = messages[0]["content"] if benchmark.complete else None
-            for mode, way in benchmark.modes.items():
+            for mode, variant in benchmark.modes.items():
                 if modes and mode not in modes:
                     continue
-                system = [] if way.system is None else [{"role": "system", "content": way.system}]
-                body = {**benchmark.sampling.body(), **way.body, "max_tokens": way.max_tokens or benchmark.max_tokens}
+                system = [] if variant.system is None else [{"role": "system", "content": variant.system}]
+                max_tokens = variant.max_tokens or benchmark.max_tokens
+                body = {**benchmark.sampling.body(), **variant.body, "max_tokens": max_tokens}
                 if problem.thinking is not None and "chat_template_kwargs" not in body:
                     body["chat_template_kwargs"] = {"enable_thinking": problem.thinking}
                 if problem.tools:
@@ -85,22 +85,22 @@ def questions(
                 body = {name: value for name, value in body.items() if name not in omit}
                 shown = {"messages": [*system, *messages]} | ({"tools": body["tools"]} if "tools" in body else {})
                 if text is not None:
-                    shown = {"text": "\n\n".join(filter(None, (way.system, text)))}
+                    shown = {"text": "\n\n".join(filter(None, (variant.system, text)))}
                 yield Question(benchmark=benchmark, problem=problem, prompt=prompt, mode=mode, shown=shown, body=body)
 
 
 @dataclass(kw_only=True)
 class Asking:
-    """Asks, keeps and scores.
+    """Sends the requests of an evaluation, and stores and scores the answers.
 
     Attributes:
-        client: client of the endpoint, within `async with`.
-        likelihoods: log-likelihoods from the same.
-        store: where answers and scores are kept.
-        scorers: scorer of each benchmark; answers to the others are kept without a score.
+        client: client of the endpoint, already entered with `async with`.
+        likelihoods: log-likelihoods from the same endpoint.
+        store: store of the answers and scores.
+        scorers: scorers by benchmark; answers to other benchmarks are stored without a score.
         seed: seed of all answers.
-        count_reasoning: number of tokens of a reasoning, where the endpoint does not say it; None if unknown.
-        seen: called with each sample that is settled, and whether it was asked now.
+        count_reasoning: counts the tokens of a reasoning trace if the endpoint does not report them; None if unknown.
+        seen: callback for each finished sample, with whether it was requested now.
     """
 
     client: Client
@@ -112,63 +112,66 @@ class Asking:
     seen: Callable[[Sample, bool], None] = field(default=lambda sample, asked: None)
 
     async def run(self, work: Iterable[tuple[Question, int, Sample | None]]) -> None:
-        """Ask and score all of the work: questions with the number of the sample, and the answer where there is one.
+        """Request and score samples.
+
+        Args:
+            work: questions with the number of the sample, and its answer if the store already has it.
 
         Raises:
             ValueError: the endpoint refuses the key.
-            EndpointGone: nobody has answered for longer than the client's patience.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         running: set[asyncio.Task[None]] = set()
         try:
-            for question, number, there in work:
+            for question, number, stored in work:
                 while len(running) >= self.client.pace.limit + _AHEAD:
-                    running = await _some(running)
-                running.add(asyncio.create_task(self._one(question, number, there)))
+                    running = await _wait_for_some(running)
+                running.add(asyncio.create_task(self._run_sample(question, number, stored)))
             while running:
-                running = await _some(running)
+                running = await _wait_for_some(running)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one(self, question: Question, number: int, there: Sample | None) -> None:
-        sample = there
+    async def _run_sample(self, question: Question, number: int, stored: Sample | None) -> None:
+        sample = stored
         if sample is None:
             self.store.add_prompt(question.asked, question.shown)
-            sample = await self._asked(question, number)
+            sample = await self._request(question, number)
             self.store.add(sample)
         if not sample.problem and (scorer := self.scorers.get(question.benchmark.name)) is not None:
             self.store.add_scores([await scorer.score(question.problem, sample)])
-        self.seen(sample, there is None)
+        self.seen(sample, stored is None)
 
-    async def _asked(self, question: Question, number: int) -> Sample:
+    async def _request(self, question: Question, number: int) -> Sample:
         if question.benchmark.kind in ("choice", "bits"):
-            return await self._likely(question, number)
+            return await self._measure(question, number)
         scorer = self.scorers.get(question.benchmark.name)
         if scorer is not None and scorer.converses:
-            return await self._conversed(question, number, scorer)
+            return await self._converse(question, number, scorer)
         answer = await self._answer(question, number, 0, question.shown.get("messages"))
         return self._sample(question, number, answer)
 
-    async def _likely(self, question: Question, number: int) -> Sample:
-        named: Any = {"key": question.key(number), "asked": question.asked}
+    async def _measure(self, question: Question, number: int) -> Sample:
+        identity: Any = {"key": question.key(number), "asked": question.asked}
         shown, scored = question.shown, list[Scored]()
         if "text" in shown:
             scored = [await self.likelihoods.rolling(shown["text"])]
         pairs = shown.get("pairs") or [(shown["context"], choice) for choice in shown.get("choices", ())]
         for context, group in itertools.groupby(pairs, key=itemgetter(0)):
             scored += await self.likelihoods.continuations(context, [choice for _, choice in group])
-        if problem := next((each.problem for each in scored if each.problem), ""):
-            return Sample(**named, problem=problem)
+        if problem := next((text.problem for text in scored if text.problem), ""):
+            return Sample(**identity, problem=problem)
         return Sample(
-            **named,
-            logprobs=[each.logprob for each in scored],
-            sizes=[each.bytes for each in scored],
-            greedy=[each.greedy for each in scored],
-            prompt_tokens=sum(each.tokens for each in scored),
+            **identity,
+            logprobs=[text.logprob for text in scored],
+            sizes=[text.bytes for text in scored],
+            greedy=[text.greedy for text in scored],
+            prompt_tokens=sum(text.tokens for text in scored),
         )
 
-    async def _conversed(self, question: Question, number: int, scorer: Scorer) -> Sample:
+    async def _converse(self, question: Question, number: int, scorer: Scorer) -> Sample:
         assert scorer.episodes is not None
 
         async def answer(messages: Sequence[Mapping[str, Any]], turn: int) -> Answer:
@@ -183,23 +186,23 @@ class Asking:
         return replace(
             last,
             turns=list(play.turns),
-            prompt_tokens=_sum([each.prompt_tokens for each in answers]),
-            completion_tokens=_sum([each.completion_tokens for each in answers]),
-            reasoning_tokens=_sum([self._reasoning(each) for each in answers]),
-            seconds=sum(each.seconds for each in answers),
+            prompt_tokens=_sum([answer.prompt_tokens for answer in answers]),
+            completion_tokens=_sum([answer.completion_tokens for answer in answers]),
+            reasoning_tokens=_sum([self._reasoning(answer) for answer in answers]),
+            seconds=sum(answer.seconds for answer in answers),
         )
 
     async def _answer(
         self, question: Question, number: int, turn: int, messages: Sequence[Mapping[str, Any]] | None
     ) -> Answer:
         key = question.key(number)
-        seed = digest(self.seed, "evaluate", *key[:4], number, turn) >> 33  # some servers take no more than 31 bits
+        seed = digest(self.seed, "evaluate", *key[:4], number, turn) >> 33  # some servers accept at most 31 bits
         body = {**question.body, "seed": seed}
         body |= {"prompt": question.shown["text"]} if messages is None else {"messages": list(messages)}
         path = "completions" if messages is None else "chat/completions"
         answer = await self.client.ask(Request(body=body, path=path))
         if answer.status == 400 and messages is not None and "max_tokens" in body:
-            # The model may be too short for the prompt and all of max_tokens: then the endpoint takes what is left.
+            # Prompt and max_tokens may exceed the model's length; without max_tokens the endpoint uses what remains.
             del body["max_tokens"]
             answer = await self.client.ask(Request(body=body, path=path))
         if answer.status in REFUSED:
@@ -223,7 +226,7 @@ class Asking:
         )
 
     def _reasoning(self, answer: Answer) -> int | None:
-        """Tokens of the reasoning: as the endpoint says, or counted."""
+        """Tokens of the reasoning trace, reported by the endpoint or counted."""
         details: Any = answer.body
         for name in ("usage", "completion_tokens_details", "reasoning_tokens"):
             details = details.get(name) if isinstance(details, Mapping) else None
@@ -237,11 +240,11 @@ class Asking:
         return None if self.count_reasoning is None else self.count_reasoning(reasoning)
 
 
-async def _some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-    done, left = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+async def _wait_for_some(running: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
+    done, pending = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
-    return left
+    return pending
 
 
 def _sum(counts: Sequence[int | None]) -> int | None:

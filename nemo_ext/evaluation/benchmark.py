@@ -1,4 +1,4 @@
-"""Benchmarks and suites: one YAML file each in hydra_conf/benchmark and hydra_conf/suite, or the user's own by path."""
+"""Benchmarks and suites, one YAML file each: from hydra_conf/benchmark and hydra_conf/suite, or from a user's path."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field
@@ -17,16 +17,16 @@ from nemo_ext.rl.tasks import GENERATORS
 Kind = Literal["generate", "choice", "bits", "harness"]
 Metric = Literal["avg", "pass", "maj"]
 PLAIN = "default"
-"""Name of the prompt and of the mode of a benchmark that has one of each."""
+"""Name of a benchmark's only prompt, and of its only mode."""
 
 
 def _named(value: object) -> object:
-    """Prompts or modes by name; one without a name is the default."""
+    """Mapping of prompts by name; a bare string becomes the default prompt."""
     return {PLAIN: value} if isinstance(value, str) else value
 
 
 def _words(value: object) -> object:
-    """Modes by name: `on` and `off` without quotes are no texts to YAML."""
+    """Modes by name, with the booleans that YAML reads from unquoted `on` and `off` turned back into names."""
     if not isinstance(value, Mapping):
         return value
     return {
@@ -36,12 +36,12 @@ def _words(value: object) -> object:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Mode:
-    """A way to ask for an answer, such as reasoning on or off.
+    """Variant of a benchmark's requests, such as reasoning on or off.
 
     Attributes:
-        system: text of the system message; None for none.
-        body: further fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}.
-        max_tokens: most tokens of an answer; None takes the benchmark's.
+        system: system message; None for none.
+        body: additional fields of the request, such as {chat_template_kwargs: {enable_thinking: false}}.
+        max_tokens: maximum tokens per answer; None takes the benchmark's.
     """
 
     system: str | None = None
@@ -51,48 +51,49 @@ class Mode:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Benchmark:
-    """A benchmark.
+    """Definition of a benchmark: its data, prompts, sampling and scoring.
 
-    Expressions and templates are Jinja's, sandboxed, over a row's columns, `row` with all of them, and `file`, the path
-    of the row's file below the data root. An expression gives a value (a number, a list); a template gives a text.
+    Expressions and templates are sandboxed Jinja. They see a row's columns, `row` (the whole row) and `file` (the path
+    of the row's file relative to the data root). An expression yields a value, such as a number or list; a template
+    yields text.
 
     Attributes:
         name: name in tables and in the store.
-        about: what it measures, in a few words.
-        kind: `generate`, an answer that an environment verifies; `choice`, log-likelihoods of choices; `bits`, bits per
+        about: measured ability, in a few words.
+        kind: `generate`, answers that an environment verifies; `choice`, log-likelihoods of choices; `bits`, bits per
             byte of texts; `harness`, a task of lm-evaluation-harness.
-        source: where its data is had, for the user who lacks it.
-        data: files below evaluate.data_root, globs too; empty for a generated benchmark.
-        tasks: files of RL tasks (docs/rl/tasks.md), in place of data: those of `environment`.
-        generator: module of `nemo_ext.rl.tasks` or `nemo_ext.evaluation.generators` by name, in place of data.
+        source: where to get the data, shown when it is missing.
+        data: files or globs relative to evaluate.data_root; empty for a generated benchmark.
+        tasks: files of RL tasks (docs/rl/tasks.md) to use instead of data; only tasks of `environment` are taken.
+        generator: generator to use instead of data: a name from `nemo_ext.rl.tasks` or
+            `nemo_ext.evaluation.generators`.
         settings: arguments of the generator.
         count: number of generated problems.
-        where: expression that a row must satisfy; None takes all.
-        id: expression with a name for each row; None takes a hash of the row.
-        domain: expression with the row's group, such as a subject; None for none.
-        prompt: templates of the user's message, by name; with several, the sensitivity to prompts is measured. For
-            `choice` the context, for `bits` the text.
-        messages: expression with whole conversations, in place of prompt.
-        complete: whether the model continues the prompt as a text, without a chat template, as base models want.
-        modes: ways to ask, by name.
+        where: expression that selects rows; None takes all.
+        id: expression for a unique row id; None takes a hash of the row.
+        domain: expression for the row's group, such as a subject; None for none.
+        prompt: templates of the user message by name; several measure prompt sensitivity. For `choice` the context,
+            for `bits` the text.
+        messages: expression for a whole conversation, instead of prompt.
+        complete: whether the model continues the prompt as plain text, without a chat template, as for base models.
+        modes: variants of the requests, by name.
         environment: name of the verifier (`nemo_ext.rl.environments`).
-        environment_settings: its settings.
-        reference: expressions of the verifier's reference, by key.
-        tools: expression with declared tools.
-        choices: for `choice`, expression with the texts of the choices, as they follow the context.
-        gold: for `choice`, expression with the number of the right one, from 0.
-        shots: number of solved examples before the question.
+        environment_settings: settings of the verifier.
+        reference: expressions for the verifier's reference, by key.
+        tools: expression for the declared tools.
+        choices: for `choice`, expression for the list of choices, each as it follows the context.
+        gold: for `choice`, expression for the index of the correct choice, from 0.
+        shots: number of few-shot examples before the question.
         shots_data: files with the examples; empty takes other rows of the data.
-        shot: template of an example; None is the prompt and the right choice.
-        samples: answers to each problem.
-        sampling: of the answers; temperature, top_p, extra.
-        max_tokens: most tokens of an answer.
-        metric: what the headline is: `avg`, mean over samples; `pass`, at least one of k right; `maj`, the most
-            frequent answer.
-        k: samples that the metric is about; None takes all.
-        weight: weight in a suite's grand mean; 0 leaves it out.
+        shot: template of an example; None takes the prompt and the correct choice.
+        samples: answers per problem.
+        sampling: temperature, top_p and extra fields of the requests.
+        max_tokens: maximum tokens per answer.
+        metric: headline metric: `avg`, mean over samples; `pass`, pass@k; `maj`, majority vote over k.
+        k: number of samples for pass@k and majority votes; None takes all.
+        weight: weight in a suite's grand mean; 0 excludes the benchmark.
         higher_is_better: False for bits per byte and for rates of harm.
-        task: for `harness`, name of the task; its folder is evaluate.harness_tasks.
+        task: for `harness`, name of the task, whose file is in evaluate.harness_tasks.
     """
 
     name: Annotated[str, Field(pattern=r"^[\w.@+-]+$")]
@@ -131,33 +132,34 @@ class Benchmark:
 
     def __post_init__(self) -> None:
         if self.kind == "harness" and self.task is None:
-            raise ValueError("task: name the task of lm-evaluation-harness")
+            raise ValueError("kind=harness requires task, the name of a task of lm-evaluation-harness")
         if self.task is not None:
             return  # lm-evaluation-harness makes its problems
         if [bool(self.data), bool(self.tasks), self.generator is not None].count(True) != 1:
-            raise ValueError("data, tasks, generator: give one of them")
+            raise ValueError("set exactly one of data, tasks and generator")
         if self.tasks or self.generator in GENERATORS:
-            of = "tasks" if self.tasks else f"generator={self.generator}"
+            origin = "tasks" if self.tasks else f"generator={self.generator}"
             ignored = ["where", "id", "domain", "prompt", "messages", "reference", "tools", "choices"]
             ignored += [] if self.tasks else ["environment"]
-            if given := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
-                raise ValueError(f"{given[0]}: {of} makes whole problems: leave it out")
+            if unused := [name for name in (*ignored, "gold", "shots", "shot", "complete") if getattr(self, name)]:
+                raise ValueError(f"{unused[0]}: not used with {origin}, which yields complete problems: remove it")
             if self.kind != "generate":
-                raise ValueError(f"kind={self.kind}: {of} makes problems with answers")
+                raise ValueError(f"kind={self.kind}: {origin} requires kind=generate")
         elif not (self.prompt or self.messages):
-            raise ValueError("prompt: say how a row is asked")
+            raise ValueError("prompt is required: a template of the user message")
         elif self.kind == "generate" and self.environment is None:
-            raise ValueError("environment: say what verifies an answer")
+            raise ValueError("environment is required: the name of the verifier")
         if self.kind != "generate" and (self.messages is not None or self.environment is not None):
-            raise ValueError(f"{'messages' if self.messages is not None else 'environment'}: is for generated answers")
+            key = "messages" if self.messages is not None else "environment"
+            raise ValueError(f"{key}: requires kind=generate, but kind is {self.kind}")
         if self.kind == "choice" and (self.choices is None or self.gold is None):
-            raise ValueError("choices, gold: say what the choices are, and which is right")
+            raise ValueError("kind=choice requires choices and gold, the index of the correct choice")
         if self.generator is not None and self.shots:
-            raise ValueError("shots: are rows of data, which a generator has not")
+            raise ValueError("shots: examples come from rows of data, which a generator does not have: remove it")
         if self.complete and (self.messages is not None or self.tools is not None or self.kind != "generate"):
-            raise ValueError("complete: is for generated answers to a prompt, without messages or tools")
+            raise ValueError("complete=true requires kind=generate and prompt, without messages or tools")
         if self.k is not None and self.k > self.samples:
-            raise ValueError(f"k={self.k}: there are samples={self.samples}")
+            raise ValueError(f"k={self.k}: exceeds samples={self.samples}")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -166,9 +168,9 @@ class Suite:
 
     Attributes:
         name: name of the suite.
-        about: what it is for.
+        about: purpose of the suite.
         source: paper, table and page.
-        benchmarks: names, or mappings with `name` and the keys that differ here.
+        benchmarks: names of benchmarks, or mappings with `name` and keys that override the benchmark's.
     """
 
     name: str
@@ -177,46 +179,52 @@ class Suite:
     benchmarks: Sequence[str | Mapping[str, JsonValue]]
 
 
+@cache
+def _files(kind: str) -> dict[str, Any]:
+    folder = files("hydra_conf") / kind
+    return {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+
+
 def names(kind: Literal["benchmark", "suite", "published"]) -> list[str]:
-    """Names of installed benchmarks, suites or tables of published values."""
-    return list(config_files(kind))
+    """Names of the benchmarks, suites or tables of published values that the package has."""
+    return sorted(_files(kind))
 
 
 def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> dict[str, Any]:
-    """The mapping of a file of the package by its name, or of the user's by a path that ends in .yaml.
+    """Content of one of the package's files by name, or of a user's file by a path that ends in .yaml.
 
     Raises:
-        ValueError: there is none, or it is no mapping.
+        ValueError: the file does not exist, or does not hold a mapping.
     """
-    own = Path(name).expanduser()
-    if own.suffix in (".yaml", ".yml"):
-        if not own.is_file():
+    path = Path(name).expanduser()
+    if path.suffix in (".yaml", ".yml"):
+        if not path.is_file():
             raise ValueError(f"{kind}={name}: no such file")
-        text = own.read_text()
-    elif file := config_files(kind).get(name):
-        text = file.read_text(encoding="utf-8")
+        text = path.read_text()
+    elif name in _files(kind):
+        text = _files(kind)[name].read_text()
     else:
         raise ValueError(f"{kind}: unknown name {name!r}: {nearest(name, names(kind))}; or give a path to a .yaml file")
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise ValueError(f"{kind}={name}: no YAML ({' '.join(str(error).split())})") from None
+        raise ValueError(f"{kind}={name}: invalid YAML ({' '.join(str(error).split())})") from None
     if not isinstance(found, dict):
         raise ValueError(f"{kind}={name}: expected a mapping")
-    return {"name": own.stem if own.suffix in (".yaml", ".yml") else name, **found}
+    return {"name": path.stem if path.suffix in (".yaml", ".yml") else name, **found}
 
 
 def read_benchmark(given: str | Mapping[str, Any]) -> Benchmark:
-    """A benchmark by its name or path, or by a mapping with `name` and the keys that differ.
+    """Benchmark by its name or path, or by a mapping with `name` and keys that override the benchmark's.
 
-    A file's `like: NAME` takes over the keys of another one.
+    A benchmark file with `like: NAME` inherits the keys of another benchmark.
 
     Raises:
-        ValueError: naming the benchmark, the key, what it holds and what it may hold.
+        ValueError: a key is invalid; the message has the benchmark, the key, its value and the expected values.
     """
     own = {"name": given} if isinstance(given, str) else dict(given)
     if "name" not in own:
-        raise ValueError(f"benchmark: {own}: the key 'name' is missing")
+        raise ValueError(f"benchmark {own}: the key 'name' is missing")
     name = str(own.pop("name"))
     found = _with_likes(name, ()) | own
     return checked(Benchmark, found, where=f"benchmark {found['name']}")
@@ -228,19 +236,19 @@ def _with_likes(name: str, before: tuple[str, ...]) -> dict[str, Any]:
     if like is None:
         return found
     if like in before:
-        raise ValueError(f"benchmark {name}: like={like}: goes round in a circle")
+        raise ValueError(f"benchmark {name}: like={like}: the benchmarks inherit from each other in a circle")
     return {**_with_likes(str(like), (*before, name)), **found}
 
 
 def read_suite(name: str) -> tuple[Suite, list[Benchmark]]:
-    """A suite by its name or path, and its benchmarks.
+    """Suite by its name or path, and its benchmarks.
 
     Raises:
         ValueError: see `read_benchmark`; or two benchmarks share a name.
     """
     suite = checked(Suite, read_yaml("suite", name), where=f"suite {name}")
-    found = [read_benchmark(each) for each in suite.benchmarks]
-    for benchmark in found:
-        if sum(each.name == benchmark.name for each in found) > 1:
-            raise ValueError(f"suite {name}: benchmark {benchmark.name} is there twice")
-    return suite, found
+    benchmarks = [read_benchmark(entry) for entry in suite.benchmarks]
+    for benchmark in benchmarks:
+        if sum(other.name == benchmark.name for other in benchmarks) > 1:
+            raise ValueError(f"suite {name}: lists benchmark {benchmark.name} twice")
+    return suite, benchmarks

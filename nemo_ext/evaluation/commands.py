@@ -11,7 +11,7 @@ from nemo_ext.rl.commands import ENVIRONMENTS
 from nemo_ext.serving.commands import SERVED, asking, on_one_node, size_of_one
 
 ASKED = {"evaluate": ("nemo_ext.evaluation.settings:EvaluateSettings", {"judge": "nemo_ext.rl.judge:JudgeSettings"})}
-"""Types of a section `evaluate`."""
+"""Settings classes of a config section `evaluate`."""
 
 
 def _figures(run_dir: Path) -> Figures:
@@ -41,7 +41,7 @@ EVALUATE = asking(
 ROLLOUTS = asking(
     name="rollouts",
     group="reinforcement learning",
-    help="ask for answers to RL tasks and verify them: pass rates for curricula",
+    help="sample and verify answers to RL tasks: pass rates for curricula",
     run="nemo_ext.evaluation.rollouts:run",
     check=reads("nemo_ext.evaluation.rollouts:check"),
     figures=_figures,
@@ -56,18 +56,18 @@ ROLLOUTS = asking(
 )
 
 
-def _compared(config: Config) -> list[Input]:
+def _compare_inputs(config: Config) -> list[Input]:
     runs = config["runs"].values() if isinstance(config["runs"], Mapping) else strings(config["runs"])
-    advice = "`nemo-ext evaluate` and `nemo-ext rollouts` write them"
+    advice = "`nemo-ext evaluate` and `nemo-ext rollouts` create such run directories"
     return inputs(*(("runs", place, advice) for place in runs))
 
 
 COMPARE = Job(
     name="compare",
     group="serve and evaluate",
-    help="compare evaluations side by side, with paired tests and the papers' values",
+    help="compare evaluations side by side, with paired tests and published values",
     run="nemo_ext.evaluation.compare_page:run",
-    inputs=_compared,
+    inputs=_compare_inputs,
     script="task",
     grammar=Grammar(settings="nemo_ext.evaluation.compare:CompareSettings"),
 )
@@ -82,7 +82,7 @@ def _check_merge_sweep(config: Config, coming: Sequence[Path]) -> None:
 MERGE_SWEEP = Job(
     name="merge_sweep",
     group="compress",
-    help="average checkpoints with several weights, evaluate each, choose one of the Pareto front",
+    help="average checkpoints with several weights, evaluate each average, choose one from the Pareto front",
     run="nemo_ext.evaluation.merges:run",
     engines=("torch",),
     resumable=True,

@@ -1,6 +1,6 @@
-"""Functions and filters that benchmarks' templates and expressions have beside Jinja's own.
+"""Functions and filters for the Jinja templates and expressions of benchmarks.
 
-They compute, and reach no file, no network and no code of the data's.
+All are pure functions: they access no files or network, and execute no code from the data.
 """
 
 import base64
@@ -20,39 +20,39 @@ _PICKLED_TEXT = {"PROTO", "FRAME", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE
 
 
 def records(**columns: Sequence[Any]) -> list[dict[str, Any]]:
-    """Rows of columns of the same length: records(id=[1, 2], kwargs=[a, b])."""
+    """Rows from columns of equal length: records(id=[1, 2], kwargs=[a, b])."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def mixed(right: str, wrong: Sequence[str]) -> list[str]:
-    """The choices with the right one at a place that its and the others' texts decide."""
+    """The choices with the correct one inserted at a position derived from a hash of all their texts."""
     place = int(digest_of(right, list(wrong)), 16) % (len(wrong) + 1)
     return [*wrong[:place], right, *wrong[place:]]
 
 
 def lettered(choices: Sequence[Any], form: str = "{}. {}") -> str:
-    """Lines of the choices, each behind its letter; the form has a place for each of both."""
+    """One line per choice, labelled with a letter; `form` has a `{}` for the letter and one for the choice."""
     before, between, after = form.split("{}")  # not `format`, which would read attributes
     return "\n".join(f"{before}{letter(place)}{between}{choice}{after}" for place, choice in enumerate(choices))
 
 
 def letter(place: int) -> str:
-    """Letter of a choice by its number, from 0."""
+    """Letter of a choice by its index, from 0."""
     return string.ascii_uppercase[int(place)]
 
 
 def letters(choices: Sequence[Any]) -> list[str]:
-    """As many letters as there are choices, each after a space."""
-    return [f" {each}" for each in string.ascii_uppercase[: len(choices)]]
+    """Letters of the choices, each with a leading space."""
+    return [f" {letter}" for letter in string.ascii_uppercase[: len(choices)]]
 
 
 def spaced(texts: Sequence[Any]) -> list[str]:
-    """The texts, each after a space."""
+    """The texts, each with a leading space."""
     return [f" {text}" for text in texts]
 
 
 def unbracketed(text: str) -> str:
-    """A text of HellaSwag without marks such as [header], as lm-evaluation-harness cleans it."""
+    """HellaSwag text without markers such as [header], cleaned as in lm-evaluation-harness."""
     text, kept, begin = text.strip().replace(" [title]", ". "), [], 0
     while (opened := text.find("[", begin)) >= 0 and (closed := text.find("]", opened)) >= 0:
         kept.append(text[begin:opened])
@@ -61,22 +61,22 @@ def unbracketed(text: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""Content of a solution's last \boxed{}.
+    r"""Content of the last \boxed{} in a solution.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the text has none.
     """
-    found = last_boxed(text)
-    if found is None:
+    content = last_boxed(text)
+    if content is None:
         raise ValueError(f"no \\boxed{{}} in {text[-80:]!r}")
-    return found
+    return content
 
 
 def packed_tests(text: str) -> list[dict[str, Any]]:
-    """LiveCodeBench's private tests: JSON, or JSON in a pickled text in zlib in base64. The pickle is never executed.
+    """Private tests of LiveCodeBench: JSON, or a pickled JSON string in zlib and base64. The pickle is never executed.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is in neither format.
     """
     if text.lstrip().startswith("["):
         return list(read_json(text))
@@ -85,14 +85,14 @@ def packed_tests(text: str) -> list[dict[str, Any]]:
         operations = [(code.name, argument) for code, argument, _ in pickletools.genops(unpacked)]
     except (binascii.Error, zlib.error, ValueError) as error:
         raise ValueError(f"private tests: neither JSON nor packed JSON ({error})") from None
-    found = [argument for name, argument in operations if name.endswith(("UNICODE", "UNICODE8"))]
-    if len(found) != 1 or {name for name, _ in operations} - _PICKLED_TEXT:
-        raise ValueError("private tests: the pickle holds more than a text")
-    return list(read_json(str(found[0])))
+    strings = [argument for name, argument in operations if name.endswith(("UNICODE", "UNICODE8"))]
+    if len(strings) != 1 or {name for name, _ in operations} - _PICKLED_TEXT:
+        raise ValueError("private tests: expected a pickle of one string, and it holds more")
+    return list(read_json(str(strings[0])))
 
 
 def code_tests(tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """LiveCodeBench's tests {input, output, testtype} as the environment `code` wants them."""
+    """LiveCodeBench's tests {input, output, testtype} in the format of the environment `code`."""
     return [
         {"args": [read_json(line) for line in test["input"].split("\n")], "expected": read_json(test["output"])}
         if test["testtype"] == "functional"
@@ -102,7 +102,7 @@ def code_tests(tests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Functions of the Berkeley Function-Calling Leaderboard as tools: types as in JSON schema, no dots in names."""
+    """Functions of the Berkeley Function-Calling Leaderboard as OpenAI tools: JSON Schema types, no dots in names."""
     none = {"type": "object", "properties": {}}
     return [
         {
@@ -118,24 +118,24 @@ def bfcl_tools(functions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _typed(schema: Any) -> Any:
-    """A schema with the names of types that JSON schema has; properties may be called `type` too."""
+    """A schema with the type names of JSON Schema; a property may itself be named `type`."""
     if not isinstance(schema, Mapping):
         return schema
-    made = dict(schema)
+    converted = dict(schema)
     if isinstance(kind := schema.get("type"), str):
         if kind == "any":
-            del made["type"]
+            del converted["type"]
         else:
-            made["type"] = {"dict": "object", "float": "number", "tuple": "array"}.get(kind, kind)
+            converted["type"] = {"dict": "object", "float": "number", "tuple": "array"}.get(kind, kind)
     if isinstance(properties := schema.get("properties"), Mapping):
-        made["properties"] = {key: _typed(each) for key, each in properties.items()}
+        converted["properties"] = {key: _typed(value) for key, value in properties.items()}
     if "items" in schema:
-        made["items"] = _typed(schema["items"])
-    return made
+        converted["items"] = _typed(schema["items"])
+    return converted
 
 
 def bfcl_calls(truth: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The leaderboard's possible answers as the environment `tool_calls` has them in `accepted`."""
+    """Ground truth of the leaderboard in the format of `accepted` of the environment `tool_calls`."""
     return [
         {"name": name.replace(".", "_"), "arguments": dict(values)} for call in truth for name, values in call.items()
     ]

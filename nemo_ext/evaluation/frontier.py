@@ -1,4 +1,4 @@
-"""Accuracy against generated tokens: points with intervals, those that no other beats, and pictures. No torch."""
+"""Accuracy versus generated tokens: points with intervals, the Pareto front, and pictures. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,20 +19,20 @@ MARKERS = "osD^vPX*"
 BARS: Any = {"capsize": 2.5, "elinewidth": 1}
 GRAND = "grand mean"
 PANELS = 12
-"""Most panels of a picture."""
+"""Maximum number of panels in a picture."""
 ROWS = 40
-"""Most benchmarks in the picture of accuracies."""
+"""Maximum number of benchmarks in the picture of accuracies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Accuracy against tokens of a run in a mode.
+    """Accuracy and tokens of a run in one mode.
 
     Attributes:
         run, mode: names.
-        accuracy, tokens: means over problems; of several benchmarks, weighted as in the grand mean.
-        accuracy_interval, tokens_interval: intervals; None for one problem alone.
-        front: whether no other point is as accurate with as few tokens, and better in one of them.
+        accuracy, tokens: means over problems, weighted as in the grand mean if over several benchmarks.
+        accuracy_interval, tokens_interval: confidence intervals; None for a single problem.
+        front: whether the point is on the Pareto front.
     """
 
     run: str
@@ -44,11 +44,11 @@ class Point:
     front: bool = False
 
 
-def frontiers(runs: Sequence[Run], given: CompareSettings) -> dict[str, list[Point]]:
-    """Points by benchmark; those of the grand mean of the benchmarks that all runs have come first.
+def frontiers(runs: Sequence[Run], settings: CompareSettings) -> dict[str, list[Point]]:
+    """Points by benchmark, preceded by the grand mean over the benchmarks that all runs have.
 
-    A run is there in each of its modes; in the grand mean in those that all these benchmarks have, else in each
-    benchmark's first. Tokens get the same weights (Domyn-Small, section 5.2 and Table 7).
+    Each mode of a run is a point. The grand mean has the modes that all these benchmarks share, or each benchmark's
+    first mode if they share none. Tokens get the same weights as accuracies (Domyn-Small, section 5.2 and Table 7).
     """
     entries = entries_of(runs)
     values: dict[str, dict[tuple[str, str], Values]] = {}
@@ -58,52 +58,52 @@ def frontiers(runs: Sequence[Run], given: CompareSettings) -> dict[str, list[Poi
                 continue
             metric = str(run.benchmarks[name].get("metric"))
             for mode in run.modes(name):
-                found = _counted(values_of(run.answers[name][mode], metric))
-                if len(found.values):
-                    values.setdefault(name, {})[run.name, mode] = found
+                counted = _with_tokens(values_of(run.answers[name][mode], metric))
+                if len(counted.values):
+                    values.setdefault(name, {})[run.name, mode] = counted
     points = {
-        name: _front(_point(run, mode, [each], [1.0], given) for (run, mode), each in found.items())
-        for name, found in values.items()
+        name: _front(_point(run, mode, [part], [1.0], settings) for (run, mode), part in by_run.items())
+        for name, by_run in values.items()
     }
     wanted = {run.name for run in runs}
-    common = [name for name, found in values.items() if counts(entries[name]) and {run for run, _ in found} == wanted]
+    common = [name for name, by_run in values.items() if counts(entries[name]) and {run for run, _ in by_run} == wanted]
     if len(common) < 2:
         return points
     weights = [float(entries[name].get("weight", 1)) for name in common]
     grand = []
     for run in runs:
-        there = [[mode for mode in run.modes(name) if (run.name, mode) in values[name]] for name in common]
-        shared = [mode for mode in there[0] if all(mode in modes for modes in there)]
+        by_name = [[mode for mode in run.modes(name) if (run.name, mode) in values[name]] for name in common]
+        shared = [mode for mode in by_name[0] if all(mode in modes for modes in by_name)]
         for mode in shared or [""]:
-            parts = [values[name][run.name, mode or modes[0]] for name, modes in zip(common, there, strict=True)]
-            grand.append(_point(run.name, mode, parts, weights, given))
+            parts = [values[name][run.name, mode or modes[0]] for name, modes in zip(common, by_name, strict=True)]
+            grand.append(_point(run.name, mode, parts, weights, settings))
     return {GRAND: _front(grand), **points}
 
 
-def _counted(values: Values) -> Values:
-    """The problems whose tokens are known."""
+def _with_tokens(values: Values) -> Values:
+    """Values of the problems whose tokens are known."""
     known = ~np.isnan(values.tokens)
     return values.at([name for name, use in zip(values.problems, known, strict=True) if use])
 
 
-def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float], given: CompareSettings) -> Point:
-    settings: Any = {"draws": given.draws, "seed": given.seed, "level": given.level}
-    accuracy, of_accuracy = statistics.grand_mean([each.values for each in parts], weights, **settings)
-    tokens, of_tokens = statistics.grand_mean([each.tokens for each in parts], weights, **settings)
+def _point(run: str, mode: str, parts: Sequence[Values], weights: Sequence[float], settings: CompareSettings) -> Point:
+    options: Any = {"draws": settings.draws, "seed": settings.seed, "level": settings.level}
+    accuracy, of_accuracy = statistics.grand_mean([part.values for part in parts], weights, **options)
+    tokens, of_tokens = statistics.grand_mean([part.tokens for part in parts], weights, **options)
     return Point(
         run=run, mode=mode, accuracy=accuracy, tokens=tokens, accuracy_interval=of_accuracy, tokens_interval=of_tokens
     )
 
 
 def _front(points: Iterable[Point]) -> list[Point]:
-    """The points, with those marked that no other one dominates."""
-    found = list(points)
-    front = on_front([(point.accuracy, -point.tokens) for point in found])
-    return [replace(point, front=own) for point, own in zip(found, front, strict=True)]
+    """The points, marked with whether they are on the Pareto front."""
+    points = list(points)
+    front = on_front([(point.accuracy, -point.tokens) for point in points])
+    return [replace(point, front=on) for point, on in zip(points, front, strict=True)]
 
 
 def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
-    """For each point, whether no other is as good in all its values and better in one; more is better."""
+    """Whether each point is on the Pareto front, where larger values are better."""
     return [
         not any(other != point and all(a >= b for a, b in zip(other, point, strict=True)) for other in points)
         for point in points
@@ -113,26 +113,26 @@ def on_front(points: Sequence[tuple[float, ...]]) -> list[bool]:
 def plot_frontiers(
     report: Report, points: Mapping[str, Sequence[Point]], papers: Sequence[Mapping[str, Any]] = ()
 ) -> None:
-    """Draw accuracy against tokens, a panel for the grand mean and each benchmark, if there is any.
+    """Plot accuracy versus tokens, with a panel for the grand mean and for each benchmark, if there are any points.
 
-    Published values with tokens are letters; they take no part in the front.
+    Published values that have tokens are shown as letters and are not part of the front.
     """
     shown = dict(list(points.items())[:PANELS])
     if not shown:
         return
-    runs = list(dict.fromkeys(point.run for each in shown.values() for point in each))
-    modes = list(dict.fromkeys(point.mode for each in shown.values() for point in each))
+    runs = list(dict.fromkeys(point.run for panel in shown.values() for point in panel))
+    modes = list(dict.fromkeys(point.mode for panel in shown.values() for point in panel))
     columns = min(3, len(shown))
     rows = -(-len(shown) // columns)
     panels = report.picture("pareto", FRONTIERS, max(6.5, 4.2 * columns), 3.6 * rows + 0.9, rows, columns)
-    for axes, (name, each) in zip(panels, shown.items(), strict=False):
-        _panel(axes, name, each, runs, modes)
+    for axes, (name, panel) in zip(panels, shown.items(), strict=False):
+        _panel(axes, name, panel, runs, modes)
         _published(axes, name, papers)
     for axes in panels[len(shown) :]:
         axes.set_visible(False)
     outer_legend(panels, "lower center")
     more = f"; the first {PANELS} of {len(points)}" if len(points) > PANELS else ""
-    panels[0].figure.suptitle(f"accuracy against generated tokens, with intervals over problems{more}", fontsize=11)
+    panels[0].figure.suptitle(f"accuracy versus generated tokens, with intervals over problems{more}", fontsize=11)
 
 
 def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str], modes: Sequence[str]) -> None:
@@ -157,20 +157,20 @@ def _panel(axes: "Axes", name: str, points: Sequence[Point], runs: Sequence[str]
 
 
 def _published(axes: "Axes", name: str, papers: Sequence[Mapping[str, Any]]) -> None:
-    """Draw a paper's models as letters, which the legend explains."""
-    models = [(model, one["values"]) for paper in papers for model, one in paper["models"].items()]
-    timed = [model for model, values in models if any(value.get("tokens") for value in values.values())]
+    """Plot the models of papers as letters, which the legend explains."""
+    models = [(model, entry["values"]) for paper in papers for model, entry in paper["models"].items()]
+    lettered = [model for model, values in models if any(value.get("tokens") for value in values.values())]
     for model, values in models:
         value = values.get(name, {})
         if value.get("tokens") and value.get("unit", "percent") == "percent":
-            letter = chr(ord("a") + timed.index(model) % 26)
+            letter = chr(ord("a") + lettered.index(model) % 26)
             place = value["tokens"], value["value"]
             looks: Any = {"linestyle": "", "color": "#555555", "markersize": 7}
             axes.plot(*place, marker=f"${letter}$", label=f"{model}, published", **looks)
 
 
 def plot_accuracies(report: Report, runs: Sequence[Run]) -> None:
-    """Draw each run's accuracies with their intervals, a row a benchmark, if there is any."""
+    """Plot the accuracies of all runs with their intervals, one row per benchmark, if there are any benchmarks."""
     entries = entries_of(runs)
     names = [name for name in names_of(runs) if not benchmark_is_low(entries[name])][:ROWS]
     if not names:

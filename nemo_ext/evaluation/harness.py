@@ -1,8 +1,8 @@
 """Tasks of lm-evaluation-harness over an endpoint, with every answer in the store.
 
-What is asked and how it is scored is lm-evaluation-harness's own; how it is sent, tried again and kept is ours. With
-`repeats`, each answer is scored by itself under a seed of its own; lm-evaluation-harness scores the first one alone.
-Task files are data here: nothing is downloaded, and no Python of theirs runs unless it is trusted.
+lm-evaluation-harness makes the requests and scores the answers; requests are sent, retried and stored by this package.
+With `repeats`, every answer has its own seed and is scored separately; lm-evaluation-harness scores only the first.
+Task files are treated as data: nothing is downloaded, and their Python code runs only if it is trusted.
 """
 
 import asyncio
@@ -36,24 +36,24 @@ from nemo_ext.evaluation.store import Key, Sample, Score, Store, digest_of
 from nemo_ext.job.settings import Count, nearest
 
 _MOST_TOKENS = 256
-"""Tokens of an answer where a task says nothing, as in lm-evaluation-harness."""
+"""Default maximum tokens per answer, as in lm-evaluation-harness."""
 _SAMPLING = {"temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"}
 _KINDS: dict[str, Kind] = {"loglikelihood_rolling": "bits", "generate_until": "generate"}
 _BITS = "bits_per_byte"
 
 
 class Failed(Exception):
-    """A task that cannot be evaluated, and why."""
+    """A task cannot be evaluated; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What came of tasks.
+    """Outcome of running tasks.
 
     Attributes:
-        plans: what was asked and how it is scored, for `results`.
-        metrics: benchmark -> metric -> value over all documents, as lm-evaluation-harness aggregates it; with several
-            tasks `TASK/METRIC`.
+        plans: questions and scoring of the evaluated benchmarks, for `results`.
+        metrics: benchmark -> metric -> value over all documents, aggregated by lm-evaluation-harness; metrics are named
+            `TASK/METRIC` if the benchmark has several tasks.
         missing: benchmark -> why it could not be evaluated.
     """
 
@@ -72,27 +72,27 @@ async def run(
     seed: int = 1234,
     trust_code: bool = False,
 ) -> Ran:
-    """Evaluate tasks, groups or tags by their names (`Benchmark.task`); what the store has is not asked again.
+    """Evaluate tasks, groups or tags by name (`Benchmark.task`); answers that the store has are not requested again.
 
     Args:
-        benchmarks: what to evaluate; the setting `headline` names the metric that counts, else the task's first one.
-        folder: folder of the task files.
-        likelihoods: log-likelihoods at the endpoint, and through its client the answers.
-        store: where answers and scores are kept.
-        limit: most documents of a task, the first ones.
-        seed: seed of answers and of the choice of examples.
-        trust_code: whether Python that task files name may run.
+        benchmarks: benchmarks to evaluate; their setting `headline` names the headline metric (default: the first).
+        folder: folder with the task files.
+        likelihoods: log-likelihoods from the endpoint; answers come from its client.
+        store: store of the answers and scores.
+        limit: maximum number of documents per task, taken from the beginning.
+        seed: seed of answers and of the choice of few-shot examples.
+        trust_code: whether Python code named in task files may run.
 
     Raises:
-        ValueError: there is no such folder.
-        EndpointGone: nobody has answered for longer than the client's patience.
+        ValueError: the folder does not exist.
+        EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
     if not folder.is_dir():
         raise ValueError(f"evaluate.harness_tasks={folder}: no such folder")
-    there = {(sample.key, sample.asked): sample for sample in store.answers() if not sample.problem}
+    stored = {(sample.key, sample.asked): sample for sample in store.answers() if not sample.problem}
 
     def seen(sample: Sample, _: bool) -> None:
-        there[sample.key, sample.asked] = sample
+        stored[sample.key, sample.asked] = sample
 
     asking = _Asking(client=likelihoods.client, likelihoods=likelihoods, store=store, scorers={}, seed=seed, seen=seen)
     loop, ran = asyncio.get_running_loop(), Ran()
@@ -105,13 +105,13 @@ async def run(
         for benchmark in benchmarks:
             try:
                 tasks = _tasks(str(benchmark.task), manager, folder, seed)
-                model = EndpointModel(benchmark, ask, there, several=len(tasks) > 1)
+                model = EndpointModel(benchmark, ask, stored, several=len(tasks) > 1)
                 _evaluate(model, tasks, store, ran, limit=limit, confirm_run_unsafe_code=trust_code)
             except EndpointGone:
                 raise
-            except Exception as error:  # task files fail in their own ways
-                said = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
-                ran.missing[benchmark.name] = f"task {benchmark.task}: {' '.join(said.split())[:300]}"
+            except Exception as error:  # code of tasks may raise anything
+                reason = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
+                ran.missing[benchmark.name] = f"task {benchmark.task}: {' '.join(reason.split())[:300]}"
 
     with _offline(trust_code):
         await asyncio.to_thread(work)
@@ -119,27 +119,29 @@ async def run(
 
 
 class _Asking(Asking):
-    """Cuts prompts from the left where they are too long, as lm-evaluation-harness does."""
+    """Truncates prompts that are too long from the left, as lm-evaluation-harness does."""
 
-    async def _asked(self, question: Question, number: int) -> Sample:
-        return await (super()._asked(question, number) if question.body else self._likely(question, number))
+    async def _request(self, question: Question, number: int) -> Sample:
+        return await (super()._request(question, number) if question.body else self._measure(question, number))
 
     async def _answer(self, question: Question, number: int, turn: int, messages: Any) -> Answer:
         tokens, length = self.likelihoods.tokens, await self.likelihoods.length()
         if tokens is not None and length is not None:
             if (most := question.body["max_tokens"]) >= length:
-                raise Failed(f"max_gen_toks={most}: the model takes {length} tokens together with the prompt")
+                raise Failed(
+                    f"max_gen_toks={most}: leaves no room for a prompt in the model's {length} tokens: lower it"
+                )
             question = replace(question, shown={"text": tokens.encode(question.shown["text"])[most - length :]})
         return await super()._answer(question, number, turn, messages)
 
 
 class EndpointModel(LM):
-    """A model behind an endpoint as lm-evaluation-harness asks it.
+    """Model of lm-evaluation-harness that sends requests to an endpoint.
 
     Args:
-        benchmark: the benchmark that asks.
-        ask: asks questions, each with the number of the answer, and returns when the answers are in `there`.
-        there: answers by key and hash of the request.
+        benchmark: the benchmark being evaluated.
+        ask: sends questions, each with the number of its answer, and returns when all answers are in `stored`.
+        stored: answers by key and hash of the request.
         several: whether the benchmark has several tasks.
     """
 
@@ -147,46 +149,46 @@ class EndpointModel(LM):
         self,
         benchmark: Benchmark,
         ask: Callable[[Iterable[tuple[Question, int, None]]], None],
-        there: Mapping[tuple[Key, str], Sample],
+        stored: Mapping[tuple[Key, str], Sample],
         *,
         several: bool = False,
     ) -> None:
         super().__init__()
-        self.benchmark, self.ask, self.there, self.several = benchmark, ask, there, several
+        self.benchmark, self.ask, self.stored, self.several = benchmark, ask, stored, several
         self.first = 0
-        """Number of the first answer to a request."""
+        """Number of the sample that answers the first repeat of a request."""
         self.questions: dict[tuple[str, int], Question] = {}
-        """First question about each document of a task."""
+        """First question on each document of a task."""
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-        """Log-likelihood of continuations, and whether each is what the model would say."""
-        return self._answered(requests, lambda sample, place: (sample.logprobs[place], sample.greedy[place]))
+        """Log-likelihood of each continuation, and whether it is the greedy one."""
+        return self._answers(requests, lambda sample, place: (sample.logprobs[place], sample.greedy[place]))
 
     def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
         """Log-likelihood of whole texts."""
-        return self._answered(requests, lambda sample, place: sample.logprobs[place])
+        return self._answers(requests, lambda sample, place: sample.logprobs[place])
 
     def generate_until(self, requests: list[Any]) -> list[str]:
-        """Answers."""
-        return self._answered(requests, lambda sample, place: sample.answer)
+        """Generated answers."""
+        return self._answers(requests, lambda sample, place: sample.answer)
 
-    def _answered(self, requests: Sequence[Any], value: Callable[[Sample, int], Any]) -> list[Any]:
-        """Values of requests, of which each is there as many times as it has repeats."""
+    def _answers(self, requests: Sequence[Any], value: Callable[[Sample, int], Any]) -> list[Any]:
+        """Values of requests in their order; a request with repeats occurs once per repeat."""
         numbers: Counter[int] = Counter()
         groups: dict[tuple[str, int, int, int], list[Any]] = defaultdict(list)
         order = []
-        for request in requests:  # one question of all requests about a document, or of each where texts are generated
+        for request in requests:  # one question per document, or per request where texts are generated
             alone = request.idx if request.request_type == "generate_until" else 0
             name = request.task_name, request.doc_id, alone, self.first + numbers[id(request)]
             numbers[id(request)] += 1
             order.append((name, len(groups[name])))
             groups[name].append(request)
-        asked = {name: self._question(*name[:3], group) for name, group in groups.items()}
-        keys = {name: (question.key(name[3]), question.asked) for name, question in asked.items()}
-        self.ask((asked[name], name[3], None) for name, key in keys.items() if key not in self.there)
-        if problems := [self.there[key].problem for key in keys.values() if self.there[key].problem]:
-            raise Failed(f"{len(problems)} of {len(keys)} answers did not come, the first for: {problems[0]}")
-        return [value(self.there[keys[name]], place) for name, place in order]
+        questions = {name: self._question(*name[:3], group) for name, group in groups.items()}
+        keys = {name: (question.key(name[3]), question.asked) for name, question in questions.items()}
+        self.ask((questions[name], name[3], None) for name, key in keys.items() if key not in self.stored)
+        if problems := [self.stored[key].problem for key in keys.values() if self.stored[key].problem]:
+            raise Failed(f"{len(problems)} of {len(keys)} requests failed, the first with: {problems[0]}")
+        return [value(self.stored[keys[name]], place) for name, place in order]
 
     def _question(self, task: str, document: int, alone: int, group: Sequence[Any]) -> Question:
         kind, texts = str(group[0].request_type), [request.args for request in group]
@@ -210,25 +212,25 @@ class EndpointModel(LM):
         return question
 
 
-def _body(given: Mapping[str, Any]) -> dict[str, Any]:
+def _body(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of a request for an answer."""
-    settings = dict(normalize_gen_kwargs(given, _MOST_TOKENS))
+    settings = dict(normalize_gen_kwargs(generation_kwargs, _MOST_TOKENS))
     until = settings.pop("until", None) or []
     body = {"max_tokens": settings.pop("max_gen_toks"), "stop": [until] if isinstance(until, str) else list(until)}
     if unknown := sorted(set(settings) - _SAMPLING - {"do_sample"}):
-        raise Failed(f"generation_kwargs: {', '.join(unknown)}: an endpoint has no such setting")
+        raise Failed(f"generation_kwargs: {', '.join(unknown)}: not supported by endpoints")
     body |= {name: settings[name] for name in sorted(_SAMPLING & set(settings))}
     return {name: value for name, value in body.items() if value not in (None, [])}
 
 
 def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str, Any]:
     if name not in manager.task_index:
-        known = nearest(name, manager.all_tasks) if manager.all_tasks else "there is none"
+        known = nearest(name, manager.all_tasks) if manager.all_tasks else "the folder has no tasks"
         raise Failed(f"not in evaluate.harness_tasks={folder}: {known}")
     try:
         tasks = manager.load([name])["tasks"]
     except (OSError, ConnectionError) as error:
-        raise Failed(f"its data is not here, and nothing is downloaded ({error})") from None
+        raise Failed(f"its data is not on this machine, and nothing is downloaded ({error})") from None
     if not tasks:
         raise Failed("has no tasks")
     for task in tasks.values():
@@ -237,7 +239,7 @@ def _tasks(name: str, manager: TaskManager, folder: Path, seed: int) -> dict[str
 
 
 def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran: Ran, **settings: Any) -> None:
-    """Asks and scores all tasks of a benchmark."""
+    """Requests and scores the answers of all tasks of a benchmark."""
     first, kinds = next(iter(tasks.values())), {str(task.OUTPUT_TYPE) for task in tasks.values()}
     known = list(first.aggregation())
     usual = _BITS if first.OUTPUT_TYPE == "loglikelihood_rolling" and _BITS in known else known[0]
@@ -247,7 +249,7 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
     repeats = {name: int(task.config.repeats or 1) for name, task in tasks.items()}
     model.benchmark = replace(
         model.benchmark,
-        kind=_KINDS.get(kinds.pop(), "choice") if len(kinds) == 1 else "generate",  # how the numbers are summed
+        kind=_KINDS.get(kinds.pop(), "choice") if len(kinds) == 1 else "generate",  # decides how numbers are averaged
         samples=max(repeats.values()),
         settings={**model.benchmark.settings, "headline": headline},
         higher_is_better=bool(first.higher_is_better().get(headline, True)),
@@ -262,20 +264,20 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
     for task in tasks.values():
         task.set_config(key="repeats", value=1)
     for number in range(model.benchmark.samples if model.benchmark.samples > 1 else 0):
-        model.first = number  # each answer by itself: all are there by now
+        model.first = number  # scores each answer separately; all of them are stored by now
         chosen = {name: task for name, task in tasks.items() if repeats[name] > number}
         alone[number:] = [evaluate(model, {"tasks": chosen}, bootstrap_iters=0, **settings)["samples"]]
     shared: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
     metrics = ran.metrics[model.benchmark.name] = {}
     for name, rows in whole["samples"].items():
-        by = rows[0]["filter"]
+        first_filter = rows[0]["filter"]
         for key, value in whole["results"][name].items():
             if "," in key and "_stderr," not in key:
-                metrics[(f"{name}/" if model.several else "") + key.removesuffix(f",{by}")] = float(value)
+                metrics[(f"{name}/" if model.several else "") + key.removesuffix(f",{first_filter}")] = float(value)
         for row in rows:
-            if row["filter"] != by:
+            if row["filter"] != first_filter:
                 shared[name, row["doc_id"]] |= _numbers(tasks[name], row, f",{row['filter']}")
-    kept = store.scores()
+    stored = store.scores()
     for number, samples in enumerate(alone):
         for name, row in ((name, row) for name, rows in samples.items() for row in rows):
             if row["filter"] != samples[name][0]["filter"]:
@@ -289,17 +291,17 @@ def _evaluate(model: EndpointModel, tasks: Mapping[str, Any], store: Store, ran:
                 digest=verifier,
                 score=more.get(headline),
                 reference=digest_of(row["target"]),
-                why=why if headline in more else f"{headline} is a metric of all documents together",
+                why=why if headline in more else f"{headline} is defined only over all documents together",
                 found=found if isinstance(found, str) else None,
                 more=more,
             )
-            if kept.get((score.key, score.asked, score.digest)) != score:
+            if stored.get((score.key, score.asked, score.digest)) != score:
                 store.add_scores([score])
     ran.plans.append(Plan(benchmark=model.benchmark, questions=list(model.questions.values()), verifier=verifier))
 
 
 def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, float]:
-    """Metrics of one document, where they mean something by themselves."""
+    """Metrics of one document that are aggregated by a mean over documents."""
     numbers: dict[str, float] = {}
     for metric in row["metrics"]:
         value, how = row[metric], getattr(task.aggregation().get(metric), "__name__", "")
@@ -312,18 +314,19 @@ def _numbers(task: Any, row: Mapping[str, Any], ending: str = "") -> dict[str, f
 
 
 class _Function(str):
-    """Name of a function in a task file."""
+    """Name of a function that a task file refers to (`!function`)."""
 
 
-def _reasons(found: Any) -> Iterator[str]:
-    """Why a task file may run code, load unsafe files or download."""
-    if isinstance(found, _Function):
-        yield f"names the function {found}"
-    for key, value in found.items() if isinstance(found, dict) else enumerate(found if isinstance(found, list) else ()):
+def _reasons(content: Any) -> Iterator[str]:
+    """Reasons why a task file could run code, load unsafe files or download."""
+    if isinstance(content, _Function):
+        yield f"names the function {content}"
+    pairs = content.items() if isinstance(content, dict) else enumerate(content if isinstance(content, list) else ())
+    for key, value in pairs:
         if key in ("class", "use_prompt", "unsafe_code", "hf_evaluate") and value:
             yield f"its key {key} runs code"
         elif key == "metric" and str(value) not in METRIC_REGISTRY:
-            yield f"metric {value} is no metric of lm-evaluation-harness, and would be run from elsewhere"
+            yield f"metric {value} is not part of lm-evaluation-harness, and would run code from elsewhere"
         elif key == "dataset_path" and value == "pandas":
             yield "dataset_path: pandas reads pickles, which run code"
         elif key in ("dataset_path", "dataset_kwargs") and "://" in str(value):
@@ -332,16 +335,16 @@ def _reasons(found: Any) -> Iterator[str]:
 
 
 def _data(path: Path, **settings: Any) -> dict[str, Any]:
-    """A task file with all that it includes, as data."""
-    found = load_yaml(path, **settings)
-    if why := next(_reasons(found), ""):
-        raise Failed(f"{path}: {why}: trust_remote_code=true allows it")
-    return dict(found)
+    """Content of a task file and its includes, checked to be safe."""
+    content = load_yaml(path, **settings)
+    if why := next(_reasons(content), ""):
+        raise Failed(f"{path}: {why}: set trust_remote_code=true to allow it")
+    return dict(content)
 
 
 @contextlib.contextmanager
 def _offline(trust_code: bool) -> Iterator[None]:
-    """Nothing is downloaded, no bars are drawn, and files that are not trusted are data, meanwhile."""
+    """Context without downloads and progress bars, in which untrusted task files are loaded as data."""
     sandbox = SandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
     sandbox.filters |= lm_eval.utils.env.filters
     changes = {

@@ -1,4 +1,4 @@
-"""Logs for `inspect view` (https://inspect.aisi.org.uk), with every sample of a store."""
+"""Logs for `inspect view` (https://inspect.aisi.org.uk) with all samples of a store."""
 
 import contextlib
 import json
@@ -18,19 +18,21 @@ from nemo_ext.evaluation.store import Sample, Score, Store, digest_of
 _OTHER = re.compile(r"[^\w.@+-]+")
 _ENDS = {"stop": "stop", "length": "max_tokens", "tool_calls": "tool_calls", "content_filter": "content_filter"}
 _ELSEWHERE = ("key", "answer", "reasoning", "tool_calls", "turns", "seconds", "problem")
-"""Fields of a sample that a log has in places of its own; the others are metadata."""
+"""Fields of a sample that have a dedicated place in a log; the others become metadata."""
 
 
-def write(found: Mapping[str, Any], store: Store, folder: Path, *, asked: Mapping[tuple[str, ...], str]) -> list[Path]:
-    """Write a log for each benchmark, prompt and mode, over an older one.
+def write(
+    results: Mapping[str, Any], store: Store, folder: Path, *, asked: Mapping[tuple[str, ...], str]
+) -> list[Path]:
+    """Write one log per benchmark, prompt and mode, replacing earlier ones.
 
-    Samples without an answer are errors there, and those without a score have none.
+    Samples without an answer are logged as errors, and samples without a score have no score in the log.
 
     Args:
-        found: what results.json has.
-        store: its answers and scores.
-        folder: folder of the logs.
-        asked: hash of each question that counts, by benchmark, problem, prompt and mode.
+        results: content of results.json.
+        store: store of the answers and scores.
+        folder: folder for the logs.
+        asked: hash of the current request by benchmark, problem, prompt and mode.
 
     Raises:
         ValueError: Inspect is not installed.
@@ -38,62 +40,62 @@ def write(found: Mapping[str, Any], store: Store, folder: Path, *, asked: Mappin
     try:
         from inspect_ai.log import EvalLog, write_eval_log
     except ImportError as error:
-        raise ValueError(f"logs of Inspect need: pip install 'nemo_ext[inspect]' ({error})") from None
+        raise ValueError(f"logs for Inspect require pip install 'nemo_ext[inspect]' ({error})") from None
     tables: dict[tuple[str, str, str], list[Sample]] = defaultdict(list)
     for sample in sorted(store.answers(), key=lambda sample: sample.key):
         if asked.get(sample.key[:4]) == sample.asked:
             tables[sample.key.benchmark, sample.key.prompt, sample.key.mode].append(sample)
     prompts, scores, written = store.prompts(), store.scores(), []
     folder.mkdir(parents=True, exist_ok=True)
-    # Inspect's writer runs an event loop, and the caller may have one.
+    # In a thread: Inspect's writer runs an event loop, and the caller may already have one.
     with ThreadPoolExecutor(1) as pool:
         for (name, prompt, mode), samples in tables.items():
-            verifier = found["benchmarks"][name]["verifier"]
-            rows = [(each, scores.get((each.key, each.asked, verifier))) for each in samples]
-            several = [each for each in (prompt, mode) if each != PLAIN]
-            path = folder / (_OTHER.sub("-", "_".join([name, *several])) + ".eval")
-            shown = [_sample(each, score, prompts.get(each.asked), found["model"]) for each, score in rows]
-            made = EvalLog.model_validate({**_header(found, name, several, rows), "samples": shown})
-            pool.submit(write_eval_log, made, str(path), format="eval").result()
+            verifier = results["benchmarks"][name]["verifier"]
+            rows = [(sample, scores.get((sample.key, sample.asked, verifier))) for sample in samples]
+            variant = [part for part in (prompt, mode) if part != PLAIN]
+            path = folder / (_OTHER.sub("-", "_".join([name, *variant])) + ".eval")
+            shown = [_sample(sample, score, prompts.get(sample.asked), results["model"]) for sample, score in rows]
+            log = EvalLog.model_validate({**_header(results, name, variant, rows), "samples": shown})
+            pool.submit(write_eval_log, log, str(path), format="eval").result()
             written.append(path)
     return written
 
 
 def _header(
-    found: Mapping[str, Any], name: str, several: Sequence[str], rows: Sequence[tuple[Sample, Score | None]]
+    results: Mapping[str, Any], name: str, variant: Sequence[str], rows: Sequence[tuple[Sample, Score | None]]
 ) -> dict[str, Any]:
-    entry, task, now = found["benchmarks"][name], "/".join([name, *several]), datetime.now(UTC).isoformat()
+    entry, task, now = results["benchmarks"][name], "/".join([name, *variant]), datetime.now(UTC).isoformat()
     problems = sorted({sample.key.problem for sample, _ in rows})
     figures = {entry["metric"]: entry["accuracy"], **entry["metrics"]}
-    if several:  # the entry's own figures are those of the first mode and of all prompts
+    if variant:  # the entry's own figures are over the first mode and all prompts
         values = [score.score for _, score in rows if score and score.score is not None]
         figures = {"mean": sum(values) / len(values) if values else None}
     metrics = {metric: {"name": metric, "value": value} for metric, value in figures.items() if value is not None}
     spec = {
-        **dict.fromkeys(("eval_id", "run_id", "task_id"), digest_of(found.get("digest"), found["model"], task)),
+        **dict.fromkeys(("eval_id", "run_id", "task_id"), digest_of(results.get("digest"), results["model"], task)),
         "created": now,
         "task": task,
         "task_version": entry["verifier"],
-        "model": found["model"],
-        "model_base_url": found.get("endpoint"),
+        "model": results["model"],
+        "model_base_url": results.get("endpoint"),
         "dataset": {"name": name, "samples": len(problems), "sample_ids": problems},
         "config": {"epochs": max(sample.key.sample for sample, _ in rows) + 1},
         "packages": {"nemo_ext": __version__},
-        "metadata": {"seed": found.get("seed"), "interval": entry.get("interval"), "about": entry.get("about")},
+        "metadata": {"seed": results.get("seed"), "interval": entry.get("interval"), "about": entry.get("about")},
     }
     completed = sum(not sample.problem for sample, _ in rows)
     scores = [{"name": "nemo_ext", "scorer": "nemo_ext", "metrics": metrics}]
-    results = {"total_samples": len(rows), "completed_samples": completed, "scores": scores}
-    return {"status": "success", "eval": spec, "results": results, "stats": {"started_at": now, "completed_at": now}}
+    totals = {"total_samples": len(rows), "completed_samples": completed, "scores": scores}
+    return {"status": "success", "eval": spec, "results": totals, "stats": {"started_at": now, "completed_at": now}}
 
 
 def _sample(sample: Sample, score: Score | None, shown: Any, model: str) -> dict[str, Any]:
     key, shown = sample.key, shown if isinstance(shown, dict) else {}
     text = shown.get("context") or shown.get("text") or json.dumps(shown, ensure_ascii=False)
-    asked = [_message(each) for each in shown.get("messages") or [{"role": "user", "content": text}]]
+    request = [_message(message) for message in shown.get("messages") or [{"role": "user", "content": text}]]
     final = _message({**asdict(sample), "role": "assistant", "content": sample.answer})
-    # The turns of a conversation have the answers in them.
-    said = [_message(each) for each in sample.turns] or ([] if sample.logprobs else [final])
+    # The turns of a conversation already contain the final answer.
+    turns = [_message(message) for message in sample.turns] or ([] if sample.logprobs else [final])
     counted = {"input_tokens": sample.prompt_tokens or 0, "output_tokens": sample.completion_tokens or 0}
     usage = {**counted, "total_tokens": sum(counted.values()), "reasoning_tokens": sample.reasoning_tokens}
     choice = {"message": final, "stop_reason": _ENDS.get(sample.finish_reason or "", "unknown")}
@@ -102,17 +104,17 @@ def _sample(sample: Sample, score: Score | None, shown: Any, model: str) -> dict
         answer = sample.answer if score.found is None else score.found
         scores["nemo_ext"] = {"value": score.score, "answer": answer, "explanation": score.why or None}
         scores["nemo_ext"]["metadata"] = {"digest": score.digest, "reference": score.reference, "more": score.more}
-    kept = {name: each for name, each in asdict(sample).items() if name not in _ELSEWHERE}
+    metadata = {name: value for name, value in asdict(sample).items() if name not in _ELSEWHERE}
     return {
         "id": key.problem,
         "epoch": key.sample + 1,
-        "input": asked if shown.get("messages") else text,
+        "input": request if shown.get("messages") else text,
         "choices": shown.get("choices") or None,
         "target": "",
-        "messages": asked + said,
+        "messages": request + turns,
         "output": {"model": model, "choices": [choice], "usage": usage, "time": sample.seconds},
         "scores": scores or None,
-        "metadata": {"benchmark": key.benchmark, "prompt": key.prompt, "mode": key.mode, **kept},
+        "metadata": {"benchmark": key.benchmark, "prompt": key.prompt, "mode": key.mode, **metadata},
         "model_usage": {model: usage},
         "total_time": sample.seconds,
         "error": {"message": sample.problem, "traceback": "", "traceback_ansi": ""} if sample.problem else None,
@@ -120,7 +122,7 @@ def _sample(sample: Sample, score: Score | None, shown: Any, model: str) -> dict
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An OpenAI message as Inspect's."""
+    """An OpenAI message in Inspect's format."""
     content, role = message.get("content") or "", message.get("role")
     if not isinstance(content, str):
         content = "".join(str(part.get("text", "")) for part in content)
@@ -134,10 +136,10 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
         arguments = function.get("arguments") or {}
         with contextlib.suppress(ValueError):
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        made = {"id": str(call.get("id") or number), "function": str(function.get("name") or "")}
+        converted = {"id": str(call.get("id") or number), "function": str(function.get("name") or "")}
         if not isinstance(arguments, dict):
-            arguments, made["parse_error"] = {"arguments": arguments}, "the arguments are no JSON object"
-        calls.append({**made, "arguments": arguments})
+            arguments, converted["parse_error"] = {"arguments": arguments}, "the arguments are not a JSON object"
+        calls.append({**converted, "arguments": arguments})
     reasoning = message.get("reasoning_content", message.get("reasoning"))
     if reasoning is not None:
         content = [{"type": "reasoning", "reasoning": reasoning}, {"type": "text", "text": content}]

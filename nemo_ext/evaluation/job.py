@@ -1,4 +1,4 @@
-"""The evaluate job: benchmarks asked, scored and reported (docs/evaluation.md)."""
+"""Job `nemo-ext evaluate`: run benchmarks, score the answers and report the results (docs/evaluation.md)."""
 
 import asyncio
 import functools
@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,13 +41,13 @@ _A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared:
-    """What is to be asked.
+    """Benchmarks ready to run; a context manager that closes their scorers.
 
     Attributes:
-        plans: of each benchmark its questions.
-        scorers: scorer of each benchmark.
+        plans: questions of each benchmark.
+        scorers: scorers by benchmark.
         harness: tasks of lm-evaluation-harness.
-        missing: benchmarks that cannot be asked -> why.
+        missing: benchmarks that cannot be run -> why.
     """
 
     plans: Sequence[Plan]
@@ -55,12 +55,19 @@ class Prepared:
     harness: Sequence[Benchmark]
     missing: dict[str, str]
 
+    def __enter__(self) -> "Prepared":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for scorer in self.scorers.values():
+            scorer.close()
+
 
 def run(config: Mapping[str, Any]) -> None:
-    """Evaluate a model as the config says; the same command resumes.
+    """Run the job; the same command resumes it.
 
     Raises:
-        ValueError: a wrong setting, no benchmark that can be asked, or a store of another model.
+        ValueError: a setting is invalid, no benchmark can be run, or the store belongs to another model.
         OSError: a file cannot be written.
     """
     settings = read(config)
@@ -70,18 +77,18 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Benchmark]) -> dict[str, Any]:
-    """Contents of results.json for benchmarks asked by a job's config; the process ends if the endpoint is gone.
+    """Run benchmarks with a job's config and return the content of results.json; exits if the endpoint is gone.
 
     Raises:
         ValueError: see `run`.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     share, run_dir = _share(config), Path(settings.run_dir).expanduser()
     evaluate = settings.evaluate
-    prepared = prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks)
     try:
         with (
-            only_run_in(run_dir) if share is None else _nothing(),
+            prepare(evaluate, Path(evaluate.data_root).expanduser(), benchmarks) as prepared,
+            only_run_in(run_dir) if share is None else nullcontext(),
             endpoint_of(config, run_dir / OWN) as (place, model, folder),
         ):
             tokenizer = folder if settings.files_from is None else Path(settings.files_from).expanduser()
@@ -98,111 +105,95 @@ def asked(config: Mapping[str, Any], settings: Settings, benchmarks: Sequence[Be
                 )
             )
     except EndpointGone as error:
-        print(f"error: {error}; the same command goes on", file=sys.stderr)
+        print(f"error: {error}; the same command resumes", file=sys.stderr)
         sys.exit(FAILED)
-    finally:
-        for scorer in prepared.scorers.values():
-            scorer.close()
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuse what the job would refuse before its first request.
+    """Validate a config as the job does before its first request.
 
     Raises:
         ValueError: see `run`.
     """
     settings = read(config).evaluate
-    for scorer in prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)).scorers.values():
-        scorer.close()
+    with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)):
+        pass
 
 
 def evaluate(
-    settings: EvaluateSettings,
-    address: Address,
-    run_dir: Path,
-    *,
-    tokenizer: Path | None = None,
-    pages: bool = True,
+    settings: EvaluateSettings, address: Address, run_dir: Path, *, tokenizer: Path | None = None, pages: bool = True
 ) -> dict[str, Any]:
-    """Evaluate the model behind an endpoint; what results.json has.
+    """Evaluate the model behind an endpoint and return the content of results.json.
 
     Args:
-        settings: what is evaluated, and how.
+        settings: benchmarks and request settings.
         address: the endpoint.
-        run_dir: folder of the store and the results.
-        tokenizer: folder of the model's tokenizer; None if it is not known here.
+        run_dir: folder for the store and the results.
+        tokenizer: folder of the model's tokenizer; None if unknown.
         pages: whether to write report.md and report.html too.
 
     Raises:
         ValueError: see `run`.
-        EndpointGone: nobody has answered for longer than the client's patience.
+        EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
-    prepared = prepare(settings, Path(settings.data_root).expanduser(), chosen(settings))
-    try:
+    with prepare(settings, Path(settings.data_root).expanduser(), chosen(settings)) as prepared:
         client = functools.partial(Client, address, settings.client)
         return asyncio.run(_evaluate(settings, prepared, client, run_dir, tokenizer=tokenizer, pages=pages))
-    finally:
-        for scorer in prepared.scorers.values():
-            scorer.close()
 
 
 def chosen(settings: EvaluateSettings) -> list[Benchmark]:
-    """The benchmarks of the settings' suites, as they are to be asked.
+    """Benchmarks of the suites and tasks in the settings, with the settings applied to them.
 
     Raises:
-        ValueError: there is no such suite, benchmark or mode, or two suites have different benchmarks of one name.
+        ValueError: a suite, benchmark or mode is unknown, or two suites define one benchmark differently.
     """
-    found: dict[str, Benchmark] = {}
+    known: dict[str, Benchmark] = {}
     for suite in settings.suite:
         for benchmark in read_suite(suite)[1]:
-            if found.setdefault(benchmark.name, benchmark) != benchmark:
-                raise ValueError(f"suite={suite}: benchmark {benchmark.name} is another one than in a suite before it")
+            if known.setdefault(benchmark.name, benchmark) != benchmark:
+                raise ValueError(f"suite={suite}: benchmark {benchmark.name} differs from that of an earlier suite")
     for name in settings.benchmarks:
-        if name not in found:
-            raise ValueError(f"evaluate.benchmarks: unknown name {name!r}: {nearest(name, list(found))}")
-    kept = [each for each in found.values() if not settings.benchmarks or each.name in settings.benchmarks]
-    modes = {mode for each in kept for mode in each.modes}
+        if name not in known:
+            raise ValueError(f"evaluate.benchmarks: unknown name {name!r}: {nearest(name, list(known))}")
+    selected = [entry for entry in known.values() if not settings.benchmarks or entry.name in settings.benchmarks]
+    modes = {mode for benchmark in selected for mode in benchmark.modes}
     for mode in settings.modes:
         if mode not in modes:
             raise ValueError(f"evaluate.modes: unknown mode {mode!r}: {nearest(mode, sorted(modes))}")
     if settings.tasks and settings.harness_tasks is None:
-        raise ValueError("evaluate.tasks: evaluate.harness_tasks=FOLDER says where their files are")
-    kept += [Benchmark(name=name, kind="harness", task=name) for name in settings.tasks]
-    if settings.samples is not None:
-        kept = [
-            replace(each, samples=settings.samples, k=None if each.k is None else min(each.k, settings.samples))
-            if each.kind == "generate"
-            else each
-            for each in kept
+        raise ValueError("evaluate.tasks requires evaluate.harness_tasks, the folder with the task files")
+    selected += [Benchmark(name=name, kind="harness", task=name) for name in settings.tasks]
+    if (samples := settings.samples) is not None:
+        selected = [
+            replace(entry, samples=samples, k=None if entry.k is None else min(entry.k, samples))
+            if entry.kind == "generate"
+            else entry
+            for entry in selected
         ]
-    return kept
+    return selected
 
 
 def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Benchmark]) -> Prepared:
-    """All questions; benchmarks that cannot be asked are told and left out.
+    """Read the problems of benchmarks and create their scorers; benchmarks that cannot be run are reported and skipped.
 
     Raises:
-        ValueError: none can be asked, or see `chosen`.
+        ValueError: no benchmark can be run.
     """
     plans, scorers, harness, missing = [], {}, [], {}
     for benchmark in benchmarks:
         if benchmark.kind == "harness":
             if settings.harness_tasks is None:
-                missing[benchmark.name] = (
-                    f"{benchmark.name}: evaluate.harness_tasks=FOLDER says where its task files are"
-                )
+                missing[benchmark.name] = f"{benchmark.name}: requires evaluate.harness_tasks, its folder of task files"
             elif find_spec("lm_eval") is None:
-                missing[benchmark.name] = (
-                    f"{benchmark.name}: needs lm-evaluation-harness: pip install 'nemo_ext[harness]'"
-                )
+                missing[benchmark.name] = f"{benchmark.name}: requires pip install 'nemo_ext[harness]'"
             else:
                 harness.append(benchmark)
             continue
         try:
-            found = problems.problems(benchmark, data_root, seed=settings.seed, limit=settings.limit)
-            environment = (found[0].environment or None) if benchmark.kind == "generate" else None
+            selected = problems.problems(benchmark, data_root, seed=settings.seed, limit=settings.limit)
+            environment = (selected[0].environment or None) if benchmark.kind == "generate" else None
             scorer = Scorer(benchmark, environment, settings.judge)
-            problems.check(benchmark, None if scorer.episodes is None else scorer.episodes.environment, found)
+            problems.check(benchmark, None if scorer.episodes is None else scorer.episodes.environment, selected)
         except ValueError as error:
             missing[benchmark.name] = str(error)
             continue
@@ -210,23 +201,23 @@ def prepare(settings: EvaluateSettings, data_root: Path, benchmarks: Sequence[Be
         plans.append(
             Plan(
                 benchmark=benchmark,
-                questions=list(questions(benchmark, found, modes, settings.client.omit)),
+                questions=list(questions(benchmark, selected, modes, settings.client.omit)),
                 verifier=scorer.digest,
             )
         )
         scorers[benchmark.name] = scorer
     for why in missing.values():
-        notice(f"left out: {why}")
+        notice(f"skipped: {why}")
     if not plans and not harness:
-        raise ValueError("no benchmark can be asked; " + next(iter(missing.values()), "the suite is empty"))
+        raise ValueError("no benchmark can be run: " + next(iter(missing.values()), "the suite is empty"))
     return Prepared(plans=plans, scorers=scorers, harness=harness, missing=missing)
 
 
 def read(config: Mapping[str, Any]) -> Settings:
-    """Settings of an evaluation.
+    """Settings of an evaluation from a config, checked.
 
     Raises:
-        ValueError: a setting is wrong, or the model cannot be served.
+        ValueError: a setting is invalid, or the model cannot be served.
     """
     settings = checked(Settings, config)
     if settings.endpoint is None:
@@ -239,22 +230,17 @@ def read(config: Mapping[str, Any]) -> Settings:
 
 
 def _share(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Which share of the samples this worker asks, of how many; None for all."""
+    """Number of this worker and number of workers that divide the samples; None if this one takes all."""
     serving = config["serving"]
     if serving["replica"] is None or config["endpoint"] is not None:
         return None
     return int(serving["replica"]), int(serving["replicas"])
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
-
-
 async def _evaluate(
     settings: EvaluateSettings,
     prepared: Prepared,
-    connect: Callable[[], Client],
+    make_client: Callable[[], Client],
     run_dir: Path,
     *,
     tokenizer: Path | None,
@@ -264,14 +250,14 @@ async def _evaluate(
     pages: bool = True,
 ) -> dict[str, Any]:
     with Store(run_dir / STORE) as store:
-        async with connect() as client:
+        async with make_client() as client:
             await client.check()
             _check_made_of(run_dir, client.address, settings.seed)
             for scorer in prepared.scorers.values():
                 await _reach(scorer, prepared)
-            work, total, there = _work(prepared.plans, store, settings, share)
+            work, total, finished = _work(prepared.plans, store, settings, share)
             likelihoods = Likelihoods(client, tokenizer)
-            with _progress(total, there) as seen:
+            with _progress(total, finished) as seen:
                 asking = Asking(
                     client=client,
                     likelihoods=likelihoods,
@@ -297,11 +283,11 @@ async def _evaluate(
                 )
                 plans, metrics = [*plans, *ran.plans], ran.metrics
                 for name, why in ran.missing.items():
-                    notice(f"left out: {name}: {why}")
+                    notice(f"skipped: {name}: {why}")
                 missing |= ran.missing
             address = client.address
         with only_run_in(run_dir / OWN, wait=_A_DAY):
-            found = {
+            content = {
                 "model": address.model,
                 "endpoint": None if meanwhile else address.url,
                 "digest": address.digest,
@@ -312,52 +298,52 @@ async def _evaluate(
                 **results(store, plans, draws=settings.draws, seed=settings.seed),
                 "missing": missing,
             }
-            for name, own in metrics.items():  # as lm-evaluation-harness aggregates them
-                found["benchmarks"][name]["metrics"] = own
-            asked: dict[tuple[str, ...], str] = {
+            for name, aggregated in metrics.items():  # aggregated by lm-evaluation-harness
+                content["benchmarks"][name]["metrics"] = aggregated
+            hashes: dict[tuple[str, ...], str] = {
                 question.key(0)[:4]: question.asked for plan in plans for question in plan.questions
             }
-            by_benchmark = {plan.benchmark.name: [each.asked for each in plan.questions] for plan in plans}
+            by_benchmark = {plan.benchmark.name: [question.asked for question in plan.questions] for plan in plans}
             write_text(run_dir / ASKED, json.dumps(by_benchmark) + "\n")
-            write_text(run_dir / RESULTS, json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            write_text(run_dir / RESULTS, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
             if pages:
-                report.write(found, run_dir)
-                page.write(found, store, run_dir, asked=asked)
+                report.write(content, run_dir)
+                page.write(content, store, run_dir, asked=hashes)
             if settings.inspect:
                 from nemo_ext.evaluation import inspect_logs
 
-                inspect_logs.write(found, store, run_dir / "inspect", asked=asked)
-    return found
+                inspect_logs.write(content, store, run_dir / "inspect", asked=hashes)
+    return content
 
 
 async def _reach(scorer: Scorer, prepared: Prepared) -> None:
-    """A judge that is down is told; its answers are asked and stay without a score until the command is given again."""
+    """Report a judge that cannot be reached: answers are requested now, and scored when the command is run again."""
     try:
         await scorer.reach()
     except ValueError as error:
-        notice(f"{scorer.benchmark.name}: {error}; its answers are kept, and scored by the same command later")
+        notice(f"{scorer.benchmark.name}: {error}; its answers are kept: run the same command later to score them")
 
 
 def _check_made_of(run_dir: Path, address: Address, seed: int) -> None:
-    """Refuses a store of another model or seed."""
+    """Check that the store belongs to this model and seed."""
     record = run_dir / OWN / _MADE_OF
     made_of = {"model": address.model, "checkpoint": address.digest, "seed": seed}
     with only_run_in(run_dir / OWN, wait=_A_DAY):
-        begun = f"run_dir={run_dir}: holds the answers of another model or seed"
-        check_same(noted(record), made_of, begun, "name another run_dir")
+        begun = f"run_dir={run_dir}: has answers of another model or seed"
+        check_same(noted(record), made_of, begun, "choose another run_dir")
         note(record, made_of)
 
 
 def _work(
     plans: Sequence[Plan], store: Store, settings: EvaluateSettings, share: tuple[int, int] | None
 ) -> tuple[Iterator[tuple[Question, int, Sample | None]], int, int]:
-    """What is left to ask or to score, how many samples are wanted here, and how many of them are settled."""
-    asked = {question.key(0)[:4]: (question, plan.verifier) for plan in plans for question in plan.questions}
+    """Samples to request or to score, the number of samples of this worker, and how many of them are finished."""
+    current = {question.key(0)[:4]: (question, plan.verifier) for plan in plans for question in plan.questions}
     scores = {name: score.reference for name, score in store.scores().items() if score.score is not None}
     settled: set[Key] = set()
     unscored: list[tuple[Question, int, Sample]] = []
     for sample in store.answers():
-        question, verifier = asked.get(sample.key[:4], (None, ""))
+        question, verifier = current.get(sample.key[:4], (None, ""))
         if question is None or sample.asked != question.asked or not _mine(sample.key, share):
             continue
         if sample.problem:
@@ -375,13 +361,13 @@ def _work(
         for question in plan.questions
         if _mine(question.key(number), share)
     ]
-    left = [(question, number, None) for question, number in wanted if question.key(number) not in settled]
+    remaining = [(question, number, None) for question, number in wanted if question.key(number) not in settled]
 
     def work() -> Iterator[tuple[Question, int, Sample | None]]:
         yield from unscored
-        yield from left
+        yield from remaining
 
-    return work(), len(wanted), len(wanted) - len(left) - len(unscored)
+    return work(), len(wanted), len(wanted) - len(remaining) - len(unscored)
 
 
 def _mine(key: Key, share: tuple[int, int] | None) -> bool:
@@ -391,15 +377,15 @@ def _mine(key: Key, share: tuple[int, int] | None) -> bool:
 
 
 @contextmanager
-def _progress(total: int, there: int) -> Iterator[Callable[[Sample, bool], None]]:
-    """Function that takes account of a sample in what is shown."""
+def _progress(total: int, finished: int) -> Iterator[Callable[[Sample, bool], None]]:
+    """Progress bar; yields the callback for finished samples."""
     failed: Counter[str] = Counter()
 
     def detail() -> str:
         return f"{failed.total():,} failed ({failed.most_common(1)[0][0][:60]})" if failed else ""
 
     with progress_of("evaluate:", total, unit="samples", detail=detail) as advance:
-        advance(there)
+        advance(finished)
 
         def seen(sample: Sample, asked: bool) -> None:
             if sample.problem:
@@ -410,7 +396,7 @@ def _progress(total: int, there: int) -> Iterator[Callable[[Sample, bool], None]
 
 
 def _counter(tokenizer: Path | None) -> Callable[[str], int] | None:
-    """Number of tokens of a text; None where the tokenizer is not known or no fast one."""
+    """Function that counts the tokens of a text; None without a tokenizer.json."""
     if tokenizer is None or not (tokenizer / "tokenizer.json").exists():
         return None
     from tokenizers import Tokenizer

@@ -1,9 +1,9 @@
-"""Log-likelihoods of texts at an endpoint, token for token as lm-evaluation-harness's `hf` back end has them.
+"""Log-likelihoods of texts from an endpoint, token for token equal to those of lm-evaluation-harness's `hf` back end.
 
 Source: lm_eval/api/model.py (`TemplateLM._encode_pair`), lm_eval/models/huggingface.py, lm_eval/utils.py
-(`get_rolling_token_windows`), version 0.4.13. There is one difference: an endpoint takes a prompt of at most
-max_model_len - 1 tokens (vLLM always makes one more), where `hf` takes max_length + 1 of which the last is only
-predicted. Only texts longer than that differ, and they are equal with `hf` and max_length=max_model_len - 2.
+(`get_rolling_token_windows`), version 0.4.13. There is one difference: an endpoint accepts prompts of at most
+max_model_len - 1 tokens (vLLM always generates one more), whereas `hf` accepts max_length + 1 tokens, of which the last
+is only predicted. Only longer texts differ; they match `hf` with max_length=max_model_len - 2.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from nemo_ext.endpoint.failures import REFUSED
 from nemo_ext.job.settings import Count
 
 _LENGTH = 2048
-"""Length of the windows for a model whose length no one tells, as in lm-evaluation-harness."""
+"""Window length for a model of unknown length, as in lm-evaluation-harness."""
 _ANY = 1 << 62
 
 
@@ -28,10 +28,10 @@ class Scored:
     """Log-likelihood of a text.
 
     Attributes:
-        logprob: natural log-likelihood in nats; nan if there is none.
-        greedy: whether each of its tokens is the most likely one.
-        bytes: UTF-8 bytes of the text.
-        tokens: number of its tokens.
+        logprob: log-likelihood in nats; NaN if it could not be measured.
+        greedy: whether every token of the text is the most likely one.
+        bytes: number of UTF-8 bytes.
+        tokens: number of tokens.
         problem: why there is no log-likelihood; "" if there is one.
     """
 
@@ -43,18 +43,18 @@ class Scored:
 
 
 class Likelihoods:
-    """Log-likelihoods from one endpoint, by `/v1/completions` with `echo`.
+    """Measures log-likelihoods at an endpoint, through `/v1/completions` with `echo`.
 
-    Without the tokenizer, texts go out as they are: too long ones are problems, and texts without a context can only
-    be measured where the endpoint puts a token before them by itself.
+    Without a tokenizer, texts are sent as strings: texts that are too long fail, and texts without a context can be
+    measured only if the endpoint prepends a token.
 
     Args:
-        client: the endpoint's client, within `async with`.
-        tokenizer: Hugging Face folder with the model's tokenizer; None if it is not known.
-        max_length: most tokens that the model takes; None asks the endpoint.
+        client: client of the endpoint, already entered with `async with`.
+        tokenizer: Hugging Face folder with the model's tokenizer; None if unknown.
+        max_length: maximum number of tokens of the model; None queries the endpoint.
 
     Raises:
-        ValueError: the folder has no tokenizer that can be read.
+        ValueError: the folder has no readable tokenizer.
     """
 
     def __init__(self, client: Client, tokenizer: Path | None = None, max_length: Count | None = None) -> None:
@@ -65,14 +65,14 @@ class Likelihoods:
         self._least = 0
 
     async def continuations(self, context: str, choices: Sequence[str]) -> list[Scored]:
-        """Log-likelihood of each choice right after the context.
+        """Log-likelihood of each choice as the continuation of the context.
 
         Raises:
             ValueError: the endpoint refuses the key.
-            EndpointGone: nobody has answered for longer than the client's patience.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
-        moved = context[len(context.rstrip()) :]  # tokens begin with spaces, and do not end with them
         before = context.rstrip()
+        moved = context[len(before) :]  # spaces at the end of the context belong to the next token
         if self.tokens is not None:
             pairs = [self.tokens.pair(before, moved + choice) for choice in choices]
             most = (await self.length() or _ANY) - 1
@@ -88,13 +88,17 @@ class Likelihoods:
                 problem = counted.problem or "the endpoint does not count the tokens of a prompt"
                 return [Scored(problem=problem)] * len(choices)
             known = counted.prompt_tokens
-        return list(await asyncio.gather(*(self._text(before + moved + choice, known, choice) for choice in choices)))
+        return list(
+            await asyncio.gather(
+                *(self._measured(before + moved + choice, None, choice, known=known) for choice in choices)
+            )
+        )
 
     async def rolling(self, text: str) -> Scored:
-        """Log-likelihood of a whole text, in windows of the model's length that do not overlap.
+        """Log-likelihood of a whole text, in non-overlapping windows of the model's length.
 
-        A tokenizer that begins texts with a token of its own has that token measured too, after another one like it, as
-        lm-evaluation-harness does.
+        If the tokenizer adds a BOS token, that token is measured too, after another BOS token, as in
+        lm-evaluation-harness.
 
         Raises:
             ValueError, EndpointGone: see `continuations`.
@@ -102,7 +106,7 @@ class Likelihoods:
         if not text:
             return Scored(logprob=0.0, greedy=True)
         if self.tokens is None:
-            return await self._text(text, 0, text)
+            return await self._measured(text, None, text)
         windows = list(self.tokens.windows(text, most := (await self.length() or _LENGTH) - 1))
         parts = await asyncio.gather(*(self._pair(window, most, "") for window in windows))
         if problem := next((part.problem for part in parts if part.problem), ""):
@@ -115,7 +119,7 @@ class Likelihoods:
         )
 
     async def length(self) -> int | None:
-        """Most tokens that the model takes, as given or as the endpoint says; None if neither does."""
+        """Maximum number of tokens of the model, from `max_length` or the endpoint; None if unknown."""
         async with self._looking:
             if not self._looked and self.client.max_length is None:
                 await self.client.check()
@@ -123,34 +127,35 @@ class Likelihoods:
         return self._length or self.client.max_length
 
     async def _pair(self, pair: tuple[list[int], list[int]], most: int, text: str) -> Scored:
-        """Log-likelihood of a pair's second half."""
+        """Log-likelihood of the second element of a pair of token ids, given the first."""
         before, after = pair
         if not after:
             return Scored(problem=f"{_short(text)} adds no token to its context")
         if len(after) >= most:
-            return Scored(problem=f"{_short(text)} has {len(after)} tokens: the model takes {most} with a context")
+            return Scored(
+                problem=f"{_short(text)} has {len(after)} tokens, but the model accepts {most} with a context"
+            )
         return await self._measured((before + after)[-most:], len(after), text)
 
-    async def _text(self, text: str, known: int, part: str) -> Scored:
-        """Log-likelihood of a text's tokens but for the first `known` ones; 0 is all that the text itself makes."""
-        return await self._measured(text, None, part, known=known)
-
     async def _measured(self, prompt: str | list[int], last: int | None, text: str, *, known: int = 0) -> Scored:
-        """Log-likelihood of a prompt's last tokens, or of those after the first known ones."""
+        """Log-likelihood of a prompt's last `last` tokens, or of all after the first `known` ones if `last` is None.
+
+        If `known` is 0 too, all tokens of a text are measured, which requires that the endpoint prepends a token.
+        """
         answer = await self._echoed(prompt)
         if answer.problem:
             return Scored(problem=answer.problem)
         try:
-            found = answer.body["choices"][0]["logprobs"]
+            logprobs = answer.body["choices"][0]["logprobs"]
             size = len(prompt) if isinstance(prompt, list) else answer.prompt_tokens
             if size is None:
                 return Scored(problem="the endpoint does not count the tokens of a prompt")
-            values, tops = found["token_logprobs"][:size], found["top_logprobs"][:size]
+            values, tops = logprobs["token_logprobs"][:size], logprobs["top_logprobs"][:size]
             if last is None and not known:
-                if _begins_with(prompt, found["tokens"][0]):
+                if _begins_with(prompt, logprobs["tokens"][0]):
                     return Scored(
-                        problem="the first token of a text has no log-likelihood without the model's tokenizer: "
-                        "files_from=FOLDER"
+                        problem="the first token of a text cannot be measured without the model's tokenizer: "
+                        "set files_from to a folder that has it"
                     )
                 known = 1
             start = size - last if last is not None else known
@@ -165,10 +170,10 @@ class Likelihoods:
                 tokens=size - start,
             )
         except (LookupError, TypeError, ValueError, AttributeError):
-            return Scored(problem="the endpoint gives no log-probabilities of a prompt (echo, logprobs)")
+            return Scored(problem="the endpoint does not return log-probabilities of the prompt (echo, logprobs)")
 
     async def _echoed(self, prompt: str | list[int]) -> Answer:
-        """A prompt with its log-probabilities; some endpoints want to make a token after it."""
+        """Request the log-probabilities of a prompt; some endpoints require at least one generated token."""
         body = {"prompt": prompt, "echo": True, "logprobs": 1, "temperature": 0}
         least = self._least
         answer = await self._ask({**body, "max_tokens": least})
@@ -187,44 +192,47 @@ class Likelihoods:
 
 
 class Tokens:
-    """Tokens of texts as lm-evaluation-harness's `hf` back end makes them.
+    """Tokenization that matches lm-evaluation-harness's `hf` back end.
 
     Args:
         folder: Hugging Face folder with the tokenizer.
 
     Raises:
-        ValueError: it has none that can be read, or none with a token to begin texts with.
+        ValueError: the tokenizer cannot be read, or has neither a BOS nor an EOS token.
     """
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer, PretrainedConfig
 
-        how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             try:
-                self.tokenizer = AutoTokenizer.from_pretrained(folder, **how)
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, **options)
             except AttributeError:
-                # A model of its own code with scaled RoPE: transformers 5 cannot read its config without that code.
-                self.tokenizer = AutoTokenizer.from_pretrained(folder, config=PretrainedConfig(), **how)
-        except Exception as error:  # transformers raises whatever it likes
-            said = " ".join(str(error).split())[:200]
-            raise ValueError(f"{folder}: no tokenizer that can be read ({type(error).__name__}: {said})") from None
-        self.tokenizer.model_max_length = 1 << 62  # texts are cut here
+                # A model with custom code and scaled RoPE: transformers 5 cannot read its config without that code.
+                self.tokenizer = AutoTokenizer.from_pretrained(folder, config=PretrainedConfig(), **options)
+        except Exception as error:  # transformers may raise anything
+            reason = " ".join(str(error).split())[:200]
+            raise ValueError(f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {reason})") from None
+        self.tokenizer.model_max_length = 1 << 62  # texts are truncated by `Likelihoods`
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if bos is None and eos is None:
-            raise ValueError(f"{folder}: its tokenizer names neither bos_token nor eos_token: nothing can be measured")
+            raise ValueError(
+                f"{folder}: its tokenizer has neither bos_token nor eos_token, and log-likelihoods need one: set one "
+                "in tokenizer_config.json"
+            )
         self.prefix: int = eos if bos is None else bos
         self._prefix_text: str = self.tokenizer.decode([self.prefix])
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Ids of a text; with the tokenizer's own special tokens around it, unless the text brings the first one."""
+        """Token ids of a text, with the tokenizer's special tokens unless the text already starts with BOS."""
         special = special and not text.startswith(self._prefix_text)
-        # None, not True: as the tokenizer does by itself.
+        # Not add_special_tokens=True: the tokenizer's default applies.
         more = {} if special else {"add_special_tokens": False}
         return list(self.tokenizer.encode(text, **more))
 
     def pair(self, before: str, after: str) -> tuple[list[int], list[int]]:
-        """Ids of a context and of what follows; the context is not empty."""
+        """Token ids of a context and of its continuation; an empty context becomes the BOS token."""
         context = self.encode(before) if before else []
         if context:
             return context, self.encode(before + after)[len(context) :]
@@ -232,21 +240,21 @@ class Tokens:
         return (ids[:1], ids[1:]) if ids[:1] == [self.prefix] else ([self.prefix], ids)
 
     def windows(self, text: str, most: int) -> Iterator[tuple[list[int], list[int]]]:
-        """Pairs of a context and the ids after it, of at most so many ids together, which make up the text."""
+        """Windows of at most `most` ids over a text: pairs of context ids and the ids to measure."""
         ids = self.encode(text)
         step = most - 1
         yield [self.prefix], ids[:step]
         for start in range(step, len(ids), step):
             end = min(start + step, len(ids))
-            # The last window is as long as the others: its context is what came before it.
+            # The last window has full length too: its context reaches back into the window before.
             yield ids[end - most : start], ids[start:end]
 
 
 def _begins_with(text: str | list[int], token: str) -> bool:
-    """True if the text's first token may be this one; a cut character counts, and a space before the text does not."""
+    """Whether a token may be the first token of the text; partial characters count, leading spaces do not."""
     if not isinstance(text, str) or not token:
         return False
-    if token.startswith("bytes:"):  # a part of a character
+    if token.startswith("bytes:"):  # a partial character
         return text.encode().startswith(bytes(int(byte, 16) for byte in re.findall(r"\\x([0-9a-f]{2})", token)))
     return text.lstrip().startswith(token.lstrip().rstrip("\ufffd"))
 

@@ -1,8 +1,8 @@
-"""The job `nemo-ext merge_sweep`: averages of checkpoints, each evaluated, and the one that is chosen.
+"""Job `nemo-ext merge_sweep`: average checkpoints with several weights, evaluate each average and choose one.
 
-merges/NAME        an average; a Hugging Face folder that stands alone is used where it is
+merges/NAME        an average; a Hugging Face folder with weight 1 is used in place
 evaluations/NAME   its run of `nemo-ext evaluate`
-compare/           the others beside the chosen one, with paired tests (`nemo-ext compare`)
+compare/           all averages compared with the chosen one, with paired tests (`nemo-ext compare`)
 chosen             link to the chosen checkpoint
 report.md, front.json, front.png
 """
@@ -32,7 +32,7 @@ from nemo_ext.job.run_directory import OWN, REPORT
 from nemo_ext.job.settings import REPLACED, STRICT, Strings, checked, nearest, strings
 
 PLOT, FRONT, CHOSEN = "front.png", "front.json", "chosen"
-_NONE_COUNTS = "sweep.objectives: no benchmark counts in a grand mean: name those that do"
+_NONE_COUNTS = "sweep.objectives: no benchmark is part of a grand mean: name the benchmarks of each objective"
 _EVALUATED = "evaluated.json"
 _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
@@ -43,10 +43,10 @@ class SweepSettings:
 
     Attributes:
         points: values t of (1 - t) a + t b, for two checkpoints.
-        mixtures: weights of the checkpoints, a list each, beside the points.
+        mixtures: further averages, each a list with one weight per checkpoint.
         iterations, shard_gigabytes, check_finite, verify: as in `nemo-ext merge`.
-        objectives: names of objectives, each the mean of its benchmarks; empty for each benchmark by itself.
-        at_least: least value of objectives, from 0 to 1, that the chosen average must have.
+        objectives: objective -> benchmarks that it is the mean of; empty makes each benchmark an objective.
+        at_least: minimum values of objectives, from 0 to 1, for the chosen average.
     """
 
     points: Sequence[float] = ()
@@ -59,39 +59,39 @@ class SweepSettings:
     at_least: Annotated[Mapping[str, float], REPLACED] = field(default_factory=dict)
 
     def weights(self, count: int) -> dict[str, list[float]]:
-        """Weights of each average of `count` checkpoints, by its name.
+        """Weights of each average of `count` checkpoints, by the average's name.
 
         Raises:
-            ValueError: they are not of so many, or two have one name.
+            ValueError: a number of weights is not `count`, two averages are the same, or there are fewer than two.
         """
         if self.points and count != 2:
-            raise ValueError(f"sweep.points: a line has two ends, from has {count} checkpoints: give sweep.mixtures")
+            raise ValueError(f"sweep.points requires two checkpoints, but from has {count}: use sweep.mixtures")
         for mixture in self.mixtures:
             if len(mixture) != count:
-                raise ValueError(f"sweep.mixtures: {list(mixture)}: {len(mixture)} weights for {count} checkpoints")
-        every = [(f"t{point + 0.0:g}", [1 - point, point]) for point in self.points]
-        every += [("w" + "_".join(f"{one:g}" for one in mixture), list(mixture)) for mixture in self.mixtures]
-        if len(found := dict(every)) < len(every):
-            raise ValueError("sweep: points and mixtures: one of them is there twice")
-        if len(found) < 2:
-            raise ValueError("sweep: give two averages at least: sweep.points=[0,0.5,1], or sweep.mixtures=[[...],...]")
-        return found
+                raise ValueError(f"sweep.mixtures: {list(mixture)} has {len(mixture)} weights for {count} checkpoints")
+        averages = [(f"t{point + 0.0:g}", [1 - point, point]) for point in self.points]
+        averages += [("w" + "_".join(f"{weight:g}" for weight in mixture), list(mixture)) for mixture in self.mixtures]
+        if len(by_name := dict(averages)) < len(averages):
+            raise ValueError("sweep: points and mixtures list one average twice")
+        if len(by_name) < 2:
+            raise ValueError("sweep: give at least two averages: sweep.points=[0,0.5,1], or sweep.mixtures=[[...],...]")
+        return by_name
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """An average that was evaluated.
+    """An evaluated average.
 
     Attributes:
-        name: its name.
-        weights: weights of the checkpoints in it.
-        model: folder of its checkpoint.
+        name: name of the average.
+        weights: weights of the checkpoints.
+        model: folder of the averaged checkpoint.
         objectives: value of each objective; larger is better.
-        intervals: interval of each objective that is one benchmark; None for others.
-        metrics: metric of each objective that is a measure to minimise, whose value is negated.
-        front: whether no other one is as good in all objectives and better in one.
-        admitted: whether it has the least values that are asked for.
-        chosen: whether it is the chosen one.
+        intervals: confidence interval of each objective that is a single benchmark; None for others.
+        metrics: metric of each objective that is minimised, whose value is negated.
+        front: whether it is on the Pareto front.
+        admitted: whether it reaches the minimum values of `sweep.at_least`.
+        chosen: whether it is the chosen average.
     """
 
     name: str
@@ -106,119 +106,114 @@ class Candidate:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Average, evaluate and choose; the same command goes on, and more points add to those there.
+    """Run the job; the same command resumes it, and further points add to the existing averages.
 
     Raises:
-        ValueError: a setting is wrong, or a checkpoint cannot be read, or no average has the least values.
+        ValueError: a setting is invalid, a checkpoint cannot be read, or no average reaches the minimum values.
         OSError: a file cannot be written.
     """
-    given, sources, settings = _checked(config)
-    weights = given.weights(len(sources))
+    sweep, sources, settings = _checked(config)
+    weights = sweep.weights(len(sources))
     run_dir = Path(str(config["run_dir"])).expanduser()
-    _check_askable(given, settings)
+    _check_benchmarks(sweep, settings)
     with only_run_in(run_dir):
         (run_dir / "merges").mkdir(exist_ok=True)
-        plans = {name: _plan(sources, shares, run_dir / "merges" / name, given) for name, shares in weights.items()}
-        found, runs = [], {}
+        plans = {name: _plan(sources, shares, run_dir / "merges" / name, sweep) for name, shares in weights.items()}
+        candidates, runs = [], {}
         for number, (name, shares) in enumerate(weights.items(), 1):
             notice(f"average {number}/{len(weights)}: {name}")
             alone = [source for source, share in zip(sources, shares, strict=True) if share == 1]
-            as_it_is = bool(alone) and (alone[0] / "config.json").is_file()
-            model = alone[0].resolve() if as_it_is else merge(plans[name])[0]
+            in_place = bool(alone) and (alone[0] / "config.json").is_file()
+            model = alone[0].resolve() if in_place else merge(plans[name])[0]
             runs[name] = run_dir / "evaluations" / name
             results = _evaluated(config, model, runs[name])
-            values, intervals, metrics = objectives(results, given.objectives)
-            one = Candidate(name=name, weights=shares, model=str(model), objectives=values, intervals=intervals)
-            found.append(replace(one, metrics=metrics))
-        candidates = choose(found, given.at_least)
-        best = next(one for one in candidates if one.chosen)
-        words = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
-        compare_page.run({**words, "baseline": best.name, "draws": settings.draws, "seed": settings.seed})
-        _write(candidates, given.at_least, run_dir)
+            values, intervals, metrics = objectives(results, sweep.objectives)
+            settled: Any = {"objectives": values, "intervals": intervals, "metrics": metrics}
+            candidates.append(Candidate(name=name, weights=shares, model=str(model), **settled))
+        candidates = choose(candidates, sweep.at_least)
+        best = next(candidate for candidate in candidates if candidate.chosen)
+        comparison = {"runs": {name: str(path) for name, path in runs.items()}, "output": str(run_dir / "compare")}
+        compare_page.run({**comparison, "baseline": best.name, "draws": settings.draws, "seed": settings.seed})
+        _write(candidates, sweep.at_least, run_dir)
 
 
 def check(config: Mapping[str, Any], *, megatron: bool = True) -> None:
-    """Refuse what the job would refuse before its first average; checkpoints that are not there yet are not seen.
+    """Validate a config as the job does before its first average; checkpoints that do not exist yet are not checked.
 
     Args:
-        megatron: whether checkpoints of Megatron are opened, with torch; not where an earlier job may write them yet.
+        config: the composed config.
+        megatron: whether to open Megatron checkpoints, which requires torch; False if an earlier job still writes them.
 
     Raises:
         ValueError: see `run`.
     """
-    given, sources, settings = _checked(config)
+    sweep, sources, settings = _checked(config)
     run_dir = Path(str(config["run_dir"])).expanduser()
-    _check_askable(given, settings)
-    there = megatron and all(source.is_dir() for source in sources) and find_spec("torch") is not None
-    if there or all(map(is_hugging_face, sources)):
-        for name, shares in given.weights(len(sources)).items():
-            _plan(sources, shares, run_dir / "merges" / name, given)
+    _check_benchmarks(sweep, settings)
+    readable = megatron and all(source.is_dir() for source in sources) and find_spec("torch") is not None
+    if readable or all(map(is_hugging_face, sources)):
+        for name, shares in sweep.weights(len(sources)).items():
+            _plan(sources, shares, run_dir / "merges" / name, sweep)
 
 
 def _checked(config: Mapping[str, Any]) -> tuple[SweepSettings, list[Path], EvaluateSettings]:
-    given = checked(SweepSettings, config["sweep"], where="sweep")
+    sweep = checked(SweepSettings, config["sweep"], where="sweep")
     sources = [Path(path).expanduser() for path in strings(config["from"])]
-    given.weights(len(sources))
-    settings = job.read(_of(config, str(sources[0]), Path(str(config["run_dir"])).expanduser())).evaluate
-    _check_names(given, [benchmark.name for benchmark in job.chosen(settings)])
-    return given, sources, settings
+    sweep.weights(len(sources))
+    settings = job.read(_evaluation(config, str(sources[0]), Path(str(config["run_dir"])).expanduser())).evaluate
+    _check_names(sweep, [benchmark.name for benchmark in job.chosen(settings)])
+    return sweep, sources, settings
 
 
-def _of(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[str, Any]:
-    """The config of the evaluation of a model."""
+def _evaluation(config: Mapping[str, Any], model: str, run_dir: Path) -> dict[str, Any]:
+    """Config of `nemo-ext evaluate` for one model."""
     own = {key: config[key] for key in _OF_MODEL}
     return {**own, "served": model, "endpoint": None, "key_variable": None, "run_dir": str(run_dir)}
 
 
-def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, given: SweepSettings) -> Plan:
-    """Plan of an average; all are made before the first is carried out."""
-    settings = Settings(
-        weights=shares,
-        iterations=given.iterations,
-        shard_gigabytes=given.shard_gigabytes,
-        check_finite=given.check_finite,
-        verify=given.verify,
-    )
-    return plan(sources, to, settings)
+def _plan(sources: Sequence[Path], shares: Sequence[float], to: Path, sweep: SweepSettings) -> Plan:
+    """Plan of an average; all averages are planned before the first is computed, so that errors show early."""
+    shared = {key: getattr(sweep, key) for key in ("iterations", "shard_gigabytes", "check_finite", "verify")}
+    return plan(sources, to, Settings(weights=shares, **shared))
 
 
 def _evaluated(config: Mapping[str, Any], model: Path, run_dir: Path) -> Mapping[str, Any]:
-    """results.json of an average; a model is served only if something was not asked yet."""
+    """Content of results.json of an average, evaluated unless a run with the same settings has finished."""
     record = run_dir / OWN / _EVALUATED
     made_of = {"evaluate": config["evaluate"], "model": str(model)}
     if record.exists() and json.loads(record.read_text()) == json.loads(json.dumps(made_of)):
-        found: dict[str, Any] = json.loads((run_dir / RESULTS).read_text())
-        return found
-    settings = job.read(_of(config, str(model), run_dir))
-    found = job.asked(_of(config, str(model), run_dir), settings, job.chosen(settings.evaluate))
+        results: dict[str, Any] = json.loads((run_dir / RESULTS).read_text())
+        return results
+    evaluation = _evaluation(config, str(model), run_dir)
+    settings = job.read(evaluation)
+    results = job.asked(evaluation, settings, job.chosen(settings.evaluate))
     note(record, made_of)
-    return found
+    return results
 
 
-def _check_names(given: SweepSettings, benchmarks: Sequence[str]) -> None:
-    for objective, names in given.objectives.items():
+def _check_names(sweep: SweepSettings, benchmarks: Sequence[str]) -> None:
+    for objective, names in sweep.objectives.items():
         for name in names:
             if name not in benchmarks:
                 raise ValueError(f"sweep.objectives.{objective}: unknown name {name!r}: {nearest(name, benchmarks)}")
-    for name in given.at_least:
-        known = list(given.objectives) or benchmarks
+    for name in sweep.at_least:
+        known = list(sweep.objectives) or benchmarks
         if name not in known:
             raise ValueError(f"sweep.at_least: unknown name {name!r}: {nearest(name, known)}")
 
 
-def _check_askable(given: SweepSettings, settings: EvaluateSettings) -> None:
-    """Refuses objectives that no evaluation could give, before the first average."""
-    prepared = job.prepare(settings, Path(settings.data_root).expanduser(), job.chosen(settings))
-    for scorer in prepared.scorers.values():
-        scorer.close()
-    for objective, names in given.objectives.items():
+def _check_benchmarks(sweep: SweepSettings, settings: EvaluateSettings) -> None:
+    """Check, before the first average, that the benchmarks of all objectives can be run."""
+    with job.prepare(settings, Path(settings.data_root).expanduser(), job.chosen(settings)) as prepared:
+        pass
+    for objective, names in sweep.objectives.items():
         for name in filter(prepared.missing.__contains__, names):
-            raise ValueError(f"sweep.objectives.{objective}: {name} cannot be asked: {prepared.missing[name]}")
-    asked = [one.benchmark for one in prepared.plans]
+            raise ValueError(f"sweep.objectives.{objective}: {name} cannot be run: {prepared.missing[name]}")
+    benchmarks = [plan.benchmark for plan in prepared.plans]
     if (
-        not given.objectives
+        not sweep.objectives
         and not prepared.harness
-        and all(one.kind == "bits" or not one.higher_is_better or not one.weight for one in asked)
+        and all(entry.kind == "bits" or not entry.higher_is_better or not entry.weight for entry in benchmarks)
     ):
         raise ValueError(_NONE_COUNTS)
 
@@ -226,13 +221,13 @@ def _check_askable(given: SweepSettings, settings: EvaluateSettings) -> None:
 def objectives(
     results: Mapping[str, Any], groups: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, float], dict[str, Sequence[float] | None], dict[str, str]]:
-    """Objectives of an evaluation, their intervals, and the metrics of those of measures to minimise.
+    """Values of the objectives, their confidence intervals, and the metrics of objectives that are minimised.
 
-    Larger is better: measures to minimise are negated.
+    Larger values are better: objectives to minimise are negated.
 
     Args:
-        results: what results.json has.
-        groups: names of objectives -> benchmarks that each is the mean of; empty for each that counts in a grand mean.
+        results: content of results.json.
+        groups: objective -> benchmarks that it is the mean of; empty makes each benchmark of a grand mean an objective.
 
     Raises:
         ValueError: a benchmark was not evaluated.
@@ -247,11 +242,11 @@ def objectives(
     for objective, names in groups.items():
         missing = [name for name in names if entries.get(name, {}).get("accuracy") is None]
         if missing:
-            why = results.get("missing", {}).get(missing[0], "report.md there says why")
+            why = results.get("missing", {}).get(missing[0], "see its report.md")
             raise ValueError(f"sweep: {missing[0]} was not evaluated: {why}")
         signs = [-1.0 if benchmark_is_low(entries[name]) else 1.0 for name in names]
-        each = [sign * float(entries[name]["accuracy"]) for sign, name in zip(signs, names, strict=True)]
-        values[objective] = sum(each) / len(each)
+        signed = [sign * float(entries[name]["accuracy"]) for sign, name in zip(signs, names, strict=True)]
+        values[objective] = sum(signed) / len(signed)
         interval = entries[names[0]].get("interval") if len(names) == 1 else None
         intervals[objective] = None if interval is None else sorted(signs[0] * float(end) for end in interval)
         if max(signs) < 0:
@@ -260,30 +255,32 @@ def objectives(
 
 
 def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
-    """The candidates, with the front marked, and of those on it that have the least values the best mean chosen.
+    """Mark the Pareto front, and choose the candidate on it with the highest mean that reaches the minimum values.
 
-    The mean is that of the objectives, with equal weights; of equal ones the first is chosen.
+    The mean is over objectives, with equal weights; among equal means the first candidate is chosen.
 
     Raises:
-        ValueError: none has the least values.
+        ValueError: no candidate on the front reaches the minimum values.
     """
-    front = on_front([tuple(one.objectives[name] for name in candidates[0].objectives) for one in candidates])
+    names = list(candidates[0].objectives)
+    front = on_front([tuple(candidate.objectives[name] for name in names) for candidate in candidates])
     marked = [
-        replace(one, front=own, admitted=all(one.objectives[name] >= least for name, least in at_least.items()))
-        for one, own in zip(candidates, front, strict=True)
+        replace(entry, front=on, admitted=all(entry.objectives[name] >= least for name, least in at_least.items()))
+        for entry, on in zip(candidates, front, strict=True)
     ]
-    left = [one for one in marked if one.front and one.admitted]
-    if not left:
-        best = {name: max(one.objectives[name] for one in marked) for name in at_least}
+    eligible = [candidate for candidate in marked if candidate.front and candidate.admitted]
+    if not eligible:
+        best = {name: max(candidate.objectives[name] for candidate in marked) for name in at_least}
         raise ValueError(
-            f"sweep.at_least: no average on the front has {_named(at_least)}; the best of each are {_named(best)}"
+            f"sweep.at_least: no average on the Pareto front reaches {_named(at_least)}; the best values are "
+            f"{_named(best)}: lower them or add averages"
         )
-    best_of_all = max(left, key=_mean)
-    return [replace(one, chosen=one is best_of_all) for one in marked]
+    winner = max(eligible, key=_mean)
+    return [replace(candidate, chosen=candidate is winner) for candidate in marked]
 
 
-def _mean(one: Candidate) -> float:
-    return sum(one.objectives.values()) / len(one.objectives)
+def _mean(candidate: Candidate) -> float:
+    return sum(candidate.objectives.values()) / len(candidate.objectives)
 
 
 def _named(values: Mapping[str, float]) -> str:
@@ -291,30 +288,30 @@ def _named(values: Mapping[str, float]) -> str:
 
 
 def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_dir: Path) -> None:
-    best = next(one for one in candidates if one.chosen)
+    best = next(candidate for candidate in candidates if candidate.chosen)
     link = run_dir / CHOSEN
     link.unlink(missing_ok=True)
     link.symlink_to(Path(best.model).resolve())
     names = list(best.objectives)
     rows = [
         [
-            one.name,
-            " ".join(f"{share:g}" for share in one.weights),
-            *(_cell(one, name) for name in names),
-            figure(_mean(one), metric=BITS if any(map(measured, one.metrics.values())) else "").text,
-            ("front" if one.front else "") + ("" if one.admitted else ", below the least values"),
-            "chosen" if one.chosen else "",
+            candidate.name,
+            " ".join(f"{share:g}" for share in candidate.weights),
+            *(_cell(candidate, name) for name in names),
+            figure(_mean(candidate), metric=BITS if any(map(measured, candidate.metrics.values())) else "").text,
+            ("front" if candidate.front else "") + ("" if candidate.admitted else ", below the minimum values"),
+            "chosen" if candidate.chosen else "",
         ]
-        for one in candidates
+        for candidate in candidates
     ]
     shown = [f"{name} ↓" if name in best.metrics else name for name in names]
-    least = f" that have {_named(at_least)} at least" if at_least else ""
+    least = f" with at least {_named(at_least)}" if at_least else ""
     report = Report(
         f"{run_dir.name}: averages of checkpoints",
-        f"Chosen: **{best.name}**, of the averages on the Pareto front{least} the one with the highest mean of the "
-        "objectives (equal weights; ↓: less is better, negated in the mean). With intervals over problems; differences "
-        "of less than these are chance: [compare/compare.md](compare/compare.md) tests each average against the chosen "
-        "one.",
+        f"Chosen: **{best.name}**, which has the highest mean of the objectives among the averages on the Pareto "
+        f"front{least} (equal weights; ↓: lower is better, negated in the mean). Intervals are over problems, and "
+        "smaller differences may be chance: [compare/compare.md](compare/compare.md) tests each average against the "
+        "chosen one.",
     )
     (run_dir / PLOT).unlink(missing_ok=True)
     if len(names) > 1:
@@ -326,27 +323,27 @@ def _write(candidates: Sequence[Candidate], at_least: Mapping[str, float], run_d
     notice(f"chosen: {best.name}: {link}; report: {run_dir / REPORT}")
 
 
-def _cell(one: Candidate, name: str) -> str:
-    value, ends = one.objectives[name], one.intervals[name]
-    if name in one.metrics:
+def _cell(candidate: Candidate, name: str) -> str:
+    value, ends = candidate.objectives[name], candidate.intervals[name]
+    if name in candidate.metrics:
         value, ends = -value, None if ends is None else [-ends[1], -ends[0]]
-    return figure(value, ends, metric=one.metrics.get(name, "")).text
+    return figure(value, ends, metric=candidate.metrics.get(name, "")).text
 
 
 def _plot(report: Report, candidates: Sequence[Candidate], names: Sequence[str]) -> None:
-    """Draw two objectives against each other."""
+    """Plot two objectives of all averages, with the Pareto front."""
     (axes,) = report.picture("front", PLOT, 6.5, 4.5)
     scales = [1 if measured(candidates[0].metrics.get(name, "")) else 100 for name in names]
 
-    def place_of(one: Candidate) -> tuple[float, float]:
-        return scales[0] * one.objectives[names[0]], scales[1] * one.objectives[names[1]]
+    def place_of(candidate: Candidate) -> tuple[float, float]:
+        return scales[0] * candidate.objectives[names[0]], scales[1] * candidate.objectives[names[1]]
 
-    for one in candidates:
-        place = place_of(one)
-        colour = COLOURS[1] if one.chosen else COLOURS[0] if one.front else "#999999"
-        axes.plot(*place, "*" if one.chosen else "o", color=colour, markersize=13 if one.chosen else 7)
-        axes.annotate(one.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
-    front = sorted(place_of(one) for one in candidates if one.front)
+    for candidate in candidates:
+        place, chosen = place_of(candidate), candidate.chosen
+        colour = COLOURS[1] if chosen else COLOURS[0] if candidate.front else "#999999"
+        axes.plot(*place, "*" if chosen else "o", color=colour, markersize=13 if chosen else 7)
+        axes.annotate(candidate.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    front = sorted(place_of(candidate) for candidate in candidates if candidate.front)
     axes.plot(*zip(*front, strict=True), "--", color="#999999", linewidth=1.1, zorder=0)
     labels = [f"{name} (%)" if scale == 100 else f"{name} (negated)" for scale, name in zip(scales, names, strict=True)]
     axes.margins(0.15)

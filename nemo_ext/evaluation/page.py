@@ -1,7 +1,7 @@
-"""report.html: tables, accuracy against tokens, and every sample, in one file that needs no network.
+"""report.html: tables, accuracy versus tokens, and all samples, in one self-contained file.
 
-Answers lie in the page in compressed blocks that the browser opens when they are looked at. All that is not of this
-package is data in base64 and shown as text; the page's policy lets no other script run and nothing be loaded.
+Answers are embedded in compressed blocks, which the browser unpacks when they are viewed. All external content is
+base64-encoded data and shown as text; the page's Content-Security-Policy allows no other scripts and no requests.
 """
 
 import base64
@@ -23,9 +23,9 @@ from nemo_ext.job.files import complete_file
 PAGE = "report.html"
 VERDICTS = ("right", "partly right", "wrong", "measured", "unscored", "failed")
 SAMPLES, BYTES = 400_000, 1 << 30
-"""Most samples, and most bytes of answers, in a page; of more, a part that is chosen by hash."""
+"""Maximum number of samples and maximum bytes of answers in a page; beyond them, a subset is chosen by hash."""
 TEXT = 100_000
-"""Most characters of a text in the page: of a longer one, beginning and end."""
+"""Maximum characters of a text in the page; longer texts are cut in the middle."""
 _BLOCK_SAMPLES, _BLOCK_BYTES = 500, 1 << 22
 
 
@@ -35,11 +35,11 @@ def write(
     """Write report.html into a run directory.
 
     Args:
-        results: what results.json holds.
-        store: the answers and scores.
+        results: content of results.json.
+        store: store of the answers and scores.
         run_dir: the run directory.
-        asked: hash of the request that counts by (benchmark, problem, prompt, mode); None shows every sample of the
-            benchmarks that the store has.
+        asked: hash of the current request by (benchmark, problem, prompt, mode); None shows all samples in the store
+            of the benchmarks in `results`.
 
     Returns:
         Path of report.html.
@@ -59,7 +59,7 @@ def write(
             line = _line(sample, score)
             block.append(line)
             size += sum(len(line[key] or "") for key in ("answer", "reasoning"))
-            size += sum(len(str(each)) for each in line["turns"])
+            size += sum(len(str(turn)) for turn in line["turns"])
             if sample.asked not in prompts:
                 prompts[sample.asked] = _cut(shown.get(sample.asked))
                 size += len(str(prompts[sample.asked]))
@@ -74,7 +74,7 @@ def write(
 
 
 class _Index:
-    """What the list of samples shows and filters by, in columns; names are numbers of a list of names."""
+    """Columns of the list of samples, for display and filters; names are stored as indices into lists of names."""
 
     def __init__(self, results: Mapping[str, Any]) -> None:
         self.entries = results.get("benchmarks", {})
@@ -85,10 +85,10 @@ class _Index:
             name: [] for name in (*self.names, "sample", "verdict", "score", "tokens", "truncated")
         }
         self.blocks: list[int] = []
-        self.left_out = 0
+        self.omitted = 0
 
     def add(self, sample: Sample, score: Score | None) -> None:
-        """Add a sample."""
+        """Append a sample."""
         for name, known in self.names.items():
             value = getattr(sample.key, name)
             self.numbers[name].append(known.setdefault(value, len(known)))
@@ -99,17 +99,17 @@ class _Index:
         self.numbers["truncated"].append(int(sample.finish_reason == "length"))
 
     def columns(self) -> dict[str, Any]:
-        """The index as the page reads it."""
+        """The index in the page's format."""
         names = {name: list(known) for name, known in self.names.items()}
         note = ""
-        if self.left_out:
-            kept = len(self.numbers["sample"])
-            note = f"{kept:,} of {kept + self.left_out:,} samples are in this page, chosen by hash; store/ has all."
+        if self.omitted:
+            shown = len(self.numbers["sample"])
+            note = f"{shown:,} of {shown + self.omitted:,} samples are in this page, chosen by hash; store/ has all."
         return {**self.numbers, "names": names, "verdicts": VERDICTS, "blocks": self.blocks, "note": note}
 
 
 def verdict(sample: Sample, score: Score | None, entry: Mapping[str, Any]) -> str:
-    """One of `VERDICTS`; where less is better, right is a score of 0. Bits per byte are only measured."""
+    """Verdict on a sample, one of `VERDICTS`; if lower is better, a score of 0 is right."""
     if sample.problem:
         return "failed"
     if score is None or score.score is None:
@@ -134,13 +134,13 @@ def _samples(
         if asked is not None and asked.get(tuple(sample.key[:4])) != sample.asked:
             continue
         if part < 1 and _place(sample.key) >= part:
-            index.left_out += 1
+            index.omitted += 1
             continue
         yield sample, scores.get((sample.key, sample.asked, verifiers[sample.key.benchmark]))
 
 
 def _place(key: Key) -> float:
-    """A number in [0, 1) that depends on the key alone."""
+    """Pseudo-random number in [0, 1), derived from the key."""
     return zlib.crc32(orjson.dumps([*key])) / (1 << 32)
 
 
@@ -169,9 +169,9 @@ def _line(sample: Sample, score: Score | None) -> dict[str, Any]:
 
 
 def _cut(value: Any) -> Any:
-    """A JSON value with its long texts cut in the middle."""
+    """A JSON value with long texts shortened in the middle."""
     if isinstance(value, str) and len(value) > TEXT:
-        middle = f"\n… {len(value) - TEXT:,} characters are left out here; store/ has them …\n"
+        middle = f"\n… {len(value) - TEXT:,} characters are omitted here; store/ has them …\n"
         return value[: TEXT // 2] + middle + value[-(TEXT // 2) :]
     if isinstance(value, Mapping):
         return {key: _cut(each) for key, each in value.items()}
@@ -196,7 +196,7 @@ def _summary(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _points(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Points of the plot: mean tokens of an answer, accuracy in percent, interval."""
+    """Points of the plot: mean tokens per answer, accuracy in percent, interval."""
     for name, entry in results.get("benchmarks", {}).items():
         if measured(entry["metric"]):
             continue
@@ -220,13 +220,13 @@ def _points(results: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _data(value: Any, attribute: str) -> bytes:
-    """A script element with data: JSON, compressed, in base64."""
+    """Script element with data as gzip-compressed JSON in base64."""
     packed = gzip.compress(orjson.dumps(value), compresslevel=5, mtime=0)
     return b'<script type="application/octet-stream" %b>%b</script>\n' % (attribute.encode(), base64.b64encode(packed))
 
 
 def _template(title: str) -> tuple[str, str]:
-    """The page before and after its data, with a policy that lets only its own script and style in."""
+    """The page before and after its data, with a Content-Security-Policy that allows only its own script and style."""
     page = files("nemo_ext.evaluation").joinpath("page.html").read_text(encoding="utf-8")
     hashes = {}
     for tag in ("style", "script"):

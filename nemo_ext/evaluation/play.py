@@ -1,8 +1,8 @@
-"""Conversations of a model with a world of tools, and with a user: played until they end."""
+"""Multi-turn conversations of a model with an environment's tools, and optionally with a simulated user."""
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_ext.chat.sample import openai_messages
@@ -17,12 +17,12 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Play:
-    """A conversation.
+    """A finished conversation.
 
     Attributes:
-        turns: messages after the first ones.
-        answers: the model's answers; the last one has a problem if it ended the conversation.
-        verdict: verdict on the state at the end; None after a problem.
+        turns: messages after the initial ones.
+        answers: answers of the model; the last has a problem if a failed request ended the conversation.
+        verdict: verdict on the environment's final state; None after a failed request.
     """
 
     turns: Messages
@@ -32,21 +32,21 @@ class Play:
 
 @dataclass(frozen=True, kw_only=True)
 class Playing:
-    """How a conversation is played.
+    """Player of conversations.
 
     Attributes:
-        episodes: the world.
-        answer: function of the messages so far and the turn's number; returns the model's answer.
-        user: function of the turns so far that returns what the user says next, or None where there is nothing left to
-            say; None for a user who only says what the task has.
+        episodes: episodes of the environment.
+        answer: function from the messages so far and the number of the turn to the model's answer.
+        user: function from the turns so far to the user's next message, or None to end the conversation; by default the
+            user says only the messages of the task.
     """
 
     episodes: Episodes
     answer: Callable[[Messages, int], Awaitable[Answer]]
-    user: Callable[[Messages], Awaitable[str | None]] = field(default=lambda turns: _nothing())
+    user: Callable[[Messages], Awaitable[str | None]] | None = None
 
     async def play(self, task: Task, messages: Messages) -> Play:
-        """Play a task that begins with these messages."""
+        """Play a task from its initial messages to the end."""
         episode = self.episodes.begun(Episode(task=task, thinking_opened=False))
         turns: list[Mapping[str, Any]] = []
         answers: list[Answer] = []
@@ -55,15 +55,15 @@ class Playing:
             answers.append(answer)
             if answer.problem:
                 return Play(turns=turns, answers=answers)
-            one = said(answer.answer or "", answer.reasoning, answer.tool_calls)
-            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            parsed = said(answer.answer or "", answer.reasoning, answer.tool_calls)
+            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
             turns.append(message_of(answer))
             if turn.following is not None:
                 turns += openai_messages(turn.answers, arguments_as_text=True)
                 episode = turn.following
                 continue
             over = len(answers) >= self.episodes.environment.max_turns or answer.tool_calls
-            text = None if over else await self.user(turns)
+            text = None if over or self.user is None else await self.user(turns)
             if text is None:
                 return Play(turns=turns, answers=answers, verdict=turn.verdict)
             turns.append({"role": "user", "content": text})
@@ -71,14 +71,10 @@ class Playing:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    """A model's answer as a message."""
+    """A model's answer as an OpenAI message."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.answer or ""}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [json.loads(json.dumps(call)) for call in answer.tool_calls]
     return message
-
-
-async def _nothing() -> None:
-    return None

@@ -1,7 +1,7 @@
-"""Problems of a benchmark: rows of its files or of a generator, turned into what is asked and what is right."""
+"""Problems of a benchmark: prompts and references, made from rows of its files or of a generator."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,29 +20,29 @@ from nemo_ext.rl.tasks import GENERATORS, generate
 
 
 class Missing(ValueError):
-    """A benchmark's data are not there."""
+    """A benchmark's data files do not exist."""
 
 
 class Row(dict[str, Any]):
-    """A row's columns, and the file that it is in: its path below the data root."""
+    """Columns of a row, and the path of its file relative to the data root."""
 
     file = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One problem.
+    """One problem of a benchmark.
 
     Attributes:
-        id: name, which does not depend on its place in the data.
-        domain: its group, such as a subject; "" for none.
-        prompts: what is asked, by the prompt's name: a text, or messages.
-        reference: what the verifier compares with.
+        id: identifier, independent of the row's position in the data.
+        domain: group such as a subject; "" for none.
+        prompts: prompts by name: text or messages.
+        reference: reference that the verifier compares answers with.
         environment: name of the verifier; "" where log-likelihoods are measured.
         tools: declared tools.
-        choices: texts that may follow the prompt.
-        gold: number of the right one, from 0.
-        thinking: mode that it asks for, for models with modes; None for none.
+        choices: continuations of the prompt to compare.
+        gold: index of the correct choice, from 0.
+        thinking: reasoning mode that the problem requires, for models with modes; None for none.
     """
 
     id: str
@@ -56,9 +56,9 @@ class Problem:
     thinking: bool | None = None
 
     def task(self, prompt: str) -> Task:
-        """The problem as a task of its verifier."""
-        asked = self.prompts[prompt]
-        messages = (Message(role="user", content=asked),) if isinstance(asked, str) else tuple(asked)
+        """The problem with one of its prompts, as an RL task."""
+        content = self.prompts[prompt]
+        messages = (Message(role="user", content=content),) if isinstance(content, str) else tuple(content)
         return Task(
             id=self.id,
             environment=self.environment,
@@ -70,23 +70,25 @@ class Problem:
 
 
 def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | None = None) -> list[Problem]:
-    """Problems of a benchmark in the order of their names' hashes, so that a larger limit begins with the same ones.
+    """Problems of a benchmark in the order of hashes of their ids, so that a larger limit extends a smaller one.
 
     Args:
         benchmark: the benchmark; not of the kind `harness`.
-        data_root: folder of the benchmarks' data.
+        data_root: folder with the benchmarks' data.
         seed: seed of generated problems.
-        limit: most problems.
+        limit: maximum number of problems.
 
     Raises:
-        Missing: the data are not there.
-        ValueError: a row does not fit; names the file, the row and what is wrong.
+        Missing: the data files do not exist.
+        ValueError: a row is invalid; the message has the file, the row and the reason.
     """
     settings: dict[str, Any] = dict(benchmark.settings)
     if taken := {"count", "seed"} & settings.keys():
-        raise ValueError(f"benchmark {benchmark.name}: settings: {min(taken)} is no setting of a generator")
+        raise ValueError(
+            f"benchmark {benchmark.name}: settings.{min(taken)} is not allowed: use count or evaluate.seed"
+        )
+    count = min(benchmark.count, limit or benchmark.count)
     if benchmark.generator in GENERATORS:
-        count = min(benchmark.count, limit or benchmark.count)
         return [_of_task(task) for task in generate(str(benchmark.generator), count, seed=seed, **settings)]
     if benchmark.tasks:
         return _of_tasks(benchmark, data_root, limit)
@@ -94,24 +96,20 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
     if benchmark.generator is not None:
         from nemo_ext.evaluation.generators import rows
 
-        count = min(benchmark.count, limit or benchmark.count)
-        made = rows(benchmark.generator, count, seed=seed, **settings)
-        return [
-            _problem(benchmark, row, {}, where)
-            for row, where in ((row, f"{place}, row {number}") for number, row in enumerate(made))
-            if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where)
-        ]
+        generated = rows(benchmark.generator, count, seed=seed, **settings)
+        located = ((f"{place}, row {number}", Row(row)) for number, row in enumerate(generated))
+        return [_problem(benchmark, row, {}, where) for where, row in _selected(benchmark, located)]
     named: dict[str, tuple[str, Row, str]] = {}
-    for where, row in _rows(benchmark, benchmark.data, data_root):
-        if benchmark.where is not None and not _value(benchmark, "where", benchmark.where, row, where):
-            continue
+    for where, row in _selected(benchmark, _rows(benchmark, benchmark.data, data_root)):
         whole = digest_of(row)
         name = whole if benchmark.id is None else str(_value(benchmark, "id", benchmark.id, row, where))
         if name in named and named[name][0] != whole:
-            raise ValueError(f"{where}: {place}: has the name {name!r} of another row, at {named[name][2]}: mend `id`")
+            raise ValueError(
+                f"{where}: {place}: has the same id {name!r} as {named[name][2]}: change `id` so that ids are unique"
+            )
         named.setdefault(name, (whole, row, where))
     if not named:
-        why = "its data have no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
+        why = "its data has no rows" if benchmark.where is None else f"no row of its data satisfies {benchmark.where}"
         raise ValueError(f"{place}: {why}")
     chosen = sorted(named, key=lambda name: digest_of("limit", name))[:limit]
     shots = _shots(benchmark, data_root, named) if benchmark.shots else {}
@@ -119,35 +117,39 @@ def problems(benchmark: Benchmark, data_root: Path, *, seed: int, limit: int | N
 
 
 def check(benchmark: Benchmark, environment: Environment | None, found: Sequence[Problem]) -> None:
-    """Refuse problems that the verifier cannot verify.
+    """Check that every problem has a reference that the verifier accepts, or a valid index of the correct choice.
 
     Raises:
-        ValueError: naming the problem and what is wrong.
+        ValueError: a problem is invalid; the message has its id and the reason.
     """
     for problem in found:
         try:
             if environment is not None:
                 environment.check(problem.reference)
             elif benchmark.kind == "choice" and not 0 <= problem.gold < len(problem.choices):
-                raise ValueError(f"gold={problem.gold}: there are {len(problem.choices)} choices, from 0")
+                raise ValueError(
+                    f"gold={problem.gold}: not an index of its {len(problem.choices)} choices, counted from 0"
+                )
         except ValueError as error:
             raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
 
 
 def _of_tasks(benchmark: Benchmark, data_root: Path, limit: int | None) -> list[Problem]:
-    found: dict[str, Task] = {}
+    tasks: dict[str, Task] = {}
     for name in benchmark.tasks:
         if not (data_root / name).is_file():
-            raise Missing(f"{data_root / name}: no such file of tasks")
+            raise Missing(f"{data_root / name}: no such task file")
         for task in TaskFile(data_root / name).tasks:
             if benchmark.environment not in (None, task.environment):
                 continue
-            if found.setdefault(task.id, task) != task:
-                raise ValueError(f"{data_root / name}: the id {task.id!r} is another task's in a file before")
-    if len({task.environment for task in found.values()}) != 1:
-        raise ValueError(f"benchmark {benchmark.name}: environment: say which one's tasks are meant")
-    chosen = sorted(found, key=lambda name: digest_of("limit", name))[:limit]
-    return [_of_task(found[name]) for name in chosen]
+            if tasks.setdefault(task.id, task) != task:
+                raise ValueError(f"{data_root / name}: task id {task.id!r} is used for another task in an earlier file")
+    environments = sorted({task.environment for task in tasks.values()})
+    if len(environments) != 1:
+        names = ", ".join(environments) or "none"
+        raise ValueError(f"benchmark {benchmark.name}: tasks have the environments {names}: set environment to one")
+    chosen = sorted(tasks, key=lambda name: digest_of("limit", name))[:limit]
+    return [_of_task(tasks[name]) for name in chosen]
 
 
 def _of_task(task: Task) -> Problem:
@@ -175,30 +177,27 @@ def _problem(
 
     domain = str(value("domain", benchmark.domain, ""))
     choices = value("choices", benchmark.choices, [])
-    if not isinstance(choices, list | tuple) or not all(isinstance(each, str | int | float) for each in choices):
+    if not isinstance(choices, list | tuple) or not all(isinstance(choice, str | int | float) for choice in choices):
         raise ValueError(
             f"{where}: benchmark {benchmark.name}: choices={str(choices)[:80]!r}: expected a list of texts"
         )
     examples = _examples(benchmark, shots, domain, digest_of(row), where)
     prompts: dict[str, str | Sequence[Message]] = {}
     for key, template in benchmark.prompt.items():
-        prompts[key] = "\n\n".join(
-            [*(each for each in examples), _text(benchmark, f"prompt.{key}", template, row, where)]
-        )
+        prompts[key] = "\n\n".join([*examples, _text(benchmark, f"prompt.{key}", template, row, where)])
     if benchmark.messages is not None:
-        given = value("messages", benchmark.messages, ())
+        messages = value("messages", benchmark.messages, ())
         try:
-            task = Task.from_record({"id": "-", "environment": "-", "prompt": given}, f"{where}: messages")
-            prompts = {PLAIN: task.prompt}
+            prompts = {PLAIN: Task.from_record({"id": "-", "environment": "-", "prompt": messages}, f"{where}: messages").prompt}
         except (TypeError, AttributeError):
-            raise ValueError(f"{where}: messages={str(given)[:80]!r}: expected a list of messages") from None
+            raise ValueError(f"{where}: messages={str(messages)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()
     if isinstance(tools, str):
         try:
             tools = read_json(tools)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: benchmark {benchmark.name}: tools: no JSON ({error})") from None
-    if not isinstance(tools, list | tuple) or not all(isinstance(each, Mapping) for each in tools):
+            raise ValueError(f"{where}: benchmark {benchmark.name}: tools: invalid JSON ({error})") from None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise ValueError(f"{where}: benchmark {benchmark.name}: tools={str(tools)[:80]!r}: expected a list of objects")
     reference = {
         key: held
@@ -207,7 +206,7 @@ def _problem(
     }
     gold = value("gold", benchmark.gold, 0)
     if not isinstance(gold, int):
-        raise ValueError(f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the number of a choice, from 0")
+        raise ValueError(f"{where}: benchmark {benchmark.name}: gold={gold!r}: expected the index of a choice, from 0")
     if name is None:
         name = digest_of(row) if benchmark.id is None else str(value("id", benchmark.id, ""))
     return Problem(
@@ -225,16 +224,16 @@ def _problem(
 def _shots(
     benchmark: Benchmark, data_root: Path, named: Mapping[str, tuple[str, Row, str]]
 ) -> dict[str, list[Mapping[str, Any]]]:
-    """Rows for examples by domain: those of `shots_data` in their order, or those of the data by their hashes."""
+    """Candidate few-shot rows by domain: rows of `shots_data` in file order, or of the data in the order of hashes."""
     if benchmark.shots_data:
         rows = [row for _, row in _rows(benchmark, benchmark.shots_data, data_root)]
     else:
-        rows = [row for _, row, _ in sorted(named.values(), key=lambda each: digest_of("shot", each[0]))]
-    found: dict[str, list[Mapping[str, Any]]] = {}
+        rows = [row for _, row, _ in sorted(named.values(), key=lambda entry: digest_of("shot", entry[0]))]
+    shots: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         domain = "" if benchmark.domain is None else str(_value(benchmark, "domain", benchmark.domain, row, "a shot"))
-        found.setdefault(domain, []).append(row)
-    return found
+        shots.setdefault(domain, []).append(row)
+    return shots
 
 
 def _examples(
@@ -246,7 +245,7 @@ def _examples(
     if len(rows) < benchmark.shots:
         of = f" of {domain}" if domain else ""
         raise ValueError(
-            f"{where}: benchmark {benchmark.name}: shots={benchmark.shots}: there are {len(rows)} examples{of}"
+            f"{where}: benchmark {benchmark.name}: shots={benchmark.shots}: only {len(rows)} examples{of} are available"
         )
     return [_example(benchmark, row, where) for row in rows]
 
@@ -255,14 +254,23 @@ def _example(benchmark: Benchmark, row: Mapping[str, Any], where: str) -> str:
     if benchmark.shot is not None:
         return _text(benchmark, "shot", benchmark.shot, row, where)
     if benchmark.kind != "choice":
-        raise ValueError(f"benchmark {benchmark.name}: shots={benchmark.shots}: `shot` says what an example is")
-    asked = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
+        raise ValueError(
+            f"benchmark {benchmark.name}: shots={benchmark.shots}: requires `shot`, a template of an example"
+        )
+    prompt = _text(benchmark, "prompt", next(iter(benchmark.prompt.values())), row, where)
     choices = _value(benchmark, "choices", str(benchmark.choices), row, where)
-    return asked + str(choices[_value(benchmark, "gold", str(benchmark.gold), row, where)])
+    return prompt + str(choices[_value(benchmark, "gold", str(benchmark.gold), row, where)])
+
+
+def _selected(benchmark: Benchmark, located: Iterable[tuple[str, Row]]) -> Iterator[tuple[str, Row]]:
+    """Rows that satisfy the benchmark's `where`, each with its location."""
+    for where, row in located:
+        if benchmark.where is None or _value(benchmark, "where", benchmark.where, row, where):
+            yield where, row
 
 
 def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Iterator[tuple[str, Row]]:
-    """Rows with their places, of the first pattern that has files."""
+    """Rows, each with its location for messages, from the first pattern that matches files."""
     for pattern in patterns:
         paths = sorted(path for path in data_root.glob(pattern) if not path.name.startswith("."))
         if not paths:
@@ -274,28 +282,28 @@ def _rows(benchmark: Benchmark, patterns: Sequence[str], data_root: Path) -> Ite
                     row.file = str(file.relative_to(data_root))
                     yield where, row
         return
-    had = f"; it is had from {benchmark.source}" if benchmark.source else ""
-    raise Missing(f"{data_root / patterns[0]}: no such file{had}")
+    advice = f"; get it from {benchmark.source}" if benchmark.source else ""
+    raise Missing(f"{data_root / patterns[0]}: no such file{advice}")
 
 
 def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.suffix != ".arrow":
         yield from record_source((str(path),), None, "data").rows()
         return
-    pyarrow = pyarrow_module()  # a file of Hugging Face's `datasets`
+    pyarrow = pyarrow_module()  # a file written by Hugging Face's `datasets`
     try:
         with pyarrow.memory_map(str(path)) as mapped, pyarrow.ipc.open_stream(mapped) as reader:
             rows = (table_row(row) for batch in reader for row in batch.to_pylist())
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows))
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: no Arrow stream ({error}): copy or make it again") from None
+        raise ValueError(f"{path}: not a valid Arrow stream ({error}): copy or create it again") from None
 
 
 _TEMPLATES = Templates(FUNCTIONS, FILTERS)
 
 
 def _names(row: Mapping[str, Any]) -> dict[str, Any]:
-    """What templates see: the columns, all of them as `row`, and the row's `file`."""
+    """Variables of templates: the columns, the whole row as `row`, and the row's `file`."""
     return {"row": row, "file": getattr(row, "file", ""), **row}
 
 

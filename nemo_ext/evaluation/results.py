@@ -1,10 +1,11 @@
-"""Results of an evaluation: what results.json has, computed from the store alone."""
+"""Results of an evaluation: the content of results.json, computed from the store."""
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,12 @@ _REASONED = ("with_reasoning", "with_reasoning_interval")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be answered of one benchmark.
+    """Questions and scoring of one benchmark.
 
     Attributes:
-        benchmark: the benchmark, with the samples that are wanted.
+        benchmark: the benchmark, with the requested number of samples.
         questions: its questions.
-        verifier: digest of the scores that count.
+        verifier: digest of the verifier whose scores are used.
     """
 
     benchmark: Benchmark
@@ -35,20 +36,20 @@ class Plan:
 
     @property
     def wanted(self) -> int:
-        """Number of samples."""
+        """Number of requested samples."""
         return len(self.questions) * self.benchmark.samples
 
 
 def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> dict[str, Any]:
-    """The parts `benchmarks` and `mean` of results.json.
+    """Sections `benchmarks` and `mean` of results.json.
 
     Args:
-        store: answers and scores.
-        plans: what was to be answered.
-        draws: draws of the bootstrap.
-        seed: seed of the draws.
+        store: store of the answers and scores.
+        plans: questions and scoring of each benchmark.
+        draws: number of bootstrap resamples.
+        seed: seed of the bootstrap.
     """
-    gc.disable()  # a million samples stay until the end: there is nothing to collect, and looking takes long
+    gc.disable()  # a million samples live until the end: collections would be slow and free nothing
     try:
         return _results(store, plans, draws, seed)
     finally:
@@ -56,18 +57,18 @@ def results(store: Store, plans: Sequence[Plan], *, draws: Count, seed: int) -> 
 
 
 def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict[str, Any]:
-    place = {
+    places = {
         (question.benchmark.name, question.problem.id, question.prompt, question.mode): (number, index)
         for number, plan in enumerate(plans)
         for index, question in enumerate(plan.questions)
     }
-    scores = {name: score for name, score in store.scores().items() if tuple(name[0][:4]) in place}
+    scores = {name: score for name, score in store.scores().items() if tuple(name[0][:4]) in places}
     tables = [_Table(plan) for plan in plans]
     for sample in store.answers():
-        if (at := place.get(sample.key[:4])) is None:
+        if (place := places.get(sample.key[:4])) is None:
             continue
-        table = tables[at[0]]
-        question = table.plan.questions[at[1]]
+        table = tables[place[0]]
+        question = table.plan.questions[place[1]]
         if sample.asked != question.asked or sample.key.sample >= table.plan.benchmark.samples:
             continue
         if sample.problem:
@@ -79,98 +80,82 @@ def _results(store: Store, plans: Sequence[Plan], draws: int, seed: int) -> dict
             table.reasons[_short("not scored" if score is None else score.why)] += 1
             table.unscored += 1
             continue
-        table.add(at[1], sample.key, score, sample)
-    found, headlines = {}, []
+        table.add(place[1], sample.key, score, sample)
+    entries, headlines = {}, []
     for table in tables:
-        one, means = table.result(draws, seed)
-        found[table.plan.benchmark.name] = one
+        entry, means = table.result(draws, seed)
+        entries[table.plan.benchmark.name] = entry
         counted = table.plan.benchmark.weight > 0 and table.plan.benchmark.higher_is_better
-        if means is not None and len(means) and counted and one["metric"] != BITS:
+        if means is not None and len(means) and counted and entry["metric"] != BITS:
             headlines.append((means, table.plan.benchmark.weight))
     mean = None
     if headlines:
         value, interval = statistics.grand_mean(
             [means for means, _ in headlines], [weight for _, weight in headlines], draws=draws, seed=seed
         )
-        same = interval is not None and interval[0] == interval[1]  # all problems equal: draws say nothing
+        same = interval is not None and interval[0] == interval[1]  # equal values: resampling shows nothing
         mean = {"accuracy": value, "interval": None if same else _pair(interval), "benchmarks": len(headlines)}
-    return {"benchmarks": found, "mean": mean}
+    return {"benchmarks": entries, "mean": mean}
 
 
 class _Groups(NamedTuple):
-    """Samples in groups: the group's number, the score and the answer of each."""
+    """Samples in groups: group number, score and parsed answer of each sample."""
 
     numbers: np.ndarray
     scores: np.ndarray
     found: Sequence[str | None]
 
 
-def _average(taken: _Groups) -> np.ndarray:
-    return statistics.problem_means(taken.scores, taken.numbers)
+def _average(groups: _Groups) -> np.ndarray:
+    return statistics.problem_means(groups.scores, groups.numbers)
 
 
-def _pass(taken: _Groups, k: int) -> np.ndarray:
-    return statistics.pass_at(np.bincount(taken.numbers), np.bincount(taken.numbers, taken.scores >= 1), k)
+def _pass(groups: _Groups, k: int) -> np.ndarray:
+    return statistics.pass_at(np.bincount(groups.numbers), np.bincount(groups.numbers, groups.scores >= 1), k)
 
 
-def _majority(taken: _Groups, k: int) -> np.ndarray:
-    found: list[list[str | None]] = [[] for _ in range(int(taken.numbers.max()) + 1)]
-    scores: list[list[float]] = [[] for _ in found]
-    for group, score, answer in zip(taken.numbers, taken.scores, taken.found, strict=True):
-        found[group].append(answer)
+def _majority(groups: _Groups, k: int) -> np.ndarray:
+    answers: list[list[str | None]] = [[] for _ in range(int(groups.numbers.max()) + 1)]
+    scores: list[list[float]] = [[] for _ in answers]
+    for group, score, answer in zip(groups.numbers, groups.scores, groups.found, strict=True):
+        answers[group].append(answer)
         scores[group].append(float(score))
-    return statistics.maj_at(found, scores, k)
+    return statistics.maj_at(answers, scores, k)
 
 
 class _Table:
-    """The samples of one benchmark."""
+    """Scored samples of one benchmark, collected in rows and evaluated in columns."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.failed = self.unscored = 0
         self.reasons: Counter[str] = Counter()
-        self.questions: list[int] = []
-        self.numbers: list[int] = []
-        self.scores: list[float] = []
-        self.tokens: list[float] = []
-        self.reasoning: list[float] = []
-        self.cut: list[bool] = []
-        self.traced: list[bool] = []
-        self.found: list[str | None] = []
-        self.more: list[Mapping[str, float]] = []
+        self.rows: list[tuple[Any, ...]] = []
 
     def add(self, question: int, key: Key, score: Any, sample: Any) -> None:
-        """Take account of a scored sample."""
-        self.questions.append(question)
-        self.numbers.append(key.sample)
-        self.scores.append(score.score)
-        self.tokens.append(np.nan if sample.completion_tokens is None else sample.completion_tokens)
-        self.reasoning.append(np.nan if sample.reasoning_tokens is None else sample.reasoning_tokens)
-        self.cut.append(sample.finish_reason == "length")
-        self.traced.append(bool(sample.reasoning_tokens))
-        self.found.append(score.found)
-        if score.more:
-            self.more.append(score.more)
+        """Append a scored sample."""
+        tokens = sample.completion_tokens, sample.reasoning_tokens
+        cut, traced = sample.finish_reason == "length", bool(sample.reasoning_tokens)
+        self.rows.append((question, key.sample, score.score, *tokens, cut, traced, score.found, score.more))
 
     def result(self, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
-        """The benchmark's entry, and the headline's values by problem."""
-        benchmark, asked = self.plan.benchmark, self.plan.questions
-        names = sorted({question.problem.id for question in asked})
-        at = {name: place for place, name in enumerate(names)}
-        order = np.lexsort((self.numbers, self.questions))
-        questions = np.array(self.questions, int)[order]
-        self._scores = np.array(self.scores, float)[order]
-        self._tokens, self._reasoning = (np.array(each, float)[order] for each in (self.tokens, self.reasoning))
-        self._cut, self._traced = (np.array(each, bool)[order] for each in (self.cut, self.traced))
-        self._found = [self.found[place] for place in order]
-        self._more = [self.more[place] for place in order] if len(self.more) == len(order) else []
-        self._problems = np.array([at[question.problem.id] for question in asked], int)[questions]
-        self._prompts = np.array([question.prompt for question in asked], str)[questions]
-        self._modes = np.array([question.mode for question in asked], object)[questions]
-        first = asked[0].mode if asked else None
-        main = self._modes == first
-        modes = list(dict.fromkeys(question.mode for question in asked))
-        prompts = list(dict.fromkeys(question.prompt for question in asked))
+        """Entry of the benchmark in results.json, and its headline metric by problem."""
+        benchmark, questions = self.plan.benchmark, self.plan.questions
+        names = sorted({question.problem.id for question in questions})
+        numbers = {name: number for number, name in enumerate(names)}
+        self.rows.sort(key=itemgetter(0, 1))
+        columns: Any = zip(*self.rows, strict=True) if self.rows else ((),) * 9
+        question_numbers, _, scores, tokens, reasoning, cut, traced, self._found, more = columns
+        places = np.array(question_numbers, int)
+        self._scores, self._tokens, self._reasoning = (np.array(part, float) for part in (scores, tokens, reasoning))
+        self._cut, self._traced = np.array(cut, bool), np.array(traced, bool)
+        self._more = more if all(more) else ()
+        self._problems = np.array([numbers[question.problem.id] for question in questions], int)[places]
+        self._prompts = np.array([question.prompt for question in questions], str)[places]
+        self._modes = np.array([question.mode for question in questions], object)[places]
+        main = self._modes == (questions[0].mode if questions else None)
+        modes = list(dict.fromkeys(question.mode for question in questions))
+        prompts = list(dict.fromkeys(question.prompt for question in questions))
         whole, means = self._figures(main, draws, seed)
         metric, metrics = self._metrics(main)
         entry = {
@@ -181,7 +166,7 @@ class _Table:
             "wanted": self.plan.wanted,
             "failed": self.failed,
             "unscored": self.unscored,
-            "missing": self.plan.wanted - len(order) - self.failed - self.unscored,
+            "missing": self.plan.wanted - len(places) - self.failed - self.unscored,
             "reasons": dict(self.reasons.most_common(8)),
             "metrics": metrics,
             "weight": benchmark.weight,
@@ -190,7 +175,9 @@ class _Table:
             "modes": {mode: self._figures(self._modes == mode, draws, seed)[0] for mode in modes},
             "prompts": {},
             "sensitivity": None,
-            "domains": self._domains(main, asked, questions),
+            "domains": self._domains(
+                main, np.array([question.problem.domain for question in questions], object)[places]
+            ),
         }
         if len(prompts) > 1:
             by_prompt = {prompt: main & (self._prompts == prompt) for prompt in prompts}
@@ -199,7 +186,7 @@ class _Table:
         return entry, means
 
     def _figures(self, rows: np.ndarray, draws: int, seed: int) -> tuple[dict[str, Any], np.ndarray | None]:
-        """Accuracy with its interval, tokens and share of truncated answers, of some of the samples."""
+        """Accuracy with its interval, tokens and share of truncated answers, over selected samples."""
         if not rows.any():
             return {
                 **dict.fromkeys(("accuracy", "interval", "tokens", "reasoning_tokens", "truncated", *_REASONED)),
@@ -228,25 +215,25 @@ class _Table:
         }, None if sizes is not None else values
 
     def _values(self, rows: np.ndarray) -> np.ndarray:
-        """The headline of each problem `[problems]`; for bits its nats and bytes `[problems, 2]`."""
+        """Headline metric of each problem `[problems]`; for bits, nats and bytes `[problems, 2]`."""
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         if self.plan.benchmark.kind == "bits":
-            more = [each for each, taken in zip(self._more, rows, strict=True) if taken]
-            sums = [np.bincount(problems, [each[name] for each in more]) for name in ("nats", "bytes")]
+            more = [numbers for numbers, selected in zip(self._more, rows, strict=True) if selected]
+            sums = [np.bincount(problems, [numbers[name] for numbers in more]) for name in ("nats", "bytes")]
             return np.stack(sums, -1)
         metric = self.plan.benchmark.metric
         if metric == "avg":
             return self._of_groups(rows, _average)
         k = self.plan.benchmark.k or self.plan.benchmark.samples
-        return self._of_groups(rows, lambda taken: _pass(taken, k) if metric == "pass" else _majority(taken, k))
+        return self._of_groups(rows, partial(_pass if metric == "pass" else _majority, k=k))
 
     def _of_groups(self, rows: np.ndarray, figure: Callable[[_Groups], np.ndarray]) -> np.ndarray:
-        """Mean over prompts, for each problem, of a figure of the samples of a prompt `[problems]`."""
+        """Mean over prompts of a figure computed from the samples of one problem and prompt `[problems]`."""
         _, prompts = np.unique(self._prompts[rows].astype(str), return_inverse=True)
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         pairs, groups = np.unique(np.stack([problems, prompts], -1), axis=0, return_inverse=True)
-        found = [self._found[place] for place in np.flatnonzero(rows)]
-        values = figure(_Groups(groups.reshape(-1), self._scores[rows], found))
+        answers = [self._found[place] for place in np.flatnonzero(rows)]
+        values = figure(_Groups(groups.reshape(-1), self._scores[rows], answers))
         known = ~np.isnan(values)
         sums, counts = (
             np.bincount(pairs[known, 0], weights, minlength=int(problems.max()) + 1)
@@ -256,7 +243,7 @@ class _Table:
             return sums / counts
 
     def _metrics(self, rows: np.ndarray) -> tuple[str, dict[str, float]]:
-        """Name of the headline, and all figures that the samples give."""
+        """Name of the headline metric, and the values of all metrics."""
         benchmark = self.plan.benchmark
         k = benchmark.k or benchmark.samples
         if benchmark.kind == "bits":
@@ -270,65 +257,64 @@ class _Table:
         _, problems = np.unique(self._problems[rows], return_inverse=True)
         more = {}
         if self._more:
-            taken = [each for each, here in zip(self._more, rows, strict=True) if here]
-            shared = set.intersection(*(set(each) for each in taken)) - {"nats", "bytes"}
+            selected = [numbers for numbers, here in zip(self._more, rows, strict=True) if here]
+            shared = set.intersection(*map(set, selected)) - {"nats", "bytes"}
             more = {
-                each: float(statistics.problem_means(np.array([one[each] for one in taken]), problems).mean())
-                for each in sorted(shared)
+                key: float(statistics.problem_means(np.array([numbers[key] for numbers in selected]), problems).mean())
+                for key in sorted(shared)
             }
             if benchmark.kind != "generate":
                 return name, more
-        found = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean()), **more}
+        metrics = {f"avg@{benchmark.samples}": float(self._of_groups(rows, _average).mean()), **more}
         if benchmark.samples > 1:
-            ks = [each for each in (1, 2, 4, 8, 16, 32, 64, 128, 256) if each < benchmark.samples]
-            for each in (*ks, benchmark.samples):
-                values = self._of_groups(rows, partial(_pass, k=each))
+            figures = {
+                f"pass@{size}": partial(_pass, k=size)
+                for size in (*(2**power for power in range(9) if 2**power < benchmark.samples), benchmark.samples)
+            }
+            if any(answer is not None for answer in self._found):
+                figures[f"maj@{k}"] = partial(_majority, k=k)
+            for key, figure in figures.items():
+                values = self._of_groups(rows, figure)
                 if not np.isnan(values).all():
-                    found[f"pass@{each}"] = float(np.nanmean(values))
-            if any(each is not None for each in self._found):
-                values = self._of_groups(rows, partial(_majority, k=k))
-                if not np.isnan(values).all():
-                    found[f"maj@{k}"] = float(np.nanmean(values))
-        return name, found
+                    metrics[key] = float(np.nanmean(values))
+        return name, metrics
 
     def _sensitivity(self, prompts: Sequence[np.ndarray], draws: int, seed: int) -> dict[str, Any] | None:
-        """Standard deviation over prompts, over the problems that all prompts have."""
+        """Standard deviation over prompts, on the problems that all prompts have."""
         problems = [set(self._problems[rows]) for rows in prompts]
         shared = sorted(set.intersection(*problems))
         if not shared or self.plan.benchmark.kind == "bits":
             return None
-        rows = [each & np.isin(self._problems, shared) for each in prompts]
-        values = np.stack([self._values(each) for each in rows])
+        values = np.stack([self._values(rows & np.isin(self._problems, shared)) for rows in prompts])
         values = values[:, ~np.isnan(values).any(0)]
         if not values.shape[1]:
             return None
         std, interval = statistics.sensitivity(values, draws=draws, seed=seed)
         return {"std": std, "interval": _pair(interval)}
 
-    def _domains(self, rows: np.ndarray, asked: Sequence[Question], questions: np.ndarray) -> dict[str, Any]:
-        domains = np.array([question.problem.domain for question in asked], object)[questions]
+    def _domains(self, rows: np.ndarray, domains: np.ndarray) -> dict[str, Any]:
         if len(set(domains)) < 2 or self.plan.benchmark.kind == "bits":
             return {}
-        found = {}
+        by_domain = {}
         for domain in sorted(set(domains[rows])):
             values = self._values(rows & (domains == domain))
             values = values[~np.isnan(values)]
             if len(values):
-                found[domain] = {"accuracy": float(values.mean()), "n": len(values)}
-        return found
+                by_domain[domain] = {"accuracy": float(values.mean()), "n": len(values)}
+        return by_domain
 
 
 def _interval(values: np.ndarray, sizes: np.ndarray | None, draws: int, seed: int) -> Any:
-    """Interval of a mean over problems; Wilson's where all are the same, as draws of them say nothing."""
+    """Confidence interval of a mean over problems; Wilson's if all values are 0 or all are 1."""
     if sizes is None and len(values) > 1 and len(set(values)) == 1 and values[0] in (0, 1):
         return binomtest(int(values.sum()), len(values)).proportion_ci(method="wilson")
     return statistics.bootstrap(values, draws=draws, seed=seed, weights=sizes)
 
 
 def _pair(interval: Any) -> list[float] | None:
-    return None if interval is None else [float(each) for each in interval]
+    return None if interval is None else [float(end) for end in interval]
 
 
 def _short(reason: str) -> str:
-    """A reason without what differs from sample to sample."""
+    """A reason without details that differ between samples."""
     return reason.partition(":")[0] if reason.startswith("HTTP") else reason[:80]

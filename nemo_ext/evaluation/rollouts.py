@@ -1,4 +1,4 @@
-"""The rollouts job: verified answers to RL tasks, for `nemo-ext curriculum` (docs/data/curriculum.md)."""
+"""Job `nemo-ext rollouts`: verified rollouts on RL tasks, for `nemo-ext curriculum` (docs/data/curriculum.md)."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -27,10 +27,10 @@ class RolloutSettings:
     """Settings of the section `rollouts`.
 
     Attributes:
-        tasks: files of tasks (docs/rl/tasks.md).
-        samples: answers to each task.
+        tasks: task files (docs/rl/tasks.md).
+        samples: rollouts per task.
         temperature, top_p, extra: sampling, as in `Sampling`.
-        max_tokens: most tokens of an answer.
+        max_tokens: maximum tokens per response.
         environments: settings of environments by name.
     """
 
@@ -43,15 +43,15 @@ class RolloutSettings:
     environments: Annotated[Mapping[str, Mapping[str, JsonValue]], REPLACED] = field(default_factory=dict)
 
     def benchmarks(self) -> list[Benchmark]:
-        """A benchmark for each environment that the tasks have.
+        """One benchmark per environment of the tasks.
 
         Raises:
-            ValueError: a file of tasks cannot be read, or settings are of an environment that no task has.
+            ValueError: a task file cannot be read, or there are settings for an environment that no task has.
         """
         names = sorted({task.environment for path in self.tasks for task in TaskFile(path).tasks})
         if unknown := sorted(set(self.environments) - set(names)):
             raise ValueError(
-                f"rollouts.environments: no task has the environment {unknown[0]!r}, only {', '.join(names)}"
+                f"rollouts.environments: no task has the environment {unknown[0]!r}; the tasks have {', '.join(names)}"
             )
         sampled = {name: getattr(self, name) for name in ("temperature", "top_p", "extra")}
         sampling = checked(Sampling, sampled, where="rollouts")
@@ -70,27 +70,27 @@ class RolloutSettings:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Ask for answers to all tasks, verify them, and write rollouts.jsonl; the same command goes on.
+    """Run the job: sample and verify rollouts, and write rollouts.jsonl; the same command resumes.
 
     Raises:
-        ValueError: a wrong setting, or a store of another model.
+        ValueError: a setting is invalid, or the store belongs to another model.
         OSError: a file cannot be written.
     """
     settings, benchmarks = _checked(config)
     run_dir = Path(settings.run_dir).expanduser()
-    found = job.asked(config, settings, benchmarks)
-    verifiers = {name: entry["verifier"] for name, entry in found["benchmarks"].items()}
+    results = job.asked(config, settings, benchmarks)
+    verifiers = {name: entry["verifier"] for name, entry in results["benchmarks"].items()}
     count = 0
     with complete_file(run_dir / ROLLOUTS) as file:
         for line in _lines(run_dir, verifiers):
             file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
             count += 1
-    print(report.summary(found))
-    notice(f"{count:,} rollouts: {run_dir / ROLLOUTS}, which `nemo-ext curriculum rollouts=...` orders tasks by")
+    print(report.summary(results))
+    notice(f"{count:,} rollouts: {run_dir / ROLLOUTS}, from which `nemo-ext curriculum rollouts=...` orders tasks")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuse what the job would refuse before its first request; tasks that an earlier job has to write are not seen.
+    """Validate a config as the job does before its first request; task files that do not exist yet are not checked.
 
     Raises:
         ValueError: see `run`.
@@ -107,7 +107,7 @@ def _checked(config: Mapping[str, Any]) -> tuple[Settings, list[Benchmark]]:
 
 
 def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """Rewards of the answers that have one, as `nemo-ext curriculum` reads them, and the answers."""
+    """Lines of rollouts.jsonl: scored answers in the format that `nemo-ext curriculum` reads."""
     for sample, score in scored(run_dir, verifiers):
         more = {"reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
         response = {"content": sample.answer} | {key: value for key, value in more.items() if value}
@@ -118,17 +118,17 @@ def _lines(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[dict[str, An
             "reward": score,
             "tokens": sample.completion_tokens,
             "truncated": sample.finish_reason == "length",
-            # Of a conversation with tools there is no single one.
+            # A conversation with tools has no single response.
             **({} if sample.turns else {"response": response}),
         }
 
 
 def scored(run_dir: Path, verifiers: Mapping[str, str]) -> Iterator[tuple[Sample, float]]:
-    """Answers of a run that count in its results, each with its score, as far as they have one.
+    """Scored answers that a run's results are computed from, each with its score.
 
     Args:
         run_dir: folder of the run.
-        verifiers: hash of each benchmark's verifier, as results.json has it.
+        verifiers: digest of each benchmark's verifier, from results.json.
     """
     store = Store(run_dir / STORE)
     wanted = {name: set(hashes) for name, hashes in json.loads((run_dir / ASKED).read_text()).items()}

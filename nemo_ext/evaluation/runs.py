@@ -1,6 +1,6 @@
-"""Runs of `evaluate` as comparisons read them: results.json, and the scored samples of the store. No torch.
+"""Runs of `evaluate` as read for comparisons: results.json and the scored samples of the store. No torch.
 
-results.json says which scores count and what the headline is; values by problem are recomputed from the store.
+results.json has the verifiers and headline metrics; values by problem are recomputed from the store.
 """
 
 from collections import defaultdict
@@ -28,7 +28,8 @@ class Answers:
     Attributes:
         asked: hash of the request.
         reference: hash of the reference.
-        samples: number, score, answer for majorities, tokens (NaN where not counted), cut off, and (nats, bytes).
+        samples: tuples of number, score, answer for majority votes, tokens (NaN where not counted), whether truncated,
+            and (nats, bytes).
     """
 
     asked: str
@@ -38,12 +39,12 @@ class Answers:
 
 @dataclass(frozen=True)
 class Run:
-    """A run of `evaluate`.
+    """A run of `evaluate`, with its results and scored samples.
 
     Attributes:
-        name: its name in tables.
-        folder: its folder.
-        results: its results.json.
+        name: name in tables.
+        folder: run directory.
+        results: content of results.json.
         answers: benchmark -> mode -> (prompt, problem) -> scored samples.
     """
 
@@ -54,28 +55,28 @@ class Run:
 
     @property
     def benchmarks(self) -> Mapping[str, Mapping[str, Any]]:
-        """Entries of results.json."""
+        """Entries of results.json by benchmark."""
         return self.results["benchmarks"]
 
     def modes(self, benchmark: str) -> list[str]:
-        """Modes with scores; the headline's first."""
-        there = self.answers.get(benchmark, {})
-        named = [mode for mode in self.benchmarks[benchmark].get("modes") or () if mode in there]
-        return named or sorted(there)
+        """Modes with scored samples; the mode of the headline comes first."""
+        scored = self.answers.get(benchmark, {})
+        named = [mode for mode in self.benchmarks[benchmark].get("modes") or () if mode in scored]
+        return named or sorted(scored)
 
 
 @dataclass(frozen=True)
 class Values:
-    """The headline of some problems.
+    """Headline metric by problem.
 
     Attributes:
-        problems: names of the problems, sorted.
-        values: headline of each, [P].
-        weights: weight of each, [P]: bytes for bits per byte; None for equal ones.
-        tokens: mean tokens of each, [P]; NaN where not counted.
-        cut: share of each one's answers that were cut off, [P].
-        samples: most samples of a problem.
-        short: problems with fewer samples than the headline wants, which are left out.
+        problems: ids of the problems, sorted.
+        values: headline metric of each problem, [P].
+        weights: weight of each problem, [P]: bytes for bits per byte; None for equal weights.
+        tokens: mean tokens per answer, [P]; NaN where not counted.
+        cut: share of truncated answers, [P].
+        samples: maximum number of samples of a problem.
+        short: number of problems excluded because they have fewer samples than the metric requires.
     """
 
     problems: list[str]
@@ -88,11 +89,11 @@ class Values:
 
     @property
     def mean(self) -> float:
-        """Mean over problems."""
+        """Weighted mean over problems."""
         return float(np.average(self.values, weights=self.weights))
 
     def at(self, problems: Sequence[str]) -> "Values":
-        """Those of some of the problems."""
+        """The values of selected problems."""
         place = {name: number for number, name in enumerate(self.problems)}
         rows = np.array([place[name] for name in problems], dtype=np.int64)
         weights = None if self.weights is None else self.weights[rows]
@@ -102,26 +103,26 @@ class Values:
 
 
 def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
-    """A run of `evaluate`, with its scored samples.
+    """Read a run of `evaluate` with its scored samples.
 
     Args:
         folder: its run directory.
         name: its name in tables.
-        only: the only benchmarks to read; empty for all.
+        only: benchmarks to read; empty for all.
 
     Raises:
-        ValueError: it is none, or has not ended yet.
+        ValueError: the folder is not a run of `evaluate`, or the run has not finished.
     """
     try:
         results = orjson.loads((folder / RESULTS).read_bytes())
-        asked = {key: set(hashes) for key, hashes in orjson.loads((folder / ASKED).read_bytes()).items()}
+        current = {key: set(hashes) for key, hashes in orjson.loads((folder / ASKED).read_bytes()).items()}
         entries = {key: entry for key, entry in results["benchmarks"].items() if not only or key in only}
     except FileNotFoundError:
-        raise ValueError(f"runs: {folder}: has no {RESULTS}: give run directories of `nemo-ext evaluate`") from None
+        raise ValueError(f"runs: {folder}: has no {RESULTS}: give finished runs of `nemo-ext evaluate`") from None
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"runs: {folder / RESULTS}: is no result of `nemo-ext evaluate`") from None
+        raise ValueError(f"runs: {folder / RESULTS}: not written by `nemo-ext evaluate`") from None
     store = Store(folder / STORE)
-    found: dict[str, dict[str, dict[Name, dict[str, Answers]]]] = defaultdict(lambda: defaultdict(dict))
+    scored: dict[str, dict[str, dict[Name, dict[str, Answers]]]] = defaultdict(lambda: defaultdict(dict))
     scores = store.scores()
     most = {key: _samples(entry) for key, entry in entries.items()}
     for sample in store.answers():
@@ -129,14 +130,14 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
         entry = entries.get(key.benchmark)
         if entry is None or sample.problem or key.sample >= most[key.benchmark]:
             continue
-        if sample.asked not in asked[key.benchmark]:
+        if sample.asked not in current[key.benchmark]:
             continue
         score = scores.get((key, sample.asked, str(entry.get("verifier"))))
         if score is None or score.score is None:
             continue
-        requests = found[key.benchmark][key.mode].setdefault((key.prompt, key.problem), {})
+        requests = scored[key.benchmark][key.mode].setdefault((key.prompt, key.problem), {})
         answers = requests.pop(sample.asked, None) or Answers(sample.asked, score.reference)
-        requests[sample.asked] = answers  # the last one is the newest
+        requests[sample.asked] = answers  # in order: the last entry is the newest request
         tokens = np.nan if sample.completion_tokens is None else float(sample.completion_tokens)
         sizes = score.more.get("nats", 0.0), score.more.get("bytes", 0.0)
         cut = sample.finish_reason == "length"
@@ -146,28 +147,28 @@ def read_run(folder: Path, name: str, only: Sequence[str] = ()) -> Run:
             mode: {name: next(reversed(requests.values())) for name, requests in questions.items()}
             for mode, questions in modes.items()
         }
-        for benchmark, modes in found.items()
+        for benchmark, modes in scored.items()
     }
     return Run(name, folder, {**results, "benchmarks": entries}, newest)
 
 
 def _samples(entry: Mapping[str, Any]) -> float:
-    """Number of samples that the results are of, from the name of a metric such as avg@8."""
+    """Number of samples per problem in the results, from the name of a metric such as avg@8; infinite if unknown."""
     found = [int(name[4:]) for name in (*(entry.get("metrics") or ()), entry.get("metric", "")) if name[:4] == "avg@"]
     return max(found, default=np.inf)
 
 
 def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
-    """The headline of each problem, over its prompts and samples.
+    """Headline metric of each problem, over its prompts and samples.
 
     Args:
         answers: scored samples by (prompt, problem).
-        metric: the headline, such as avg@8, pass@8, maj@8 or bits_per_byte; others are means of scores.
+        metric: headline metric, such as avg@8, pass@8, maj@8 or bits_per_byte; other names mean the average score.
     """
     by_problem: dict[str, list[_Sample]] = defaultdict(list)
     by_prompt: dict[str, list[list[_Sample]]] = defaultdict(list)
-    for (_, problem), answer in sorted(answers.items(), key=lambda each: each[0]):
-        by_prompt[problem].append(sorted(answer.samples, key=lambda each: each[0]))
+    for (_, problem), answer in sorted(answers.items(), key=lambda item: item[0]):
+        by_prompt[problem].append(sorted(answer.samples, key=lambda sample: sample[0]))
         by_problem[problem] += by_prompt[problem][-1]
     problems = sorted(by_problem)
     rows = [by_problem[problem] for problem in problems]
@@ -175,16 +176,16 @@ def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
     weights = None
     if kind in ("pass", "maj"):
         values = np.array([_over_prompts(kind, by_prompt[problem], int(k)) for problem in problems])
-    elif metric == BITS and all(one[5][1] for each in rows for one in each):
-        weights = np.array([sum(one[5][1] for one in each) for each in rows], dtype=np.float64)
-        nats = np.array([sum(one[5][0] for one in each) for each in rows], dtype=np.float64)
+    elif metric == BITS and all(sample[5][1] for samples in rows for sample in samples):
+        weights = np.array([sum(sample[5][1] for sample in samples) for samples in rows], dtype=np.float64)
+        nats = np.array([sum(sample[5][0] for sample in samples) for samples in rows], dtype=np.float64)
         values = -nats / np.log(2) / weights
     else:
-        by_mean = [[np.mean([one[1] for one in samples]) for samples in by_prompt[problem]] for problem in problems]
-        values = np.array([np.mean(each) for each in by_mean], dtype=np.float64)
-    tokens = np.array([np.mean([one[3] for one in each]) for each in rows], dtype=np.float64)
+        means = [[np.mean([sample[1] for sample in part]) for part in by_prompt[problem]] for problem in problems]
+        values = np.array([np.mean(prompts) for prompts in means], dtype=np.float64)
+    tokens = np.array([np.mean([sample[3] for sample in samples]) for samples in rows], dtype=np.float64)
     good = ~np.isnan(values)
-    cut = np.array([np.mean([one[4] for one in each]) for each in rows], dtype=np.float64)
+    cut = np.array([np.mean([sample[4] for sample in samples]) for samples in rows], dtype=np.float64)
     return Values(
         [problem for problem, use in zip(problems, good, strict=True) if use],
         values[good],
@@ -197,32 +198,32 @@ def values_of(answers: Mapping[Name, Answers], metric: str) -> Values:
 
 
 def _over_prompts(kind: str, prompts: Sequence[Sequence[_Sample]], k: int) -> float:
-    """Mean over prompts of pass@k or maj@k of one problem; nan where none has k samples."""
-    scores = [[one[1] for one in samples] for samples in prompts]
+    """Mean over prompts of one problem's pass@k or maj@k; NaN if no prompt has k samples."""
+    scores = [[sample[1] for sample in samples] for samples in prompts]
     if kind == "maj":
-        values = statistics.maj_at([[one[2] for one in samples] for samples in prompts], scores, k)
+        values = statistics.maj_at([[sample[2] for sample in samples] for samples in prompts], scores, k)
     else:
-        right = [sum(score >= 1 for score in each) for each in scores]
-        values = statistics.pass_at([len(each) for each in scores], right, k)
+        right = [sum(score >= 1 for score in by_sample) for by_sample in scores]
+        values = statistics.pass_at([*map(len, scores)], right, k)
     known = values[~np.isnan(values)]
     return float(known.mean()) if len(known) else float("nan")
 
 
 def benchmark_is_low(entry: Mapping[str, Any]) -> bool:
-    """Whether lower is better."""
+    """Whether lower values of a benchmark are better."""
     return entry.get("metric") == BITS or not entry.get("higher_is_better", True)
 
 
 def counts(entry: Mapping[str, Any]) -> bool:
-    """Whether a benchmark takes part in a grand mean."""
+    """Whether a benchmark is part of a grand mean."""
     return float(entry.get("weight", 1)) > 0 and not benchmark_is_low(entry)
 
 
 def names_of(runs: Iterable[Run]) -> list[str]:
-    """Benchmarks of the runs, in their order."""
+    """Names of all benchmarks of the runs, in the order of the runs."""
     return list(dict.fromkeys(name for run in runs for name in run.benchmarks))
 
 
 def entries_of(runs: Sequence[Run]) -> dict[str, Mapping[str, Any]]:
-    """Entry of results.json of each benchmark, of the first run that has it."""
+    """Entry in results.json of each benchmark, from the first run that has it."""
     return {name: entry for run in reversed(runs) for name, entry in run.benchmarks.items()}

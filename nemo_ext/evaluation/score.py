@@ -1,4 +1,4 @@
-"""Scores of samples: verdicts of the verifiers, or right choices and bits by log-likelihoods."""
+"""Scores of samples: verdicts of verifiers, or accuracies and bits per byte from log-likelihoods."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes, Turn
 
 HEADLINES = ("acc_norm", "acc", "bits_per_byte")
-"""What the score of a `choice` benchmark may be: its setting `headline`."""
+"""Metrics that can be the score of a `choice` benchmark (its setting `headline`); the first is the default."""
 
 
 def said(
@@ -26,7 +26,7 @@ def said(
     tokens: int | None = None,
     finished: bool = True,
 ) -> Answered:
-    """An answer as its parts; reasoning that the endpoint has left in the text is told apart."""
+    """Parse an answer into reasoning, text and tool calls; reasoning left in the text is separated too."""
     calls: list[ToolCall] = []
     unreadable = {}
     for number, call in enumerate(tool_calls):
@@ -37,7 +37,7 @@ def said(
     if reasoning is None:
         response = parse_response(answer, tool_calls=tuple(calls), tokens=tokens, finished=finished)
         return Answered(response=response, unreadable=unreadable)
-    # Not `parse_response`: a closing tag quoted in the trace must not turn the rest of it into an answer.
+    # Not `parse_response`: a closing tag quoted in the reasoning must not make the rest of it the answer.
     ends = CLOSE if answer or calls or finished else ""
     response = Response(
         text=f"{OPEN}{reasoning}{ends}{answer}",
@@ -51,15 +51,15 @@ def said(
 
 
 class Scorer:
-    """Scores the samples of one benchmark.
+    """Scorer of the samples of one benchmark.
 
     Args:
         benchmark: the benchmark.
         environment: name of the verifier; None where log-likelihoods are measured.
-        judge: settings of the judge, for a verifier that wants one.
+        judge: settings of the judge, for a verifier that requires one.
 
     Raises:
-        ValueError: the verifier wants a judge, or does not know a setting.
+        ValueError: a required judge is missing, or a setting of the verifier is unknown.
     """
 
     def __init__(self, benchmark: Benchmark, environment: str | None, judge: Mapping[str, Any] | None) -> None:
@@ -74,100 +74,89 @@ class Scorer:
             self.digest = digest_of(benchmark.kind, self.headline if benchmark.kind == "choice" else None)
             return
         settings = dict(benchmark.environment_settings)
-        asked: Mapping[str, Any] = {"nemo_ext": __version__}
+        version: Mapping[str, Any] = {"nemo_ext": __version__}
         known = settings_of(environment)
         if "judge" in known and (judge is not None or known["judge"]):
             if judge is None:
                 raise ValueError(
-                    f"benchmark {benchmark.name}: {environment} wants a judge: "
+                    f"benchmark {benchmark.name}: {environment} requires a judge: set "
                     "'evaluate.judge={endpoint: http://HOST/v1, model: NAME}'"
                 )
             settings["judge"] = dict(judge)
-            asked = {key: value for key, value in judge.items() if key in ("model", "sampling")}
+            version = {key: value for key, value in judge.items() if key in ("model", "sampling")}
         self.episodes = Episodes({"name": environment, "settings": settings})
-        own = {key: value for key, value in settings.items() if key != "judge"}
-        self.digest = digest_of(environment, own, asked)
+        without_judge = {key: value for key, value in settings.items() if key != "judge"}
+        self.digest = digest_of(environment, without_judge, version)
 
     @property
     def converses(self) -> bool:
-        """True for worlds with tools, which answer the model."""
+        """Whether the environment holds a multi-turn conversation with the model."""
         return self.episodes is not None and self.episodes.environment.begin is not None
 
     async def score(self, problem: Problem, sample: Sample) -> Score:
-        """Score of a sample; None where it cannot be told."""
+        """Score a sample; the score is None if the verifier fails, for example when its judge is down."""
         reference = digest_of(problem.reference, problem.gold)
-        named: Any = {"key": sample.key, "asked": sample.asked, "digest": self.digest, "reference": reference}
+        identity: Any = {"key": sample.key, "asked": sample.asked, "digest": self.digest, "reference": reference}
         if self.episodes is None:
             measured = _choice(problem, sample) if problem.choices else _bits(sample)
             value: float | None = measured[self.headline] if problem.choices else measured["bits_per_byte"]
             found = str(max(range(len(sample.logprobs)), key=sample.logprobs.__getitem__)) if problem.choices else None
-            return Score(**named, score=value, more=measured, found=found)
-        turn = await self._replayed(problem, sample)
+            return Score(**identity, score=value, more=measured, found=found)
+        turn = await self._replay(problem, sample)
         assert turn.verdict is not None
         verdict = turn.verdict
         value = None if verdict.outcome == "error" else verdict.score
-        return Score(**named, score=value, why=verdict.reason, found=verdict.answer, more=verdict.more)
+        return Score(**identity, score=value, why=verdict.reason, found=verdict.answer, more=verdict.more)
 
-    async def _replayed(self, problem: Problem, sample: Sample) -> Turn:
+    async def _replay(self, problem: Problem, sample: Sample) -> Turn:
         assert self.episodes is not None
         episode = Episode(task=problem.task(sample.key.prompt), thinking_opened=False)
-        finished = sample.finish_reason != "length"
-        if not sample.turns:
-            one = said(
-                sample.answer,
-                sample.reasoning,
-                sample.tool_calls,
-                tokens=sample.completion_tokens,
-                finished=finished,
-            )
-            turn = await self.episodes.turn(episode, one.response, one.unreadable)
-            return turn if turn.verdict is not None else await self.episodes.close(turn)
-        turns = [message for message in sample.turns if message.get("role") == "assistant"]
-        for number, message in enumerate(turns, 1):
-            one = said(
+        answer = {"content": sample.answer, "reasoning_content": sample.reasoning, "tool_calls": sample.tool_calls}
+        answers = [message for message in sample.turns if message.get("role") == "assistant"] or [answer]
+        for number, message in enumerate(answers, 1):
+            last = number == len(answers)
+            parsed = said(
                 str(message.get("content") or ""),
                 message.get("reasoning_content"),
                 message.get("tool_calls") or (),
-                finished=finished or number < len(turns),
+                tokens=None if sample.turns else sample.completion_tokens,
+                finished=sample.finish_reason != "length" or not last,
             )
-            turn = await self.episodes.turn(episode, one.response, one.unreadable)
+            turn = await self.episodes.turn(episode, parsed.response, parsed.unreadable)
             if turn.verdict is not None:
                 return turn
-            assert turn.following is not None
-            episode = turn.following
+            if not last:
+                assert turn.following is not None
+                episode = turn.following
         return await self.episodes.close(turn)
 
     async def reach(self) -> None:
-        """Raises ValueError if the verifier's judge cannot be reached."""
+        """Check that the verifier's judge can be reached; raises ValueError otherwise."""
         if self.episodes is not None and self.episodes.environment.reach is not None:
             await self.episodes.environment.reach()
 
     def close(self) -> None:
-        """End the threads."""
+        """Shut down the verifier's threads."""
         if self.episodes is not None:
             self.episodes.shutdown()
 
 
 def _choice(problem: Problem, sample: Sample) -> dict[str, float]:
-    """Accuracies as lm-evaluation-harness has them, and bits per byte of the right choice.
+    """Accuracies as in lm-evaluation-harness, and bits per byte of the correct choice.
 
-    `acc_norm` divides by the choice's characters, without one space before it. Of one choice alone both say whether it
-    is what the model would say by itself.
+    `acc_norm` normalises by the number of characters of a choice, without one leading space. For a single choice, both
+    accuracies are 1 if it is the greedy continuation.
     """
     logprobs = sample.logprobs
     bits = -logprobs[problem.gold] / math.log(2) / max(1, sample.sizes[problem.gold])
     if len(logprobs) == 1:
         greedy = float(sample.greedy[0])
         return {"acc": greedy, "acc_norm": greedy, "bits_per_byte": bits}
-    # The first of equal ones, as numpy's argmax.
+    # Ties go to the first choice, as in numpy's argmax.
     best = max(range(len(logprobs)), key=lambda place: logprobs[place])
     sizes = [max(1, len(choice.removeprefix(" "))) for choice in problem.choices]
     normal = max(range(len(logprobs)), key=lambda place: logprobs[place] / sizes[place])
-    return {
-        "acc": float(best == problem.gold),
-        "acc_norm": float(normal == problem.gold),
-        "bits_per_byte": bits,
-    }
+    return {"acc": float(best == problem.gold), "acc_norm": float(normal == problem.gold), "bits_per_byte": bits}
 
 
 def _bits(sample: Sample) -> dict[str, float]:

@@ -16,20 +16,20 @@ class EvaluateSettings:
     """Settings of the section `evaluate`.
 
     Attributes:
-        suite: suites by name or path; none where only tasks are wanted.
-        benchmarks: the only ones of them to ask; empty for all.
-        limit: most problems of a benchmark: always the same ones.
-        samples: answers to each problem; None takes each benchmark's.
-        modes: the only modes to ask in; empty for all that a benchmark has.
-        data_root: folder of the benchmarks' data.
-        tasks: tasks of lm-evaluation-harness, by name, beside the suites.
-        harness_tasks: folder of their files.
-        judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`), for benchmarks that want one.
+        suite: suites by name or path; empty to run only `tasks`.
+        benchmarks: benchmarks of the suites to run; empty for all.
+        limit: maximum number of problems per benchmark; the subset is fixed, and a larger one contains it.
+        samples: answers per problem; None takes each benchmark's.
+        modes: modes to run; empty for all that a benchmark has.
+        data_root: folder with the benchmarks' data.
+        tasks: tasks of lm-evaluation-harness to run in addition to the suites, by name.
+        harness_tasks: folder with the task files.
+        judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`), for benchmarks that require one.
         seed: seed of answers and of generated problems.
-        draws: draws of the bootstrap.
-        retry: whether problems without an answer are asked again.
+        draws: number of bootstrap resamples.
+        retry: whether to repeat requests that the endpoint refused (HTTP 4xx) in earlier runs.
         inspect: whether to write logs for `inspect view` too.
-        client: how the endpoint is asked.
+        client: retries, timeouts and rate limits of requests to the endpoint.
     """
 
     suite: StringsOrNone = ("quick",)
@@ -53,8 +53,8 @@ class Settings(AskingSettings):
     """Settings of `nemo-ext evaluate`.
 
     Attributes:
-        run_dir: folder of the store and the results.
-        evaluate: benchmarks, and how they are asked.
+        run_dir: folder for the store and the results.
+        evaluate: which benchmarks to run, and request settings.
     """
 
     run_dir: Place
@@ -63,4 +63,4 @@ class Settings(AskingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None and self.served is None:
-            raise ValueError("model: name a folder; or endpoint: a run directory of `nemo-ext serve`, or a URL")
+            raise ValueError("set model to a folder, or endpoint to a run directory of `nemo-ext serve` or a URL")

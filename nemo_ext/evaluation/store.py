@@ -1,11 +1,11 @@
-"""The store of a model's evaluations: answers and scores in lines that are only ever appended.
+"""Append-only store of a model's answers and scores.
 
-    answers-WORKER.jsonl    `Sample`, one line each
-    scores-WORKER.jsonl     `Score` of a sample; the last one of a sample and a digest counts
-    prompts-WORKER.jsonl    {hash, prompt}: what was asked, once for each text
+    answers-WORKER.jsonl    one `Sample` per line
+    scores-WORKER.jsonl     one `Score` per line; the last score for a sample and digest is valid
+    prompts-WORKER.jsonl    {hash, prompt} of each distinct request
 
-A sample's key is (benchmark, problem, prompt, mode, sample). Lines of several workers never contradict each other: the
-first answer to a key counts. A last line that a kill cut short is left out.
+A sample's key is (benchmark, problem, prompt, mode, sample). If several workers answer the same key and request, the
+first answer is valid. A last line truncated by a kill is ignored.
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from typing import IO, Any, NamedTuple
 import orjson
 
 RESULTS, ASKED, STORE = "results.json", "asked.json", "store"
-"""Files of a run directory: the tables, the hashes of the requests that count in them by benchmark, the store."""
+"""Files in a run directory: results, hashes of their requests by benchmark, and the store."""
 BITS = "bits_per_byte"
-"""Name of the metric of benchmarks that are measured by likelihoods of texts."""
+"""Name of the metric bits per byte."""
 
 
 class Key(NamedTuple):
-    """Name of a sample."""
+    """Identity of a sample."""
 
     benchmark: str
     problem: str
@@ -40,19 +40,19 @@ class Sample:
     """One answer to a problem, or the log-likelihoods of its choices.
 
     Attributes:
-        key: its name.
-        asked: hash of the request, seed aside; an answer to another request is not this one's.
+        key: identity of the sample.
+        asked: hash of the request without its seed; answers to other requests are ignored.
         seed: seed of the request.
-        answer: text after the reasoning; "" where there is none.
-        reasoning: text of the reasoning; None where there is none.
-        tool_calls: calls as OpenAI's `tool_calls`.
-        turns: later messages of a conversation with tools.
-        finish_reason: why it ended; `length` if it was cut off.
+        answer: text after the reasoning; "" for none.
+        reasoning: reasoning trace; None if the endpoint does not return it separately.
+        tool_calls: tool calls in OpenAI's format.
+        turns: messages of a conversation with tools, after the initial ones.
+        finish_reason: finish reason; `length` for a truncated answer.
         prompt_tokens, completion_tokens, reasoning_tokens: numbers of tokens; None where not counted.
-        seconds: seconds that it took.
-        logprobs: natural log-likelihoods of the choices, or of the text, in nats; empty for answers.
-        sizes: UTF-8 bytes of the same.
-        greedy: whether they are what the model would say by itself; empty where nobody asks.
+        seconds: duration of the request.
+        logprobs: log-likelihoods of the choices or of the text in nats; empty for answers.
+        sizes: UTF-8 bytes of the choices or of the text.
+        greedy: whether each choice or text is the greedy continuation; empty for answers.
         problem: why there is no answer; "" if there is one.
     """
 
@@ -76,17 +76,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What a sample is worth.
+    """Score of a sample by one verifier.
 
     Attributes:
-        key: the sample's.
-        asked: the sample's.
-        digest: hash of the verifier and its settings: other ones are other scores.
+        key: key of the sample.
+        asked: hash of the sample's request.
+        digest: hash of the verifier and its settings; a sample has one score per digest.
         reference: hash of the reference.
-        score: from 0 to 1, or bits per byte; None where it cannot be told, as when a judge is down.
-        why: why it is not 1; "" if it is.
-        found: the answer as it was compared, for majorities; None if none was found.
-        more: further numbers, such as {acc_norm: 1.0, bits_per_byte: 0.9}.
+        score: from 0 to 1, or bits per byte; None if it could not be computed, for example because a judge is down.
+        why: why the score is not 1; "" if it is.
+        found: extracted answer that was compared, for majority votes; None if none was found.
+        more: further metrics, such as {acc_norm: 1.0, bits_per_byte: 0.9}.
     """
 
     key: Key
@@ -100,22 +100,22 @@ class Score:
 
 
 def digest_of(*parts: Any) -> str:
-    """Short hash of JSON values."""
+    """Hash of JSON values, as 16 hexadecimal digits."""
     try:
         text = orjson.dumps(parts, option=orjson.OPT_SORT_KEYS, default=str)
-    except TypeError:  # whole numbers of more than 64 bits, half characters
+    except TypeError:  # integers over 64 bits, lone surrogates
         text = json.dumps(parts, sort_keys=True, default=str).encode()
     return hashlib.sha256(text).hexdigest()[:16]
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold."""
+    """A value that orjson can write: lone surrogates are replaced, and integers over 64 bits become strings."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, Mapping):
-        return {_plain(str(key)): _plain(held) for key, held in value.items()}
+        return {_plain(str(key)): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(held) for held in value]
+        return [_plain(item) for item in value]
     return str(value) if isinstance(value, int) and value.bit_length() > 63 else value
 
 
@@ -123,17 +123,17 @@ class Store:
     """Answers and scores of one model in a folder.
 
     Args:
-        folder: the folder; made when first written to.
+        folder: the folder; created at the first write.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._worker = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"  # files are read in the order of their beginnings
+        self._worker = f"{time.time_ns():020}-{uuid.uuid4().hex[:8]}"  # files are read in the order of their creation
         self._files: dict[str, IO[bytes]] = {}
         self._prompts: set[str] | None = None
 
     def answers(self) -> Iterator[Sample]:
-        """All answers, of each key and request the first; failures (`Sample.problem`) only where there is no answer."""
+        """The first answer to each key and request; failures (`Sample.problem`) only where there is no answer."""
         failed: dict[tuple[Key, str], Sample] = {}
         seen: set[tuple[Key, str]] = set()
         for line in self._lines("answers"):
@@ -150,16 +150,16 @@ class Store:
         yield from (sample for name, sample in failed.items() if name not in seen)
 
     def scores(self) -> dict[tuple[Key, str, str], Score]:
-        """Newest score by key, request and digest."""
-        found = {}
+        """Latest score by key, request and digest."""
+        scores = {}
         for line in self._lines("scores"):
             line["key"] = Key._make(line["key"])
             score = Score(**line)
-            found[score.key, score.asked, score.digest] = score
-        return found
+            scores[score.key, score.asked, score.digest] = score
+        return scores
 
     def prompts(self) -> dict[str, Any]:
-        """What was asked, by hash."""
+        """Requests by hash."""
         return {line["hash"]: line["prompt"] for line in self._lines("prompts")}
 
     def add(self, sample: Sample) -> None:
@@ -172,7 +172,7 @@ class Store:
             self._append("scores", score)
 
     def add_prompt(self, asked: str, prompt: Any) -> None:
-        """Keep what was asked, unless it is there."""
+        """Append a request, unless the store has it."""
         if self._prompts is None:
             self._prompts = set(self.prompts())
         if asked not in self._prompts:
@@ -198,20 +198,20 @@ class Store:
         file = self._files[kind]
         try:
             text = orjson.dumps(line, default=tuple)
-        except TypeError:  # whole numbers of more than 64 bits become texts, half characters a mark
-            held = line if isinstance(line, Mapping) else {name: getattr(line, name) for name in line.__slots__}
-            text = orjson.dumps(_plain(held))
+        except TypeError:
+            fields = line if isinstance(line, Mapping) else {name: getattr(line, name) for name in line.__slots__}
+            text = orjson.dumps(_plain(fields))
         file.write(text + b"\n")
         file.flush()
 
     def _lines(self, kind: str) -> Iterator[dict[str, Any]]:
-        """Lines of a kind, of the oldest file first."""
+        """Lines of one kind, from the oldest file to the newest."""
         for path in sorted(self.folder.glob(f"{kind}-*.jsonl")):
             with open(path, "rb") as file:
                 for number, line in enumerate(file, 1):
                     if not line.endswith(b"\n"):
-                        break  # cut short by a kill
+                        break  # truncated by a kill
                     try:
                         yield orjson.loads(line)
                     except orjson.JSONDecodeError:
-                        raise ValueError(f"{path}:{number}: no line of an evaluation: remove the line") from None
+                        raise ValueError(f"{path}:{number}: invalid JSON: remove this line") from None

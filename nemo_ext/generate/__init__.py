@@ -1,1 +1,1 @@
-"""Batch generation: rows to an endpoint and answers back, resumable, by any number of workers (docs/generate.md)."""
+"""Batch generation: rows sent to an endpoint by any number of workers, resumable (docs/generate.md)."""

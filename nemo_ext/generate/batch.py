@@ -1,12 +1,13 @@
-"""All rows of an input answered into a folder: for `nemo-ext generate`, and for jobs that ask in steps."""
+"""Batch requests: answers to all rows of an input, written to a folder; for `nemo-ext generate` and `synthesize`."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nemo_ext import __version__
 from nemo_ext.checkpoint.storage import files_identity
@@ -17,6 +18,7 @@ from nemo_ext.generate.output import Output
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import GenerateSettings
 from nemo_ext.generate.work import Requests, TooManyDead, Work
+from nemo_ext.job.config import FAILED
 from nemo_ext.job.files import only_run_in, write_text
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import describe, differing, note, noted
@@ -29,12 +31,12 @@ A_DAY = 86400.0
 
 @dataclass(frozen=True, kw_only=True)
 class Asks:
-    """What makes the requests, and the settings that answers depend on beside the rows and the model.
+    """Requests of a batch, and the settings that answers depend on besides the rows and the model.
 
     Attributes:
-        prompts: what makes the requests.
+        prompts: builder of the requests.
         made_of: the settings.
-        known: answer of a request that need not be made; None where there is none.
+        known: function that returns an existing answer to a request, or None; None for a batch without any.
     """
 
     prompts: Requests
@@ -51,36 +53,39 @@ async def answer_all(
     samples: int,
     settings: GenerateSettings,
     label: str = "generate",
-    otherwise: str = "name another folder, or go back to that",
+    otherwise: str = "choose another folder, or restore those settings",
 ) -> tuple[Output, Index]:
-    """Answers to all rows in a folder, by as many workers as call this; returns the finished output and its index.
+    """Request answers to all rows into a folder; several processes may call this for one folder and share the work.
 
     Args:
-        client: client of the endpoint, not yet entered.
+        client: client of the endpoint, not yet entered with `async with`.
         rows: the input.
-        asks: makes the requests, once the input has been looked through.
+        asks: function that makes the requests from the index of the input.
         folder: folder of the output.
-        samples: number of answers to each row.
-        settings: how the work is done; the keys that make requests are not read.
-        label: name of the work in what is shown.
-        otherwise: advice where the folder was begun with other settings.
+        samples: number of answers per row.
+        settings: settings of the batch job; the keys that define requests are ignored.
+        label: label of the progress bar.
+        otherwise: advice in the error message if the folder was started with different settings.
+
+    Returns:
+        The finished output, and the index of its input.
 
     Raises:
-        ValueError: the input cannot be read, the output was begun with other settings, or the key is refused.
+        ValueError: the input cannot be read, the output was started with other settings, or the key is refused.
         TooManyDead: more answers failed than `settings.max_dead` allows.
-        EndpointGone: nobody answers at the endpoint.
+        EndpointGone: the endpoint does not respond.
     """
     async with client:
         await client.check()
         index = _index(folder, rows, settings)
         if index.repeated:
-            notice(f"input: {index.repeated:,} rows equal an earlier one, and are answered once")
-        asked = asks(index)
+            notice(f"input: {index.repeated:,} rows are equal to an earlier one; equal rows are answered once")
+        requests = asks(index)
         identity = {"input": index.digest, "model": client.address.model, "checkpoint": client.address.digest}
         if client.settings.omit:
             identity["omit"] = ", ".join(client.settings.omit)
         with only_run_in(folder / OWN, "output", wait=A_DAY):
-            _check_made_of(folder, {**identity, **asked.made_of, "nemo_ext": __version__}, otherwise)
+            _check_made_of(folder, {**identity, **requests.made_of, "nemo_ext": __version__}, otherwise)
         output = Output(
             folder=folder,
             format=settings.format,
@@ -97,57 +102,63 @@ async def answer_all(
                 work = Work(
                     index=index,
                     rows=rows,
-                    prompts=asked.prompts,
+                    prompts=requests.prompts,
                     output=output,
                     samples=samples,
                     most_dead=settings.max_dead * total,
                     seen=seen,
                     dead=output.failed(index.ranges),
-                    known=asked.known,
+                    known=requests.known,
                 )
                 await work.run(client)
                 if not output.set_aside_damaged(index.ranges):
                     break
     with only_run_in(folder / OWN, "output", wait=A_DAY):
         output.clear()
-        counted = {"seconds": time.monotonic() - began, "answers": speed.answers, "tokens": speed.tokens}
-        found = report.make(output, index, samples, client.address, counted)
-    notice(found)
+        this_start = {"seconds": time.monotonic() - began, "answers": speed.answers, "tokens": speed.tokens}
+        summary = report.make(output, index, samples, client.address, this_start)
+    notice(summary)
     if sum(len(output.failures(range_)) for range_ in index.ranges) > settings.max_dead * total:
-        raise TooManyDead("those of all starts")
+        raise TooManyDead("over all starts")
     return output, index
 
 
+def fail(message: str) -> NoReturn:
+    """Print an error and exit."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(FAILED)
+
+
 def held_part_rows(folder: Path) -> int:
-    """Rows of the input in one file of an output that was begun."""
+    """Number of input rows per part of an existing output."""
     return int(json.loads((folder / OWN / _INDEX).read_text())["part_rows"])
 
 
 def made_of(folder: Path) -> dict[str, Any] | None:
-    """The settings that an output was begun with; None if it was not."""
+    """Settings that an existing output was started with; None for a new output."""
     before: dict[str, Any] | None = noted(folder / OWN / _MADE_OF)
     return before
 
 
 def _index(folder: Path, rows: Rows, settings: GenerateSettings) -> Index:
-    """What the first worker has found in the input; it is read again if it has changed since."""
+    """Index of the input, made by the first worker and made again if the input has changed."""
     place = folder / OWN / _INDEX
     with only_run_in(folder / OWN, "output", wait=A_DAY):
         paths = [path for _, path in rows.source.inputs()]
-        files = [str(paths), files_identity(paths)]  # the index has paths in it, and its folder may move
+        files = [str(paths), files_identity(paths)]  # paths too: the index contains them, and folders may move
         if place.is_file():
-            held = json.loads(place.read_text())
-            if held["files"] == files and (held["key"], held["part_rows"]) == (settings.key, settings.part_rows):
-                return Index.from_json(held["index"])
+            record = json.loads(place.read_text())
+            if record["files"] == files and (record["key"], record["part_rows"]) == (settings.key, settings.part_rows):
+                return Index.from_json(record["index"])
         index = rows.index(settings.part_rows)
-        if not (folder / OWN / _MADE_OF).exists():  # else the settings decide first whether this may go on
-            held = {"files": files, "key": settings.key, "part_rows": settings.part_rows, "index": index.as_json()}
-            write_text(place, json.dumps(held))
+        if not (folder / OWN / _MADE_OF).exists():  # otherwise `_check_made_of` decides first whether to resume
+            record = {"files": files, "key": settings.key, "part_rows": settings.part_rows, "index": index.as_json()}
+            write_text(place, json.dumps(record))
         return index
 
 
 def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None:
-    """Refuses an output of other settings; a newer version of this package is said."""
+    """Check that an output has the same settings; a different version of this package is reported."""
     before = made_of(folder)
     if before is None:
         note(folder / OWN / _MADE_OF, now)
@@ -157,20 +168,20 @@ def _check_made_of(folder: Path, now: Mapping[str, Any], otherwise: str) -> None
     if "input" in changed:
         changed["input"] = "other rows"
     if changed:
-        raise ValueError(f"output={folder}: was begun otherwise ({describe(changed)}): {otherwise}")
+        raise ValueError(f"output={folder}: was started with different settings ({describe(changed)}): {otherwise}")
     if version is not None:
-        notice(f"{folder}: was begun by another version of nemo_ext ({version})")
+        notice(f"{folder}: was started by another version of nemo_ext ({version})")
 
 
 def _done(output: Output, index: Index) -> tuple[int, int]:
-    """Numbers of answers and of failures that are there already."""
+    """Numbers of existing answers and failures."""
     answers = sum(len(output.answered(range_)) for range_ in index.ranges)
     return answers, sum(len(output.failures(range_)) for range_ in index.ranges)
 
 
 @dataclass
 class _Speed:
-    """What has come in this start."""
+    """Answers and tokens received since this start."""
 
     answers: int = 0
     tokens: int = 0
@@ -178,7 +189,7 @@ class _Speed:
 
 @contextmanager
 def _progress(label: str, total: int, done: tuple[int, int], speed: _Speed) -> Iterator[Callable[[Answer], None]]:
-    """Function that takes account of an answer in what is shown: answers, tokens a second, failures."""
+    """Progress bar with answers, tokens per second and failures; yields the callback for answers."""
     began, failed = time.monotonic(), done[1]
 
     def detail() -> str:

@@ -1,4 +1,4 @@
-"""Columns of the output: those of the input beside those of the answers, with one Arrow type in all parts."""
+"""Columns of the output: input columns and answer columns, with the same Arrow types in all parts."""
 
 import io
 import json
@@ -11,36 +11,37 @@ ANSWER = (
     *("key", "sample", "answer", "reasoning", "tool_calls", "finish_reason"),
     *("prompt_tokens", "completion_tokens", "seed", "seconds"),
 )
-"""Columns of the answers."""
+"""Answer columns."""
 _WHOLE = ("sample", "prompt_tokens", "completion_tokens", "seed")
 _AS_JSON, _BIG = {b"nemo_ext": b"json"}, {b"nemo_ext": b"big"}
 _LONGEST_WHOLE = 1 << 53
-"""Largest whole number up to which a double holds all of them; `_BIG` marks columns with larger ones."""
+"""Largest integer up to which doubles are exact; `_BIG` marks columns with larger ones."""
 PREFIX = "input_"
-"""Put before a column of the input that has the name of one of ours."""
+"""Prefix of input columns whose names collide with answer columns."""
 
 
 def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
-    """Columns of the input by their names in the output; the column `key` is left out if it holds the keys.
+    """Names of input columns in the output; a column `key` that holds the keys is dropped, as the answers have it.
 
     Raises:
-        ValueError: two would have one name.
+        ValueError: two columns would get the same name.
     """
-    kept = [column for column in columns if not (column == key == "key")]
-    names = {column: f"{PREFIX}{column}" if column in ANSWER else column for column in kept}
+    names = {
+        column: f"{PREFIX}{column}" if column in ANSWER else column for column in columns if not column == key == "key"
+    }
     if len(set(names.values())) < len(names):
         twice = next(name for name in names.values() if name.startswith(PREFIX) and name in names)
         raise ValueError(
-            f"input: has a column {twice}, and {twice.removeprefix(PREFIX)} would get this name: rename one"
+            f"input: column {twice.removeprefix(PREFIX)} would be renamed to {twice}, which exists too: rename one"
         )
     return names
 
 
 def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Arrow schema that holds the rows too; values without a common type become JSON texts.
+    """Arrow schema widened so that it fits further rows; columns without a common type become JSON strings.
 
     Args:
-        known: schema of the rows before.
+        known: schema of earlier rows.
         rows: rows as Python objects.
     """
     pyarrow = pyarrow_module()
@@ -55,7 +56,7 @@ def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
             item = pyarrow.field(name, pyarrow.array(values).type, metadata=_BIG if big else None)
             if before is not None:
                 big = big or before.metadata == _BIG
-                schemas = [pyarrow.schema([each.remove_metadata()]) for each in (before, item)]
+                schemas = [pyarrow.schema([column.remove_metadata()]) for column in (before, item)]
                 item = pyarrow.unify_schemas(schemas, promote_options="permissive").field(0)
                 item = item.with_metadata(_BIG if big else None)
             if item.type != getattr(before, "type", None) and not _fits(item, big):
@@ -67,10 +68,10 @@ def widened(known: Any, rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _fits(item: Any, big: bool) -> bool:
-    """True if Parquet has the type (none with an empty object), and it holds all values exactly."""
+    """Whether Parquet supports the type (it has no empty structs) and it represents all values exactly."""
     pyarrow = pyarrow_module()
     if pyarrow.types.is_nested(item.type) and "double" in str(item.type):
-        return False  # whole numbers in there may have been large
+        return False  # nested integers may have been large
     if big and pyarrow.types.is_floating(item.type):
         return False
     try:
@@ -81,7 +82,7 @@ def _fits(item: Any, big: bool) -> bool:
 
 
 def answer_fields() -> list[Any]:
-    """Arrow fields of `ANSWER`."""
+    """Arrow fields of the answer columns."""
     pyarrow = pyarrow_module()
     types = {**dict.fromkeys(_WHOLE, pyarrow.int64()), "seconds": pyarrow.float64()}
     return [
@@ -91,7 +92,7 @@ def answer_fields() -> list[Any]:
 
 
 def table(rows: Sequence[Mapping[str, Any]], schema: Any) -> Any:
-    """Arrow table of rows."""
+    """Arrow table of rows in a schema."""
     pyarrow = pyarrow_module()
     arrays = []
     for item in schema:

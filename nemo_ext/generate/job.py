@@ -1,4 +1,4 @@
-"""The generate job: rows in, answers beside them out (docs/generate.md)."""
+"""Job `nemo-ext generate`: send rows to an endpoint and write them with their answers (docs/generate.md)."""
 
 import asyncio
 import contextlib
@@ -6,18 +6,16 @@ import glob
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.endpoint.client import Client, EndpointGone
-from nemo_ext.generate.batch import Asks, answer_all
+from nemo_ext.generate.batch import Asks, answer_all, fail
 from nemo_ext.generate.prompts import Prompts
 from nemo_ext.generate.rows import Index, Rows, is_batch
 from nemo_ext.generate.settings import Settings
-from nemo_ext.generate.work import TooManyDead
-from nemo_ext.job.config import FAILED
+from nemo_ext.generate.work import TooManyDead, try_requests
 from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import checked
 from nemo_ext.serving.meanwhile import endpoint_of
@@ -29,17 +27,17 @@ _CHARACTERS = 4
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Ask the endpoint for answers to all rows, as the config says.
+    """Run the job; the same command resumes it.
 
     Raises:
-        ValueError: a wrong setting, an input that cannot be read, or an output that was made with other settings.
+        ValueError: a setting is invalid, the input cannot be read, or the output was made with other settings.
         OSError: a file cannot be written.
     """
     settings = _checked(config)
     generate = settings.generate
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as by Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM acts like Ctrl-C
     folder = Path(settings.output).expanduser()
-    rows = Rows.of(settings.input, generate.key)
+    rows = Rows.from_paths(settings.input, generate.key)
     if generate.dry_run:
         index = rows.index(generate.part_rows)
         _show(index, rows, _prompts(settings, index), settings)
@@ -50,21 +48,22 @@ def run(config: Mapping[str, Any]) -> None:
 
             def asks(index: Index) -> Asks:
                 prompts = _prompts(settings, index)
-                _try(prompts, rows.read(index.ranges[0]))
+                try_requests(prompts, rows.read(index.ranges[0])[:_TRIED])
                 return Asks(prompts=prompts, made_of=_made_of(settings, prompts))
 
             asyncio.run(answer_all(client, rows, asks, folder, samples=settings.samples, settings=generate))
     except TooManyDead as error:
-        _fail(
-            f"{folder}: more than generate.max_dead={generate.max_dead:g} of the answers failed, last: {error}; "
-            f"{folder / 'dead'} says why; mend that and give generate.retry_dead=true, or raise generate.max_dead"
+        fail(
+            f"{folder}: more than generate.max_dead={generate.max_dead:g} of the answers failed ({error}); "
+            f"{folder / 'dead'} has the reasons: fix the cause and set generate.retry_dead=true, or raise "
+            "generate.max_dead"
         )
     except EndpointGone as error:
-        _fail(f"{error}; the same command goes on")
+        fail(f"{error}; the same command resumes")
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuse what the job would refuse before its first request; input that an earlier job has to write is not seen.
+    """Validate a config as the job does before its first request; input that does not exist yet is not checked.
 
     Raises:
         ValueError: see `run`.
@@ -73,22 +72,9 @@ def check(config: Mapping[str, Any]) -> None:
     generate = settings.generate
     if not all(glob.glob(os.path.expanduser(word)) for word in settings.input):
         return
-    if first := Rows.of(settings.input, generate.key).first(_TRIED):
-        prompts = Prompts.of(generate, settings.seed, columns=list(first[0]), batch=is_batch(first[0]))
-        _try(prompts, first)
-
-
-def _try(prompts: Prompts, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses prompts that fit none of the first rows: that costs nothing yet."""
-    problems = []
-    for row in rows[:_TRIED]:
-        try:
-            prompts.request(row, 0)
-            return
-        except ValueError as error:
-            problems.append(error)
-    if problems:
-        raise problems[0]
+    if first := Rows.from_paths(settings.input, generate.key).first(_TRIED):
+        prompts = Prompts.from_settings(generate, settings.seed, columns=list(first[0]), batch=is_batch(first[0]))
+        try_requests(prompts, first)
 
 
 def _checked(config: Mapping[str, Any]) -> Settings:
@@ -99,12 +85,7 @@ def _checked(config: Mapping[str, Any]) -> Settings:
 
 
 def _prompts(settings: Settings, index: Index) -> Prompts:
-    return Prompts.of(settings.generate, settings.seed, columns=index.columns, batch=index.batch)
-
-
-def _fail(text: str) -> None:
-    print(f"error: {text}", file=sys.stderr)
-    sys.exit(FAILED)
+    return Prompts.from_settings(settings.generate, settings.seed, columns=index.columns, batch=index.batch)
 
 
 def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
@@ -116,11 +97,11 @@ def _made_of(settings: Settings, prompts: Prompts) -> dict[str, Any]:
 
 
 def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> None:
-    """Prints three requests and what all of them may take."""
+    """Print three requests and an estimate of all tokens."""
     first, bodies = rows.read(index.ranges[0]), list[Mapping[str, Any]]()
-    _try(prompts, first)
+    try_requests(prompts, first[:_TRIED])
     for row in first:
-        with contextlib.suppress(ValueError):  # a dead letter then
+        with contextlib.suppress(ValueError):  # would become a dead letter
             bodies.append(prompts.request(row, 0).body)
     hidden = {"seed", *settings.generate.client.omit}
     for body in bodies[:_SHOWN]:
@@ -133,11 +114,11 @@ def _show(index: Index, rows: Rows, prompts: Prompts, settings: Settings) -> Non
     total = index.rows * settings.samples
     prompt_tokens = characters / _CHARACTERS * total
     longest = settings.generate.sampling.max_tokens
-    most = f", at most {longest * total:,} of answers" if longest else ""
-    repeated = f" ({index.repeated:,} more equal an earlier row)" if index.repeated else ""
+    most = f", at most {longest * total:,} answer tokens" if longest else ""
+    repeated = f" ({index.repeated:,} more are equal to an earlier row)" if index.repeated else ""
     print(
         f"{index.rows:,} rows{repeated} x {settings.samples} samples = {total:,} answers; "
-        f"about {prompt_tokens:,.0f} tokens of prompts ({_CHARACTERS} characters each){most}"
+        f"about {prompt_tokens:,.0f} prompt tokens ({_CHARACTERS} characters each){most}"
     )
 
 

@@ -1,10 +1,10 @@
-"""The output's folder: one part for each range of rows, journals of ranges in work, dead letters.
+"""Output folder of a batch job: one part per range of rows, journals of unfinished ranges, and dead letters.
 
-A part gets its name when it is complete, and its name is its range's, so no answer is there twice. Until then every
-answer is a line in a journal of the worker that got it; whoever works on a range reads all its journals.
+Parts are named after their range and appear by an atomic link when complete, so no answer occurs twice. Until then,
+each answer is a line in a journal of the worker that received it; workers on a range read all journals of the range.
 
     part-000012.parquet     answers of range 12
-    dead/000012.jsonl       what failed in it, and why
+    dead/000012.jsonl       failed requests of range 12, with reasons
     .job/                   made_of.json, index.json, leases/, journals/000012.WORKER.jsonl
 """
 
@@ -32,22 +32,22 @@ DEAD = "dead"
 _SUFFIX: dict[Format, str] = {"parquet": ".parquet", "jsonl": ".jsonl", "openai_batch": ".jsonl"}
 _MEASURED = ("finish_reason", "prompt_tokens", "completion_tokens", "seconds")
 Pair = tuple[int, int]
-"""Place of a row in its range, and number of the sample."""
+"""Position of a row in its range, and number of the sample."""
 
 
 @dataclass
 class OpenRange:
-    """A range in work.
+    """A range being processed.
 
     Attributes:
         range: the range.
         rows: its rows.
-        keys: their keys.
-        pairs: answers that are wanted, in order.
-        again: number of parts that the range has already; above 0 where dead letters are tried again.
-        settled: answers and failures that are in journals.
-        asked: what this worker has asked for.
-        read: bytes of each journal that are taken account of.
+        keys: keys of the rows.
+        pairs: requested answers in order.
+        again: number of parts that the range already has; above 0 when dead letters are retried.
+        settled: answers and failures in the journals.
+        asked: requests made by this worker.
+        read: number of bytes read from each journal.
     """
 
     range: Range
@@ -61,21 +61,21 @@ class OpenRange:
 
     @property
     def complete(self) -> bool:
-        """True if every answer has come or failed."""
+        """Whether every request has an answer or has failed."""
         return self.settled.issuperset(self.pairs)
 
 
 @dataclass
 class Output:
-    """The folder of a job's answers, as one of its workers sees it.
+    """One worker's access to the output folder.
 
     Attributes:
         folder: the folder.
-        format: kind of the parts.
-        schema: Arrow schema of the input's columns; None where the format needs none.
-        names: columns of the input by their names in the output.
+        format: file format of the parts.
+        schema: Arrow schema of the input columns; None if no Parquet is written.
+        names: input column -> its name in the output.
         leases: leases on the ranges.
-        retry_dead: whether what failed in earlier starts is asked again.
+        retry_dead: whether to retry requests that failed in earlier starts.
     """
 
     folder: Path
@@ -92,24 +92,24 @@ class Output:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
 
     def part(self, range_: Range, again: int = 0) -> Path:
-        """File of a range's answers, or of those that came when its dead letters were tried for the n-th time."""
+        """File of a range's answers, or of the answers from the n-th retry of its dead letters."""
         return self.folder / f"part-{range_.name}{f'-{again}' if again else ''}{_SUFFIX[self.format]}"
 
     def parts(self, range_: Range) -> list[Path]:
-        """The files of a range's answers that are there."""
+        """Existing files with a range's answers."""
         files = (self.part(range_, again) for again in itertools.count())
         return list(itertools.takewhile(Path.exists, files))
 
     def dead(self, range_: Range) -> Path:
-        """File of what failed in a range."""
+        """File of a range's dead letters."""
         return self.folder / DEAD / f"{range_.name}.jsonl"
 
     def settled(self) -> set[str]:
-        """Names of the files of answers that are there."""
+        """Names of all existing files with answers."""
         return {name for name in os.listdir(self.folder) if name.startswith("part-")}
 
     def answered(self, range_: Range) -> set[tuple[str, int]]:
-        """Keys and samples of a range's answers.
+        """Keys and sample numbers of a range's answers.
 
         Raises:
             ValueError: a part cannot be read.
@@ -117,7 +117,7 @@ class Output:
         return {pair for part in self.parts(range_) for pair in self._pairs(part)}
 
     def failures(self, range_: Range) -> list[dict[str, Any]]:
-        """What failed in a range and has no answer from a later attempt."""
+        """Failed requests of a range that no later attempt has answered."""
         if not self.dead(range_).exists():
             return []
         lines, answered = self._dead_lines(range_), self.answered(range_)
@@ -127,19 +127,19 @@ class Output:
         return [read_json(line) for line in self.dead(range_).read_bytes().split(b"\n") if line]
 
     def failed(self, ranges: Sequence[Range]) -> int:
-        """Number of answers that have failed, those in journals too; of none where what failed is asked again."""
+        """Number of failed requests, including those in journals; 0 if they are retried."""
         if self.retry_dead:
             return 0
-        there, failed = self.settled(), 0
+        parts, failed = self.settled(), 0
         for range_ in ranges:
-            if self.part(range_).name in there:
+            if self.part(range_).name in parts:
                 failed += len(self.failures(range_))
             else:
-                failed += sum(bool(line["problem"]) for line in self._found(self._journals_of(range_)).values())
+                failed += sum(bool(line["problem"]) for line in self._entries(self._journals_of(range_)).values())
         return failed
 
     def kept(self, range_: Range, keys: Sequence[str]) -> Iterator[tuple[str, int, dict[str, Any]]]:
-        """Key, sample and columns of the answers of a range, from its parts, or from journals if it is not finished.
+        """Key, sample number and columns of a range's answers, from its parts, or from journals if it is unfinished.
 
         Args:
             range_: the range.
@@ -153,14 +153,14 @@ class Output:
             for answer in self._columns(part, None).to_pylist():
                 yield answer["key"], answer["sample"], answer
         if not parts:
-            for (row, sample), line in self._found(self._journals_of(range_)).items():
+            for (row, sample), line in self._entries(self._journals_of(range_)).items():
                 if not line["problem"]:
                     yield keys[row], sample, line
 
     def open(self, range_: Range, rows: list[dict[str, Any]], keys: list[str], samples: int) -> OpenRange:
-        """A range in work: all its answers, or those that failed before."""
-        left_out = set(range_.repeated)
-        pairs = [(row, sample) for row in range(len(rows)) if row not in left_out for sample in range(samples)]
+        """Open a range for processing: for all its answers, or if it is finished, for a retry of its failures."""
+        repeated = set(range_.repeated)
+        pairs = [(row, sample) for row in range(len(rows)) if row not in repeated for sample in range(samples)]
         again = len(self.parts(range_))
         if again:
             failed = {(line["key"], line["sample"]) for line in self.failures(range_)}
@@ -170,9 +170,9 @@ class Output:
         return opened
 
     def refresh(self, opened: OpenRange) -> None:
-        """Takes account of what workers have written to their journals of the range."""
+        """Read what other workers have added to their journals of the range."""
         for file in self._journals_of(opened.range):
-            if self.worker not in file.name:  # what this worker has written it knows
+            if self.worker not in file.name:
                 for line in self._lines(file, opened):
                     if not (line["problem"] and self.retry_dead):
                         opened.settled.add((line["row"], line["sample"]))
@@ -181,9 +181,9 @@ class Output:
         return sorted(self.folder.glob(f"{OWN}/journals/{range_.name}.*.jsonl"))
 
     def _lines(self, file: Path, opened: OpenRange | None = None) -> Iterator[dict[str, Any]]:
-        """Complete lines of a journal, from where the range has read to."""
+        """Complete lines of a journal, from the position in `OpenRange.read` if a range is given."""
         start = opened.read.get(file, 0) if opened is not None else 0
-        with contextlib.suppress(FileNotFoundError), open(file, "rb") as journal:  # its range may be finished
+        with contextlib.suppress(FileNotFoundError), open(file, "rb") as journal:  # removed when its range is finished
             journal.seek(start)
             for line in journal:
                 if not line.endswith(b"\n"):
@@ -191,13 +191,13 @@ class Output:
                 start += len(line)
                 try:
                     yield read_json(line)
-                except ValueError:  # after a power cut, say
-                    notice(f"{file}: a line cannot be read: what it held is asked again")
+                except ValueError:  # such as after a power failure
+                    notice(f"{file}: a line cannot be read: its answer is requested again")
         if opened is not None:
             opened.read[file] = start
 
     def add(self, opened: OpenRange, pair: Pair, answer: Answer) -> None:
-        """Keep an answer, or its failure, in this worker's journal.
+        """Append an answer or failure to this worker's journal.
 
         Raises:
             OSError: the journal cannot be written.
@@ -205,45 +205,44 @@ class Output:
         name = opened.range.name
         if name not in self._journals:
             self._journals[name] = open(self.folder / OWN / "journals" / f"{name}.{self.worker}.jsonl", "ab")  # noqa: SIM115
-        kept = {name: getattr(answer, name) for name in (*columns.ANSWER[2:], "problem", "status")}
-        kept["tool_calls"] = kept["tool_calls"] or None
+        line: dict[str, Any] = {"row": pair[0], "sample": pair[1]}
+        line |= {name: getattr(answer, name) for name in (*columns.ANSWER[2:], "problem", "status")}
+        line["tool_calls"] = line["tool_calls"] or None
         if self.format == "openai_batch":
-            kept["body"] = answer.body
-        line = {"row": pair[0], "sample": pair[1], **kept}
+            line["body"] = answer.body
         self._journals[name].write(json_line(line))
         self._journals[name].flush()
         opened.settled.add(pair)
 
     def commit(self, opened: OpenRange) -> bool:
-        """Write the part and the dead letters of a complete range; for the holder of its lease alone.
+        """Write the part and the dead letters of a complete range; only for the holder of its lease.
 
-        Returns False if answers are no longer there, which are then wanted again.
+        Returns False if answers have disappeared from the journals; they are then requested again.
 
         Raises:
             OSError: a file cannot be written.
         """
         journals = self._journals_of(opened.range)
-        found = self._found(journals)
-        missing = set(opened.pairs) - set(found)
+        entries = self._entries(journals)
+        missing = set(opened.pairs) - set(entries)
         if missing and not self.part(opened.range, opened.again).exists():
             opened.settled -= missing
             opened.asked -= missing
             return False
-        for pair in missing:  # somebody held the lease too, was first, and took the journals away
-            found[pair] = {"problem": "", "status": None} | dict.fromkeys(columns.ANSWER[2:])
-        failed = [self._failure(opened, pair, found[pair]) for pair in opened.pairs if found[pair]["problem"]]
-        if not opened.again and not missing:  # before the part, which says that the range is settled
+        for pair in missing:  # another worker held the lease too, finished first and removed the journals
+            entries[pair] = {"problem": "", "status": None} | dict.fromkeys(columns.ANSWER[2:])
+        failed = [self._failure(opened, pair, entries[pair]) for pair in opened.pairs if entries[pair]["problem"]]
+        if not opened.again and not missing:  # before the part, which marks the range as finished
             self._write_dead(opened.range, failed)
-        answers = [(pair, found[pair]) for pair in opened.pairs if not found[pair]["problem"]]
+        answers = [(pair, entries[pair]) for pair in opened.pairs if not entries[pair]["problem"]]
         if not missing and ((opened.again and not answers) or self._write(opened, answers)):
             if opened.again:
                 self._write_dead(opened.range, failed)
-        else:  # somebody held the lease too, and was first
-            there = self.answered(opened.range)
+        else:  # another worker held the lease too and finished first
             known = self._dead_lines(opened.range) if self.dead(opened.range).exists() else []
-            there |= {(line["key"], line["sample"]) for line in known}
-            lost = [self._failure(opened, pair, found[pair]) for pair in opened.pairs]
-            lost = [line for line in lost if (line["key"], line["sample"]) not in there]
+            written = self.answered(opened.range) | {(line["key"], line["sample"]) for line in known}
+            lost = [self._failure(opened, pair, entries[pair]) for pair in opened.pairs]
+            lost = [line for line in lost if (line["key"], line["sample"]) not in written]
             self._write_dead(opened.range, [*known, *lost])
         self.close(opened)
         for file in journals:
@@ -251,28 +250,28 @@ class Output:
         return True
 
     def give_up(self, opened: OpenRange) -> None:
-        """Write the dead letters of a range that is not complete."""
+        """Write the dead letters of an incomplete range."""
         if not opened.again:
-            found = self._found(self._journals_of(opened.range))
-            failed = [self._failure(opened, pair, line) for pair, line in found.items() if line["problem"]]
+            entries = self._entries(self._journals_of(opened.range))
+            failed = [self._failure(opened, pair, line) for pair, line in entries.items() if line["problem"]]
             self._write_dead(opened.range, failed)
 
-    def _found(self, journals: Iterable[Path]) -> dict[Pair, dict[str, Any]]:
-        """What journals hold of each answer: rather one that came than one that failed."""
-        found: dict[Pair, dict[str, Any]] = {}
+    def _entries(self, journals: Iterable[Path]) -> dict[Pair, dict[str, Any]]:
+        """Entries of journals by row and sample; an answer takes precedence over a failure."""
+        entries: dict[Pair, dict[str, Any]] = {}
         for line in (line for file in journals for line in self._lines(file)):
             pair = line["row"], line["sample"]
-            if pair not in found or (found[pair]["problem"] and not line["problem"]):
-                found[pair] = line
-        return found
+            if pair not in entries or (entries[pair]["problem"] and not line["problem"]):
+                entries[pair] = line
+        return entries
 
     def clear(self) -> None:
-        """Remove what killed workers have left, once all ranges are settled."""
+        """Remove leftovers of killed workers, once all ranges are finished."""
         for file in (*self.folder.glob(f"{OWN}/journals/*"), *self.folder.glob(".part-*")):
             file.unlink(missing_ok=True)
 
     def close(self, opened: OpenRange) -> None:
-        """Let go of a range."""
+        """Close a range's journal and release its lease."""
         if (journal := self._journals.pop(opened.range.name, None)) is not None:
             journal.close()
         self.leases.drop(opened.range.name)
@@ -282,7 +281,9 @@ class Output:
             write_text(self.dead(range_), b"".join(map(json_line, lines)).decode())
 
     def _failure(self, opened: OpenRange, pair: Pair, line: Mapping[str, Any]) -> dict[str, Any]:
-        reason = line["problem"] or "its answer came when the part was written: generate.retry_dead=true asks again"
+        reason = line["problem"] or (
+            "its answer arrived after the part was written: set generate.retry_dead=true to request it again"
+        )
         return {
             "key": opened.keys[pair[0]],
             "sample": pair[1],
@@ -292,30 +293,30 @@ class Output:
         }
 
     def _write(self, opened: OpenRange, answers: Sequence[tuple[Pair, Mapping[str, Any]]]) -> bool:
-        """Write a part; False if it is there."""
+        """Write a part; returns False if it already exists."""
         part = self.part(opened.range, opened.again)
-        own = [
+        records = [
             {"key": opened.keys[row], "sample": sample} | {name: line[name] for name in columns.ANSWER[2:]}
             for (row, sample), line in answers
         ]
-        complete = unfinished(part)
-        with open(complete, "wb") as file:
+        temporary = unfinished(part)
+        with open(temporary, "wb") as file:
             if self.format == "parquet":
-                self._write_parquet(file, opened, answers, own)
-            for ((row, _), line), answer in zip(answers, own, strict=True):
+                self._write_parquet(file, opened, answers, records)
+            for ((row, _), line), record in zip(answers, records, strict=True):
                 if self.format == "jsonl":
-                    beside = {self.names[name]: value for name, value in opened.rows[row].items() if name in self.names}
-                    file.write(json_line(beside | answer))
+                    inputs = {self.names[name]: value for name, value in opened.rows[row].items() if name in self.names}
+                    file.write(json_line(inputs | record))
                 elif self.format == "openai_batch":
-                    file.write(json_line(_batch_line(answer, line["body"])))
+                    file.write(json_line(_batch_line(record, line["body"])))
             file.flush()
             os.fsync(file.fileno())
         try:
-            os.link(complete, part)
+            os.link(temporary, part)
         except FileExistsError:
             return False
         finally:
-            complete.unlink()
+            temporary.unlink()
         return True
 
     def _write_parquet(
@@ -323,22 +324,22 @@ class Output:
         file: Any,
         opened: OpenRange,
         answers: Sequence[tuple[Pair, Mapping[str, Any]]],
-        own: Sequence[Mapping[str, Any]],
+        records: Sequence[Mapping[str, Any]],
     ) -> None:
         pyarrow = pyarrow_module()
-        beside = columns.table([opened.rows[row] for (row, _), _ in answers], self.schema)
-        beside = beside.select(list(self.names)).rename_columns(list(self.names.values()))
-        answered = columns.table(own, pyarrow.schema(columns.answer_fields()))
-        arrays = [*beside.columns, *answered.columns]
-        schema = pyarrow.schema([*beside.schema, *answered.schema])
+        inputs = columns.table([opened.rows[row] for (row, _), _ in answers], self.schema)
+        inputs = inputs.select(list(self.names)).rename_columns(list(self.names.values()))
+        answered = columns.table(records, pyarrow.schema(columns.answer_fields()))
+        arrays = [*inputs.columns, *answered.columns]
+        schema = pyarrow.schema([*inputs.schema, *answered.schema])
         pyarrow.parquet.write_table(
             pyarrow.table(arrays, schema=schema), file, compression="zstd", write_page_checksum=True
         )
 
     def _pairs(self, part: Path) -> list[tuple[str, int]]:
         if self.format == "parquet":
-            held = self._columns(part, ("key", "sample"))
-            return list(zip(held["key"].to_pylist(), held["sample"].to_pylist(), strict=True))
+            table = self._columns(part, ("key", "sample"))
+            return list(zip(table["key"].to_pylist(), table["sample"].to_pylist(), strict=True))
         try:
             lines = [read_json(line) for line in part.read_bytes().splitlines()]
             return [(line["custom_id" if self.format == "openai_batch" else "key"], line["sample"]) for line in lines]
@@ -346,14 +347,14 @@ class Output:
             raise ValueError(f"{part}: cannot be read: {error}") from None
 
     def measured(self, part: Path) -> dict[str, list[Any]]:
-        """Columns of a part that the report counts.
+        """Columns of a part that the report needs.
 
         Raises:
             ValueError: the part cannot be read.
         """
         if self.format == "parquet":
-            held = self._columns(part, _MEASURED)
-            return {name: held[name].to_pylist() for name in _MEASURED}
+            table = self._columns(part, _MEASURED)
+            return {name: table[name].to_pylist() for name in _MEASURED}
         lines = [read_json(line) for line in part.read_bytes().splitlines()]
         if self.format == "openai_batch":
             lines = [_measures(line["response"]["body"]) for line in lines]
@@ -369,27 +370,27 @@ class Output:
             raise ValueError(f"{part}: cannot be read: {error}") from None
 
     def set_aside_damaged(self, ranges: Sequence[Range]) -> int:
-        """Set parts aside that cannot be read, whose ranges are then made again; returns their number."""
-        damaged, there = 0, self.settled()
+        """Move unreadable parts to a folder `damaged`, so that their ranges are made again; returns their number."""
+        damaged, parts = 0, self.settled()
         for range_ in ranges:
             try:
                 self.answered(range_)
-                later = [name for name in there if name.startswith(f"part-{range_.name}-")]
-                if later and self.part(range_).name not in there:
-                    raise ValueError(f"{self.folder / later[0]}: is there without {self.part(range_).name}")
+                later = [name for name in parts if name.startswith(f"part-{range_.name}-")]
+                if later and self.part(range_).name not in parts:
+                    raise ValueError(f"{self.folder / later[0]}: exists without {self.part(range_).name}")
             except ValueError as error:
                 damaged += 1
                 aside = self.folder / OWN / "damaged"
                 aside.mkdir(exist_ok=True)
-                # The first one last: it says that the range is settled.
+                # The first part last, because it marks the range as finished.
                 for part in sorted(self.folder.glob(f"part-{range_.name}[-.]*"), key=lambda part: -len(part.name)):
                     part.replace(aside / f"{part.name}.{uuid.uuid4().hex[:8]}")
-                notice(f"{error}: set aside in {aside}; its rows are asked again")
+                notice(f"{error}: moved to {aside}; its rows are requested again")
         return damaged
 
 
 def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
-    """What a response says of `_MEASURED`."""
+    """Values of `_MEASURED` in the body of a response."""
     usage, ended = body.get("usage") or {}, body["choices"][0].get("finish_reason")
     return {
         "finish_reason": ended if isinstance(ended, str) else None,
@@ -399,7 +400,7 @@ def _measures(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _batch_line(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of OpenAI's batch output."""
+    """Line of an OpenAI batch output file."""
     return {
         "id": f"batch_req_{answer['key']}_{answer['sample']}",
         "custom_id": answer["key"],

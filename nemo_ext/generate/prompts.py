@@ -1,4 +1,4 @@
-"""The request of a row: its messages, or a Jinja template over its columns."""
+"""Requests made from rows: from a column with messages, or from a Jinja template over the columns."""
 
 import functools
 import json
@@ -22,13 +22,13 @@ _PATHS = {"/v1/chat/completions": "chat/completions", "/v1/completions": "comple
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts:
-    """What makes requests of rows.
+    """Builder of requests from rows.
 
     Attributes:
         settings: settings of the section `generate`.
-        seed: seed of all answers; each answer's own depends on it, the row's key and the sample.
-        source: text of the template; None where the messages are a column.
-        column: column with the messages or the user's message; None with a template.
+        seed: base seed, from which each request's seed is derived with the row's key and the number of the sample.
+        source: source of the template; None if the messages are in a column.
+        column: column with the messages or the user message; None with a template.
     """
 
     settings: GenerateSettings
@@ -37,22 +37,25 @@ class Prompts:
     column: str | None
 
     @classmethod
-    def of(cls, settings: GenerateSettings, seed: int, *, columns: Sequence[str], batch: bool) -> "Prompts":
-        """Requests as the settings want them, of rows with these columns, or of OpenAI's batch files.
+    def from_settings(cls, settings: GenerateSettings, seed: int, *, columns: Sequence[str], batch: bool) -> "Prompts":
+        """Builder of requests for rows with these columns, or for OpenAI's batch files.
 
         Raises:
-            ValueError: the template cannot be read or names a column that there is not, or the rows have no messages.
+            ValueError: the template cannot be read, a named column does not exist, or the rows have no messages.
         """
         if batch:
-            given = [name for name in ("key", "messages", "template", "system", "tools") if getattr(settings, name)]
-            if given:
-                raise ValueError(f"generate.{given[0]}: the input's lines are whole requests (OpenAI's batch files)")
+            unused = [name for name in ("key", "messages", "template", "system", "tools") if getattr(settings, name)]
+            if unused:
+                raise ValueError(
+                    f"generate.{unused[0]}: not used with OpenAI batch files, whose lines are whole requests: remove it"
+                )
             return cls(settings=settings, seed=seed, source=None, column=None)
-        for name in ("messages", "tools"):
-            _check_column(f"generate.{name}", getattr(settings, name), columns)
+        for key in ("messages", "tools"):
+            if (named := getattr(settings, key)) is not None and named not in columns:
+                raise ValueError(f"generate.{key}: unknown column {named!r}: {nearest(named, columns)}")
         if settings.template is not None:
             if settings.messages is not None:
-                raise ValueError("generate.messages and generate.template exclude each other")
+                raise ValueError("generate.messages and generate.template exclude each other: set one of them")
             source = settings.template
             if source.endswith(".jinja"):
                 try:
@@ -62,10 +65,10 @@ class Prompts:
             return cls(settings=settings, seed=seed, source=source, column=None)
         column = settings.messages or next((name for name in (MESSAGES, PROMPT) if name in columns), None)
         if not columns:
-            raise ValueError("input: its first rows have no columns")
+            raise ValueError("input: the first rows have no columns")
         if column is None:
             raise ValueError(
-                f"input: has no column {MESSAGES} or {PROMPT}, only {', '.join(columns)}: give "
+                f"input: has no column {MESSAGES} or {PROMPT}, only {', '.join(columns)}: set "
                 "generate.template='{{ "
                 + columns[0]
                 + " }}', a Jinja template over the columns, or generate.messages=COLUMN"
@@ -73,40 +76,40 @@ class Prompts:
         return cls(settings=settings, seed=seed, source=None, column=column)
 
     def made_of(self) -> dict[str, Any]:
-        """What the requests depend on beside the rows."""
-        given = self.settings
+        """Settings that the requests depend on besides the rows."""
+        settings = self.settings
         return {
             "template": self.source,
             "messages": self.column,
-            **{name: getattr(given, name) for name in ("key", "system", "complete", "tools")},
-            **given.sampling.body(),
+            **{name: getattr(settings, name) for name in ("key", "system", "complete", "tools")},
+            **settings.sampling.body(),
         }
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """One of the requests of a row.
+        """Request for one sample of a row.
 
         Raises:
-            ValueError: the row has no prompt, or the template refuses it.
+            ValueError: the row has no prompt, or the template fails.
         """
         key = row_key(row, self.settings.key)
-        seed = {"seed": digest(self.seed, "generate", key, sample) >> 33}  # some servers take no more than 31 bits
+        seed = {"seed": digest(self.seed, "generate", key, sample) >> 33}  # some servers accept at most 31 bits
         if is_batch(row):
             url, body = str(row.get("url") or "/v1/chat/completions"), row["body"]
             body = json.loads(body) if isinstance(body, str) else body
             if url not in _PATHS:
                 raise ValueError(f"{key}: url={url}: {nearest(url, _PATHS)}")
             if not isinstance(body, Mapping):
-                raise ValueError(f"{key}: body is no JSON object")
-            own = {name: value for name, value in body.items() if name not in ("model", "stream")}
-            if own.get("n") not in (None, 1):
-                raise ValueError(f"{key}: n={own['n']}: samples=N asks for several answers")
+                raise ValueError(f"{key}: body is not a JSON object")
+            body = {name: value for name, value in body.items() if name not in ("model", "stream")}
+            if body.get("n") not in (None, 1):
+                raise ValueError(f"{key}: n={body['n']} is not supported: set samples={body['n']} instead")
             sampling = self.settings.sampling.body()
-            return Request(key=key, sample=sample, path=_PATHS[url], body={**seed, **own, **sampling})
+            return Request(key=key, sample=sample, path=_PATHS[url], body={**seed, **body, **sampling})
         body = self.settings.sampling.body() | seed
         prompt = self._text(row) if self.source is not None else self._column(row)
         if self.settings.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"{key}: {self.column} is no text, which generate.complete=true takes")
+                raise ValueError(f"{key}: {self.column} is not a text, which generate.complete=true requires")
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.settings.system is not None:
@@ -122,7 +125,7 @@ class Prompts:
             raise ValueError(f"generate.template, line {error.lineno}: {error.message}") from None
         except jinja2.UndefinedError as error:
             raise ValueError(f"generate.template: {error}: the columns are {', '.join(map(str, row))}") from None
-        except Exception as error:  # templates raise whatever they like
+        except Exception as error:  # templates may raise anything
             raise ValueError(f"generate.template: {type(error).__name__}: {error}") from None
 
     def _column(self, row: Mapping[str, Any]) -> str | Sequence[Mapping[str, Any]]:
@@ -131,36 +134,32 @@ class Prompts:
             value = _messages(value) or value
         if isinstance(value, str):
             return value
-        if not isinstance(value, list) or not value or not all(isinstance(each, Mapping) for each in value):
+        if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
             raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a text or a list of messages")
         return without_nulls(value)
 
 
 def without_nulls(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages without keys that are null, but for content: a table written as JSON has every key in every message.
-
-    Endpoints refuse `tool_calls: null`.
-    """
-    return [{name: held for name, held in each.items() if held is not None or name == "content"} for each in messages]
+    """Messages without null keys, except `content`: rows of a table have every key, and endpoints refuse nulls."""
+    return [
+        {name: value for name, value in message.items() if value is not None or name == "content"}
+        for message in messages
+    ]
 
 
 def _messages(text: str) -> list[Any] | None:
-    """Messages that are written as JSON; None for any other text."""
+    """Messages encoded as JSON; None for any other text."""
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        messages = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return found if found and all(isinstance(each, dict) and "role" in each for each in found) else None
-
-
-def _check_column(key: str, column: str | None, columns: Sequence[str]) -> None:
-    if column is not None and column not in columns:
-        raise ValueError(f"{key}: unknown column {column!r}: {nearest(column, columns)}")
+    valid = messages and all(isinstance(message, dict) and "role" in message for message in messages)
+    return messages if valid else None
 
 
 @functools.cache
 def _compiled(source: str) -> jinja2.Template:
-    # Templates are downloaded too, and rows may be anybody's.
+    # Sandboxed: templates and rows may come from untrusted sources.
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined).from_string(source)

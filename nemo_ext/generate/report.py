@@ -1,4 +1,4 @@
-"""The report of a batch job: how much, how fast, how long the answers are, how they ended, what failed."""
+"""Report of a batch job: counts, throughput, answer lengths, finish reasons and failures."""
 
 import json
 from collections import Counter
@@ -16,13 +16,13 @@ from nemo_ext.job.run_directory import REPORT
 
 DATA, PICTURE = "report.json", "lengths.png"
 _SECONDS = np.geomspace(1e-4, 1e6, 2301)
-"""Edges of the histogram of latencies, 1 % apart: memory does not grow with the answers."""
+"""Bin edges of the latency histogram, 1 % apart, so that memory does not grow with the number of answers."""
 _TOKENS = np.unique(np.round(np.geomspace(1, 1e6, 401)))
 
 
 @dataclass
 class _Sums:
-    """What is counted over all answers."""
+    """Totals over all answers."""
 
     answers: int = 0
     prompt_tokens: int = 0
@@ -32,30 +32,30 @@ class _Sums:
     lengths: Any = field(default_factory=lambda: np.zeros(len(_TOKENS) - 1, int))
 
     def add(self, line: dict[str, list[Any]]) -> None:
-        """Count the answers of a part, by column."""
+        """Add the answers of a part, given as columns."""
         self.answers += len(line["finish_reason"])
         self.prompt_tokens += sum(filter(None, line["prompt_tokens"]))
         self.completion_tokens += sum(filter(None, line["completion_tokens"]))
         self.ended.update(reason or "unknown" for reason in line["finish_reason"])
-        self.seconds += np.histogram([each for each in line["seconds"] if each is not None], _SECONDS)[0]
-        self.lengths += np.histogram([each for each in line["completion_tokens"] if each is not None], _TOKENS)[0]
+        self.seconds += np.histogram([time for time in line["seconds"] if time is not None], _SECONDS)[0]
+        self.lengths += np.histogram([size for size in line["completion_tokens"] if size is not None], _TOKENS)[0]
 
     def percentile(self, share: float) -> float | None:
-        """Seconds that a share of the answers took at most; None where they were not measured."""
+        """Percentile of the latency in seconds, for a share from 0 to 1; None if latencies were not measured."""
         if not self.seconds.sum():
             return None
         return float(_SECONDS[1:][np.searchsorted(np.cumsum(self.seconds), share * self.seconds.sum())])
 
 
 def make(output: Output, index: Index, samples: int, address: Address, speed: dict[str, float]) -> str:
-    """Write report.md, report.json and the histogram of lengths; returns one line for the user.
+    """Write report.md, report.json and the histogram of lengths; returns a one-line summary.
 
     Args:
         output: finished output.
-        index: the input.
-        samples: number of answers to each row.
+        index: index of the input.
+        samples: number of answers per row.
         address: the endpoint.
-        speed: seconds of this start, and the answers and tokens that came in it.
+        speed: seconds, answers and tokens of this start.
     """
     sums, failed = _Sums(), Counter[str]()
     for range_ in index.ranges:
@@ -84,7 +84,7 @@ def make(output: Output, index: Index, samples: int, address: Address, speed: di
 
 
 def _reason(problem: str) -> str:
-    """The problem without what differs from row to row."""
+    """A problem without details that differ between rows."""
     return problem.partition(":")[0] if problem.startswith(("HTTP", "prompt")) else problem
 
 
@@ -94,19 +94,19 @@ def _page(data: dict[str, Any], sums: _Sums, title: str, address: Address) -> Re
     times = [f"{name} {value:,.2f}" for name, value in data["seconds"].items() if value is not None]
     facts = {
         "endpoint": f"{address.model} at {address.url}",
-        "rows": f"{data['rows']:,}" + (f" ({repeated:,} more equal an earlier row)" if repeated else ""),
-        "answers": f"{answers:,} of {data['rows'] * data['samples']:,} ({data['samples']} a row)",
+        "rows": f"{data['rows']:,}" + (f" ({repeated:,} more are equal to an earlier row)" if repeated else ""),
+        "answers": f"{answers:,} of {data['rows'] * data['samples']:,} ({data['samples']} per row)",
         "failed": data["dead"],
-        "tokens": f"{sums.prompt_tokens:,} of prompts, {sums.completion_tokens:,} of answers ({mean:,.1f} each)",
+        "tokens": f"{sums.prompt_tokens:,} in prompts, {sums.completion_tokens:,} in answers ({mean:,.1f} per answer)",
         "this start": f"{speed['answers']:,} answers in {speed['seconds']:,.1f} s: "
         f"{speed['answers'] / speed['seconds']:,.1f} answers/s, {speed['tokens'] / speed['seconds']:,.0f} tokens/s",
-        "seconds of an answer": ", ".join(times) or "unknown",
+        "seconds per answer": ", ".join(times) or "unknown",
     }
     report = Report(title).table("", ("what", "value"), facts.items())
     ended = [(reason, count, f"{count / answers:.1%}") for reason, count in data["finish_reasons"].items()]
-    report.table("How the answers ended", ("finish reason", "answers", "share"), ended)
-    note = "`dead/` has every one with its row; `generate.retry_dead=true` tries them again."
-    report.table("What failed", ("reason", "answers"), data["dead_by_reason"].items(), note)
+    report.table("Finish reasons", ("finish reason", "answers", "share"), ended)
+    note = "`dead/` has each failed request with its row; `generate.retry_dead=true` retries them."
+    report.table("Failures", ("reason", "answers"), data["dead_by_reason"].items(), note)
     _picture(report.section("Length of the answers"), sums)
     return report
 
@@ -114,10 +114,10 @@ def _page(data: dict[str, Any], sums: _Sums, title: str, address: Address) -> Re
 def _picture(report: Report, sums: _Sums) -> None:
     from matplotlib.ticker import LogLocator, NullLocator
 
-    (axes,) = report.picture("Tokens of the answers", PICTURE, 7, 3)
+    (axes,) = report.picture("Tokens per answer", PICTURE, 7, 3)
     axes.stairs(sums.lengths, _TOKENS, fill=True, color="#4477aa")
     filled = np.flatnonzero(sums.lengths)
     if len(filled):
         axes.set_xlim(_TOKENS[filled[0]] / 2, _TOKENS[filled[-1] + 1] * 2)
-    tidy(axes, xscale="log", xlabel="tokens of the answer", ylabel="answers")
+    tidy(axes, xscale="log", xlabel="tokens per answer", ylabel="answers")
     axes.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:,.0f}", minor_locator=NullLocator())

@@ -1,7 +1,7 @@
-"""Rows of the input: their keys, their order, and ranges of them that are worked on as a whole.
+"""Rows of the input: their keys, and the ranges of rows that workers process.
 
-The input is read once from end to end before the first request, to refuse what does not fit while it costs nothing;
-what that finds is kept beside the output. After that any worker reads any range.
+The input is read completely before the first request, so that invalid rows are found before any cost arises. The
+resulting index is stored with the output; after that, any worker can read any range.
 """
 
 import base64
@@ -19,21 +19,19 @@ from nemo_ext.data.text.user_files import ParquetSource, RecordSource, pyarrow_m
 from nemo_ext.generate.columns import widened
 from nemo_ext.job.settings import nearest
 
-BATCH_KEYS = frozenset({"custom_id", "body"})
-"""Keys of a line of OpenAI's batch files."""
 _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """Consecutive rows of the input.
+    """Range of consecutive rows of the input.
 
     Attributes:
-        number: number of the range; its files have it in their names.
-        part: piece of the input that holds them.
-        skip: rows of the piece before them.
+        number: number of the range, which is part of its file names.
+        part: part of the input that contains the range.
+        skip: number of rows of the part before the range.
         rows: number of rows.
-        repeated: places in the range of rows that stand in the input before; they are left out.
+        repeated: positions in the range of rows equal to earlier rows of the input, which are skipped.
     """
 
     number: int
@@ -44,22 +42,22 @@ class Range:
 
     @property
     def name(self) -> str:
-        """Number with leading zeros, as in the names of files."""
+        """Zero-padded number, used in file names."""
         return f"{self.number:06}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Index:
-    """What a look at the whole input has found.
+    """Index of the whole input.
 
     Attributes:
-        digest: SHA-256 of the input's files.
+        digest: SHA-256 of the input files.
         ranges: the ranges in order.
-        rows: number of rows without those repeated.
-        repeated: number of rows that equal an earlier one.
-        batch: whether the rows are requests of OpenAI's batch files.
-        columns: names of the columns, in the order in which they are first seen.
-        schema: Arrow schema of the columns, serialised and in base64.
+        rows: number of distinct rows.
+        repeated: number of rows that are equal to an earlier one.
+        batch: whether the rows are requests from OpenAI batch files.
+        columns: names of the columns in the order of their first occurrence.
+        schema: serialised Arrow schema of the columns in base64.
     """
 
     digest: str
@@ -76,29 +74,29 @@ class Index:
         return pyarrow.ipc.read_schema(pyarrow.py_buffer(base64.b64decode(self.schema)))
 
     def as_json(self) -> dict[str, Any]:
-        """Inverse of `from_json`."""
+        """JSON value of the index, for `from_json`."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, held: Mapping[str, Any]) -> "Index":
-        """An index that was written with `as_json`."""
+    def from_json(cls, value: Mapping[str, Any]) -> "Index":
+        """Index from a JSON value made by `as_json`."""
         ranges = [
-            Range(**{**each, "part": Part(**each["part"]), "repeated": tuple(each["repeated"])})
-            for each in held["ranges"]
+            Range(**{**entry, "part": Part(**entry["part"]), "repeated": tuple(entry["repeated"])})
+            for entry in value["ranges"]
         ]
-        return cls(**{**held, "ranges": ranges})
+        return cls(**{**value, "ranges": ranges})
 
 
 def is_batch(row: Mapping[str, Any]) -> bool:
-    """True for a line of OpenAI's batch files."""
-    return row.keys() >= BATCH_KEYS
+    """Whether a row is a line of an OpenAI batch file."""
+    return row.keys() >= {"custom_id", "body"}
 
 
 def row_key(row: Mapping[str, Any], column: str | None) -> str:
-    """Key of a row: a column's value as text, a batch line's `custom_id`, or a hash of the row.
+    """Key of a row: the value of a column, the `custom_id` of a batch line, or a hash of the row.
 
     Raises:
-        ValueError: the column has no value.
+        ValueError: the row has no value in the column.
     """
     if column is not None and row.get(column) is None:
         raise ValueError(f"no value in the key column {column}: {nearest(column, list(row))}")
@@ -113,17 +111,17 @@ def _digest(row: Mapping[str, Any]) -> bytes:
         try:
             json.dumps(row, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
-            raise ValueError("a text has half a character (\\ud800 to \\udfff alone): mend it") from None
+            raise ValueError("a text has a lone surrogate (\\ud800 to \\udfff): remove it") from None
     return hashlib.sha256(text.encode()).digest()[:16]
 
 
 @dataclass
 class Rows:
-    """Reader of the input's ranges.
+    """Reader of the input, by ranges.
 
     Attributes:
         source: reader of the files.
-        key: column with the keys; None for a hash of the row.
+        key: column with the keys; None takes a hash of each row.
     """
 
     source: RecordSource
@@ -131,82 +129,88 @@ class Rows:
     _open: tuple[Part, int, Iterator[tuple[int, dict[str, Any]]]] | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, paths: Sequence[str], key: str | None) -> "Rows":
-        """Reader of .parquet or .jsonl files by their names.
+    def from_paths(cls, paths: Sequence[str], key: str | None) -> "Rows":
+        """Reader of .parquet or .jsonl files by paths or globs.
 
         Raises:
-            ValueError: there are none, or of both kinds.
+            ValueError: no file matches, or files of both formats do.
         """
         source = record_source(tuple(paths), None, "input")
         source.check_files()
         return cls(source, key)
 
     def first(self, count: int) -> list[dict[str, Any]]:
-        """The first rows that can be read."""
+        """Up to `count` rows from the beginning of the input."""
         parts = self.source.parts(max_documents=count, max_size=UNLIMITED)
         rows = (row for part in parts for _, row in self.source.records(part, ReadReport()))
         return list(itertools.islice(rows, count))
 
     def read(self, range_: Range) -> list[dict[str, Any]]:
-        """Rows of a range; a later range of the same piece goes on where this one ends."""
+        """Rows of a range; reading ranges of one part in order continues an open file."""
         if self._open is not None and self._open[0] == range_.part and self._open[1] <= range_.skip:
             _, place, records = self._open
         else:
             place, records = 0, iter(self.source.records(range_.part, ReadReport()))
         for _ in range(range_.skip - place):
             next(records)
-        found = [row for _, (_, row) in zip(range(range_.rows), records, strict=False)]
+        rows = [row for _, (_, row) in zip(range(range_.rows), records, strict=False)]
         self._open = range_.part, range_.skip + range_.rows, records
-        if len(found) != range_.rows:
-            raise ValueError(f"{range_.part.path}: has changed since the job began: put the file back as it was")
-        return found
+        if len(rows) != range_.rows:
+            raise ValueError(f"{range_.part.path}: has changed since the job started: restore the original file")
+        return rows
 
     def index(self, part_rows: int) -> Index:
-        """Reads all of the input.
+        """Read the whole input and index it in ranges of `part_rows` rows.
 
         Raises:
-            ValueError: a record cannot be read, the key is missing in a row, two rows share a key, or there is no row.
+            ValueError: a record cannot be read, a row has no key, different rows share a key, or the input is empty.
         """
-        columns, batch = _Columns(self.source), None
+        infer, batch = not isinstance(self.source, ParquetSource), None
+        schema, pending = _parquet_schema(self.source), list[Mapping[str, Any]]()
         ranges: list[Range] = []
         repeated = total = 0
-        # A database in a file of its own, which goes with it: memory does not grow with the number of rows.
+        # A temporary on-disk database, so that memory does not grow with the number of rows.
         with closing(sqlite3.connect("", isolation_level=None)) as database:
             database.execute("PRAGMA cache_size = -65536")  # KiB
             database.execute("BEGIN")
             database.execute("CREATE TABLE seen (key BLOB PRIMARY KEY, row BLOB, place TEXT) WITHOUT ROWID")
             for part in self.source.parts(max_documents=part_rows, max_size=UNLIMITED):
-                for count, (number, found) in enumerate(self.source.numbered(part)):
+                for count, (number, record) in enumerate(self.source.numbered(part)):
                     place = self.source.place(part, number)
-                    row = well_formed(found, place)
+                    row = well_formed(record, place)
                     batch = is_batch(row) if batch is None else batch
                     if is_batch(row) != batch:
-                        raise ValueError(f"{place}: lines of OpenAI's batch files stand among others: divide the input")
-                    columns.add(row)
+                        raise ValueError(
+                            f"{place}: the input mixes lines of OpenAI batch files with others: separate them"
+                        )
+                    if infer:
+                        pending.append(row)
+                    if len(pending) == _ROWS_AT_ONCE:
+                        schema, pending = widened(schema, pending), []
                     if count % part_rows == 0:
                         ranges.append(Range(number=len(ranges), part=part, skip=count, rows=0))
                     now = ranges[-1]
                     total += 1
-                    again = self._seen(database, row, place)
+                    again = self._is_repeated(database, row, place)
                     repeated += again
                     ranges[-1] = replace(
                         now, rows=now.rows + 1, repeated=(*now.repeated, now.rows) if again else now.repeated
                     )
-        columns.end()
         if not ranges:
             raise ValueError("input: has no rows")
+        schema = widened(schema, pending) if infer else schema
         return Index(
             digest=self.digest(),
             ranges=ranges,
             rows=total - repeated,
             repeated=repeated,
             batch=bool(batch),
-            columns=tuple(columns.schema.names),
-            schema=base64.b64encode(columns.schema.serialize()).decode(),
+            columns=tuple(schema.names),
+            schema=base64.b64encode(schema.serialize()).decode(),
         )
 
-    def _seen(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
-        """Notes the row; True if it stands earlier already."""
+    def _is_repeated(self, database: sqlite3.Connection, row: Mapping[str, Any], place: str) -> bool:
+        """Record a row; returns whether it is equal to an earlier one."""
         named = self.key is not None or is_batch(row)
         try:
             whole = _digest(row)
@@ -217,42 +221,25 @@ class Rows:
             return False
         before, first = database.execute("SELECT row, place FROM seen WHERE key = ?", (key,)).fetchone()
         if before != whole:
-            raise ValueError(f"{place}: has the key {row_key(row, self.key)!r} of {first}, which is another row")
+            raise ValueError(f"{place}: has the same key {row_key(row, self.key)!r} as {first}, but differs from it")
         return True
 
     def digest(self) -> str:
-        """SHA-256 of the input's files, with their names."""
-        found = hashlib.sha256()
+        """SHA-256 of the input files and their names."""
+        total = hashlib.sha256()
         for name, path in self.source.inputs():
             with open(path, "rb") as file:
-                found.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
-        return found.hexdigest()
+                total.update(f"{name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        return total.hexdigest()
 
 
-class _Columns:
-    """Arrow schema of the input: that of Parquet files, or the types of the values seen."""
-
-    def __init__(self, source: RecordSource) -> None:
-        pyarrow = pyarrow_module()
-        self._rows: list[Mapping[str, Any]] | None = None
-        if isinstance(source, ParquetSource):
-            schemas = [pyarrow.parquet.read_schema(path).remove_metadata() for _, path in source.inputs()]
-            try:
-                self.schema = pyarrow.unify_schemas(schemas, promote_options="permissive")
-            except pyarrow.ArrowException as error:
-                raise ValueError(f"input: the files' columns do not fit each other ({error})") from None
-        else:
-            self.schema, self._rows = pyarrow.schema([]), []
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Take account of a row."""
-        if self._rows is not None:
-            self._rows.append(row)
-            if len(self._rows) == _ROWS_AT_ONCE:
-                self.end()
-
-    def end(self) -> None:
-        """Take account of the rows that are left."""
-        if self._rows:
-            self.schema = widened(self.schema, self._rows)
-            self._rows.clear()
+def _parquet_schema(source: RecordSource) -> Any:
+    """Arrow schema of all Parquet files; empty for JSON rows, whose types are inferred from their values."""
+    pyarrow = pyarrow_module()
+    if not isinstance(source, ParquetSource):
+        return pyarrow.schema([])
+    schemas = [pyarrow.parquet.read_schema(path).remove_metadata() for _, path in source.inputs()]
+    try:
+        return pyarrow.unify_schemas(schemas, promote_options="permissive")
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"input: columns have incompatible types in different files ({error})") from None

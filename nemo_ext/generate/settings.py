@@ -4,7 +4,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.endpoint.client import ClientSettings, Seconds
@@ -16,41 +16,41 @@ Format = Literal["parquet", "jsonl", "openai_batch"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of the answers; None leaves a field to the endpoint.
+    """Sampling parameters of requests; None leaves a field to the endpoint.
 
     Attributes:
-        temperature, top_p, max_tokens, stop: as in OpenAI's requests.
-        extra: further fields of the request, such as chat_template_kwargs.
+        temperature, top_p, max_tokens, stop: as in OpenAI's API.
+        extra: additional fields of the request, such as chat_template_kwargs.
     """
 
     temperature: Annotated[float, Field(ge=0)] | None = None
     top_p: Share | None = None
-    max_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
     stop: str | tuple[str, ...] | None = None
     extra: Extra = Field(default_factory=dict)
 
     def __post_init__(self) -> None:
         taken = {"model", "messages", "prompt", "stream", "n", "seed"} & set(self.extra)
         if taken:
-            raise ValueError(f"extra must be without {', '.join(sorted(taken))}, which each request sets itself")
+            raise ValueError(f"extra.{min(taken)} is not allowed: requests set it themselves")
 
     def body(self) -> dict[str, Any]:
-        """Fields of a request."""
-        given = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "stop")}
-        return {name: value for name, value in given.items() if value is not None} | dict(self.extra)
+        """Fields of a request that are set."""
+        values = {name: getattr(self, name) for name in ("temperature", "top_p", "max_tokens", "stop")}
+        return {name: value for name, value in values.items() if value is not None} | dict(self.extra)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class BatchSettings:
-    """How a batch job is done.
+    """Settings shared by batch jobs.
 
     Attributes:
-        part_rows: rows of the input in one file of the output.
-        max_dead: share of the answers that may fail before the job does.
-        retry_dead: whether what failed in earlier starts is tried again.
-        lease: seconds without a sign of life after which a worker's rows go to others.
-        dry_run: whether to show what would be asked, and ask nothing.
-        client: how the endpoint is asked.
+        part_rows: number of input rows per file of the output.
+        max_dead: share of failed answers above which the job fails.
+        retry_dead: whether to retry requests that failed in earlier starts.
+        lease: seconds without a heartbeat after which a worker's rows are given to other workers.
+        dry_run: whether to show requests without sending any.
+        client: retries, timeouts and rate limits of requests to the endpoint.
     """
 
     part_rows: Count = 1000
@@ -61,8 +61,8 @@ class BatchSettings:
     client: Annotated[ClientSettings, FLAT] = Field(default_factory=ClientSettings)
 
 
-BATCH = tuple(each.name for each in fields(BatchSettings))
-"""Names of its settings."""
+BATCH = tuple(setting.name for setting in fields(BatchSettings))
+"""Names of the settings shared by batch jobs."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -70,14 +70,14 @@ class GenerateSettings(BatchSettings):
     """Settings of the section `generate`.
 
     Attributes:
-        key: column with a name for each row; None takes a hash of the row.
-        messages: column with the messages; None takes `messages` where there is one and no template is given.
-        template: Jinja template of the user's message over the row's columns, or a file that ends in .jinja.
-        system: system message before the template's.
-        complete: whether the template's text is a prompt of /v1/completions, without a chat template.
+        key: column with a unique key of each row; None takes a hash of the row.
+        messages: column with messages or a user message; None takes `messages` or `prompt` unless `template` is set.
+        template: Jinja template of the user message over the row's columns, or the path of a .jinja file.
+        system: system message.
+        complete: whether to send the prompt to /v1/completions, without a chat template.
         tools: column with declared tools.
         sampling: see `Sampling`.
-        format: kind of the output's files.
+        format: file format of the output.
     """
 
     key: str | None = None
@@ -95,11 +95,11 @@ class Settings(AskingSettings):
     """Settings of `nemo-ext generate`.
 
     Attributes:
-        input: .parquet or .jsonl files; globs too.
-        output: folder of the answers.
-        samples: number of answers to each row.
+        input: .parquet or .jsonl files, or globs.
+        output: folder for the answers.
+        samples: number of answers per row.
         seed: seed of the answers.
-        generate: requests, sampling and the output's files.
+        generate: requests, sampling and format of the output.
     """
 
     input: Places
@@ -111,6 +111,6 @@ class Settings(AskingSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.endpoint is None and self.served is None:
-            raise ValueError("endpoint: name one (a run directory of `nemo-ext serve`, or a URL), or a folder in model")
+            raise ValueError("set endpoint to a run directory of `nemo-ext serve` or a URL, or model to a folder")
         if Path(self.output).expanduser().is_file():
-            raise ValueError(f"output={self.output}: is a file: name a folder")
+            raise ValueError(f"output={self.output} is a file: choose a folder")

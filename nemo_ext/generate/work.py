@@ -1,4 +1,4 @@
-"""One worker of a batch job: takes ranges of rows by lease, asks, keeps, and helps others with theirs at the end."""
+"""Worker of a batch job: leases ranges of rows, sends their requests, and helps with others' ranges at the end."""
 
 import asyncio
 import contextlib
@@ -15,29 +15,42 @@ _IDLE = 1.0
 
 
 class Requests(Protocol):
-    """What makes requests of rows."""
+    """Builder of requests from rows."""
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """One of the requests of a row; ValueError if it has none."""
+        """Request for one sample of a row; raises ValueError if none can be made."""
+
+
+def try_requests(requests: Requests, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Check that a request can be made from at least one of the rows; raises the first ValueError otherwise."""
+    problems = []
+    for row in rows:
+        try:
+            requests.request(row, 0)
+            return
+        except ValueError as error:
+            problems.append(error)
+    if problems:
+        raise problems[0]
 
 
 class TooManyDead(Exception):
-    """More answers have failed than `generate.max_dead` allows."""
+    """More answers failed than `max_dead` allows."""
 
 
 @dataclass
 class Work:
-    """The ranges of a job, as one worker sees them.
+    """State of one worker.
 
     Attributes:
         index, rows: the input.
-        prompts: what makes requests of rows.
+        prompts: builder of the requests.
         output: the output.
-        samples: number of answers to each row.
-        most_dead: number of failures before the job fails.
-        seen: function that is called with every answer of this worker.
-        dead: number of failures.
-        known: answer of a request that need not be made; None where there is none.
+        samples: number of answers per row.
+        most_dead: number of failures above which the job fails.
+        seen: callback for every answer that this worker receives.
+        dead: number of failures so far.
+        known: function that returns an existing answer to a request, or None; None for a job without any.
     """
 
     index: Index
@@ -56,17 +69,17 @@ class Work:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, client: Client) -> None:
-        """Work until every range is settled, whoever settles it.
+        """Work until all ranges are finished, by this worker or others.
 
         Raises:
-            TooManyDead: see there.
+            TooManyDead: more answers failed than `most_dead`.
             ValueError, EndpointGone: see `Client.answers`.
         """
         if self.dead > self.most_dead:
-            raise TooManyDead("those of earlier starts")
+            raise TooManyDead("in earlier starts")
         asking, beating = asyncio.create_task(self._ask(client)), asyncio.create_task(self._beat())
         try:
-            # Beats end when all is settled; what is still asked then has been answered elsewhere.
+            # Heartbeats end when all ranges are finished; requests still open then were answered by other workers.
             await asyncio.wait((asking, beating), return_when=asyncio.FIRST_COMPLETED)
             for task in (asking, beating):
                 if task.done():
@@ -86,7 +99,7 @@ class Work:
                 self.seen(answer)
 
     def has(self, request: Request) -> bool:
-        """True if a request's answer has come from elsewhere since it was made."""
+        """Whether another worker has received the answer since the request was made."""
         opened, pair = self._asked[request.key, request.sample]
         if pair in opened.settled:
             del self._asked[request.key, request.sample]
@@ -94,21 +107,21 @@ class Work:
         return False
 
     def add(self, request: Request, answer: Answer) -> None:
-        """Keep an answer.
+        """Store an answer.
 
         Raises:
-            TooManyDead: it is one failure too many.
+            TooManyDead: the answer is a failure, and more failed than `most_dead`.
         """
         opened, pair = self._asked.pop((request.key, request.sample))
         self._keep(opened, pair, answer)
 
     def _keep(self, opened: OpenRange, pair: Pair, answer: Answer) -> None:
-        if opened.range.number in self._open:  # its range may have been finished by others
+        if opened.range.number in self._open:  # other workers may have finished its range
             self.output.add(opened, pair, answer)
         if answer.problem:
             self.dead += 1
             if self.dead > self.most_dead:
-                raise TooManyDead(answer.problem)
+                raise TooManyDead(f"last: {answer.problem}")
         self._finish(opened)
 
     async def _requests(self) -> AsyncIterator[Request]:
@@ -124,7 +137,7 @@ class Work:
                 await asyncio.wait_for(self._news.wait(), _IDLE)
 
     def _wanted(self, opened: OpenRange, pairs: Sequence[Pair]) -> Iterator[Request]:
-        """Requests of a range that nobody has answered and this worker has not made."""
+        """Requests of a range that have no answer and that this worker has not made yet."""
         for pair in pairs:
             if pair in opened.settled or pair in opened.asked:
                 continue
@@ -143,7 +156,7 @@ class Work:
         self._finish(opened)
 
     def _free(self) -> Iterator[OpenRange]:
-        """Ranges that this worker gets a lease on, opened."""
+        """Open and yield ranges that this worker can lease."""
         for range_ in self.index.ranges:
             if range_.number in self._open and self.output.leases.holds(range_.name):
                 continue
@@ -155,7 +168,7 @@ class Work:
             yield self._open.get(range_.number) or self._opened(range_)
 
     def _others(self) -> Iterator[OpenRange]:
-        """Ranges that others work on, opened, with answers that this worker has not asked for."""
+        """Open and yield ranges leased by other workers that have requests which this worker has not made."""
         for range_ in self.index.ranges:
             if self.output.part(range_).name not in self._settled:
                 opened = self._open.get(range_.number) or self._opened(range_)
@@ -180,7 +193,7 @@ class Work:
         return opened
 
     def _finish(self, opened: OpenRange) -> None:
-        """Write the part of a range that is complete and ours."""
+        """Write the part of a range if it is complete and leased by this worker."""
         if opened.complete and self.output.leases.holds(opened.range.name):
             if self.output.commit(opened):
                 self._retried.add(opened.range.number)
@@ -192,7 +205,7 @@ class Work:
         self.output.close(opened)
 
     async def _beat(self) -> None:
-        """Shows that this worker lives and takes account of what others did, until all ranges are settled."""
+        """Renew leases and read other workers' progress at intervals, until all ranges are finished."""
         while not self._all_settled():
             self.output.leases.touch()
             for opened in list(self._open.values()):

@@ -1,1 +1,1 @@
-"""Synthetic data: recipes of steps over endpoints, resumable step by step (docs/synthetic.md)."""
+"""Synthetic data generated with models behind endpoints, by recipes of resumable steps (docs/synthetic.md)."""

@@ -1,9 +1,9 @@
-"""Steps that ask: answers to rows, and conversations, in the folder of a batch job (`nemo_ext.generate`)."""
+"""Steps `ask` and `converse`: answers to rows and conversations, stored by batch jobs (`nemo_ext.generate`)."""
 
-import asyncio
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ from typing import Any
 from nemo_ext.chat.formats import thinking_mode
 from nemo_ext.endpoint.client import Client, Request
 from nemo_ext.evaluation.score import said
-from nemo_ext.generate.batch import A_DAY, Asks, answer_all, held_part_rows, made_of
+from nemo_ext.generate.batch import Asks, answer_all, held_part_rows, made_of
 from nemo_ext.generate.output import Output
 from nemo_ext.generate.prompts import without_nulls
 from nemo_ext.generate.rows import Index, Rows
 from nemo_ext.generate.settings import BATCH, GenerateSettings
+from nemo_ext.generate.work import try_requests
 from nemo_ext.job import seeds
-from nemo_ext.job.files import only_run_in
 from nemo_ext.job.leases import Leases
 from nemo_ext.job.made_of import check_same, digest, note, noted
 from nemo_ext.job.progress import notice
@@ -26,7 +26,7 @@ from nemo_ext.job.run_directory import OWN
 from nemo_ext.rl.episodes import Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verifiers.refusal import refuses
-from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
+from nemo_ext.synthesis.canaries import canaries_of, count_canaries, with_canaries
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.conversing import Conversing, Play
 from nemo_ext.synthesis.known import Known
@@ -40,18 +40,18 @@ _REQUEST = {
     Ask: ("role", "prompt", "messages", "system", "tools", "thinking", "complete", "samples", *_SAMPLING),
     Converse: ("role", "environment", "settings", "thinking", "samples", "user", *_SAMPLING),
 }
-"""Settings that answers depend on: others may change without a new question."""
+"""Settings that requests depend on; other settings may change without new requests."""
 
 
 @dataclass(kw_only=True)
 class Asking:
-    """An asking step at work.
+    """Execution of a step that sends requests.
 
     Attributes:
-        step: its settings.
-        context: its rows, folder and counts.
-        clients: client of each role, made anew for every step.
-        work: how the work is done.
+        step: settings of the step.
+        context: rows, folder and counts of the step.
+        clients: client of each role, created for this step.
+        work: settings of the section `synthesize`.
         models: name and checkpoint of each role's model.
     """
 
@@ -65,25 +65,25 @@ class Asking:
     _readable: int = 0
 
     def prepare(self, identity: str) -> Path | None:
-        """Write the rows that are asked about, canaries among them, unless they are there.
+        """Write the rows that need requests, including canaries, unless the file exists.
 
-        Each set of rows has a file and a folder of answers of its own, so that nothing is lost where rows change;
-        answers to the same requests are taken over (`Known`).
+        Each set of rows has its own file and folder of answers, so that no answers are lost when rows change; answers
+        to identical requests are reused (`Known`).
 
         Args:
-            identity: digest of all that the rows depend on.
+            identity: digest of everything that the rows depend on.
 
         Returns:
-            The file; None if there are no rows.
+            The file; None if no row needs a request.
 
         Raises:
-            ValueError: answers of earlier rows were asked for otherwise.
+            ValueError: answers to earlier rows were requested with different settings.
         """
         record, new = self.context.folder / OWN / "asked.json", self.context.folder / OWN / "asked.new"
-        if (held := noted(record)) is not None:
-            file = self.context.folder / held["file"]
-            if held["identity"] == identity and file.exists():
-                return file if held["rows"] else None
+        if (existing := noted(record)) is not None:
+            file = self.context.folder / existing["file"]
+            if existing["identity"] == identity and file.exists():
+                return file if existing["rows"] else None
         number = 0
         with written(new) as write:
             for row, asked, _ in with_canaries(self.context, self.canaries, self.step.when):
@@ -93,36 +93,34 @@ class Asking:
         with open(new, "rb") as content:
             name = digest([hashlib.file_digest(content, "sha256").hexdigest(), self.work.part_rows])[:12]
         file = self.context.folder / f"asked-{name}.jsonl"
-        self._take_over(self._folder(file))
+        self._keep_answers(self._folder(file))
         new.replace(file)
         note(record, {"identity": identity, "file": file.name, "rows": number})
         return file if number else None
 
     def _folder(self, asked: Path) -> Path:
-        """Folder of the answers to rows."""
+        """Folder of the answers to the rows in a file."""
         return asked.with_name(f"answers-{asked.stem.removeprefix('asked-')}")
 
-    def _take_over(self, folder: Path) -> None:
-        """Keeps the answers of other folders by their requests, for a folder that has not begun."""
+    def _keep_answers(self, folder: Path) -> None:
+        """Make the answers of other folders available by their requests to a folder that has none yet."""
         others = []
         for asked in sorted(self.context.folder.glob("asked-*.jsonl")):
             other = self._folder(asked)
             before = made_of(other)
             if before is None or other == folder:
                 continue
-            begun = f"steps.{self.context.name}: {other}: was begun otherwise"
+            begun = f"steps.{self.context.name}: {other}: was started with different settings"
             check_same(before, {**before, **self._made_of()}, begun, self._otherwise())
             others.append((asked, other))
         if others and made_of(folder) is None:
             (folder / OWN).mkdir(parents=True, exist_ok=True)
-            number = Known(folder / OWN / _KNOWN).write(each for pair in others for each in self._kept(*pair))
-            notice(
-                f"{self.context.name}: the rows before it changed; {number:,} answers are kept for those that did not"
-            )
+            number = Known(folder / OWN / _KNOWN).write(answer for pair in others for answer in self._stored(*pair))
+            notice(f"{self.context.name}: its input rows changed; {number:,} answers are kept for unchanged rows")
 
-    def _kept(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
-        """Answers of a folder with their requests."""
-        rows = Rows.of((str(asked),), "key")
+    def _stored(self, asked: Path, folder: Path) -> Iterator[tuple[Request, Mapping[str, Any]]]:
+        """Answers in a folder, each with its request."""
+        rows = Rows.from_paths((str(asked),), "key")
         leases = Leases(folder / OWN / "leases", self.work.lease)
         output = Output(folder=folder, format="parquet", schema=None, names={}, leases=leases)
         ranges = rows.index(held_part_rows(folder)).ranges
@@ -133,157 +131,135 @@ class Asking:
                 yield self.request(by_key[key], sample), answer
 
     def _otherwise(self) -> str:
-        return f"go back to that, name another output, or remove {self.context.folder} to ask again"
+        return f"restore those settings, choose another output, or remove {self.context.folder} to start over"
 
     def _made_of(self) -> dict[str, Any]:
-        """What answers depend on beside the rows."""
-        given = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
+        """Settings that answers depend on besides the rows."""
+        settings = {name: getattr(self.step, name) for name in _REQUEST[type(self.step)]}
         models = {role: self.models[role] for role in self.step.roles()}
-        made = {self.context.name: json.loads(json.dumps(given, default=asdict)), "seed": self.context.seed}
-        return {**made, "models": models}
+        as_json = json.loads(json.dumps(settings, default=asdict))
+        return {self.context.name: as_json, "seed": self.context.seed, "models": models}
 
     @property
     def canaries(self) -> Canaries | None:
-        """Canaries of the step."""
+        """Canaries of the step; None for none."""
         return canaries_of(self.step, self.work) if isinstance(self.step, Ask) else None
 
     async def ask(self, asked: Path) -> tuple[Output, Index]:
-        """Answers to all rows of a file; see `answer_all`."""
+        """Request answers to all rows of a file; see `answer_all`."""
         settings = GenerateSettings(key="key", **{name: getattr(self.work, name) for name in BATCH})
-        rows, folder = Rows.of((str(asked),), "key"), self._folder(asked)
+        rows, folder = Rows.from_paths((str(asked),), "key"), self._folder(asked)
 
         def asks(index: Index) -> Asks:
-            self._try(rows.read(index.ranges[0])[:_TRIED])
+            try_requests(self, rows.read(index.ranges[0])[:_TRIED])
             return Asks(prompts=self, made_of=self._made_of(), known=Known(folder / OWN / _KNOWN).reader())
 
         client = self.clients[self.step.role]
-        if not isinstance(self.step, Converse):
-            return await self._answered(client, rows, asks, folder, settings)
-        if self.step.user is None:
-            talking = Conversing(client, self.step, self.context, self.episodes)
-            return await self._answered(talking, rows, asks, folder, settings)
-        async with self.clients[self.step.user.role] as user:
-            await user.check()
-            talking = Conversing(client, self.step, self.context, self.episodes, user)
-            return await self._answered(talking, rows, asks, folder, settings)
-
-    async def _answered(
-        self, client: Client, rows: Rows, asks: Any, folder: Path, settings: GenerateSettings
-    ) -> tuple[Output, Index]:
-        try:
-            return await answer_all(
-                client,
-                rows,
-                asks,
-                folder,
-                samples=self.step.samples or 1,
-                settings=settings,
-                label=self.context.name,
-                otherwise=self._otherwise(),
-            )
-        finally:
-            for episodes in self._episodes.values():
-                episodes.shutdown()
-
-    def _try(self, asked: list[dict[str, Any]]) -> None:
-        """Refuses templates that fit none of the first rows: that costs nothing yet."""
-        problems = []
-        for row in asked:
+        async with AsyncExitStack() as stack:
+            if isinstance(self.step, Converse):
+                user = None
+                if self.step.user is not None:
+                    user = await stack.enter_async_context(self.clients[self.step.user.role])
+                    await user.check()
+                client = Conversing(client, self.step, self.context, self.episodes, user)
             try:
-                self.request(row, 0)
-                return
-            except ValueError as error:
-                problems.append(error)
-        if problems:
-            raise problems[0]
+                return await answer_all(
+                    client,
+                    rows,
+                    asks,
+                    folder,
+                    samples=self.step.samples or 1,
+                    settings=settings,
+                    label=self.context.name,
+                    otherwise=self._otherwise(),
+                )
+            finally:
+                for episodes in self._episodes.values():
+                    episodes.shutdown()
 
     def request(self, row: Mapping[str, Any], sample: int) -> Request:
-        """One of the requests of a row; see `Requests`."""
+        """Request for one sample of a row; see `Requests`."""
         key, columns = str(row["key"]), read(row["row"])
         names = (self.context.seed, "synthesize", self.context.name, key, sample)
-        seed = seeds.digest(*names) >> 33  # some servers take no more than 31 bits
-        body = self.step.sampling.body() | {"seed": seed}
+        seed = seeds.digest(*names) >> 33  # some servers accept at most 31 bits
+        body = self.step.body() | {"seed": seed}
         if self.step.thinking is not None:
             value = self.context.value("thinking", self.step.thinking, self.context.names(columns))
             mode = thinking_mode(value, f"steps.{self.context.name}.thinking: row {key}")
             if mode is not None:
-                given = body.get("chat_template_kwargs") or {}
-                body["chat_template_kwargs"] = {**given, "enable_thinking": mode}
+                arguments = body.get("chat_template_kwargs") or {}
+                body["chat_template_kwargs"] = {**arguments, "enable_thinking": mode}
         if isinstance(self.step, Converse):
             task = self._task(columns)
-            self.episodes(task.environment).reference(task)  # refuses what cannot be verified
+            self.episodes(task.environment).reference(task)  # raises ValueError if the reference is invalid
             return Play(key=key, sample=sample, body=body, task=task, row=columns)
-        prompt, tools = self.prompt_of(columns), self._tools(columns)
+        prompt, tools = self.prompt_of(columns), None
+        if self.step.tools is not None:
+            tools = self.context.value("tools", self.step.tools, self.context.names(columns))
         if self.step.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"steps.{self.context.name}.complete: {key}: messages are no text")
+                raise ValueError(f"steps.{self.context.name}.complete: {key}: expected a text, not messages")
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}
         return Request(key=key, sample=sample, body=body | more | {"messages": messages})
 
     def prompt_of(self, row: Row) -> Any:
-        """Text or messages that a row's request asks.
+        """Prompt of a row: text or messages.
 
         Raises:
-            ValueError: the template fails, or gives neither.
+            ValueError: the template fails or yields neither.
         """
         assert isinstance(self.step, Ask)
         names = self.context.names(row)
         if self.step.prompt is not None:
-            found: Any = self.context.text("prompt", self.step.prompt, names)
+            prompt: Any = self.context.text("prompt", self.step.prompt, names)
         else:
-            found = self.context.value("messages", str(self.step.messages), names)
-        if not isinstance(found, str) and not (
-            isinstance(found, list) and found and all(isinstance(each, Mapping) for each in found)
+            prompt = self.context.value("messages", str(self.step.messages), names)
+        if not isinstance(prompt, str) and not (
+            isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
         ):
-            raise ValueError(f"steps.{self.context.name}: {str(found)[:60]!r}: expected a text or messages")
-        found = found if isinstance(found, str) else without_nulls(found)
+            raise ValueError(f"steps.{self.context.name}: {str(prompt)[:60]!r}: expected a text or messages")
+        prompt = prompt if isinstance(prompt, str) else without_nulls(prompt)
         system = self.context.text("system", self.step.system, names) if self.step.system else ""
         if not system:
-            return found
+            return prompt
         if self.step.complete:
-            return f"{system}\n\n{found}"
-        messages = [{"role": "user", "content": found}] if isinstance(found, str) else found
+            return f"{system}\n\n{prompt}"
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if messages[0].get("role") == "system":
             system, messages = f"{system}\n\n{messages[0].get('content')}", messages[1:]
         return [{"role": "system", "content": system}, *messages]
-
-    def _tools(self, row: Row) -> Any:
-        assert isinstance(self.step, Ask)
-        if self.step.tools is None:
-            return None
-        return self.context.value("tools", self.step.tools, self.context.names(row))
 
     def _task(self, row: Row) -> Task:
         assert isinstance(self.step, Converse)
         names = ("prompt", "reference", "tools")
         environment = self.step.environment or row.get("environment")
         record = {ID: row[ID], "environment": environment, **{name: row[name] for name in names if row.get(name)}}
-        if isinstance(given := record.get("reference"), Mapping):
-            record["reference"] = {key: held for key, held in given.items() if held is not None}
+        if isinstance(reference := record.get("reference"), Mapping):
+            record["reference"] = {key: value for key, value in reference.items() if value is not None}
         return Task.from_record(record, f"steps.{self.context.name}: row {row[ID]}")
 
     def episodes(self, environment: str) -> Episodes:
-        """The world of a name."""
+        """Episodes of an environment by its name."""
         assert isinstance(self.step, Converse)
         if environment not in self._episodes:
-            found = Episodes({"name": environment, "settings": self.step.settings})
-            if found.environment.begin is None:
-                raise ValueError(f"steps.{self.context.name}.environment={environment}: is no world with tools")
-            self._episodes[environment] = found
+            episodes = Episodes({"name": environment, "settings": self.step.settings})
+            if episodes.environment.begin is None:
+                raise ValueError(f"steps.{self.context.name}.environment={environment}: not an environment with tools")
+            self._episodes[environment] = episodes
         return self._episodes[environment]
 
     def rows(self, answers: tuple[Output, Index] | None) -> Iterator[Row]:
-        """Rows with their answers, in the order of those before.
+        """Rows with their answers, in the order of the input rows.
 
         Args:
-            answers: what `answered` has returned.
+            answers: return value of `ask`; None if no row needs a request.
 
         Raises:
-            Fooled: too many canaries were taken for right.
+            Fooled: the judge accepted too many canaries.
         """
-        found, planted, fooled = _answers(*answers) if answers else iter(()), 0, 0
+        by_row, planted, fooled = _answers(*answers) if answers else iter(()), 0, 0
         canaries, numbers = self.canaries, self.context.counts.numbers
         numbers |= {"answers": 0, "prompt_tokens": 0, "completion_tokens": 0}
         for row, asked, is_canary in with_canaries(self.context, canaries, self.step.when):
@@ -291,12 +267,15 @@ class Asking:
             if not asked:
                 yield row
                 continue
-            key, own = next(found)
+            key, row_answers = next(by_row)
             if key != row[ID]:
-                raise ValueError(f"steps.{self.context.name}.when: is not the same for a row each time: {row[ID]}")
-            if len(own) != (self.step.samples or 1):
-                raise ValueError(f"steps.{self.context.name}: row {key}: {len(own)} answers: {self._otherwise()}")
-            for answer in own:
+                raise ValueError(f"steps.{self.context.name}.when: not deterministic: differs for row {row[ID]}")
+            if len(row_answers) != (samples := self.step.samples or 1):
+                raise ValueError(
+                    f"steps.{self.context.name}: row {key}: has {len(row_answers)} of {samples} answers: "
+                    f"{self._otherwise()}"
+                )
+            for answer in row_answers:
                 numbers["answers"] += 1
                 numbers["prompt_tokens"] += answer.get("prompt_tokens") or 0
                 numbers["completion_tokens"] += answer.get("completion_tokens") or 0
@@ -304,11 +283,11 @@ class Asking:
                     if not answer["problem"]:
                         planted += 1
                         fooled += self._fooled(canaries, row, answer)
-                elif (made := self._made(row, answer)) is not None:
-                    yield made
+                elif (new_row := self._with_answer(row, answer)) is not None:
+                    yield new_row
         if self._unreadable is not None and not self._readable:
             raise self._unreadable
-        numbers |= told(canaries, planted, fooled, self.context)
+        numbers |= count_canaries(canaries, planted, fooled, self.context)
 
     def _fooled(self, canaries: Canaries, row: Row, answer: Mapping[str, Any]) -> bool:
         assert isinstance(self.step, Ask)
@@ -325,41 +304,41 @@ class Asking:
             row, **_parts(answer), model=model, sample=answer["sample"], samples=self.step.samples or 1
         )
 
-    def _made(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
-        """The row with its answer; None if it leaves, which is counted."""
-        made = dict(row)
+    def _with_answer(self, row: Row, answer: Mapping[str, Any]) -> Row | None:
+        """The row with its answer; None if it is dropped, which is counted."""
+        new_row = dict(row)
         if self.step.samples is not None:
-            made[ID] = f"{row[ID]}/{self.context.name}.{answer['sample']}"
+            new_row[ID] = f"{row[ID]}/{self.context.name}.{answer['sample']}"
         if answer["problem"]:
-            self.context.drop(made, "no answer", answer["problem"])
+            self.context.drop(new_row, "no answer", answer["problem"])
             return None
         if isinstance(self.step, Converse):
             more = {"tokens": answer["completion_tokens"], "samples": self.step.samples}
-            return {**made, **read(answer["answer"]), **more}
+            return {**new_row, **read(answer["answer"]), **more}
         if answer["finish_reason"] == "length" and not self.step.truncated:
-            self.context.drop(made, "truncated")
+            self.context.drop(new_row, "truncated")
             return None
-        names = self._names(made, answer)
+        names = self._names(new_row, answer)
         if not names["answer"] and not names["tool_calls"]:
-            self.context.drop(made, "empty answer")
+            self.context.drop(new_row, "empty answer")
             return None
         if not self.step.refusals and refuses(names["answer"]):
-            self.context.drop(made, "refusal", " ".join(names["answer"][:80].split()))
+            self.context.drop(new_row, "refusal", " ".join(names["answer"][:80].split()))
             return None
         try:
-            new = self.context.columns("columns", self.step.columns, names)
-            made |= new
-            kept = self.context.satisfies(made, self.step.require, names | new)
-        except ValueError as error:  # a model may say anything
+            columns = self.context.columns("columns", self.step.columns, names)
+            new_row |= columns
+            satisfied = self.context.satisfies(new_row, self.step.require, names | columns)
+        except ValueError as error:  # answers may be anything
             self._unreadable = self._unreadable or error
-            self.context.drop(made, "unreadable answer", str(error))
+            self.context.drop(new_row, "unreadable answer", str(error))
             return None
         self._readable += 1
-        return made if kept else None
+        return new_row if satisfied else None
 
 
 def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What expressions see of an answer."""
+    """Variables of expressions over an answer."""
     calls = answer["tool_calls"] or []
     calls = json.loads(calls) if isinstance(calls, str) else calls
     finished = answer["finish_reason"] != "length"
@@ -374,21 +353,14 @@ def _parts(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answers(output: Output, index: Index) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Answers and failures of each row, in the order of the rows."""
+    """Answers and failures by row, in the order of the rows."""
     for range_ in index.ranges:
-        asked = Rows.of((range_.part.path,), "key").read(range_)
-        keys = [str(row["key"]) for row in asked]
-        found: dict[str, list[dict[str, Any]]] = {key: [] for key in keys}
+        rows = Rows.from_paths((range_.part.path,), "key").read(range_)
+        keys = [str(row["key"]) for row in rows]
+        answers: dict[str, list[dict[str, Any]]] = {key: [] for key in keys}
         for key, _, answer in output.kept(range_, keys):
-            found[key].append({**answer, "problem": ""})
+            answers[key].append({**answer, "problem": ""})
         for failure in output.failures(range_):
-            found[failure["key"]].append(failure)
+            answers[failure["key"]].append(failure)
         for key in keys:
-            yield key, sorted(found[key], key=lambda answer: answer["sample"])
-
-
-def answered(asking: Asking, identity: str) -> tuple[Output, Index] | None:
-    """Answers of an asking step, by this worker and others; None if there is nothing to ask."""
-    with only_run_in(asking.context.folder / OWN, "output", wait=A_DAY):
-        asked = asking.prepare(identity)
-    return None if asked is None else asyncio.run(asking.ask(asked))
+            yield key, sorted(answers[key], key=lambda answer: answer["sample"])

@@ -1,4 +1,4 @@
-"""Rows with planted faults, which tell whether a judge judges."""
+"""Canaries: rows with planted faults, which show whether a judge detects faults."""
 
 import math
 import re
@@ -17,21 +17,18 @@ _MADE = re.compile(r"(?:/\w+\.\d+)+$")
 
 
 class Fooled(Exception):
-    """A judge took too many planted faults for right."""
+    """A judge accepted too many planted faults."""
 
 
 def canaries_of(step: Ask | Verify, work: WorkSettings) -> Canaries | None:
-    """Canaries of a step, by the recipe or as the user wants them."""
+    """Canaries of a step, with the user's share in place of the recipe's; None for none."""
     if step.canaries is None or work.canaries == 0:
         return None
-    if work.canaries is None:
-        return step.canaries
-    given = step.canaries
-    return replace(given, share=work.canaries)
+    return step.canaries if work.canaries is None else replace(step.canaries, share=work.canaries)
 
 
 def with_canaries(context: Context, canaries: Canaries | None, when: str | None) -> Iterator[tuple[Row, bool, bool]]:
-    """The rows, each with whether the step is for it, and False; canaries with two times True follow their rows."""
+    """Rows with canaries after them, each as (row, whether the step applies to it, whether it is a canary)."""
     total, planted = len(context.rows), 0.0
     if canaries is not None and total > 1:
         planted = max(math.ceil(canaries.share * total), min(total, canaries.LEAST)) / total
@@ -41,7 +38,7 @@ def with_canaries(context: Context, canaries: Canaries | None, when: str | None)
         if applies and canaries is not None and uniform(context.seed, context.name, "canary", str(row[ID])) < planted:
             others = others_of(number, total, _OTHERS, context.seed, context.name, "canary", row[ID])
             rows = [context.rows[other] for other in others]
-            other = next((each for each in rows if _origin(each) != _origin(row)), None)
+            other = next((candidate for candidate in rows if _origin(candidate) != _origin(row)), None)
             if other is None:
                 continue
             names = context.names(row, other=other)
@@ -52,21 +49,21 @@ def with_canaries(context: Context, canaries: Canaries | None, when: str | None)
 
 
 def _origin(row: Row) -> str:
-    """Id of the row of the input that steps have made a row out of."""
+    """Id of the input row that a row originates from."""
     return _MADE.sub("", str(row[ID]))
 
 
-def told(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
-    """What is said of canaries.
+def count_canaries(canaries: Canaries | None, planted: int, fooled: int, context: Context) -> dict[str, Any]:
+    """Numbers of canaries for the report.
 
     Raises:
-        Fooled: too many were taken for right.
+        Fooled: the judge accepted too many of them.
     """
     if canaries is None or not planted:
         return {}
     if fooled > canaries.most * planted:
         raise Fooled(
-            f"steps.{context.name}: {fooled} of {planted} planted faults were taken for right, more than "
-            f"canaries.most={canaries.most:g}: this judge cannot be trusted. Take another, or mend its prompt"
+            f"steps.{context.name}: the judge accepted {fooled} of {planted} planted faults, more than "
+            f"canaries.most={canaries.most:g}, and cannot be trusted: use another judge, or improve its prompt"
         )
     return {"canaries": planted, "canaries_fooled": fooled}

@@ -13,9 +13,9 @@ _SECTIONS = (
 
 
 def literal(key: str, value: str) -> bool | None:
-    """Whether Hydra reads the value of a step's key; other values are texts: templates and expressions.
+    """Whether Hydra parses the value of a key of a step or output; other values are templates and expressions.
 
-    None for keys that are not of a step or an output.
+    None for other keys.
     """
     if not key.startswith(("steps.", "outputs.")):
         return None
@@ -29,14 +29,11 @@ SYNTHESIZE = asking(
     extra="synthesize",
     name="synthesize",
     group="data",
-    help="make training data with models, by a recipe of steps: answers, verdicts, judges, filters",
+    help="generate training data with models, by a recipe of steps: answers, verdicts, judges, filters",
     run="nemo_ext.synthesis.job:run",
     check=reads("nemo_ext.synthesis.job:check"),
     grammar=Grammar(
-        settings=(
-            "nemo_ext.synthesis.settings:Settings",
-            {"roles": {"*": "nemo_ext.synthesis.settings:Role"}},
-        ),
+        settings=("nemo_ext.synthesis.settings:Settings", {"roles": {"*": "nemo_ext.synthesis.settings:Role"}}),
         aliases={"model": "served"},
         groups={"recipe": "synthesize"},
         literal=literal,

@@ -1,4 +1,4 @@
-"""What a step is done with: its rows, its folder, and what is counted."""
+"""Context of a step: its input rows, folder, templates and counts."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -14,13 +14,13 @@ _EXAMPLES = 20
 
 @dataclass
 class Counts:
-    """What a step counted.
+    """Counts of a step.
 
     Attributes:
-        rows, made: rows before and after it.
-        dropped: rows that left, by reason.
-        examples: the first ids of each reason, with what was found.
-        numbers: what else is said of the step.
+        rows, made: number of rows before and after the step.
+        dropped: number of dropped rows by reason.
+        examples: ids of the first rows dropped for each reason, with details.
+        numbers: further numbers for the report.
     """
 
     rows: int = 0
@@ -30,25 +30,25 @@ class Counts:
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
-        """What `of` reads back."""
+        """JSON value of the counts, for `from_record`."""
         return {**vars(self), "dropped": dict(self.dropped.most_common())}
 
     @classmethod
-    def of(cls, held: Mapping[str, Any]) -> "Counts":
-        """Counts as a step's record holds them."""
-        return cls(**{**held, "dropped": Counter(held["dropped"])})
+    def from_record(cls, record: Mapping[str, Any]) -> "Counts":
+        """Counts from a JSON value made by `record`."""
+        return cls(**{**record, "dropped": Counter(record["dropped"])})
 
 
 @dataclass
 class Context:
-    """A step at work.
+    """Context in which a step is executed.
 
     Attributes:
-        name: the step's name.
-        folder: its folder.
-        rows: the rows before it.
-        seed: seed of all decisions.
-        counts: what it has counted.
+        name: name of the step.
+        folder: folder of the step.
+        rows: input rows.
+        seed: seed of all random decisions.
+        counts: counts so far.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Context:
     counts: Counts = field(default_factory=Counts)
 
     def names(self, row: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        """What templates and expressions see: the row's columns, all of them as `row`, the seed, and more."""
+        """Variables of templates and expressions: the row's columns, the whole row as `row`, the seed, and `more`."""
         return {**row, **more, "seed": self.seed, "row": row}
 
     def value(self, key: str, source: str, names: Mapping[str, Any]) -> Any:
@@ -66,22 +66,22 @@ class Context:
         return TEMPLATES.value(source, names, f"steps.{self.name}.{key}", self._place(names))
 
     def text(self, key: str, source: str, names: Mapping[str, Any]) -> str:
-        """Text of a template, without white space around it."""
+        """Rendered template, without surrounding whitespace."""
         return TEMPLATES.text(source, names, f"steps.{self.name}.{key}", self._place(names)).strip()
 
     def columns(self, key: str, section: Mapping[str, str], names: Mapping[str, Any]) -> Row:
-        """Columns of a section; later expressions may name earlier columns."""
-        seen, made = dict(names), Row()
+        """Evaluate a section of columns; later expressions may refer to earlier columns."""
+        variables, columns = dict(names), Row()
         for name, source in section.items():
-            seen[name] = made[name] = self.value(f"{key}.{name}", source, seen)
-        return made
+            variables[name] = columns[name] = self.value(f"{key}.{name}", source, variables)
+        return columns
 
     def applies(self, when: str | None, row: Mapping[str, Any]) -> bool:
-        """True if the step is for the row."""
+        """Whether the step applies to a row."""
         return when is None or bool(self.value("when", when, self.names(row)))
 
     def satisfies(self, row: Mapping[str, Any], require: Mapping[str, str], names: Mapping[str, Any]) -> bool:
-        """True if all of a section `require` is true; else the row is counted as dropped for the first that is not."""
+        """Whether all conditions in `require` hold; otherwise counts the row as dropped for the first reason."""
         for reason, source in require.items():
             if not self.value(f"require.{reason}", source, names):
                 self.drop(row, reason)
@@ -89,14 +89,14 @@ class Context:
         return True
 
     def drop(self, row: Mapping[str, Any], reason: str, detail: str = "") -> None:
-        """Count a row that leaves."""
+        """Count a dropped row."""
         self.counts.dropped[reason] += 1
         examples = self.counts.examples.setdefault(reason, [])
         if len(examples) < _EXAMPLES:
             examples.append(f"{row[ID]}{f': {detail}' if detail else ''}"[:200])
 
-    def each(self) -> Iterator[Row]:
-        """The rows before the step, counted."""
+    def read_rows(self) -> Iterator[Row]:
+        """Iterate over the input rows, and count them."""
         for row in self.rows:
             self.counts.rows += 1
             yield row

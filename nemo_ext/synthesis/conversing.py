@@ -1,4 +1,4 @@
-"""Conversations of a model with the tools of a world, and with a model in the user's place."""
+"""Conversations of a model with an environment's tools, and with a model that simulates the user."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,21 +19,21 @@ from nemo_ext.synthesis.settings import Converse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Play(Request):
-    """A conversation that is wanted."""
+    """Request for a conversation."""
 
     task: Task
     row: Row
 
 
 class Conversing(Client):
-    """A client whose answer is a whole conversation, as JSON: `messages`, `correct`, `score`, `why`.
+    """Client whose answers are whole conversations, encoded as JSON: `messages`, `correct`, `score`, `why`.
 
     Args:
         client: client of the model.
         step: the step.
-        context: its rows.
-        episodes: function of an environment's name; returns its world.
-        user: client of the model that speaks as the user; None for none.
+        context: context of the step.
+        episodes: function from the name of an environment to its episodes.
+        user: client of the model that simulates the user; None for none.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class Conversing(Client):
 
         async def answer(messages: Messages, turn: int) -> Answer:
             seed = digest(request.body["seed"], turn) >> 33
-            found = await super(Conversing, self).ask(
+            response = await super(Conversing, self).ask(
                 Request(body={**request.body, **more, "seed": seed, "messages": list(messages)})
             )
-            return cut_off(found) if turn and found.too_long else found
+            return cut_off(response) if turn and response.too_long else response
 
         problems, spoken, full = list[str](), 0, False
 
-        def cut_off(found: Answer) -> Answer:
-            """In place of an answer for which the conversation leaves no room: as if the limit had cut it off."""
+        def cut_off(response: Answer) -> Answer:
+            """Replacement for an answer that does not fit into the context length: an answer truncated by the limit."""
             nonlocal full
             full = True
-            return replace(found, answer="", problem="", finish_reason="length")
+            return replace(response, answer="", problem="", finish_reason="length")
 
         async def user(turns: Messages) -> str | None:
             nonlocal spoken
@@ -76,57 +76,58 @@ class Conversing(Client):
             spoken += 1
             if full or spoken > step.user.max_turns:
                 return None
-            names = context.names(request.row, request=task.prompt[-1].content)
-            system = context.text("user.system", step.user.system, names)
+            variables = context.names(request.row, request=task.prompt[-1].content)
+            system = context.text("user.system", step.user.system, variables)
             seed = digest(request.body["seed"], "user", spoken) >> 33
             before = [first[-1]] if turns else []
-            said_to = [{"role": "system", "content": system}, *_from_the_other_side([*before, *turns])]
-            found = await self._user.ask(Request(body={"seed": seed, "messages": said_to}))
-            if spoken > 1 and found.too_long:
-                found = cut_off(found)
-            if found.problem:
-                problems.append(f"user: {found.problem}")
+            messages = [{"role": "system", "content": system}, *_with_swapped_roles([*before, *turns])]
+            response = await self._user.ask(Request(body={"seed": seed, "messages": messages}))
+            if spoken > 1 and response.too_long:
+                response = cut_off(response)
+            if response.problem:
+                problems.append(f"user: {response.problem}")
                 return None
-            text = said(found.answer or "", found.reasoning, ()).response.answer
+            text = said(response.answer or "", response.reasoning, ()).response.answer
             return None if not text or step.user.end in text else text
 
-        playing = Playing(episodes=self._episodes(task.environment), answer=answer)
         if step.user is not None:
             opening = await user([])
             if opening is None:
-                why = problems[0] if problems else "user: has nothing to say"
+                why = problems[0] if problems else "user: ended the conversation before its first message"
                 return Answer(key=request.key, sample=request.sample, problem=why)
             first = [*first[:-1], {"role": "user", "content": opening}]
-            playing = Playing(episodes=playing.episodes, answer=answer, user=user)
+            playing = Playing(
+                episodes=self._episodes(task.environment), answer=answer, user=None if step.user is None else user
+            )
         play = await playing.play(task, first)
         last, verdict = play.answers[-1], play.verdict
         problem = last.problem or next(iter(problems), "")
         if not problem and (verdict is None or verdict.outcome == "error"):
-            problem = f"world: {verdict.reason if verdict else 'no verdict'}"
+            problem = f"environment: {verdict.reason if verdict else 'no verdict'}"
         if problem or verdict is None:
             return Answer(key=request.key, sample=request.sample, problem=problem, status=last.status)
-        cut = full or any(each.finish_reason == "length" for each in play.answers)
+        cut = full or any(response.finish_reason == "length" for response in play.answers)
         whole = {
             "messages": [*first, *play.turns],
             "correct": verdict.outcome == "correct" and not cut,
             "score": 0.0 if cut else verdict.score,
-            "why": "an answer was cut off" if cut else verdict.reason,
+            "why": "an answer was truncated" if cut else verdict.reason,
         }
         return Answer(
             key=request.key,
             sample=request.sample,
             answer=json_line(whole).decode(),
             finish_reason="stop",
-            prompt_tokens=sum(each.prompt_tokens or 0 for each in play.answers),
-            completion_tokens=sum(each.completion_tokens or 0 for each in play.answers),
+            prompt_tokens=sum(response.prompt_tokens or 0 for response in play.answers),
+            completion_tokens=sum(response.completion_tokens or 0 for response in play.answers),
             seed=request.body["seed"],
-            seconds=sum(each.seconds for each in play.answers),
+            seconds=sum(response.seconds for response in play.answers),
             status=200,
         )
 
 
-def _from_the_other_side(turns: Messages) -> list[dict[str, str]]:
-    """The texts of a conversation as the user's model sees them: its own as the assistant's."""
+def _with_swapped_roles(turns: Messages) -> list[dict[str, str]]:
+    """Texts of a conversation for the model that simulates the user: its own messages have the role assistant."""
     names = {"user": "assistant", "assistant": "user"}
     spoken = [
         {"role": names[turn["role"]], "content": str(turn["content"])}

@@ -1,6 +1,6 @@
-"""Filters that recipes' templates and expressions have beside Jinja's own; they compute, and reach no file, no network.
+"""Jinja filters for templates and expressions of recipes: pure functions, without access to files or network.
 
-They are filters alone (`answer | tagged('score')`), since a row may have a column with the name of any of them.
+They are filters only (`answer | tagged('score')`), not functions, because rows may have columns with the same names.
 """
 
 import ast
@@ -27,43 +27,42 @@ _SHINGLE = 3
 
 
 def tagged(text: str | None, name: str) -> str:
-    """What stands between the last <name> and </name>, without white space around it; "" if there is none."""
-    found = all_tagged(text, name)
-    return found[-1] if found else ""
+    """Content of the last <name>...</name>, without surrounding whitespace; "" if there is none."""
+    return (all_tagged(text, name) or [""])[-1]
 
 
 def all_tagged(text: str | None, name: str) -> list[str]:
-    """What stands between each <name> and </name>."""
-    mark = re.escape(name)
-    return [each.strip() for each in re.findall(rf"<{mark}>((?:(?!<{mark}>).)*?)</{mark}>", text or "", re.DOTALL)]
+    """Contents of all <name>...</name>, without surrounding whitespace."""
+    tag = re.escape(name)
+    return [inner.strip() for inner in re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", text or "", re.DOTALL)]
 
 
 def number(text: str | None) -> float | None:
     """The first number in a text; None if there is none."""
-    found = _NUMBER.search(text or "")
-    return float(found.group()) if found else None
+    match = _NUMBER.search(text or "")
+    return float(match.group()) if match else None
 
 
 def json_of(text: str | None) -> Any:
-    """Value of a JSON text, or of one in a code block; None if it is none that can be kept."""
+    """Value of JSON in a text or in its last code block; None if it is invalid or cannot be stored."""
     try:
         value = strict_json(code(text) or text or "")
-        orjson.dumps(value)  # no halves of characters, nothing deeper than a file holds
+        orjson.dumps(value)  # no lone surrogates, no excessive nesting
     except (ValueError, TypeError, RecursionError):
         return None
     return value
 
 
 def code(text: str | None, language: str = "") -> str:
-    """The last code block of a language, whatever it is called, or the last one without a language; "" if none."""
-    names, found = TAGS.get(language, {language}), dict[str, str]()
-    for said, inner, _, _ in fences(text or ""):
-        found[language if said in names else said if language else ""] = f"{inner}\n" if inner else ""
-    return found.get(language) or found.get("", "")
+    """The last code block in a language (by any of its tags), otherwise the last block without a tag; "" if none."""
+    names, blocks = TAGS.get(language, {language}), dict[str, str]()
+    for tag, inner, _, _ in fences(text or ""):
+        blocks[language if tag in names else tag if language else ""] = f"{inner}\n" if inner else ""
+    return blocks.get(language) or blocks.get("", "")
 
 
 def parses(text: str | None) -> bool:
-    """True if a text is a Python program; it is not run."""
+    """Whether a text is a syntactically valid Python program; it is not executed."""
     try:
         ast.parse(text or "")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -72,12 +71,12 @@ def parses(text: str | None) -> bool:
 
 
 def final(text: str | None) -> str:
-    r"""The final answer of a solution: in \boxed{}, or behind "the answer is"; "" if there is none."""
+    r"""Final answer of a solution: from \boxed{}, or after "the answer is"; "" if there is none."""
     return last_boxed(text or "") or final_answer(text or "") or ""
 
 
 def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
-    r"""A question, or messages with one, that asks for its final answer in \boxed{}, unless it names a box itself."""
+    r"""A question, or messages that end in one, with a request for the final answer in \boxed{} unless it has one."""
     if not isinstance(asked, str):
         *before, last = template_messages(asked, "messages")
         return [*before, {**last, "content": in_box(last["content"])}]
@@ -85,27 +84,27 @@ def in_box(asked: str | Sequence[Mapping[str, Any]]) -> Any:
 
 
 def words(text: str | None) -> int:
-    """Number of words; a character of a script without spaces is one."""
+    """Number of words; each character of a script without spaces counts as a word."""
     return len(words_of(text or ""))
 
 
 def mean(values: Iterable[Any]) -> float | None:
-    """Mean of numbers and truth values, nulls left out; None of nothing."""
+    """Mean of numbers and booleans, without nulls; None if there are none."""
     known = [float(value) for value in values if value is not None]
     return math.fsum(known) / len(known) if known else None
 
 
 def majority(values: Iterable[Any], least: float = 1) -> Any:
-    """The most frequent of the values, empty ones left out; None if two are, or fewer than `least` have it.
+    """The most frequent non-empty value; None in a tie, or if it occurs fewer than `least` times.
 
-    Texts are compared without letter case, white space and punctuation at their ends.
+    Texts are compared without case, whitespace, and punctuation at their ends.
     """
-    given = [value for value in values if value not in (None, "")]
-    counted = Counter(_plain(value) for value in given).most_common(2)
+    votes = [value for value in values if value not in (None, "")]
+    counted = Counter(_plain(value) for value in votes).most_common(2)
     tied = len(counted) == 2 and counted[0][1] == counted[1][1]
     if not counted or tied or counted[0][1] < least:
         return None
-    return next(value for value in given if _plain(value) == counted[0][0])
+    return next(value for value in votes if _plain(value) == counted[0][0])
 
 
 def overlap(one: str | None, other: str | None) -> float:
@@ -115,30 +114,30 @@ def overlap(one: str | None, other: str | None) -> float:
 
 
 def language(text: str | None) -> str:
-    """ISO 639-1 code of a text's language, by py3langid."""
+    """ISO 639-1 code of a text's language, detected by py3langid."""
     from nemo_ext.data.sft.filters.language import identifier
 
     return str(identifier().classify(text or "")[0])
 
 
 def shuffled(values: Sequence[Any], *names: Any) -> list[Any]:
-    """The values in an order that the names decide: choices | shuffled(seed, id)."""
+    """The values in a random order seeded by the names: choices | shuffled(seed, id)."""
     order = generator(0, *map(str, names)).permutation(len(values))
     return [values[place] for place in order]
 
 
 def picked(values: Sequence[Any], *names: Any) -> Any:
-    """One of the values, which the names decide."""
+    """One of the values, drawn at random and seeded by the names."""
     return values[int(generator(0, *map(str, names)).integers(len(values)))]
 
 
 def chance(name: Any, *names: Any) -> float:
-    """A number from 0 to below 1, which the names decide: id | chance(seed, 'turns') < 0.1."""
+    """Random number in [0, 1), seeded by the names: id | chance(seed, 'turns') < 0.1."""
     return uniform(0, *map(str, (name, *names)))
 
 
 def within(low: float, high: float, *names: Any) -> int:
-    """A whole number from `low` to `high`, which the names decide; small ones are as likely as large (log-uniform)."""
+    """Log-uniform random integer from `low` to `high`, seeded by the names."""
     share = generator(0, *map(str, names)).random()
     return round(math.exp(math.log(low) + share * (math.log(high) - math.log(low))))
 
@@ -149,14 +148,14 @@ def chat(
     reasoning: str | None = None,
     system: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Messages of a question, or of a conversation up to one, and its answer."""
+    """Messages of a question, or of a conversation that ends in one, followed by its answer."""
     before = [{"role": "user", "content": asked}] if isinstance(asked, str) else [dict(each) for each in asked]
     last = {"role": "assistant", "content": answer or ""} | ({"reasoning_content": reasoning} if reasoning else {})
     return [*([{"role": "system", "content": system}] if system else []), *before, last]
 
 
 def piece(text: str, characters: int, *names: Any) -> str:
-    """A contiguous part of a text of at most so many characters, from a place that the names decide to a space."""
+    """Excerpt of at most `characters` characters at word boundaries, at a random position seeded by the names."""
     if len(text) <= characters:
         return text
     start = int(chance(*names) * (len(text) - characters))
@@ -166,28 +165,28 @@ def piece(text: str, characters: int, *names: Any) -> str:
 
 
 def records(columns: Mapping[str, Iterable[Any]]) -> list[dict[str, Any]]:
-    """Rows of columns of the same length: {'text': texts, 'score': scores} | records."""
+    """Rows from columns of equal length: {'text': texts, 'score': scores} | records."""
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
 def filled(first: Sequence[str], others: Sequence[str], words_wanted: int, avoid: str, *names: Any) -> list[str]:
-    """Documents of about so many words in an order that the names decide: all of the first, and others as they fit.
+    """Documents with at most `words_wanted` words in random order: all of `first`, filled up with `others` that fit.
 
     Args:
-        first: documents that are taken.
-        others: documents that may be, if they do not hold the text `avoid`, such as the answer.
-        words_wanted: number of words.
-        avoid: see there.
-        names: what decides the order.
+        first: documents that are always included.
+        others: candidates for the remaining words.
+        words_wanted: maximum number of words, unless `first` has more.
+        avoid: text, such as the answer, that excludes candidates which contain it.
+        names: seed of the order.
     """
-    taken, size = list(first), sum(map(words, first))
+    selected, size = list(first), sum(map(words, first))
     for other in others:
         if avoid.lower() in other.lower():
             continue
-        if size + (more := words(other)) <= words_wanted and other not in taken:
-            taken.append(other)
+        if size + (more := words(other)) <= words_wanted and other not in selected:
+            selected.append(other)
             size += more
-    return shuffled(taken, *names)
+    return shuffled(selected, *names)
 
 
 def _plain(value: Any) -> Any:
@@ -195,31 +194,17 @@ def _plain(value: Any) -> Any:
 
 
 def _shingles(text: str) -> set[tuple[str, ...]]:
-    found = words_of(text)
-    size = min(_SHINGLE, len(found))
-    return {tuple(found[place : place + size]) for place in range(len(found) - size + 1)} if size else set()
+    sequence = words_of(text)
+    size = min(_SHINGLE, len(sequence))
+    return {tuple(sequence[place : place + size]) for place in range(len(sequence) - size + 1)} if size else set()
 
 
 TEMPLATES = Templates(
     filters={
-        each.__name__: each
-        for each in (
-            *(
-                tagged,
-                all_tagged,
-                number,
-                json_of,
-                code,
-                parses,
-                final,
-                in_box,
-                words,
-                mean,
-                majority,
-                overlap,
-                language,
-            ),
-            *(shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
+        function.__name__: function
+        for function in (
+            *(tagged, all_tagged, number, json_of, code, parses, final, in_box, words, mean, majority, overlap),
+            *(language, shuffled, picked, chance, within, chat, piece, records, filled, refuses, lines, unmasked),
         )
     }
 )

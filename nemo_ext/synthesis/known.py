@@ -1,4 +1,4 @@
-"""Answers to requests of earlier rows: where the rows before a step change, the same questions are not asked again."""
+"""Cache of answers by request, so that identical requests are not sent again when a step's input rows change."""
 
 import json
 import sqlite3
@@ -19,44 +19,44 @@ _KEPT = tuple(name for name in ANSWER if name not in ("key", "sample"))
 
 
 class Known:
-    """Answers by their requests, in a file that is written once."""
+    """Answers by request, in an SQLite file that is written once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, answers: Iterable[tuple[Request, Mapping[str, Any]]]) -> int:
-        """Write the file; returns how many answers are in it."""
+        """Write the file; returns the number of answers."""
         new = unfinished(self.path)
         new.unlink(missing_ok=True)
         with closing(sqlite3.connect(new)) as database, database:
             database.execute("PRAGMA journal_mode=OFF")
             database.execute("CREATE TABLE known (request TEXT PRIMARY KEY, answer TEXT)")
             for request, answer in answers:
-                held = orjson.dumps({name: answer[name] for name in _KEPT}, default=str).decode()
-                database.execute("INSERT OR REPLACE INTO known VALUES (?, ?)", (_name(request), held))
+                text = orjson.dumps({name: answer[name] for name in _KEPT}, default=str).decode()
+                database.execute("INSERT OR REPLACE INTO known VALUES (?, ?)", (_name(request), text))
             (number,) = database.execute("SELECT count(*) FROM known").fetchone()
         new.replace(self.path)
         return int(number)
 
     def reader(self) -> Callable[[Request], Answer | None] | None:
-        """Function of a request that returns its answer, or None; None if there is no file."""
+        """Function that returns the stored answer to a request, or None; None without a file."""
         if not self.path.exists():
             return None
         database = sqlite3.connect(f"file:{self.path}?mode=ro", uri=True)
 
         def answer(request: Request) -> Answer | None:
-            found = database.execute("SELECT answer FROM known WHERE request = ?", (_name(request),)).fetchone()
-            if found is None:
+            row = database.execute("SELECT answer FROM known WHERE request = ?", (_name(request),)).fetchone()
+            if row is None:
                 return None
-            held = orjson.loads(found[0])
-            calls = held.pop("tool_calls") or ()
-            held["tool_calls"] = tuple(json.loads(calls) if isinstance(calls, str) else calls)
-            return Answer(key=request.key, sample=request.sample, status=200, **held)
+            values = orjson.loads(row[0])
+            calls = values.pop("tool_calls") or ()
+            values["tool_calls"] = tuple(json.loads(calls) if isinstance(calls, str) else calls)
+            return Answer(key=request.key, sample=request.sample, status=200, **values)
 
         return answer
 
 
 def _name(request: Request) -> str:
-    """Name of a request by all that its answer depends on; its key and sample are in the seed."""
-    asked: list[Any] = [request.path, dict(request.body)]
-    return digest([*asked, request.row] if isinstance(request, Play) else asked)
+    """Digest of everything that a request's answer depends on; its key and sample number are part of the seed."""
+    content: list[Any] = [request.path, dict(request.body)]
+    return digest([*content, request.row] if isinstance(request, Play) else content)

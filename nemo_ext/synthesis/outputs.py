@@ -1,13 +1,14 @@
-"""Files of the output: records of a step's rows, each checked as the job that reads them will."""
+"""Output files: records made from a step's rows, validated for the job that reads them."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nemo_ext.chat.formats import to_sample
 from nemo_ext.data.preference.records import RecordKeys, to_group
 from nemo_ext.job.made_of import digest
-from nemo_ext.rl.environments import Environment, make
+from nemo_ext.rl.environments import make
 from nemo_ext.rl.task import Task
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.expressions import TEMPLATES, words
@@ -21,18 +22,18 @@ READERS: Mapping[OutputKind, str] = {
     "documents": "nemo-ext curate preset=dolma 'input={path}' output={to}",
     "prompts": "nemo-ext synthesize recipe=verified_traces model=FOLDER 'input={path}' output={to}",
 }
-"""Command that reads the files of each kind; FOLDER is a model's."""
+"""Command that reads the files of each kind; FOLDER is a placeholder for a model."""
 
 
 def write(name: str, settings: OutputSettings, context: Context, path: Path) -> int:
-    """Write a file; records that do not fit are counted as dropped. Returns the number of words in it.
+    """Write an output file; invalid records are counted as dropped. Returns the number of words in the file.
 
     Raises:
-        ValueError: an expression fails, or no record fits.
+        ValueError: an expression fails, or all records are invalid.
     """
-    check, seen, said, size = _checker(settings.kind), set[str](), "", 0
+    check, seen, first_error, size = _CHECKS[settings.kind], set[str](), "", 0
     with written(path) as put:
-        for row in context.each():
+        for row in context.read_rows():
             names = context.names(row)
 
             def value(key: str, source: str, names: Mapping[str, Any] = names) -> Any:
@@ -42,7 +43,7 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
                 context.drop(row, "not where")
                 continue
             record = {key: value(f"record.{key}", source) for key, source in settings.record.items()}
-            record = {key: each for key, each in record.items() if each is not None}
+            record = {key: content for key, content in record.items() if content is not None}
             if settings.once is not None:
                 once = digest(value("once", settings.once))
                 if once in seen:
@@ -51,16 +52,16 @@ def write(name: str, settings: OutputSettings, context: Context, path: Path) -> 
             try:
                 check(record)
             except ValueError as error:
-                said = said or f"row {row[ID]}: {error}"
-                context.drop(row, f"no {settings.kind}", str(error))
+                first_error = first_error or f"row {row[ID]}: {error}"
+                context.drop(row, f"invalid for {settings.kind}", str(error))
                 continue
             if settings.once is not None:
                 seen.add(once)
             put(record)
             size += _words(record)
             context.counts.made += 1
-    if said and not context.counts.made:
-        raise ValueError(f"outputs.{name}: no record is one of {settings.kind}: {said}")
+    if first_error and not context.counts.made:
+        raise ValueError(f"outputs.{name}: no record is valid for {settings.kind}, the first: {first_error}")
     return size
 
 
@@ -72,45 +73,32 @@ def _words(value: Any) -> int:
     return words(value) if isinstance(value, str) else 0
 
 
-def _checker(kind: OutputKind) -> Callable[[Row], None]:
-    checkers: Mapping[OutputKind, Callable[[Row], None]] = {
-        "conversations": _conversation,
-        "generations": _generations,
-        "tasks": _Tasks(),
-        "documents": _document,
-        "prompts": _prompt,
-    }
-    return checkers[kind]
-
-
 def _conversation(record: Row) -> None:
     sample = to_sample(record, id=str(record.get(ID, "")))
     if not any(message.role == "assistant" for message in sample.messages):
-        raise ValueError("no message is the assistant's")
-
-
-def _generations(record: Row) -> None:
-    to_group(record, RecordKeys(), pairs="chosen" in record)
+        raise ValueError("expected a message with the role assistant")
 
 
 def _document(record: Row) -> None:
     if not isinstance(record.get("text"), str) or not record["text"].strip():
-        raise ValueError("text: expected a text that is not empty")
+        raise ValueError("text: expected a non-empty text")
 
 
 def _prompt(record: Row) -> None:
     if not record.get("question") and not record.get("prompt"):
-        raise ValueError("question: expected a text that is not empty")
+        raise ValueError("question: expected a non-empty text")
 
 
-class _Tasks:
-    """Checks tasks as their environments do."""
+def _task(record: Row) -> None:
+    task = Task.from_record(record)
+    _environment(task.environment).check(task.reference)
 
-    def __init__(self) -> None:
-        self._known: dict[str, Environment] = {}
 
-    def __call__(self, record: Row) -> None:
-        task = Task.from_record(record)
-        if task.environment not in self._known:
-            self._known[task.environment] = make(task.environment)
-        self._known[task.environment].check(task.reference)
+_environment = cache(make)
+_CHECKS: Mapping[OutputKind, Callable[[Row], object]] = {
+    "conversations": _conversation,
+    "generations": lambda record: to_group(record, RecordKeys(), pairs="chosen" in record),
+    "tasks": _task,
+    "documents": _document,
+    "prompts": _prompt,
+}

@@ -1,7 +1,7 @@
-"""Steps that ask nobody: columns, filters, groups, draws, duplicates."""
+"""Steps without models: new columns, filters, expansion, groups, draws and deduplication."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,32 +20,26 @@ from nemo_ext.synthesis.settings import Draw, Expand, Group, Keep, Screen, Set, 
 _AT_ONCE = 500
 
 
-def made(step: Step, context: Context) -> Iterator[Row]:
-    """Rows that the step makes of those before it.
+def run_step(step: Step, context: Context) -> Iterator[Row]:
+    """Run a step; yields its output rows.
 
     Raises:
-        ValueError: an expression fails, or gives what the step cannot take; names step, key and row.
+        ValueError: an expression fails or has an invalid value; the message has the step, the key and the row.
     """
-    match step:
-        case Set():
-            return _set(step, context)
-        case Keep():
-            return _keep(step, context)
-        case Expand():
-            return _expanded(step, context)
-        case Group():
-            return _grouped(step, context)
-        case Draw():
-            return _drawn(step, context)
-        case Unique():
-            return _unique(step, context)
-        case Screen():
-            return _screened(step, context)
-    raise AssertionError(step)
+    runs: Mapping[type[Step], Callable[[Any, Context], Iterator[Row]]] = {
+        Set: _set,
+        Keep: _keep,
+        Expand: _expand,
+        Group: _group,
+        Draw: _draw,
+        Unique: _unique,
+        Screen: _screen,
+    }
+    return runs[type(step)](step, context)
 
 
 def _set(step: Set, context: Context) -> Iterator[Row]:
-    for row in context.each():
+    for row in context.read_rows():
         if context.applies(step.when, row):
             new = context.columns("columns", step.columns, context.names(row))
             for name, source in step.templates.items():
@@ -55,13 +49,13 @@ def _set(step: Set, context: Context) -> Iterator[Row]:
 
 
 def _keep(step: Keep, context: Context) -> Iterator[Row]:
-    for row in context.each():
+    for row in context.read_rows():
         if not context.applies(step.when, row) or context.satisfies(row, step.require, context.names(row)):
             yield row
 
 
-def _expanded(step: Expand, context: Context) -> Iterator[Row]:
-    for row in context.each():
+def _expand(step: Expand, context: Context) -> Iterator[Row]:
+    for row in context.read_rows():
         if not context.applies(step.when, row):
             yield row
             continue
@@ -76,45 +70,45 @@ def _expanded(step: Expand, context: Context) -> Iterator[Row]:
             yield {**row, **columns, "part": number, "parts": len(entries), ID: named}
 
 
-def _grouped(step: Group, context: Context) -> Iterator[Row]:
+def _group(step: Group, context: Context) -> Iterator[Row]:
     numbers = {"groups": 0}
-    for name, rows in itertools.groupby(context.each(), key=lambda row: source_of(row[ID], step.by)):
+    for name, rows in itertools.groupby(context.read_rows(), key=lambda row: source_of(row[ID], step.by)):
         group = list(rows)
         numbers["groups"] += 1
         names = context.names(group[0] | {ID: name}, group=group)
         new = context.columns("columns", step.columns, names)
         if not context.satisfies(group[0], step.require, names | new):
             for row in group[1:]:
-                context.drop(row, "its group left")
+                context.drop(row, "its group was dropped")
             continue
-        kept, all_names = group, [context.names(row | new, group=group) for row in group]
+        members, all_names = group, [context.names(row | new, group=group) for row in group]
         if step.where is not None:
             chosen = [bool(context.value("where", step.where, names)) for names in all_names]
-            for row, stays in zip(group, chosen, strict=True):
-                if not stays:
+            for row, keep in zip(group, chosen, strict=True):
+                if not keep:
                     context.drop(row, "not where")
-            kept = [row for row, stays in zip(group, chosen, strict=True) if stays]
-            all_names = [names for names, stays in zip(all_names, chosen, strict=True) if stays]
+            members = [row for row, keep in zip(group, chosen, strict=True) if keep]
+            all_names = [names for names, keep in zip(all_names, chosen, strict=True) if keep]
         if step.order is not None:
             keys = [context.value("order", step.order, names) for names in all_names]
             try:
-                kept = [kept[place] for place in sorted(range(len(kept)), key=keys.__getitem__)]
+                members = [members[place] for place in sorted(range(len(members)), key=keys.__getitem__)]
             except TypeError as error:
                 raise ValueError(f"steps.{context.name}.order: row {name}: {error}") from None
         if step.into == "one":
-            if kept:
-                yield {**kept[0], **new, ID: name}
+            if members:
+                yield {**members[0], **new, ID: name}
             continue
-        for row in kept[step.most :] if step.most is not None else ():
+        for row in members[step.most :] if step.most is not None else ():
             context.drop(row, "more than most")
-        for row in kept[: step.most]:
+        for row in members[: step.most]:
             yield {**row, **new}
     context.counts.numbers |= numbers
 
 
-def _drawn(step: Draw, context: Context) -> Iterator[Row]:
+def _draw(step: Draw, context: Context) -> Iterator[Row]:
     total = len(context.rows)
-    for number, row in enumerate(context.each()):
+    for number, row in enumerate(context.read_rows()):
         if context.applies(step.when, row):
             others = list(others_of(number, total, step.count, context.seed, context.name, row[ID]))
             row[step.column] = [
@@ -124,7 +118,7 @@ def _drawn(step: Draw, context: Context) -> Iterator[Row]:
 
 
 def others_of(number: int, total: int, count: int, *names: Any) -> Iterator[int]:
-    """Numbers of other rows, all different; fewer where there are not so many."""
+    """Distinct numbers of other rows, drawn at random; fewer than `count` if there are not enough rows."""
     if total > 1:
         drawn = generator(0, *map(str, names)).choice(total - 1, size=min(count, total - 1), replace=False)
         yield from (int(other) + (int(other) >= number) for other in drawn)
@@ -144,7 +138,7 @@ def _unique(step: Unique, context: Context) -> Iterator[Row]:
         if step.near is not None:
             sketched.append(finder.sketch([Texts(_sample(text)) for text in texts]))
     near = finder.duplicate_of(Sketches.joined(sketched)) if sketched else np.full(len(same), -1)
-    for place, row in enumerate(context.each()):
+    for place, row in enumerate(context.read_rows()):
         if same[place]:
             context.drop(row, "duplicate")
         elif judged[place] and near[place] >= 0:
@@ -153,25 +147,22 @@ def _unique(step: Unique, context: Context) -> Iterator[Row]:
             yield row
 
 
-def _screened(step: Screen, context: Context) -> Iterator[Row]:
+def _screen(step: Screen, context: Context) -> Iterator[Row]:
     screen = screen_of(step, f"steps.{context.name}")
-    for row in context.each():
+    for row in context.read_rows():
         if not context.applies(step.when, row):
             yield row
             continue
         names = context.names(row)
-        given = context.value("messages", step.messages, names)
+        messages = context.value("messages", step.messages, names)
         code = context.value("language", step.language, names) if step.language else None
         tools = context.value("tools", step.tools, names) if step.tools else None
-        if isinstance(given, str):
-            sample = _sample(given, str(row[ID]), code or "")
+        if isinstance(messages, str):
+            sample = _sample(messages, str(row[ID]), code or "")
         else:
             try:
                 sample = to_sample(
-                    {"messages": given, "tools": tools},
-                    id=str(row[ID]),
-                    format="openai",
-                    language=code or "",
+                    {"messages": messages, "tools": tools}, id=str(row[ID]), format="openai", language=code or ""
                 )
             except FormatError as error:
                 context.drop(row, "no conversation", str(error))
@@ -185,10 +176,10 @@ def _screened(step: Screen, context: Context) -> Iterator[Row]:
 
 
 def screen_of(step: Screen, where: str) -> Any:
-    """The filters of a step, checked.
+    """Filters of a step, checked.
 
     Raises:
-        ValueError: a filter is unknown, or cannot be used.
+        ValueError: a filter is unknown or unavailable.
     """
     try:
         screen = load_filters(step.filters)

@@ -1,4 +1,4 @@
-"""The card of an output: README.md, report.json, and a picture of what is left after each step."""
+"""Dataset card of an output: README.md, report.json, and a picture of the number of rows after each step."""
 
 import json
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ def write(
     steps: Mapping[str, Counts],
     outputs: Mapping[str, Counts],
 ) -> None:
-    """Write all three.
+    """Write README.md, report.json and the picture.
 
     Args:
         folder: folder of the output.
         recipe: the recipe.
-        about: input, licence, seed and rows of the input.
+        about: input, licence, seed, version, and numbers of input rows.
         models: model and checkpoint by role.
         steps: counts of each step.
         outputs: counts of each file.
@@ -43,33 +43,22 @@ def write(
         "outputs": {name: counts.record() for name, counts in outputs.items()},
     }
     write_text(folder / DATA, json.dumps(data, indent=1, default=str) + "\n")
-    front = [f"license: {about['license'] or 'other'}", "tags: [synthetic]", "configs:"]
-    front += [f"- {{config_name: {name}, data_files: {name}.jsonl}}" for name in outputs]
-    card = _card(folder, recipe, about, models, steps, outputs)
-    card.write(folder / CARD, after="\n".join(["---", *front, "---", ""]))
-
-
-def _card(
-    folder: Path,
-    recipe: Recipe,
-    about: Mapping[str, Any],
-    models: Mapping[str, Mapping[str, Any]],
-    steps: Mapping[str, Counts],
-    outputs: Mapping[str, Counts],
-) -> Report:
     made_by = f"Made by `nemo-ext synthesize recipe={recipe.name}`" + (f": {recipe.about}" if recipe.about else "")
     card = Report(folder.name, made_by)
     if about["license"] is None:
         card.add(
-            "No licence was given (`license=`): answers may be bound by the licences of the models and of the input."
+            "No licence was given (`license=`): the licences of the models and of the input may apply to the answers."
         )
-    facts = {"input": ", ".join(about["input"]), "rows of the input": about["rows"]}
+    facts = {"input": ", ".join(about["input"]), "input rows": about["rows"]}
     facts |= {"repeated rows": about["repeated"]} if about["repeated"] else {}
     facts |= {"seed": str(about["seed"]), "nemo_ext": about["nemo_ext"]}
     card.table("", ("what", "value"), facts.items())
     _models(card, models, recipe, steps)
-    files = [(f"{name}.jsonl", of.made, of.numbers["words"], of.dropped.total()) for name, of in outputs.items()]
-    card.table("Files", ("file", "records", "words", "rows that gave none"), files)
+    files = [
+        (f"{name}.jsonl", counts.made, counts.numbers["words"], counts.dropped.total())
+        for name, counts in outputs.items()
+    ]
+    card.table("Files", ("file", "records", "words", "dropped rows"), files)
     for name, counts in outputs.items():
         file = recipe.outputs[name]
         path = hydra_value(str(folder.absolute() / f"{name}.jsonl"))
@@ -78,33 +67,37 @@ def _card(
     _picture(card.section("Steps"), about["rows"], steps)
     rows = []
     for name, counts in steps.items():
-        left = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.most_common(4))
-        rows.append((name, recipe.steps[name].kind, counts.rows, counts.made, left))
-    card.table("", ("step", "kind", "rows before", "after", "left"), rows)
+        dropped = ", ".join(f"{count:,} {reason}" for reason, count in counts.dropped.most_common(4))
+        rows.append((name, recipe.steps[name].kind, counts.rows, counts.made, dropped))
+    card.table("", ("step", "kind", "rows before", "after", "dropped"), rows)
     judged = [
-        f"{name}: {of.numbers['canaries_fooled']} of {of.numbers['canaries']} planted faults were taken for right."
-        for name, of in steps.items()
-        if "canaries" in of.numbers
+        f"{name}: accepted {counts.numbers['canaries_fooled']} of {counts.numbers['canaries']} planted faults."
+        for name, counts in steps.items()
+        if "canaries" in counts.numbers
     ]
     card.section("Judges", "\n".join(judged))
     lines = []
     for name, counts in {**steps, **outputs}.items():
         for reason, count in counts.dropped.most_common():
-            of = counts.numbers.get("answers") or counts.rows  # several answers may be asked for a row
-            share = f"({count / of:.1%})" if 0 < count <= of else ""
+            total = counts.numbers.get("answers") or counts.rows  # a row may have several answers
+            share = f"({count / total:.1%})" if 0 < count <= total else ""
             shown = "; ".join(counts.examples.get(reason, [])[:_SHOWN])
             lines.append(f"- {name}, {reason}: {count:,} {share}: {shown}")
-    return card.section("What left").add("\n".join(lines))
+    card.section("Dropped rows").add("\n".join(lines))
+    front = [f"license: {about['license'] or 'other'}", "tags: [synthetic]", "configs:"]
+    front += [f"- {{config_name: {name}, data_files: {name}.jsonl}}" for name in outputs]
+    card.write(folder / CARD, after="\n".join(["---", *front, "---", ""]))
 
 
 def _models(card: Report, models: Mapping[str, Mapping[str, Any]], recipe: Recipe, steps: Mapping[str, Counts]) -> None:
-    """Adds the models with the tokens that each was asked for: what the data cost."""
+    """Add a table of the models with their numbers of answers and tokens."""
     rows = []
     for role, model in models.items():
         own = [counts.numbers for name, counts in steps.items() if next(recipe.steps[name].roles(), "") == role]
-        sums = [sum(of.get(key, 0) for of in own) for key in ("answers", "prompt_tokens", "completion_tokens")]
+        keys = ("answers", "prompt_tokens", "completion_tokens")
+        sums = [sum(numbers.get(key, 0) for numbers in own) for key in keys]
         rows.append((role, str(model["model"]), str(model["checkpoint"] or "")[:12], *sums))
-    card.table("Models", ("role", "model", "checkpoint", "answers", "tokens of prompts", "of answers"), rows)
+    card.table("Models", ("role", "model", "checkpoint", "answers", "prompt tokens", "answer tokens"), rows)
 
 
 def _picture(card: Report, first: int, steps: Mapping[str, Counts]) -> None:

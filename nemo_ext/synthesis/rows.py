@@ -1,4 +1,4 @@
-"""Rows of a recipe: JSON lines with an `id` each, in one file a step."""
+"""Rows between the steps of a recipe: JSON lines with an `id`, in one file per step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _AT_ONCE = 1000
 
 
 class RowFile:
-    """The rows of a file, in order or by number."""
+    """Rows of a file, accessed in order or by number."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +38,7 @@ class RowFile:
 
     @property
     def _places(self) -> "np.ndarray[Any, np.dtype[np.int64]]":
-        """Offset of each row, eight bytes a row."""
+        """Byte offset of each row, in 8 bytes per row."""
         if self._offsets is None:
             with open(self.path, "rb") as file:
                 sizes = np.fromiter((len(line) for line in file), np.int64)
@@ -48,36 +48,36 @@ class RowFile:
 
 @contextmanager
 def written(path: Path) -> Iterator[Any]:
-    """Function that writes rows to a file, which gets its name when all are in it."""
+    """Context with a function that writes a row to a file; the file appears under its name when complete."""
     with complete_file(path) as file:
         yield lambda row: file.write(json_line(row))
 
 
 def read(text: bytes | str) -> Row:
-    """The row of a line."""
-    row: Row = read_json(text, strict=False)  # halves of characters are in some answers
+    """Parse a row from a line."""
+    row: Row = read_json(text, strict=False)  # some answers have lone surrogates
     return row
 
 
 def files_of(paths: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Names and paths of the input's files.
+    """Names and paths of the input files.
 
     Raises:
-        ValueError: there are none.
+        ValueError: no file matches.
     """
     return record_source(paths, None, "input").inputs()
 
 
 def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
-    """Write the rows of the input to a file; returns how many there are, and how many equal an earlier one.
+    """Write the distinct rows of the input to a file; returns their number, and the number of repeated rows.
 
-    Rows without an `id` are named by their hashes.
+    Rows without an `id` get a hash as their id.
 
     Raises:
-        ValueError: a file cannot be read, or two rows have one id.
+        ValueError: a file cannot be read, or two different rows have the same id.
     """
-    first = Rows.of(paths, None).first(1)
-    rows = Rows.of(paths, ID if first and first[0].get(ID) is not None else None)
+    first = Rows.from_paths(paths, None).first(1)
+    rows = Rows.from_paths(paths, ID if first and first[0].get(ID) is not None else None)
     index = rows.index(_AT_ONCE)
     with written(path) as write:
         for range_ in index.ranges:
@@ -88,19 +88,24 @@ def read_input(paths: tuple[str, ...], path: Path) -> tuple[int, int]:
 
 
 def source_of(name: str, step: str) -> str:
-    """Id of the row that a step has made a row out of."""
+    """Id of the row from which a step made a row."""
     before, made, _ = name.rpartition(f"/{step}.")
     return before if made else name
 
 
-class FirstRows(RowFile):
-    """The first rows of the input, in place of all of them."""
+def read_first(paths: tuple[str, ...], count: int) -> list[Row]:
+    """Up to `count` rows from the beginning of the input; raises ValueError if there are none."""
+    rows = Rows.from_paths(paths, None).first(count)
+    if not rows:
+        raise ValueError(f"input={', '.join(paths)}: has no rows")
+    return [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows)]
 
-    def __init__(self, paths: tuple[str, ...], count: int) -> None:
-        rows = Rows.of(paths, None)
-        self.rows = [{**row, ID: str(row.get(ID) or number)} for number, row in enumerate(rows.first(count))]
-        if not self.rows:
-            raise ValueError(f"input={', '.join(paths)}: has no rows")
+
+class FirstRows(RowFile):
+    """Some of the rows, held in memory."""
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
 
     def __iter__(self) -> Iterator[Row]:
         yield from map(dict, self.rows)

@@ -2,10 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from nemo_ext.generate.settings import BatchSettings, Sampling
@@ -15,13 +14,13 @@ from nemo_ext.synthesis.expressions import TEMPLATES
 
 
 def _spelled(value: object) -> object:
-    """A number or a truth value that YAML has read, as an expression."""
+    """A YAML number or boolean as an expression."""
     return json.dumps(value) if isinstance(value, bool | int | float) else value
 
 
 Expression = Annotated[str, BeforeValidator(_spelled)]
 Named = Mapping[str, Annotated[Expression, BeforeValidator(lambda value: "none" if value is None else value)]]
-"""Expressions by the names of columns."""
+"""Expressions by column name."""
 
 
 def _without_nulls(value: object) -> object:
@@ -31,18 +30,18 @@ def _without_nulls(value: object) -> object:
 
 
 Reasons = Annotated[Mapping[str, Expression], BeforeValidator(_without_nulls)]
-"""Conditions by the reasons for which what does not satisfy them leaves; null leaves one out."""
+"""Conditions by the reason for dropping rows that fail them; null disables a condition."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Role:
-    """Who answers: an endpoint.
+    """Role of a model in a recipe, and the endpoint that serves it.
 
     Attributes:
-        endpoint: run directory of `nemo-ext serve`, or URL; None for the job's `endpoint`.
-        model: name of the model there, where it serves several.
+        endpoint: run directory of `nemo-ext serve`, or URL; None takes the job's `endpoint`.
+        model: name of the model, for an endpoint that serves several.
         key_variable: environment variable with the endpoint's key.
-        like: role whose endpoint this one takes where it has none of its own.
+        like: role whose endpoint is the default for this role.
     """
 
     endpoint: Place | None = None
@@ -53,17 +52,18 @@ class Role:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Canaries:
-    """Copies of rows with planted faults, which tell whether a judge judges.
+    """Canaries: copies of rows with planted faults, which show whether a judge detects faults.
 
     Attributes:
-        share: share of the rows that get one; at least `LEAST` rows, or all if there are fewer.
-        columns: columns that are planted, as expressions that may name `other`, a row made of another one of the input.
-        when: expression: in which rows a fault is planted; None for any.
-        fooled: expression over the answer's columns: true if the fault was taken for right.
-        most: share of the canaries above which the job ends.
+        share: share of rows that get a canary; at least `LEAST` rows, or all if there are fewer.
+        columns: faulty columns, as expressions that may refer to `other`, a row from another input row.
+        when: condition for planting a fault in a row; None for all rows.
+        fooled: condition over the answer's columns that holds if the judge accepted the fault.
+        most: share of accepted canaries above which the job fails.
     """
 
     LEAST: ClassVar[int] = 20
+    VALUES: ClassVar[tuple[str, ...]] = ("canaries.columns", "canaries.fooled", "canaries.when")
 
     columns: Named
     fooled: Expression
@@ -71,67 +71,59 @@ class Canaries:
     share: Share = 0.02
     most: Share = 0.2
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        """The expressions, each with its key."""
-        yield from _named(**{"canaries.columns": self.columns})
-        yield "canaries.fooled", self.fooled
-        if self.when is not None:
-            yield "canaries.when", self.when
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Step:
-    """A step.
+    """A step of a recipe.
+
+    `TEXTS`, `VALUES` and `ROLES` are the keys with templates, with expressions, and with roles that get requests.
 
     Attributes:
-        when: expression; rows for which it is false go on as they are. None for all rows.
+        when: condition for applying the step to a row; other rows pass unchanged. None for all rows.
     """
 
     kind: ClassVar[str]
+    TEXTS: ClassVar[tuple[str, ...]] = ()
+    VALUES: ClassVar[tuple[str, ...]] = ()
+    ROLES: ClassVar[tuple[str, ...]] = ()
     when: Expression | None = None
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """The templates, each with its key."""
-        yield from ()
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        """The expressions, each with its key."""
-        if self.when is not None:
-            yield "when", self.when
-
     def roles(self) -> Iterator[str]:
-        """The roles that it asks."""
-        yield from ()
+        """Roles that the step sends requests to."""
+        return (role for _, role in _entries(self, self.ROLES))
 
     def makes(self) -> set[str]:
-        """The columns that it names."""
+        """Names of the columns that the step sets."""
         planted = getattr(self, "canaries", None)
         named = [getattr(self, key, {}) for key in ("columns", "templates")] + ([planted.columns] if planted else [])
         return {name for section in named for name in section} | {getattr(self, "column", "")}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Ask(Step):
-    """Answers of a model to each row.
+class Ask(Step, Sampling):
+    """Step that requests answers of a model to each row.
 
     Attributes:
-        role: who is asked.
-        prompt: template of the user's message.
-        messages: expression in place of it: a text, or messages.
-        system: template of a system message before it; nothing is put there where it gives no text.
-        tools: expression of declared tools.
-        thinking: expression of the mode, for models with modes: true or false; null leaves it to the endpoint.
-        complete: whether the prompt goes to /v1/completions, without a chat template.
-        samples: number of answers, each a row of its own; None for one in the row itself.
+        role: role that answers.
+        prompt: template of the user message.
+        messages: expression instead of `prompt`, for a text or messages.
+        system: template of a system message; omitted if it renders to nothing.
+        tools: expression for declared tools.
+        thinking: expression for the reasoning mode, true or false; null leaves it to the endpoint.
+        complete: whether to send the prompt to /v1/completions, without a chat template.
+        samples: number of answers per row, each a new row; None adds one answer to the row itself.
         temperature, top_p, max_tokens, stop, extra: see `nemo_ext.generate.settings.Sampling`.
-        columns: what is kept of the answer, over the row and `answer`, `reasoning`, `tool_calls`, `finish_reason`,
-            `tokens`, `model`, `sample` (its number), `samples` (how many were asked for).
-        require: what an answer must satisfy, over the same and the new columns, by the reason for which it leaves.
-        truncated, refusals: whether answers that the limit cut off, and those that begin like refusals, stay.
-        canaries: see there.
+        columns: expressions for columns from the answer, over the row and `answer`, `reasoning`, `tool_calls`,
+            `finish_reason`, `tokens`, `model`, `sample` (number of the answer) and `samples` (answers per row).
+        require: conditions on an answer, over the same variables and the new columns.
+        truncated, refusals: whether to keep answers truncated by the limit, and answers that begin like refusals.
+        canaries: see `Canaries`.
     """
 
-    kind: ClassVar[str] = "ask"
+    kind = "ask"
+    TEXTS = ("prompt", "system")
+    VALUES = ("when", "messages", "tools", "thinking", "columns", "require", *Canaries.VALUES)
+    ROLES = ("role",)
     role: str = "teacher"
     prompt: str | None = None
     messages: Expression | None = None
@@ -140,11 +132,6 @@ class Ask(Step):
     thinking: Expression | None = None
     complete: bool = False
     samples: Count | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    max_tokens: Count | None = None
-    stop: str | tuple[str, ...] | None = None
-    extra: Mapping[str, JsonValue] = Field(default_factory=dict)
     columns: Named = Field(default_factory=lambda: {"answer": "answer", "reasoning": "reasoning", "tokens": "tokens"})
     require: Reasons = Field(default_factory=dict)
     truncated: bool = False
@@ -152,40 +139,22 @@ class Ask(Step):
     canaries: Canaries | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("prompt: give a template here, or an expression in messages, and not both")
+            raise ValueError("set exactly one of prompt (a template) and messages (an expression)")
         if self.complete and self.thinking is not None:
-            raise ValueError("thinking: a completion has no chat template: leave out thinking, or complete")
-        self.sampling.body()
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling of the requests."""
-        return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield from _given(self, "prompt", "system")
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "messages", "tools", "thinking")
-        yield from _named(columns=self.columns, require=self.require)
-        if self.canaries is not None:
-            yield from self.canaries.values()
-
-    def roles(self) -> Iterator[str]:
-        yield self.role
+            raise ValueError("thinking requires a chat template, which complete=true does not use: remove one of them")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class User:
-    """A model that speaks as the user.
+    """Model that simulates the user.
 
     Attributes:
-        system: template of what it is told, over the task's row and `request`, the task's last message.
-        role: who is asked.
+        system: template of its system message, over the task's row and `request`, the task's last message.
+        role: role that simulates the user.
         end: text with which it ends the conversation.
-        max_turns: most of its messages.
+        max_turns: maximum number of its messages.
     """
 
     system: str
@@ -195,68 +164,50 @@ class User:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class Converse(Step):
-    """Whole conversations with the tools of a world (`nemo_ext.rl.worlds`), judged by how its database ends.
+class Converse(Step, Sampling):
+    """Step that holds conversations with an environment's tools (`nemo_ext.rl.worlds`), verified by its final database.
 
-    Adds `messages`, `correct`, `score`, `why`, `tokens` and `samples`; the row is a task: prompt, tools, reference.
+    A row is a task with prompt, tools and reference; adds `messages`, `correct`, `score`, `why`, `tokens`, `samples`.
 
     Attributes:
-        environment: name of the world; None for the row's column `environment`.
-        settings: its settings.
-        role: who is asked.
-        samples: number of conversations, each a row of its own.
-        user: a model in the user's place; None for the user's lines of the task.
+        environment: name of the environment; None takes the row's column `environment`.
+        settings: settings of the environment.
+        role: role that answers.
+        samples: number of conversations per row, each a new row.
+        user: model that simulates the user; None takes the user messages of the task.
         thinking: see `Ask`.
         temperature, top_p, max_tokens, stop, extra: see `Ask`.
     """
 
-    kind: ClassVar[str] = "converse"
+    kind = "converse"
+    TEXTS = ("user.system",)
+    VALUES = ("when", "thinking")
+    ROLES = ("role", "user.role")
     environment: str | None = None
     settings: Mapping[str, Any] = Field(default_factory=dict)
     role: str = "teacher"
     samples: Count = 1
     user: User | None = None
     thinking: Expression | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
-    top_p: Share | None = None
-    max_tokens: Count | None = None
-    stop: str | tuple[str, ...] | None = None
-    extra: Mapping[str, JsonValue] = Field(default_factory=dict)
-
-    @property
-    def sampling(self) -> Sampling:
-        """Sampling of the requests."""
-        return Sampling(**{each.name: getattr(self, each.name) for each in fields(Sampling)})
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        if self.user is not None:
-            yield "user.system", self.user.system
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "thinking")
-
-    def roles(self) -> Iterator[str]:
-        yield self.role
-        if self.user is not None:
-            yield self.user.role
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Verify(Step):
-    """Verdicts of an environment (`nemo_ext.rl.environments`); adds `correct`, `score`, `why`.
+    """Step that verifies answers with an environment (`nemo_ext.rl.environments`); adds `correct`, `score`, `why`.
 
     Attributes:
-        environment: name of the environment; None for the row's column `environment`.
-        reference: what the environment compares with, by key; None for the row's column `reference`.
-        answer, reasoning, tool_calls: expressions of the response's parts.
-        tools: expression of the tools that were declared.
-        settings: settings of the environment; by environment where the rows name it.
-        judge: role that judges, for an environment with a judge.
-        canaries: see there.
+        environment: name of the environment; None takes the row's column `environment`.
+        reference: expressions for the reference, by key; None takes the row's column `reference`.
+        answer, reasoning, tool_calls: expressions for the parts of the response.
+        tools: expression for the declared tools.
+        settings: settings of the environment, or settings by environment if the rows name it.
+        judge: role of the judge, for an environment that uses one.
+        canaries: see `Canaries`.
     """
 
-    kind: ClassVar[str] = "verify"
+    kind = "verify"
+    VALUES = ("when", "answer", "reasoning", "tool_calls", "tools", "reference", *Canaries.VALUES)
+    ROLES = ("judge",)
     environment: str | None = None
     reference: Named | None = None
     answer: Expression = "answer"
@@ -267,76 +218,55 @@ class Verify(Step):
     judge: str | None = None
     canaries: Canaries | None = None
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from ((key, getattr(self, key)) for key in ("answer", "reasoning", "tool_calls", "tools"))
-        yield from _named(reference=self.reference or {})
-        if self.canaries is not None:
-            yield from self.canaries.values()
-
-    def roles(self) -> Iterator[str]:
-        if self.judge is not None:
-            yield self.judge
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Set(Step):
-    """New columns: expressions, or templates in `texts`. Later ones may name earlier ones."""
+    """Step that sets columns from expressions (`columns`) or templates; later ones may refer to earlier ones."""
 
-    kind: ClassVar[str] = "set"
+    kind = "set"
+    TEXTS = ("templates",)
+    VALUES = ("when", "columns")
     columns: Named = Field(default_factory=dict)
     templates: Named = Field(default_factory=dict)
-
-    def texts(self) -> Iterator[tuple[str, str]]:
-        yield from _named(templates=self.templates)
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _named(columns=self.columns)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Keep(Step):
-    """Rows that satisfy all of `require`, by the reason for which others leave."""
+    """Step that keeps the rows that satisfy all conditions in `require`."""
 
-    kind: ClassVar[str] = "keep"
+    kind = "keep"
+    VALUES = ("when", "require")
     require: Reasons
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _named(require=self.require)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Expand(Step):
-    """A row for each entry of a list: a mapping of columns, or a value that becomes the column with the step's name.
+    """Step that makes one row per entry of a list: a mapping of columns, or a value for a column with the step's name.
 
-    Adds `part`, the entry's number from 0, and `parts`, how many there are.
+    Adds `part`, the number of the entry from 0, and `parts`, the number of entries.
     """
 
-    kind: ClassVar[str] = "expand"
+    kind = "expand"
+    VALUES = ("when", "rows")
     rows: Expression
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "rows", self.rows
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Group(Step):
-    """Rows that a step has made out of one, together again.
+    """Step that groups the rows that an earlier step made from one row.
 
     Attributes:
-        by: that step: an `ask` or `converse` with samples, or an `expand`.
-        columns: new columns over `group`, the list of the rows, and the first row's columns.
-        require: what the group must satisfy, by the reason for which it leaves.
-        where: expression over each row: which of them stay.
-        order: expression over each row; those with the lowest values stay.
-        most: number of rows that stay; None for all.
-        into: `rows`, or `one` row with the first row's columns and the new ones.
+        by: the earlier step: `ask` or `converse` with samples, or `expand`.
+        columns: new columns, over `group` (the list of rows) and the first row's columns.
+        require: conditions on the group, which is dropped if one fails.
+        where: condition for keeping a row.
+        order: expression for sorting the rows in ascending order.
+        most: number of rows to keep from the sorted rows; None for all.
+        into: `rows` yields the kept rows, `one` a single row with the columns of the first one and the new columns.
     """
 
-    kind: ClassVar[str] = "group"
+    kind = "group"
+    VALUES = ("columns", "require", "where", "order")
     by: str
     columns: Named = Field(default_factory=dict)
     require: Reasons = Field(default_factory=dict)
@@ -347,71 +277,58 @@ class Group(Step):
 
     def __post_init__(self) -> None:
         if self.when is not None:
-            raise ValueError("when: a group has no such key: use where")
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from _named(columns=self.columns, require=self.require)
-        yield from _given(self, "where", "order")
+            raise ValueError("when: not supported by kind=group: use where")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Draw(Step):
-    """A column with a list of values of other rows, drawn by the seed.
+    """Step that adds a column with a list of values from other rows, drawn at random.
 
     Attributes:
-        column: the new column.
-        count: number of other rows.
-        value: expression over each of them.
+        column: name of the new column.
+        count: number of rows to draw.
+        value: expression over each drawn row.
     """
 
-    kind: ClassVar[str] = "draw"
+    kind = "draw"
+    VALUES = ("when", "value")
     column: str
     value: Expression
     count: Count = 1
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "value", self.value
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unique(Step):
-    """The first of rows with the same text, or with nearly the same.
+    """Step that removes duplicates and near duplicates, and keeps the first row of each.
 
     Attributes:
-        text: expression of the text.
-        near: least Jaccard similarity of word 5-grams that counts as the same; None for equal texts alone.
+        text: expression for the text to compare.
+        near: minimum Jaccard similarity of word 5-grams for near duplicates; None removes only exact duplicates.
     """
 
-    kind: ClassVar[str] = "unique"
+    kind = "unique"
+    VALUES = ("when", "text")
     text: Expression
     near: Annotated[float, Field(gt=0, le=1)] | None = 0.8
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield "text", self.text
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Screen(Step):
-    """The filters of `nemo-ext sft_data` (docs/data/sft_filters.md).
+    """Step that applies the filters of `nemo-ext sft_data` (docs/data/sft_filters.md).
 
     Attributes:
-        messages: expression of the conversation; a text is one message of the user's.
+        messages: expression for the conversation; a text is a single user message.
         filters: filters with their settings.
-        language: expression of the language that the filter `language` expects; None for none.
-        tools: expression of the declared tools.
+        language: expression for the expected language, for the filter `language`; None for none.
+        tools: expression for the declared tools.
     """
 
-    kind: ClassVar[str] = "screen"
+    kind = "screen"
+    VALUES = ("when", "messages", "language", "tools")
     messages: Expression
     filters: Mapping[str, Any]
     language: Expression | None = None
     tools: Expression | None = None
-
-    def values(self) -> Iterator[tuple[str, str]]:
-        yield from super().values()
-        yield from _given(self, "messages", "language", "tools")
 
 
 KINDS: Mapping[str, type[Step]] = {
@@ -423,16 +340,16 @@ OutputKind = Literal["conversations", "generations", "tasks", "documents", "prom
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OutputSettings:
-    """A file of the output.
+    """Settings of an output file.
 
     Attributes:
         kind: conversations for `sft_data`, generations for `preference_data`, tasks for `rl`, documents for `curate`
             and `tokenize`, prompts for other recipes.
-        record: expressions of the record's keys; keys whose value is null are left out.
-        of: step whose rows it is made of; None for the last.
-        where: expression: which rows; None for all.
-        once: expression: only the first row of each value; None for all.
-        pairing: kind of `preference_data` source that reads generations, for the card.
+        record: expressions for the keys of a record; null values are omitted.
+        of: step whose rows are written; None for the last.
+        where: condition for writing a row; None for all.
+        once: expression that is unique in the file: only the first row with each value is written; None for all.
+        pairing: kind of the `preference_data` source for generations, shown on the card.
     """
 
     kind: OutputKind
@@ -442,18 +359,13 @@ class OutputSettings:
     once: Expression | None = None
     pairing: Literal["judged", "pairs", "safety", "tool_hallucination"] = "judged"
 
-    def values(self) -> Iterator[tuple[str, str]]:
-        """The expressions, each with its key."""
-        yield from _named(record=self.record)
-        yield from _given(self, "where", "once")
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WorkSettings(BatchSettings):
-    """How the work is done: the section `synthesize`; beside those of any batch job, for each step that asks:
+    """Settings of the section `synthesize`, which apply to every step that sends requests.
 
     Attributes:
-        canaries: share of the rows with a planted fault, in place of the recipe's; 0 plants none.
+        canaries: share of rows with a canary, which overrides the recipe's; 0 disables canaries.
     """
 
     canaries: Share | None = None
@@ -461,19 +373,19 @@ class WorkSettings(BatchSettings):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(AskingSettings):
-    """Settings of `nemo-ext synthesize`; roles, steps and outputs are a `Recipe`'s.
+    """Settings of `nemo-ext synthesize`; `Recipe` validates roles, steps and outputs.
 
     Attributes:
-        input: files with the rows that the steps begin with; globs too.
-        output: folder to write.
+        input: files with the input rows, or globs.
+        output: folder for the output.
         recipe: name of the recipe.
-        about: source of the recipe, for the card.
-        license: license of the data, for the card.
-        seed: seed of answers and of sampled rows.
-        roles: models by role.
+        about: description and source of the recipe, for the card.
+        license: licence of the data, for the card.
+        seed: seed of answers and of all random decisions.
+        roles: roles by name.
         steps: steps by name, in order.
-        outputs: files by name.
-        synthesize: how the work is done.
+        outputs: output files by name.
+        synthesize: requests, retries and canaries.
     """
 
     input: Places
@@ -490,14 +402,14 @@ class Settings(AskingSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """A recipe.
+    """Validated recipe.
 
     Attributes:
-        name: its name.
-        about: where it is from, for the card.
-        roles: who answers, by name.
-        steps: the steps by name, in order.
-        outputs: the files by name.
+        name: name of the recipe.
+        about: description and source, for the card.
+        roles: roles by name.
+        steps: steps by name, in order.
+        outputs: output files by name.
     """
 
     name: str
@@ -507,11 +419,11 @@ class Recipe:
     outputs: Mapping[str, OutputSettings]
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "Recipe":
-        """The recipe of a composed config.
+    def from_config(cls, config: Mapping[str, Any]) -> "Recipe":
+        """Recipe from a composed config.
 
         Raises:
-            ValueError: naming the step, the key, what it holds and what it may hold.
+            ValueError: a key is invalid; the message has the step, the key, its value and the expected values.
         """
         for key in ("roles", "steps", "outputs"):
             if not isinstance(config[key], Mapping):
@@ -520,14 +432,14 @@ class Recipe:
         known = [name for name, step in config["steps"].items() if isinstance(step, Mapping) and "kind" in step]
         steps = {str(name): _step(str(name), step, known) for name, step in config["steps"].items() if step is not None}
         if not steps:
-            raise ValueError("steps: there are none: name a recipe, such as recipe=verified_traces")
+            raise ValueError("steps is empty: choose a recipe, such as recipe=verified_traces")
         outputs = {
             str(name): checked(OutputSettings, output, where=f"outputs.{name}")
             for name, output in config["outputs"].items()
             if output is not None
         }
         if not outputs:
-            raise ValueError("outputs: there are none: name a file and its kind")
+            raise ValueError("outputs is empty: add a file with its kind and record")
         recipe = cls(
             name=str(config["recipe"]), about=str(config["about"] or ""), roles=roles, steps=steps, outputs=outputs
         )
@@ -538,21 +450,26 @@ class Recipe:
         multiply = list[str]()
         for name, role in self.roles.items():
             if role.like is not None and (role.like not in self.roles or self.roles[role.like].like is not None):
-                raise ValueError(f"roles.{name}.like={role.like}: {nearest(role.like, set(self.roles) - {name})}")
+                others = set(self.roles) - {name}
+                raise ValueError(
+                    f"roles.{name}.like={role.like}: not another role without `like`: {nearest(role.like, others)}"
+                )
         for name, step in self.steps.items():
             where = f"steps.{name}"
             _check_name(where, name)
             if "id" in step.makes():
-                raise ValueError(f"{where}: id names the row, and cannot be a new column")
+                raise ValueError(f"{where}: the column id is reserved for the row's id: use another name")
             for role in step.roles():
                 if role not in self.roles:
                     raise ValueError(f"{where}: unknown role {role!r}: {nearest(role, self.roles)}")
             if isinstance(step, Group) and step.by not in multiply:
-                known = nearest(step.by, multiply) if multiply else "there is none before it"
-                raise ValueError(f"{where}.by={step.by}: no step before it that makes several rows of one: {known}")
-            for key, text in step.texts():
+                known = nearest(step.by, multiply) if multiply else "no earlier step does"
+                raise ValueError(
+                    f"{where}.by={step.by}: requires an earlier step that makes several rows of one: {known}"
+                )
+            for key, text in _entries(step, step.TEXTS):
                 TEMPLATES.check(f"{where}.{key}", text=text)
-            for key, value in step.values():
+            for key, value in _entries(step, step.VALUES):
                 TEMPLATES.check(f"{where}.{key}", value=value)
             if isinstance(step, Expand | Converse) or (isinstance(step, Ask) and step.samples is not None):
                 multiply.append(name)
@@ -560,11 +477,11 @@ class Recipe:
             _check_name(f"outputs.{name}", name)
             if output.of is not None and output.of not in self.steps:
                 raise ValueError(f"outputs.{name}.of={output.of}: unknown step: {nearest(output.of, self.steps)}")
-            for key, value in output.values():
+            for key, value in _entries(output, ("record", "where", "once")):
                 TEMPLATES.check(f"outputs.{name}.{key}", value=value)
 
     def place(self, role: str) -> Role:
-        """Where a role is asked: at its own endpoint, or at that of the one it is like."""
+        """Endpoint of a role: its own, or the endpoint of the role in `like`."""
         own = self.roles[role]
         if own.endpoint is not None or own.like is None:
             return own
@@ -573,13 +490,13 @@ class Recipe:
         return Role(endpoint=other.endpoint, **named)
 
     def asked(self) -> list[str]:
-        """The roles that are asked, each once."""
+        """Distinct roles that steps send requests to."""
         return list(dict.fromkeys(role for step in self.steps.values() for role in step.roles()))
 
 
 def _check_name(where: str, name: str) -> None:
     if not name.replace("_", "").isalnum():
-        raise ValueError(f"{where}: a name has letters, digits and _ alone")
+        raise ValueError(f"{where}: a name may have only letters, digits and _")
 
 
 def _step(name: str, section: Any, known: Sequence[str]) -> Step:
@@ -587,17 +504,20 @@ def _step(name: str, section: Any, known: Sequence[str]) -> Step:
         raise ValueError(f"steps.{name}={section!r}: expected a section with keys")
     own = dict(section)
     if "kind" not in own:
-        raise ValueError(f"steps.{name}: no such step, and without a kind no new one: {nearest(name, known)}")
+        raise ValueError(f"steps.{name}: unknown step, and a new step requires kind: {nearest(name, known)}")
     kind = own.pop("kind")
     if kind not in KINDS:
         raise ValueError(f"steps.{name}.kind={kind}: {nearest(str(kind), KINDS)}")
     return checked(KINDS[kind], own, where=f"steps.{name}")
 
 
-def _given(section: Any, *keys: str) -> Iterator[tuple[str, str]]:
-    yield from ((key, text) for key in keys if (text := getattr(section, key)) is not None)
-
-
-def _named(**sections: Named) -> Iterator[tuple[str, str]]:
-    for key, section in sections.items():
-        yield from ((f"{key}.{name}", text) for name, text in section.items())
+def _entries(section: Any, keys: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Pairs of key and text of the keys that are set; a key may have dots, and a mapping has a pair for each name."""
+    for key in keys:
+        value = section
+        for part in key.split("."):
+            value = None if value is None else getattr(value, part)
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{name}", text) for name, text in value.items())
+        elif value is not None:
+            yield key, value

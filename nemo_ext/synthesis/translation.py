@@ -1,4 +1,4 @@
-"""Texts in lines, and lines with marks in place of what is not to be translated: code, XML, LaTeX, addresses.
+"""Line-by-line translation: masks code, XML, LaTeX and addresses, which are not translated, and restores them.
 
 Nemotron 3 Nano, section 3.1.2 (multilingual): "translates inputs line-by-line and skips non-translatable content like
 code, XML tags, URLs".
@@ -16,42 +16,42 @@ _ASIDE = re.compile(
     r"|\\[A-Za-z]+(?:\{[^{}\n]*\})+|\\[A-Za-z]+"
 )
 _PREFIX = re.compile(r"\s*(?:(?:[-*+>]|#{1,6}|\d{1,3}[.)])\s+)*")
-"""Marks of lists, headings and quotations."""
+"""Markdown markers of lists, headings and quotations."""
 _MODE = re.compile(r"\s*(?:(?:detailed )?thinking (?:on|off)|/(?:no_)?think)\s*", re.IGNORECASE)
 _MARK = re.compile(r"\u27e6(\d+)\u27e7")
 
 
 def lines(text: str) -> list[dict[str, Any]]:
-    """The lines of a text, each as {line, masked, aside, translate, closed}.
+    """Lines of a text, each as {line, masked, aside, translate, closed}.
 
-    `masked` has a mark (a number in double brackets) for each piece of `aside`. `translate` is false for lines of code
-    blocks and displayed formulas, for lines that switch a mode of reasoning, and for those without a letter outside
-    `aside`. `closed` is false in all lines if a block does not end.
+    `masked` is the line with a mark (a number in double brackets) for each untranslatable fragment; `aside` lists the
+    fragments. `translate` is false in code blocks and displayed formulas, for lines that switch the reasoning mode, and
+    for lines without letters outside `aside`. `closed` is false for all lines if a block is not closed.
     """
-    made, state = [], _Block()
+    entries, state = [], _Block()
     for line in text.split("\n"):
         inside = state.takes(line) or _MODE.fullmatch(line) is not None
-        taken = _MARK.search(line) is not None  # a mark of its own could not be told apart
+        taken = _MARK.search(line) is not None  # marks in the text itself would be ambiguous
         start = _prefix(line)
         masked, aside = (line, []) if inside or taken else _masked(line[start:])
         translate = not inside and not taken and any(map(str.isalpha, _MARK.sub("", masked)))
-        made.append({"line": line, "masked": masked.strip(), "aside": aside, "translate": translate})
-    return [{**each, "closed": not state.open} for each in made]
+        entries.append({"line": line, "masked": masked.strip(), "aside": aside, "translate": translate})
+    return [{**entry, "closed": not state.open} for entry in entries]
 
 
 class _Block:
-    """What a line is in: a block of code, a displayed formula, or nothing."""
+    """State of the line parser: in a code block, in a displayed formula, or in neither."""
 
     def __init__(self) -> None:
         self._fence, self._end, self._depth = "", "", 0
 
     @property
     def open(self) -> bool:
-        """True inside a block."""
+        """Whether the parser is inside a block."""
         return bool(self._fence or self._end or self._depth)
 
     def takes(self, line: str) -> bool:
-        """True if the line belongs to a block, from its first to its last line."""
+        """Advance by a line; returns whether it belongs to a block, including the block's first and last line."""
         text = line.strip()
         mark = _FENCE.match(text)
         if self._fence:
@@ -76,7 +76,7 @@ class _Block:
 
 
 def _masked(text: str) -> tuple[str, list[str]]:
-    """A text with marks, and the pieces that they stand for."""
+    """Text with marks, and the fragments that they replace."""
     aside: list[str] = []
 
     def put(piece: re.Match[str]) -> str:
@@ -87,17 +87,17 @@ def _masked(text: str) -> tuple[str, list[str]]:
 
 
 def _prefix(line: str) -> int:
-    found = _PREFIX.match(line)
-    return found.end() if found else 0
+    match = _PREFIX.match(line)
+    return match.end() if match else 0
 
 
 def unmasked(text: str, line: str, aside: Sequence[str]) -> str | None:
-    """A translated line with its pieces put back, and what stood around it; None if a mark or a table's bar is amiss.
+    """Translated line with its fragments, prefix and whitespace restored; None if marks or table bars do not match.
 
     Args:
         text: translation of the masked line.
-        line: the line before.
-        aside: its pieces.
+        line: the original line.
+        aside: the fragments of the original line.
     """
     text = text.strip()
     marks = sorted(int(number) for number in _MARK.findall(text))

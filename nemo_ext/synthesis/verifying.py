@@ -1,4 +1,4 @@
-"""Steps that verify: verdicts of environments on the rows' answers, each kept in a journal as it comes."""
+"""Step `verify`: verdicts of environments on the rows' answers, journalled as they arrive."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from nemo_ext.rl.environments import settings_of
 from nemo_ext.rl.episodes import Episode, Episodes
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.verdict import Verdict
-from nemo_ext.synthesis.canaries import canaries_of, told, with_canaries
+from nemo_ext.synthesis.canaries import canaries_of, count_canaries, with_canaries
 from nemo_ext.synthesis.context import Context
 from nemo_ext.synthesis.rows import ID, Row, read
 from nemo_ext.synthesis.settings import Verify, WorkSettings
@@ -29,13 +29,13 @@ _WRONG = "reference: "
 
 @dataclass(kw_only=True)
 class Verifying:
-    """A verifying step at work.
+    """Execution of a step that verifies answers.
 
     Attributes:
-        step: its settings.
-        context: its rows, folder and counts.
+        step: settings of the step.
+        context: rows, folder and counts of the step.
         judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`); None for none.
-        work: how the work is done.
+        work: settings of the section `synthesize`.
     """
 
     step: Verify
@@ -48,11 +48,11 @@ class Verifying:
         """Rows with their verdicts.
 
         Args:
-            identity: digest of all that the verdicts depend on.
+            identity: digest of everything that the verdicts depend on.
 
         Raises:
             ValueError: an environment is unknown, or its judge cannot be reached.
-            Fooled: a judge took too many canaries for right.
+            Fooled: the judge accepted too many canaries.
         """
         record, journal = (self.context.folder / OWN / name for name in ("verified.json", "verdicts.jsonl"))
         if not record.exists() or json.loads(record.read_text())["identity"] != identity:
@@ -72,49 +72,46 @@ class Verifying:
                 yield row
                 continue
             verdict = known[row[ID]]
-            made = {**row, **{name: verdict[name] for name in ("correct", "score", "why")}}
+            new_row = {**row, **{name: verdict[name] for name in ("correct", "score", "why")}}
             if is_canary and canaries is not None:
                 if not verdict["error"]:
                     planted += 1
-                    fooled += bool(self.context.value("canaries.fooled", canaries.fooled, self.context.names(made)))
+                    fooled += bool(self.context.value("canaries.fooled", canaries.fooled, self.context.names(new_row)))
             elif verdict["error"]:
                 wrong = verdict["why"].startswith(_WRONG)
                 self.context.drop(row, "wrong reference" if wrong else "no verdict", verdict["why"])
             else:
-                yield made
+                yield new_row
         failed = self.context.counts.dropped["no verdict"]
         if failed > self.work.max_dead * len(self.context.rows):
-            raise TooManyDead(self.context.counts.examples["no verdict"][0])
-        self.context.counts.numbers |= told(canaries, planted, fooled, self.context)
+            raise TooManyDead(f"the first: {self.context.counts.examples['no verdict'][0]}")
+        self.context.counts.numbers |= count_canaries(canaries, planted, fooled, self.context)
 
     def _known(self, journal: Path) -> dict[str, dict[str, Any]]:
-        """Verdicts of earlier starts by the rows' ids; a line that a kill cut short is taken away."""
+        """Verdicts of earlier starts by row id; a last line truncated by a kill is removed from the journal."""
         journal.touch()
         whole = journal.read_bytes()
         whole = whole[: whole.rfind(b"\n") + 1]
         os.truncate(journal, len(whole))
         verdicts = map(read, whole.split(b"\n")[:-1])
-        return {each[ID]: each for each in verdicts if not each["error"]}  # errors are tried again
+        return {verdict[ID]: verdict for verdict in verdicts if not verdict["error"]}  # errors are retried
 
     async def _verify(self, journal: Any, known: dict[str, dict[str, Any]]) -> None:
-        """Verdicts on what has none yet."""
+        """Get the missing verdicts."""
         canaries, running = canaries_of(self.step, self.work), set[asyncio.Task[dict[str, Any]]]()
         total = len(self.context.rows)
-        with (
-            open(journal, "ab") as file,
-            progress_of(f"{self.context.name}:", total, unit="verdicts") as advance,
-        ):
+        with open(journal, "ab") as file, progress_of(f"{self.context.name}:", total, unit="verdicts") as advance:
 
-            async def some(most: int) -> None:
+            async def wait_until(most: int) -> None:
                 nonlocal running
                 while len(running) > most:
                     done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
                     failed = [error for task in done if (error := task.exception()) is not None]
                     if failed:
                         raise failed[0]
-                    for found in (task.result() for task in done):
-                        file.write(json_line(found))
-                        known[found[ID]] = found
+                    for verdict in (task.result() for task in done):
+                        file.write(json_line(verdict))
+                        known[verdict[ID]] = verdict
                         advance(1)
                     file.flush()
 
@@ -122,15 +119,16 @@ class Verifying:
             try:
                 for row, applies, _ in with_canaries(self.context, canaries, self.step.when):
                     if applies and row[ID] not in known:
-                        await some(_AT_ONCE - 1)
-                        running.add(asyncio.create_task(self._one(row)))
-                await some(0)
+                        await wait_until(_AT_ONCE - 1)
+                        running.add(asyncio.create_task(self._entry(row)))
+                await wait_until(0)
             finally:
                 for task in running:
                     task.cancel()
                 await asyncio.gather(*running, return_exceptions=True)
 
-    async def _one(self, row: Row) -> dict[str, Any]:
+    async def _entry(self, row: Row) -> dict[str, Any]:
+        """Journal entry with the verdict on a row."""
         verdict = await self._verdict(row)
         return {
             ID: row[ID],
@@ -144,28 +142,31 @@ class Verifying:
         names = self.context.names(row)
         name = self.step.environment or row.get("environment")
         if not isinstance(name, str):
-            raise ValueError(f"steps.{self.context.name}: row {row[ID]}: has no environment, and the step names none")
-        episodes = await self._of(name, str(row[ID]))
+            raise ValueError(
+                f"steps.{self.context.name}: neither the step nor row {row[ID]} names an environment: set "
+                f"steps.{self.context.name}.environment"
+            )
+        episodes = await self._episodes_of(name, str(row[ID]))
         reference = row.get("reference")
         if self.step.reference is not None:
             reference = self.context.columns("reference", self.step.reference, names)
-        value = {
+        parts = {
             key: self.context.value(key, getattr(self.step, key), names)
             for key in ("answer", "reasoning", "tool_calls", "tools")
         }
         if isinstance(reference, Mapping):
-            reference = {key: held for key, held in reference.items() if held is not None}
+            reference = {key: value for key, value in reference.items() if value is not None}
         try:
-            given = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": reference}
-            task = Task.from_record(given | ({"tools": value["tools"]} if value["tools"] else {}))
+            record = {ID: str(row[ID]), "environment": name, "prompt": "-", "reference": reference}
+            task = Task.from_record(record | ({"tools": parts["tools"]} if parts["tools"] else {}))
             episodes.check(task)
         except ValueError as error:
             return Verdict.error(f"{_WRONG}{error}")
-        one = said(str(value["answer"] or ""), value["reasoning"], value["tool_calls"] or [])
-        turn = await episodes.turn(Episode(task=task, thinking_opened=False), one.response, one.unreadable)
-        return turn.verdict or Verdict.error("the environment holds conversations: use a step of kind converse")
+        parsed = said(str(parts["answer"] or ""), parts["reasoning"], parts["tool_calls"] or [])
+        turn = await episodes.turn(Episode(task=task, thinking_opened=False), parsed.response, parsed.unreadable)
+        return turn.verdict or Verdict.error("the environment holds conversations: use a step with kind=converse")
 
-    async def _of(self, name: str, row: str) -> Episodes:
+    async def _episodes_of(self, name: str, row: str) -> Episodes:
         if name not in self._episodes:
             settings = dict(self.step.settings)
             if self.step.environment is None:

@@ -1,4 +1,4 @@
-"""Sums as a benchmark of the user's own, and an endpoint that knows some of the answers."""
+"""A user-defined benchmark of sums, and an endpoint that knows some of the answers."""
 
 import hashlib
 import json
@@ -13,12 +13,12 @@ QUICK = ("evaluate.patience=1", "evaluate.attempt_seconds=20", "evaluate.draws=2
 
 
 def knows(text: str, share: float) -> bool:
-    """True for a share of the texts, always the same ones."""
+    """True for a fixed subset of texts with the given share."""
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16) < share * (1 << 32)
 
 
 def answer_to(payload: Mapping[str, Any], reply: type[Any], share: float = 0.5) -> Any:
-    """The sum that is asked for, or one more."""
+    """The requested sum, or the sum plus one."""
     asked = payload["messages"][-1]["content"]
     if "refuse me" in asked:
         return reply(status=400, body=b'{"error": {"message": "refused for its content"}}')
@@ -33,7 +33,7 @@ def answer_to(payload: Mapping[str, Any], reply: type[Any], share: float = 0.5) 
 
 @pytest.fixture
 def answering(endpoint: Any, reply: type[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The endpoint with one model, `m`, and back-off in hundredths of seconds."""
+    """The endpoint with one model, `m`, and a back-off of hundredths of a second."""
     monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
     endpoint.models = ["m"]
     endpoint.reply = lambda payload: answer_to(payload, reply)
@@ -73,10 +73,7 @@ def suite(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def evaluate(
-    answering: Any,
-    tmp_path: Path,
-    command: Callable[..., Any],
-    kept_workers: None,
+    answering: Any, tmp_path: Path, command: Callable[..., Any], kept_workers: None
 ) -> Callable[..., tuple[int, str]]:
     """`nemo-ext evaluate` in this process; returns its exit code and output."""
 
@@ -90,7 +87,7 @@ def evaluate(
 
 @pytest.fixture
 def results(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What results.json has."""
+    """Reads results.json."""
 
     def read(folder: Path = tmp_path / "run") -> dict[str, Any]:
         found: dict[str, Any] = json.loads((folder / "results.json").read_text())
@@ -101,7 +98,7 @@ def results(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def served_model(served_folder: Path) -> Iterator[str]:
-    """URL of the model of `served_folder`, of which prompts and answers have 256 tokens at most together."""
+    """URL of the model in `served_folder`, with at most 256 tokens for prompt and answer."""
     import threading
 
     from nemo_ext.serving.app import Api, Served

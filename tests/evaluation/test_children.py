@@ -1,4 +1,4 @@
-"""What `compare` says of a trained model beside itself before training, a copy, and the same weights in FP8."""
+"""Verdicts of `compare` on a trained model and the untrained model, a copy, and the same weights in FP8."""
 
 import json
 import random
@@ -31,7 +31,7 @@ SMALL = (
 
 @pytest.fixture
 def facts(tmp_path: Path) -> tuple[str, ...]:
-    """Overrides: the numbers of 16 invented things as text to train on, and three benchmarks that ask for them."""
+    """Overrides: 16 invented facts as training text, and three benchmarks on them."""
     draw = random.Random(3)
     rows = []
     for first in range(16):
@@ -62,7 +62,7 @@ def facts(tmp_path: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.deep
-def test_compare_says_what_is_true_of_a_trained_model_and_of_its_children(
+def test_verdicts_on_a_trained_model_and_its_children_are_true(
     tmp_path: Path, facts: tuple[str, ...], launched: Callable[..., str]
 ) -> None:
     parent = tmp_path / "parent"

@@ -1,4 +1,4 @@
-"""Comparisons of runs whose stores are made here, so that what is true of them is known."""
+"""Comparisons of runs with generated stores, whose true differences are known."""
 
 import json
 import math
@@ -20,11 +20,11 @@ from nemo_ext.job.config import compose
 
 PROBLEMS = 80
 Chance = Callable[[int, str, str], float]
-"""Probability of a right answer, of a problem's number, prompt and mode."""
+"""Probability of a correct answer by problem number, prompt and mode."""
 
 
 def entry(metric: str, accuracy: float, **more: Any) -> dict[str, Any]:
-    """Part of results.json."""
+    """Entry of a benchmark in results.json."""
     whole = {"metric": metric, "accuracy": accuracy, "interval": [accuracy - 0.05, accuracy + 0.05], "n": PROBLEMS}
     return {"verifier": "v", "weight": 1.0, "higher_is_better": True, "metrics": {metric: accuracy}} | whole | more
 
@@ -40,7 +40,7 @@ def made(
     asked: Callable[[str, int], str] = lambda benchmark, problem: "",
     problems: int = PROBLEMS,
 ) -> Path:
-    """A run directory with answers of known chances; `modes` has the mean tokens of each."""
+    """Run directory with answers that are correct with known probabilities; `modes` has the mean tokens by mode."""
     rng = np.random.default_rng(seed)
     ways = modes or {"default": 100.0}
     entries = {}
@@ -70,7 +70,7 @@ def made(
 
 
 def write(folder: Path, results: Mapping[str, Any]) -> None:
-    """Writes results.json, of all that the store has."""
+    """Writes results.json and asked.json for everything in the store."""
     asked: dict[str, list[str]] = {name: [] for name in results["benchmarks"]}
     for sample in Store(folder / "store").answers():
         asked[sample.key.benchmark].append(sample.asked)
@@ -79,7 +79,7 @@ def write(folder: Path, results: Mapping[str, Any]) -> None:
 
 
 def flat(chance: float) -> Chance:
-    """The same chance for all."""
+    """The same probability for all."""
     return lambda problem, prompt, mode: chance
 
 
@@ -88,7 +88,7 @@ def settings(*runs: Path, **more: Any) -> CompareSettings:
     return CompareSettings(runs=tuple(map(str, runs)), **{"draws": 500, **more})
 
 
-def test_says_better_and_worse_where_it_is_true_and_nothing_where_nothing_is_shown(tmp_path: Path) -> None:
+def test_verdicts_are_true(tmp_path: Path) -> None:
     before = made(tmp_path / "before", {"up": flat(0.3), "down": flat(0.8), "same": flat(0.5)}, seed=1)
     after = made(tmp_path / "after", {"up": flat(0.7), "down": flat(0.4), "same": flat(0.5)}, seed=2)
     found = compared(settings(before, after))
@@ -101,7 +101,7 @@ def test_says_better_and_worse_where_it_is_true_and_nothing_where_nothing_is_sho
     assert pairs["up"].p >= pairs["up"].difference.p  # adjusted
 
 
-def test_a_run_beside_itself_shows_no_difference(tmp_path: Path) -> None:
+def test_a_run_compared_with_itself_shows_no_difference(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(0.5), "y": flat(0.5)}, samples=4)
     b = made(tmp_path / "b", {"x": flat(0.5), "y": flat(0.5)}, samples=4)
     pair, _, grand = compared(settings(a, b)).pairs["b"]
@@ -127,7 +127,7 @@ def test_many_harmless_benchmarks_do_not_make_an_alarm(tmp_path: Path) -> None:
     assert {pair.words for pair in pairs} == {"no difference shown"}
 
 
-def test_only_what_was_asked_alike_is_compared(tmp_path: Path) -> None:
+def test_only_identical_requests_are_compared(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(0.5), "only_a": flat(0.5)})
     b = made(
         tmp_path / "b",
@@ -138,7 +138,7 @@ def test_only_what_was_asked_alike_is_compared(tmp_path: Path) -> None:
     found = compared(settings(a, b))
     pair, absent = found.pairs["b"]
     assert pair.difference.problems == PROBLEMS - 10 - 30
-    assert pair.note == "30 asked differently, 10 only in a: 40 questions compared"
+    assert pair.note == "30 with different requests or references, 10 only in a: 40 questions compared"
     assert (absent.words, absent.note) == ("not compared", "not evaluated in b")
     assert pair.note in page(found, {}).markdown()
 
@@ -156,7 +156,7 @@ def test_other_verifiers_and_other_references_are_not_compared(tmp_path: Path) -
     (pair,) = compared(settings(a, c)).pairs["c"]
     assert (pair.difference, pair.note) == (
         None,
-        "80 asked differently: 0 questions compared; no problem was asked alike in both",
+        "80 with different requests or references: 0 questions compared; no problem in common",
     )
 
 
@@ -184,8 +184,8 @@ def test_bits_per_byte_are_weighted_by_bytes_and_lower_is_better(tmp_path: Path)
     assert frontiers(found.runs, settings(tmp_path / "a")) == {}  # no tokens, and no accuracy
 
 
-def test_only_the_questions_of_the_results_count(tmp_path: Path) -> None:
-    """A store may hold those of other limits and older words too."""
+def test_only_requests_of_the_results_are_compared(tmp_path: Path) -> None:
+    """A store may also have requests of other limits and of older prompts."""
     a, b = made(tmp_path / "a", {"x": flat(0.5)}), made(tmp_path / "b", {"x": flat(0.5)}, seed=1)
     asked = json.loads((b / "asked.json").read_text())
     (b / "asked.json").write_text(json.dumps({"x": asked["x"][:12]}))
@@ -197,10 +197,10 @@ def test_runs_are_compared_in_a_mode_that_both_have(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(0.5)}, modes={"on": 900.0, "off": 100.0})
     b = made(tmp_path / "b", {"x": flat(0.5)}, modes={"off": 100.0})
     (pair,) = compared(settings(a, b)).pairs["b"]
-    assert (pair.difference.problems, pair.note) == (PROBLEMS, "in mode off, which is not the first of both")
+    assert (pair.difference.problems, pair.note) == (PROBLEMS, "in mode off, which is not the first mode of both")
     c = made(tmp_path / "c", {"x": flat(0.5)}, modes={"maybe": 100.0})
     (pair,) = compared(settings(a, c)).pairs["c"]
-    assert pair.note == "asked in other modes: on, off and maybe"
+    assert pair.note == "no mode in common: on, off and maybe"
 
 
 def test_modes_are_paired_off_before_on_with_tokens(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_modes_are_paired_off_before_on_with_tokens(tmp_path: Path) -> None:
     assert "off to on" in page(found, {}).markdown()
 
 
-def test_samples_beyond_those_of_the_results_do_not_count(tmp_path: Path) -> None:
+def test_samples_beyond_the_results_are_ignored(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(1.0)}, samples=2)
     with Store(a / "store") as store:
         key = Key("x", "p0000", "default", "default", 2)
@@ -242,7 +242,7 @@ def test_the_newest_request_counts(tmp_path: Path) -> None:
     assert a == tmp_path / "a"
 
 
-def test_the_front_has_what_no_other_beats(tmp_path: Path) -> None:
+def test_the_front_has_the_points_that_no_other_dominates(tmp_path: Path) -> None:
     cheap = made(tmp_path / "cheap", {"x": flat(0.3), "y": flat(0.3)}, modes={"default": 100.0})
     good = made(tmp_path / "good", {"x": flat(0.9), "y": flat(0.9)}, modes={"default": 500.0})
     wasteful = made(tmp_path / "wasteful", {"x": flat(0.6), "y": flat(0.6)}, modes={"default": 900.0})
@@ -254,21 +254,17 @@ def test_the_front_has_what_no_other_beats(tmp_path: Path) -> None:
         assert point.tokens_interval[0] < point.tokens < point.tokens_interval[1]
 
 
-def test_published_values_stand_beside_ours_with_their_place(tmp_path: Path) -> None:
+def test_published_values_are_shown_with_their_source(tmp_path: Path) -> None:
     a = made(tmp_path / "a", {"x": flat(0.5), "y": flat(0.5)})
     paper = tmp_path / "paper.yaml"
     values = "{x: {value: 61.2, unit: percent, where: 'Table 5, p. 12'}, z: {value: 3.1, unit: points, where: p. 1}}"
     paper.write_text(f"source: A paper\nmodels:\n  Theirs:\n    about: its model\n    values: {values}\n")
-    (table,) = (each for each in tables(compared(settings(a, paper=str(paper)))) if each.title == "Beside paper")
-    assert [(row[0], row[-1]) for row in table.rows] == [
-        ("x", "61.2 (1)"),
-        ("y", "-"),
-        ("z", "3.1 points (2)"),
-    ]
+    (table,) = (each for each in tables(compared(settings(a, paper=str(paper)))) if each.title == "Compared with paper")
+    assert [(row[0], row[-1]) for row in table.rows] == [("x", "61.2 (1)"), ("y", "-"), ("z", "3.1 points (2)")]
     assert table.rows[2][1] == "-"
-    assert "A paper. Theirs: its model. Where they stand: (1) Table 5, p. 12; (2) p. 1." in table.note
+    assert "A paper. Theirs: its model. Places in the paper: (1) Table 5, p. 12; (2) p. 1." in table.note
     paper.write_text("models: {Theirs: {values: {x: {value: 61.2, where: ''}}}}")
-    with pytest.raises(ValueError, match="wants a number and where it stands"):
+    with pytest.raises(ValueError, match="requires a number in `value`, and its place"):
         compared(settings(a, paper=str(paper)))
 
 
@@ -300,15 +296,15 @@ def test_the_job_writes_and_prints(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"runs": "{tmp}/none"}, "has no results.json: give run directories of `nemo-ext evaluate`"),
-        ({"runs": "{tmp}/a", "baseline": "c"}, "baseline=c: is none of the runs"),
+        ({"runs": "{tmp}/none"}, "has no results.json: give finished runs of `nemo-ext evaluate`"),
+        ({"runs": "{tmp}/a", "baseline": "c"}, "baseline=c: not one of the runs"),
         ({"runs": "{tmp}/a", "benchmarks": ("xx",)}, "benchmarks: no run has 'xx'"),
-        ({"runs": ("{tmp}/a", "{tmp}/a")}, "one of them is there twice"),
-        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "give two runs at least"),
+        ({"runs": ("{tmp}/a", "{tmp}/a")}, "runs: lists one run twice"),
+        ({"runs": "{tmp}/a", "checkpoints": "{tmp}/a"}, "give at least two runs"),
         ({"runs": "{tmp}/a", "paper": "nobody"}, "published: unknown name 'nobody'"),
     ],
 )
-def test_mistakes_are_told_in_one_line(tmp_path: Path, given: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(tmp_path: Path, given: dict[str, Any], message: str) -> None:
     made(tmp_path / "a", {"x": flat(0.5)}, problems=5)
 
     def placed(value: Any) -> Any:

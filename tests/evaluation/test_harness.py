@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness over an endpoint, against the same tasks by its own back end."""
+"""Tasks of lm-evaluation-harness over an endpoint, compared with its own back end."""
 
 import asyncio
 import json
@@ -58,7 +58,7 @@ test_split: test
 doc_to_text: ""
 doc_to_target: "{{ text }}"
 """
-# A choice is a context here, as in Winogrande.
+# Choices are contexts here, as in Winogrande.
 CONTEXTS = """
 task: contexts
 dataset_path: json
@@ -122,7 +122,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def run(folder: Path, served_folder: Path, served_model: str, tmp_path: Path) -> Run:
-    """Evaluates tasks by their names; returns what came of them, and the entries of results.json."""
+    """Evaluates tasks by name; returns the outcome and the entries of results.json."""
     from nemo_ext.evaluation import harness
 
     def ran(*names: str, url: str = served_model, tokenizer: Path | None = served_folder, **settings: Any) -> Any:
@@ -139,8 +139,8 @@ def run(folder: Path, served_folder: Path, served_model: str, tmp_path: Path) ->
     return ran
 
 
-def by_itself(folder: Path, served_folder: Path, names: list[str]) -> tuple[dict[str, dict[str, float]], list[str]]:
-    """Metrics of lm-evaluation-harness with its own back end, and the answers of the task `answers`."""
+def harness_alone(folder: Path, served_folder: Path, names: list[str]) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Metrics of lm-evaluation-harness with its own back end, and its answers to the task `answers`."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -160,11 +160,11 @@ def by_itself(folder: Path, served_folder: Path, names: list[str]) -> tuple[dict
 
 
 @pytest.mark.slow
-def test_the_harness_itself_says_the_same(run: Run, folder: Path, served_folder: Path, tmp_path: Path) -> None:
+def test_results_match_the_harness_itself(run: Run, folder: Path, served_folder: Path, tmp_path: Path) -> None:
     names = ["colours", "answers", "texts", "contexts"]
-    expected, answers = by_itself(folder, served_folder, names)
+    expected, answers = harness_alone(folder, served_folder, names)
 
-    ran, found = run(*names)
+    ran, entries = run(*names)
 
     assert not ran.missing
     for name, metrics in (
@@ -176,21 +176,21 @@ def test_the_harness_itself_says_the_same(run: Run, folder: Path, served_folder:
         for metric in metrics:
             relative = pytest.approx(expected[name][metric], rel=1e-6, abs=1e-6)
             assert ran.metrics[f"h_{name}"][metric] == relative, metric
-    assert found["h_colours"]["accuracy"] == pytest.approx(expected["colours"]["acc"])
-    assert found["h_colours"]["metrics"]["acc_norm"] == pytest.approx(expected["colours"]["acc_norm"])
-    assert found["h_answers"]["accuracy"] == pytest.approx(expected["answers"]["exact_match"])
-    assert found["h_texts"]["accuracy"] == pytest.approx(expected["texts"]["bits_per_byte"], abs=1e-6)
-    # The server shows tags of reasoning that are special tokens; the harness does not.
+    assert entries["h_colours"]["accuracy"] == pytest.approx(expected["colours"]["acc"])
+    assert entries["h_colours"]["metrics"]["acc_norm"] == pytest.approx(expected["colours"]["acc_norm"])
+    assert entries["h_answers"]["accuracy"] == pytest.approx(expected["answers"]["exact_match"])
+    assert entries["h_texts"]["accuracy"] == pytest.approx(expected["texts"]["bits_per_byte"], abs=1e-6)
+    # The server shows reasoning tags that are special tokens; the harness does not.
     ours = {
         sample.key: re.sub("</?think>|</?tool_call>", "", sample.answer)
         for sample in Store(tmp_path / "store").answers()
     }
     assert [ours[key] for key in sorted(ours) if key.benchmark == "h_answers"] == answers
-    assert [found[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False, True]
-    assert [found[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte", "acc"]
+    assert [entries[f"h_{name}"]["higher_is_better"] for name in names] == [True, True, False, True]
+    assert [entries[f"h_{name}"]["metric"] for name in names] == ["acc", "avg@1", "bits_per_byte", "acc"]
 
 
-def test_nothing_is_asked_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_request_is_repeated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[str] = []
     ask = Client.ask
 
@@ -211,7 +211,7 @@ def test_nothing_is_asked_twice(run: Run, monkeypatch: pytest.MonkeyPatch) -> No
     assert (again.metrics, same) == (ran.metrics, more)
 
 
-def test_repeats_have_seeds_of_their_own(run: Run, tmp_path: Path) -> None:
+def test_repeats_have_distinct_seeds(run: Run, tmp_path: Path) -> None:
     ran, found = run("sampled")
 
     assert not ran.missing
@@ -230,7 +230,7 @@ def test_a_group_of_tasks(run: Run) -> None:
     assert {name.split("/")[0] for name in ran.metrics["h_everything"]} == {"colours", "texts"}
 
 
-def test_a_task_that_fails_leaves_the_others(run: Run, folder: Path) -> None:
+def test_a_failing_task_does_not_affect_others(run: Run, folder: Path) -> None:
     (folder / "hub.yaml").write_text((folder / "texts.yaml").read_text().replace("path: json", "path: some/where"))
     text = (folder / "answers.yaml").read_text()
     (folder / "long.yaml").write_text(text.replace("answers", "long").replace("max_gen_toks: 12", "max_gen_toks: 300"))
@@ -243,7 +243,7 @@ def test_a_task_that_fails_leaves_the_others(run: Run, folder: Path) -> None:
     assert list(found) == ["h_colours"]
     assert "colours" in ran.missing["h_colour"]
     assert "nothing is downloaded" in ran.missing["h_hub"] and "some/where" in ran.missing["h_hub"]
-    assert "max_gen_toks=300: the model takes 256 tokens" in ran.missing["h_long"]
+    assert "max_gen_toks=300: leaves no room for a prompt in the model's 256 tokens" in ran.missing["h_long"]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_task_that_fails_leaves_the_others(run: Run, folder: Path) -> None:
         ("process_docs: !function other.run", "names the function other.run"),
         ("include: other.yaml", "bad.yaml: names the function other.run"),
         ("class: !function other.Task", "its key class runs code"),
-        ("metric_list: [{metric: someones/metric}]", "metric someones/metric is no metric"),
+        ("metric_list: [{metric: someones/metric}]", "metric someones/metric is not part of lm-evaluation-harness"),
         ("dataset_path: pandas", "pandas reads pickles"),
         ("dataset_kwargs: {data_files: 'https://example.org/x.json'}", "would be downloaded"),
         ("unsafe_code: true", "its key unsafe_code runs code"),
@@ -291,7 +291,7 @@ def test_templates_run_in_a_sandbox(run: Run, folder: Path) -> None:
     assert "SecurityError" in ran.missing["h_sly"]
 
 
-def test_a_folder_that_is_not_there(run: Run, folder: Path) -> None:
+def test_a_missing_folder_is_refused(run: Run, folder: Path) -> None:
     folder.rename(folder.with_name("moved"))
 
     with pytest.raises(ValueError, match=r"harness_tasks=.*: no such folder"):

@@ -12,7 +12,7 @@ CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments":
 
 
 def filled(folder: Path) -> Store:
-    """A store with answers, a conversation, choices, a failure and an answer that is not scored."""
+    """A store with answers, a conversation, choices, a failure and an unscored answer."""
     store = Store(folder)
     chat = {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]}
     store.add_prompt("sum", chat)
@@ -78,7 +78,7 @@ def logs(tmp_path: Path) -> Path:
     """Folder with the logs of the store."""
     from nemo_ext.evaluation import inspect_logs
 
-    async def write() -> None:  # as the job does, within a loop
+    async def write() -> None:  # within an event loop, as in the job
         inspect_logs.write(FOUND, filled(tmp_path / "store"), tmp_path / "inspect", asked=ASKED)
 
     asyncio.run(write())
@@ -113,7 +113,7 @@ def test_inspect_reads_the_logs(logs: Path) -> None:
     assert (pick.input, pick.choices) == ("The sky is", [" blue", " red"])
 
 
-def test_only_answers_to_the_question_of_today(tmp_path: Path) -> None:
+def test_only_answers_to_current_requests_are_logged(tmp_path: Path) -> None:
     from inspect_ai.log import read_eval_log
 
     from nemo_ext.evaluation import inspect_logs

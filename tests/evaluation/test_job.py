@@ -22,9 +22,9 @@ Suite = Callable[..., Path]
 def test_a_benchmark_in_one_file(
     evaluate: Evaluate, results: Read, suite: Suite, answering: Any, tmp_path: Path
 ) -> None:
-    code, said = evaluate(f"suite={suite()}")
+    code, output = evaluate(f"suite={suite()}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = results()["benchmarks"]["sums"]
     right = [score.score for score in Store(tmp_path / "run" / "store").scores().values()]
     assert found["accuracy"] == sum(right) / 20
@@ -34,12 +34,12 @@ def test_a_benchmark_in_one_file(
     assert found["tokens"] == pytest.approx(12)
     assert found["truncated"] == 1 / 20
     assert set(found["domains"]) == {"odd", "even"}
-    assert "sums" in said
+    assert "sums" in output
     for name in ("report.md", "report.html"):
         assert (tmp_path / "run" / name).stat().st_size > 500
 
 
-def test_the_same_command_asks_nothing_twice(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
+def test_the_same_command_repeats_no_request(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
     words = f"suite={suite()}"
     evaluate(words)
     first, asked = results(), len(answering.requests)
@@ -49,7 +49,7 @@ def test_the_same_command_asks_nothing_twice(evaluate: Evaluate, results: Read, 
     assert results() == first
 
 
-def test_more_samples_add_to_those_there(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
+def test_more_samples_add_to_the_store(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
     words = [f"suite={suite(sampling={'temperature': 1.0})}", "evaluate.samples=2"]
     evaluate(*words)
     two = results()["benchmarks"]["sums"]
@@ -65,7 +65,7 @@ def test_more_samples_add_to_those_there(evaluate: Evaluate, results: Read, suit
     assert results()["benchmarks"]["sums"] == two
 
 
-def test_fields_are_left_out_of_what_is_asked(evaluate: Evaluate, suite: Suite, answering: Any) -> None:
+def test_omitted_fields_are_not_sent(evaluate: Evaluate, suite: Suite, answering: Any) -> None:
     words, ours = f"suite={suite(rows=4, sampling={'temperature': 1.0})}", answering.reply
     answering.reply = lambda payload: ours({"seed": 1, **payload})
     evaluate(words, "evaluate.omit=seed")
@@ -75,7 +75,7 @@ def test_fields_are_left_out_of_what_is_asked(evaluate: Evaluate, suite: Suite, 
     assert ["temperature" in request for request in answering.requests] == [True] * 4 + [False] * 4
 
 
-def test_a_limit_takes_always_the_same_problems(
+def test_a_limit_always_selects_the_same_problems(
     evaluate: Evaluate, suite: Suite, answering: Any, tmp_path: Path
 ) -> None:
     words = f"suite={suite()}"
@@ -90,7 +90,7 @@ def test_a_limit_takes_always_the_same_problems(
     assert len(answering.requests) == 8
 
 
-def test_modes_and_prompts_are_told_apart(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
+def test_modes_and_prompts_are_distinguished(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
     prompts = {"plain": "{{ question }}", "polite": "Please: {{ question }}", "short": "{{ question[8:] }}"}
     modes = {"off": {"system": "/no_think"}, "on": {"system": "/think", "body": {"top_k": 3}, "max_tokens": 128}}
     evaluate(f"suite={suite(prompt=prompts, modes=modes)}")
@@ -124,7 +124,7 @@ def test_a_base_model_continues_the_prompt(
     assert not any("messages" in request for request in answering.requests)
 
 
-def test_what_the_endpoint_refuses_is_told(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
+def test_refused_requests_are_reported(evaluate: Evaluate, results: Read, suite: Suite, answering: Any) -> None:
     words = f"suite={suite(prompt='{{ question }}{% if sum == 6 %} refuse me{% endif %}')}"
     evaluate(words)
 
@@ -190,7 +190,7 @@ def test_a_judge_that_is_down_leaves_answers_without_a_score(
             (),
             "evaluate.judge",
         ),
-        ({"data": ["other/*.parquet"]}, (), "it is had from nowhere"),
+        ({"data": ["other/*.parquet"]}, (), "get it from nowhere"),
         ({"colour": 1}, (), "unknown key 'colour'"),
         ({}, ("evaluate.benchmarks=[sum]",), "did you mean 'sums'?"),
         ({}, ("evaluate.modes=[on]",), "unknown mode 'on'"),
@@ -198,7 +198,7 @@ def test_a_judge_that_is_down_leaves_answers_without_a_score(
         ({}, ("suite=quik",), "did you mean 'quick'?"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_a_mistake_is_reported_in_one_line(
     evaluate: Evaluate, suite: Suite, keys: dict[str, Any], words: tuple[str, ...], said: str, answering: Any
 ) -> None:
     code, found = evaluate(f"suite={suite(**keys)}", *words)
@@ -209,7 +209,9 @@ def test_a_mistake_is_one_line(
     assert not answering.requests
 
 
-def test_a_broken_row_leaves_its_benchmark_out(evaluate: Evaluate, results: Read, suite: Suite, tmp_path: Path) -> None:
+def test_a_malformed_row_excludes_its_benchmark(
+    evaluate: Evaluate, results: Read, suite: Suite, tmp_path: Path
+) -> None:
     both = json.loads(suite().read_text())["benchmarks"] + json.loads(suite(name="other").read_text())["benchmarks"]
     (tmp_path / "both.yaml").write_text(json.dumps({"benchmarks": both}))
     with open(tmp_path / "data" / "other.jsonl", "a") as file:
@@ -236,7 +238,7 @@ def test_a_store_of_another_model_is_refused(evaluate: Evaluate, suite: Suite, a
 
 @pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(10, marks=pytest.mark.deep)])
 def test_kills_change_nothing(kills: int, suite: Suite, tmp_path: Path) -> None:
-    """After kills -9 at any time, the table is that of an undisturbed run."""
+    """After SIGKILL at any time, the results equal those of an undisturbed run."""
     held = reserve_port()
     port = held.getsockname()[1]
     stand_in = Path(__file__).parents[2] / "benchmarks" / "stand_in.py"

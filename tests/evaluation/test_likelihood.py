@@ -1,4 +1,4 @@
-"""Log-likelihoods over an endpoint against those of lm-evaluation-harness's own back end."""
+"""Log-likelihoods over an endpoint, compared with lm-evaluation-harness's own back end."""
 
 import asyncio
 import itertools
@@ -26,7 +26,7 @@ LONG = "A text of more than two windows, naïve as it is. " * 12
 
 @pytest.fixture(scope="module")
 def harness(served_folder: Path) -> Any:
-    """The back end of lm-evaluation-harness, with as many tokens at a time as an endpoint takes."""
+    """The back end of lm-evaluation-harness, with the maximum length of an endpoint."""
     huggingface = pytest.importorskip("lm_eval.models.huggingface")
     return huggingface.HFLM(pretrained=str(served_folder), device="cpu", batch_size=1, max_length=254, dtype="float32")
 
@@ -55,7 +55,7 @@ def instance(*arguments: str, kind: str = "loglikelihood") -> Any:
     return Instance(request_type=kind, doc={}, arguments=arguments, idx=0)
 
 
-def test_continuations_as_the_harness_has_them(served_model: str, served_folder: Path, harness: Any) -> None:
+def test_continuations_match_the_harness(served_model: str, served_folder: Path, harness: Any) -> None:
     found = continuations(served_model, served_folder, PAIRS)
 
     for (context, choices), row in zip(PAIRS, found, strict=True):
@@ -68,7 +68,7 @@ def test_continuations_as_the_harness_has_them(served_model: str, served_folder:
             assert scored.bytes == len(choice.encode())
 
 
-def test_whole_texts_as_the_harness_has_them(served_model: str, served_folder: Path, harness: Any) -> None:
+def test_whole_texts_match_the_harness(served_model: str, served_folder: Path, harness: Any) -> None:
     texts = ["short", LONG, LONG[:253], LONG[:254], LONG[:255], LONG[: 2 * 253 + 1]]
     expected = harness.loglikelihood_rolling(
         [instance(text, kind="loglikelihood_rolling") for text in texts], disable_tqdm=True
@@ -101,7 +101,7 @@ def test_greedy_continuations(served_model: str, served_folder: Path) -> None:
     assert right.logprob > wrong.logprob
 
 
-def test_the_tokenizer_is_not_known(served_model: str, served_folder: Path) -> None:
+def test_without_a_tokenizer(served_model: str, served_folder: Path) -> None:
     pairs = PAIRS[:2]
     known, unknown = (continuations(served_model, place, pairs) for place in (served_folder, None))
 
@@ -109,7 +109,7 @@ def test_the_tokenizer_is_not_known(served_model: str, served_folder: Path) -> N
         assert (one.tokens, one.bytes, one.problem) == (other.tokens, other.bytes, other.problem)
         assert one.problem or one.logprob == pytest.approx(other.logprob, abs=1e-4)
     ((nothing,), (long,)) = continuations(served_model, None, [("", ["text"]), PAIRS[3]])
-    assert nothing.problem.startswith("the first token of a text has no log-likelihood")
+    assert nothing.problem.startswith("the first token of a text cannot be measured")
     assert long.problem.startswith("HTTP 400: ")
 
 
@@ -122,12 +122,12 @@ def test_failures_are_problems(endpoint: Any, reply: type[Any], served_folder: P
     body = {"choices": [{"text": "ab", "logprobs": None}], "usage": {"prompt_tokens": 2, "completion_tokens": 0}}
     endpoint.reply = lambda payload: reply(body=json.dumps(body).encode())
     ((one,),) = continuations(endpoint.url, served_folder, [("a", ["b"])])
-    assert one.problem == "the endpoint gives no log-probabilities of a prompt (echo, logprobs)"
+    assert one.problem == "the endpoint does not return log-probabilities of the prompt (echo, logprobs)"
     ((one,),) = continuations(endpoint.url, served_folder, [("a", ["b" * 2048])])
-    assert one.problem == "the endpoint gives no log-probabilities of a prompt (echo, logprobs)"
+    assert one.problem == "the endpoint does not return log-probabilities of the prompt (echo, logprobs)"
     assert len(endpoint.requests[-1]["prompt"]) == 2049
     scored = measure(endpoint.url, lambda asked: asked.continuations("a", ["b" * 9]), served_folder, max_length=8)
-    assert scored[0].problem == "'bbbbbbbbb' has 9 tokens: the model takes 7 with a context"
+    assert scored[0].problem == "'bbbbbbbbb' has 9 tokens, but the model accepts 7 with a context"
 
     endpoint.reply = lambda payload: reply(status=401)
     with pytest.raises(ValueError, match="the key is refused"):
@@ -156,7 +156,7 @@ def test_an_endpoint_that_must_make_a_token(endpoint: Any, reply: type[Any], ser
 
 @pytest.fixture(scope="module")
 def merging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer with merges over words, and a token before each text."""
+    """A tokenizer with merges across words that adds a BOS token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -192,7 +192,7 @@ def test_tokens_are_split_as_the_harness_splits_them(merging: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no tokenizer that can be read"):
+    with pytest.raises(ValueError, match="its tokenizer cannot be read"):
         Tokens(tmp_path)
 
 

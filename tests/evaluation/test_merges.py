@@ -1,4 +1,4 @@
-"""`nemo-ext merge_sweep`: averages of two random models, of which an endpoint says which sums they know."""
+"""`nemo-ext merge_sweep`: averages of two random models; an endpoint decides which sums each model knows."""
 
 import json
 import re
@@ -16,12 +16,14 @@ from nemo_ext.evaluation import job, merges
 from nemo_ext.evaluation.merges import Candidate, check, choose, objectives
 from nemo_ext.job.config import compose
 
+Sweep = Callable[..., list[str]]
+
 KNOWN = {"a": (0.1, 1.0), "t0.25": (0.0, 0.2), "t0.5": (0.9, 0.9), "b": (1.0, 0.0)}
 """Shares of the first and the second benchmark that each model knows."""
 
 
 def answer(payload: dict[str, Any], reply: type[Any], shares: tuple[float, float]) -> Any:
-    """The sum that is asked for, or one more."""
+    """The requested sum, or the sum plus one."""
     asked = payload["messages"][-1]["content"]
     first, second = map(int, re.findall(r"(\d+) \+ (\d+)", asked)[-1])
     wrong = first >= 20 * shares["Again" in asked]
@@ -69,9 +71,7 @@ def sweep(
 
 
 @pytest.mark.slow
-def test_averages_are_evaluated_and_the_best_of_the_front_is_chosen(
-    sweep: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_averages_are_evaluated_and_the_best_of_the_front_is_chosen(sweep: Sweep, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert sweep() == ["a", "t0.25", "t0.5", "b"]
 
@@ -87,9 +87,9 @@ def test_averages_are_evaluated_and_the_best_of_the_front_is_chosen(
     assert (folder / "front.png").is_file() and (folder / "compare" / "compare.md").is_file()
     assert "adjusted p" in (folder / "compare" / "compare.md").read_text()
 
-    assert sweep("sweep.at_least={more: 0.95}") == [], "nothing is asked twice"
+    assert sweep("sweep.at_least={more: 0.95}") == [], "no request is repeated"
     assert (folder / "chosen").resolve() == tmp_path / "a"
-    with pytest.raises(ValueError, match=r"no average on the front has sums 1\.1; the best of each are sums"):
+    with pytest.raises(ValueError, match=r"no average on the Pareto front reaches sums 1\.1; the best values are sums"):
         sweep("sweep.at_least={sums: 1.1}")
 
 
@@ -104,7 +104,7 @@ def candidate(name: str, *values: float) -> Candidate:
     )
 
 
-def test_the_front_has_what_nothing_beats() -> None:
+def test_the_front_has_the_candidates_that_no_other_dominates() -> None:
     found = choose([candidate("x", 1, 0, 0), candidate("y", 0.9, 0, 0), candidate("z", 0, 1, 1)], {})
 
     assert [(one.name, one.front, one.chosen) for one in found] == [
@@ -137,18 +137,18 @@ def test_an_objective_is_the_mean_of_its_benchmarks_and_bits_are_negated() -> No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("sweep.points=[0.5]", "give two averages at least"),
-        ("sweep.mixtures=[[0.5,0.5,0]]", "3 weights for 2 checkpoints"),
+        ("sweep.points=[0.5]", "give at least two averages"),
+        ("sweep.mixtures=[[0.5,0.5,0]]", "has 3 weights for 2 checkpoints"),
         ("sweep.objectives={x: [sum]}", "did you mean 'sums'"),
         ("sweep.at_least={less: 0.1}", "sweep.at_least: unknown name 'less'"),
-        ("suite=quick; evaluate.benchmarks=[python_bits]", "no benchmark counts in a grand mean"),
+        ("suite=quick; evaluate.benchmarks=[python_bits]", "no benchmark is part of a grand mean"),
         (
             "suite=[quick,olmo3_think]; evaluate.limit=2; sweep.objectives={x: [aime24]}",
             "sweep.objectives.x: aime24 cannot",
         ),
     ],
 )
-def test_what_does_not_fit_is_said(sweep: Callable[..., list[str]], words: str, said: str) -> None:
+def test_invalid_settings_are_reported(sweep: Sweep, words: str, said: str) -> None:
     with pytest.raises(ValueError, match=r".") as told:
         sweep(*words.split("; "))
 

@@ -32,7 +32,7 @@ FACTS = {
 
 
 def in_browser(test: Callable[..., None]) -> Callable[..., None]:
-    """In the nightly jobs: GitHub's runners have a browser."""
+    """Runs in the nightly jobs, since GitHub's runners have a browser."""
     return pytest.mark.deep(pytest.mark.skipif(BROWSER is None, reason="needs Chromium")(test))
 
 
@@ -58,7 +58,7 @@ def results(*names, **more):
 
 
 def fill(store, names, problems, *, answer=lambda number: f"answer {number}"):
-    """Two samples a problem and mode; every third is right, and one has failed, one has no score, two are cut off."""
+    """Two samples per problem and mode; every third is right, one failed, one has no score, two are truncated."""
     number = 0
     for name in names:
         for problem in range(problems):
@@ -85,7 +85,7 @@ def fill(store, names, problems, *, answer=lambda number: f"answer {number}"):
 
 
 class Tab:
-    """A page in a browser, by the DevTools protocol."""
+    """A page in a browser, controlled through the DevTools protocol."""
 
     def __init__(self, socket):
         self.socket, self.number, self.seen = socket, 0, []
@@ -176,7 +176,7 @@ def written(tmp_path, names=("sums", "words"), problems=10, **options):
         return page.write(results(*names), store, tmp_path)
 
 
-def test_page_loads_nothing_and_hides_no_text_of_others_in_its_html(tmp_path):
+def test_page_loads_nothing_and_has_no_external_text_in_its_html(tmp_path):
     text = written(tmp_path, answer=lambda number: HOSTILE).read_text()
     assert "<img" not in text and "owned'" not in text.partition("<style>")[2], (
         "answers are data, and the title is text"
@@ -213,14 +213,14 @@ def test_a_large_store_is_shown_in_part_and_the_page_says_so(tmp_path, monkeypat
     assert index["note"].startswith(f"{len(index['sample'])} of 80 samples are in this page")
 
 
-def test_long_texts_are_cut_and_say_so(monkeypatch):
+def test_long_texts_are_shortened_with_a_note(monkeypatch):
     monkeypatch.setattr(page, "TEXT", 10)
     cut = page._cut({"messages": ["a" * 9, "b" * 20 + "c" * 20]})["messages"]
     assert cut[0] == "a" * 9
-    assert cut[1].startswith("bbbbb\n") and cut[1].endswith("\nccccc") and "30 characters are left out" in cut[1]
+    assert cut[1].startswith("bbbbb\n") and cut[1].endswith("\nccccc") and "30 characters are omitted" in cut[1]
 
 
-def test_samples_of_other_requests_and_benchmarks_are_left_out(tmp_path, monkeypatch):
+def test_samples_of_other_requests_and_benchmarks_are_omitted(tmp_path, monkeypatch):
     wrote = []
     monkeypatch.setattr(page, "_data", lambda value, attribute: wrote.append(value) or b"")
     with closing(Store(tmp_path / "store")) as store:
@@ -293,7 +293,7 @@ def test_page_in_a_browser(tmp_path):
 
 
 def assert_calm(tab):
-    """Nothing was loaded but the page, and nothing went wrong."""
+    """Nothing but the page was loaded, and there were no errors."""
     kinds = {"Runtime.exceptionThrown", "Log.entryAdded", "Runtime.consoleAPICalled"}
     assert [each for each in tab.seen if each.get("method") in kinds] == []
     loaded = [
@@ -322,7 +322,7 @@ def test_hostile_answers_are_text(tmp_path):
             assert await tab.js("document.querySelectorAll('img').length") == 0
             assert await tab.js("document.title") == f"tiny {HOSTILE}"
             assert_calm(tab)
-            # Even a slip of the page's own would run nothing.
+            # Even a mistake in the page itself would run nothing.
             slip = "(() => { try { document.body.innerHTML = '<b>'; return 'set' } catch { return 'refused' } })()"
             assert await tab.js(slip) == "refused"
 
@@ -352,7 +352,7 @@ def test_a_hundred_thousand_samples(tmp_path):
             await tab.js("document.getElementById('list').focus()")
             await tab.press("End")
             await tab.until("document.getElementById('detail').innerText.includes('What is 2499?')")
-            # How long a task holds the page up while all texts are searched: printed, as machines differ.
+            # Longest task that blocks the page during a search of all texts: printed, as machines differ.
             await tab.js(
                 "globalThis.longest = 0; new PerformanceObserver((list) => list.getEntries().forEach((each) =>"
                 "{ longest = Math.max(longest, each.duration) })).observe({type: 'longtask'})"

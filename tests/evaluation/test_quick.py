@@ -1,4 +1,4 @@
-"""The quick suite: every problem can be solved, and no answer that solves none is right."""
+"""The quick suite: every problem can be solved, and trivial answers score nothing."""
 
 import importlib
 import inspect

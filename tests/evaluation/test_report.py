@@ -9,6 +9,29 @@ def mode(accuracy, interval, tokens, truncated, n):
     return {"accuracy": accuracy, "interval": interval, "tokens": tokens, "truncated": truncated, "n": n, "samples": n}
 
 
+BENCHMARK = {"weight": 1.0, "verifier": "v", "failed": 0, "unscored": 0, "missing": 0, "reasons": {}, "metrics": {}}
+BENCHMARK |= {"prompts": {}, "sensitivity": None, "domains": {}, "tokens": None, "reasoning_tokens": None}
+SUMS = BENCHMARK | {
+    "kind": "generate",
+    "about": "sums",
+    "metric": "avg@4",
+    **mode(0.5, [0.4, 0.6], 1234.5, 0.031, 100),
+    "samples": 398,
+    "wanted": 400,
+    "reasoning_tokens": 1000.0,
+    "failed": 1,
+    "unscored": 1,
+    "reasons": {"HTTP 500": 1, "judge down | <b>": 1},
+    "metrics": {"avg@4": 0.5, "pass@1": 0.5, "pass@4": 0.9},
+    "higher_is_better": True,
+    "modes": {"on": mode(0.5, [0.4, 0.6], 1234.5, 0.031, 100), "off": mode(0.25, None, 20.0, 0.0, 100)},
+    "prompts": {"plain": mode(0.5, None, 1234.5, 0.0, 100), "polite": mode(0.4, None, 1234.5, 0.0, 100)},
+    "sensitivity": {"std": 0.0512, "interval": [0.01, 0.1]},
+    "domains": {"two_digits": {"accuracy": 0.75, "n": 50}},
+}
+TEXT = mode(0.91234, [0.9, 0.93], None, None, 20)
+TEXT = BENCHMARK | TEXT | {"kind": "bits", "about": "text", "metric": "bits_per_byte", "modes": {"default": TEXT}}
+TEXT |= {"wanted": 20, "higher_is_better": False}
 RESULTS = {
     "model": "tiny",
     "endpoint": None,
@@ -16,66 +39,10 @@ RESULTS = {
     "suite": ["quick"],
     "seed": 1234,
     "nemo_ext": "0.1",
-    "benchmarks": {
-        "sums": {
-            "kind": "generate",
-            "about": "sums",
-            "metric": "avg@4",
-            "accuracy": 0.5,
-            "interval": [0.4, 0.6],
-            "n": 100,
-            "samples": 398,
-            "wanted": 400,
-            "tokens": 1234.5,
-            "reasoning_tokens": 1000.0,
-            "truncated": 0.031,
-            "failed": 1,
-            "unscored": 1,
-            "missing": 0,
-            "reasons": {"HTTP 500": 1, "judge down | <b>": 1},
-            "metrics": {"avg@4": 0.5, "pass@1": 0.5, "pass@4": 0.9},
-            "weight": 1.0,
-            "higher_is_better": True,
-            "verifier": "v",
-            "modes": {
-                "on": mode(0.5, [0.4, 0.6], 1234.5, 0.031, 100),
-                "off": mode(0.25, None, 20.0, 0.0, 100),
-            },
-            "prompts": {
-                "plain": mode(0.5, None, 1234.5, 0.0, 100),
-                "polite": mode(0.4, None, 1234.5, 0.0, 100),
-            },
-            "sensitivity": {"std": 0.0512, "interval": [0.01, 0.1]},
-            "domains": {"two_digits": {"accuracy": 0.75, "n": 50}},
-        },
-        "local_text": {
-            "kind": "bits",
-            "about": "text",
-            "metric": "bits_per_byte",
-            "accuracy": 0.91234,
-            "interval": [0.9, 0.93],
-            "n": 20,
-            "samples": 20,
-            "wanted": 20,
-            "tokens": None,
-            "reasoning_tokens": None,
-            "truncated": None,
-            "failed": 0,
-            "unscored": 0,
-            "reasons": {},
-            "metrics": {},
-            "weight": 1.0,
-            "higher_is_better": False,
-            "verifier": "v",
-            "modes": {"default": mode(0.91234, [0.9, 0.93], None, None, 20)},
-            "prompts": {},
-            "sensitivity": None,
-            "domains": {},
-        },
-    },
+    "benchmarks": {"sums": SUMS, "local_text": TEXT},
     "mean": {"accuracy": 0.5, "interval": [0.4, 0.6], "benchmarks": 1},
-    "missing": {"gsm8k": "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"},
-}  # fmt: skip
+    "missing": {"gsm8k": "data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k"},
+}
 
 
 def test_report_has_every_figure(tmp_path):
@@ -104,10 +71,10 @@ def test_report_has_every_figure(tmp_path):
         ["sums", "two_digits", "75.0%", "50"],
         ["sums", "pass@4", "90.0%"],
         ["sums", "HTTP 500", "1"],
-        ["gsm8k", "data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k"],
+        ["gsm8k", "data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k"],
     ):
         assert row in rows
-    assert r"judge down \| \<b\>" in text, "what is not ours stays text"
+    assert r"judge down \| \<b\>" in text, "external text is escaped"
     assert report.INTERVALS in text and f"({report.PICTURE})" in text
     assert (tmp_path / report.PICTURE).read_bytes().startswith(b"\x89PNG")
 
@@ -135,7 +102,7 @@ def test_summary_lines_up():
     assert len(set(ends)) == 1
     assert lines[3:] == [
         "grand mean: 50.0% [40.0, 60.0], weighted, over 1 benchmark",
-        "not evaluated: gsm8k: data/benchmarks/gsm8k.jsonl: no such file; it is had from openai/gsm8k",
+        "not evaluated: gsm8k: data/benchmarks/gsm8k.jsonl: no such file; get it from openai/gsm8k",
     ]
 
 

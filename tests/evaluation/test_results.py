@@ -1,4 +1,4 @@
-"""Tables out of a store: numpy's and plain Python's figures, and what must not matter."""
+"""Results computed from a store, compared with plain Python, and invariances."""
 
 import itertools
 import json
@@ -67,7 +67,7 @@ def entry(store: Store, planned: Plan) -> dict[str, Any]:
 Stored = Callable[[Sequence[Record]], Store]
 
 
-def test_the_figures_are_those_of_plain_python(stored: Stored) -> None:
+def test_figures_match_plain_python(stored: Stored) -> None:
     planned = plan()
     records = drawn(planned)
     found = entry(stored(records), planned)
@@ -83,7 +83,7 @@ def test_the_figures_are_those_of_plain_python(stored: Stored) -> None:
     assert found["domains"]["x"] == {"accuracy": pytest.approx(fmean(fmean(each) for each in by_problem[::2])), "n": 3}
 
 
-def test_further_numbers_stand_beside_the_figures(stored: Stored) -> None:
+def test_further_metrics_are_averaged(stored: Stored) -> None:
     planned = plan()
     more = [
         (sample, replace(score, more={"math_verify": float(sample.key.sample % 2)})) for sample, score in drawn(planned)
@@ -175,7 +175,7 @@ def test_majorities_and_pass_as_headlines(stored: Stored) -> None:
 
 
 def test_majorities_are_of_one_prompt_each(stored: Stored) -> None:
-    """Samples of different prompts are not put together: the headline is the mean over prompts."""
+    """Samples of different prompts are not pooled: the headline is the mean over prompts."""
     for metric, expected in (("maj", 0.5), ("pass", 0.5), ("avg", 0.5)):
         planned = plan(replace(BENCHMARK, metric=metric), other="o")
         records = [
@@ -227,7 +227,7 @@ def test_weights_of_the_grand_mean(stored: Stored) -> None:
     assert results(stored(records), [first, second], draws=100, seed=1)["mean"]["accuracy"] == pytest.approx(0.75)
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out_and_a_broken_one_told(stored: Stored) -> None:
+def test_a_truncated_last_line_is_ignored_and_a_malformed_one_is_reported(stored: Stored) -> None:
     store = stored(drawn(plan()))
     store.close()
     file = next(store.folder.glob("answers-*"))
@@ -235,11 +235,11 @@ def test_a_line_that_a_kill_cut_short_is_left_out_and_a_broken_one_told(stored: 
     file.write_bytes(whole[:-9])
     assert len(list(store.answers())) == 23
     file.write_bytes(b"{}]\n" + whole)
-    with pytest.raises(ValueError, match=r"answers-.*:1: no line of an evaluation"):
+    with pytest.raises(ValueError, match=r"answers-.*:1: invalid JSON"):
         list(store.answers())
 
 
-def test_half_characters_and_huge_numbers_can_be_kept(tmp_path: Path) -> None:
+def test_lone_surrogates_and_huge_numbers_can_be_stored(tmp_path: Path) -> None:
     (question,) = plan(replace(BENCHMARK, samples=1), problems=1).questions
     with Store(tmp_path / "store") as store:
         call = {"function": {"arguments": {"n": 10**30, "text": "\udc00"}}}
@@ -268,7 +268,7 @@ def test_a_grand_mean_of_equal_problems_has_no_interval(stored: Stored) -> None:
 
 
 def test_acc_norm_is_by_characters_without_the_space_before_a_choice() -> None:
-    """As in lm-evaluation-harness: -2.7 over three characters is more than -1 over one, but not over four and two."""
+    """As in lm-evaluation-harness: -2.7 / 3 characters is more than -1 / 1, but -2.7 / 4 is less than -1 / 2."""
     problem = Problem(id="1", prompts={"default": "q"}, reference={}, choices=(" a", " bcd"), gold=1)
     sample = Sample(key=Key("b", "1", "default", "", 0), asked="q", logprobs=[-1.0, -2.7], sizes=[2, 4])
 

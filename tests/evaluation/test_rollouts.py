@@ -1,4 +1,4 @@
-"""`nemo-ext rollouts`: verified answers to RL tasks, and the curriculum of them."""
+"""`nemo-ext rollouts`: verified rollouts on RL tasks, and a curriculum from them."""
 
 import hashlib
 import json
@@ -13,17 +13,14 @@ from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.arithmetic import solution
 
 TASKS = list(generate("arithmetic", 24, seed=1))
+Rollouts = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
 def rollouts(
-    endpoint: Any,
-    reply: type[Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    command: Callable[..., Any],
+    endpoint: Any, reply: type[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., Any]
 ) -> Callable[..., tuple[int, str]]:
-    """The command on an endpoint that solves the first twelve tasks always, and half of the answers to the others."""
+    """The command with an endpoint that always solves the first twelve tasks, and the others half of the time."""
     right = {task.prompt[0].content: (solution(task), place) for place, task in enumerate(TASKS)}
 
     def answer(payload: dict[str, Any]) -> Any:
@@ -53,10 +50,10 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
-    code, said = rollouts("rollouts.samples=4")
+def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Rollouts, tmp_path: Path) -> None:
+    code, output = rollouts("rollouts.samples=4")
 
-    assert code == 0, said
+    assert code == 0, output
     found = lines(tmp_path / "run")
     assert len(found) == 24 * 4
     assert {line["response"]["content"] for line in found if line["reward"] == 0} == {"I do not know."}
@@ -67,13 +64,13 @@ def test_rollouts_are_verified_and_make_a_curriculum(rollouts: Callable[..., tup
     table = json.loads((tmp_path / "run" / "results.json").read_text())["benchmarks"]["math"]
     assert table["accuracy"] == pytest.approx(sum(line["reward"] for line in found) / len(found))
     words = [f"prompts={tmp_path / 'tasks.jsonl'}", f"rollouts={tmp_path / 'run' / 'rollouts.jsonl'}"]
-    code, said = rollouts(*words, f"output={tmp_path / 'curriculum'}", "batch=2", "steps=3", job="curriculum")
-    assert code == 0, said
+    code, output = rollouts(*words, f"output={tmp_path / 'curriculum'}", "batch=2", "steps=3", job="curriculum")
+    assert code == 0, output
     drawn = [json.loads(line)["id"] for line in (tmp_path / "curriculum" / "curriculum.jsonl").read_text().splitlines()]
     assert set(drawn) <= {task.id for task in TASKS[12:]}
 
 
-def test_a_task_is_asked_in_its_mode(rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path) -> None:
+def test_a_task_is_requested_in_its_mode(rollouts: Rollouts, endpoint: Any, tmp_path: Path) -> None:
     modes = (True, False, None)
     tasks = [replace(task, thinking=mode) for task, mode in zip(TASKS, modes, strict=False)]
     (tmp_path / "tasks.jsonl").write_text("".join(f"{json.dumps(task.record())}\n" for task in tasks))
@@ -91,9 +88,7 @@ def test_a_task_is_asked_in_its_mode(rollouts: Callable[..., tuple[int, str]], e
     assert asked == {task.prompt[0].content: mode for task, mode in zip(tasks, wanted, strict=True)}
 
 
-def test_more_samples_add_to_those_there(
-    rollouts: Callable[..., tuple[int, str]], endpoint: Any, tmp_path: Path
-) -> None:
+def test_more_samples_add_to_the_store(rollouts: Rollouts, endpoint: Any, tmp_path: Path) -> None:
     rollouts("rollouts.samples=2")
     two = lines(tmp_path / "run")
     rollouts("rollouts.samples=3")
@@ -102,8 +97,8 @@ def test_more_samples_add_to_those_there(
     assert {json.dumps(line) for line in two} <= {json.dumps(line) for line in lines(tmp_path / "run")}
 
 
-def test_tasks_are_where_the_user_is(
-    rollouts: Callable[..., tuple[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_task_paths_are_relative_to_the_working_directory(
+    rollouts: Rollouts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -122,7 +117,7 @@ def test_tasks_are_where_the_user_is(
         (("rollouts.environments={math: {colour: 9}}",), "colour"),
     ],
 )
-def test_a_mistake_is_one_line(rollouts: Callable[..., tuple[int, str]], words: tuple[str, ...], said: str) -> None:
+def test_a_mistake_is_reported_in_one_line(rollouts: Rollouts, words: tuple[str, ...], said: str) -> None:
     code, found = rollouts(*words)
 
     assert (code, said in found, "Traceback" in found) == (2, True, False), found

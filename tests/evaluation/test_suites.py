@@ -393,7 +393,7 @@ def test_packed_tests_execute_nothing() -> None:
             return pytest.fail, ("executed",)
 
     packed = base64.b64encode(zlib.compress(pickle.dumps(Evil()))).decode()
-    with pytest.raises(ValueError, match="more than a text"):
+    with pytest.raises(ValueError, match="expected a pickle of one string"):
         packed_tests(packed)
     with pytest.raises(ValueError, match="neither JSON"):
         packed_tests("not packed")

@@ -1,4 +1,4 @@
-"""Batch jobs against the stand-in endpoint, whose answers depend on the request alone."""
+"""Batch jobs with a stand-in endpoint, whose answers depend only on the request."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ QUICK = ("generate.patience=1", "generate.attempt_seconds=20")
 
 
 def answer_to(payload: Mapping[str, Any], reply: type[Any]) -> Any:
-    """An answer of the request's content, or 400 for content that is refused."""
+    """An answer derived from the request's content, or HTTP 400 for content that is refused."""
     asked = json.dumps([payload.get("messages"), payload.get("prompt"), payload.get("seed")])
     if REFUSED in asked:
         return reply(status=400, body=b'{"error": {"message": "refused for its content"}}')
@@ -27,7 +27,7 @@ def answer_to(payload: Mapping[str, Any], reply: type[Any]) -> Any:
 
 @pytest.fixture
 def answering(endpoint: Any, reply: type[Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The endpoint with one model, `m`, and back-off in hundredths of seconds."""
+    """The endpoint with one model, `m`, and a back-off of hundredths of a second."""
     monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
     endpoint.models = ["m"]
     endpoint.reply = lambda payload: answer_to(payload, reply)
@@ -60,7 +60,7 @@ def generate(answering: Any, tmp_path: Path, command: Callable[..., Any]) -> Cal
 
 @pytest.fixture
 def answers(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """All answers of an output in order, without the seconds."""
+    """All answers of an output in order, without `seconds`."""
 
     def read(folder: Path = tmp_path / "answers") -> list[dict[str, Any]]:
         parquet, rows = pyarrow_module().parquet, list[dict[str, Any]]()

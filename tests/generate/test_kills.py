@@ -1,4 +1,4 @@
-"""Workers and an endpoint that are killed, and a disk that is full: what comes out is what would have come out."""
+"""Killed workers, a killed endpoint and a full disk: the output equals that of an undisturbed run."""
 
 import json
 import os
@@ -21,7 +21,7 @@ SAMPLES = 2
 
 
 class Endpoint:
-    """The stand-in in a process of its own, at one port through all its lives."""
+    """The stand-in endpoint in a separate process that keeps its port when restarted."""
 
     def __init__(self, *words: str) -> None:
         self.held = reserve_port()
@@ -53,7 +53,7 @@ def endpoint_process() -> Iterator[Callable[..., Endpoint]]:
 
 @pytest.fixture
 def command(tmp_path: Path) -> Callable[..., list[str]]:
-    """Words of `nemo-ext generate` on some rows, one of every hundred of which is refused."""
+    """Command line of `nemo-ext generate` on rows of which one in a hundred is refused."""
 
     def words(endpoint: Endpoint, output: Path, count: int, *more: str) -> list[str]:
         rows = tmp_path / "rows.jsonl"
@@ -69,7 +69,7 @@ def command(tmp_path: Path) -> Callable[..., list[str]]:
 
 
 def lines_of(folder: Path) -> int:
-    """Answers that are in parts, roughly, and in journals."""
+    """Approximate number of answers in parts and journals."""
     journals = sum(file.read_bytes().count(b"\n") for file in folder.glob(".job/journals/*") if file.exists())
     return journals + 100 * SAMPLES * len(list(folder.glob("part-*")))
 
@@ -89,7 +89,7 @@ def test_kills_of_two_workers_and_of_the_endpoint_change_nothing(
     answers: Answers,
     tmp_path: Path,
 ) -> None:
-    """Of every few kills, one is the endpoint's."""
+    """One in five kills is of the endpoint."""
     calm, out, draw = tmp_path / "calm", tmp_path / "answers", random.Random(2)
     subprocess.run(command(endpoint_process("--seconds=0"), calm, rows), check=True, stderr=subprocess.DEVNULL)
     endpoint = endpoint_process("--seconds=0.02", "--faults=0.2")
@@ -127,16 +127,16 @@ def test_kills_of_two_workers_and_of_the_endpoint_change_nothing(
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_an_error_and_the_job_goes_on_later(
+def test_a_job_stopped_by_a_full_disk_can_be_resumed(
     endpoint_process: Callable[..., Endpoint], command: Callable[..., list[str]], answers: Answers, tmp_path: Path
 ) -> None:
     endpoint, out = endpoint_process("--seconds=0"), tmp_path / "answers"
 
-    def small() -> None:  # journals and parts alike; what Python is told is what a full disk says in other words
+    def small() -> None:  # for journals and parts; Python gets a similar error as from a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (6_000, 6_000))
 
     words = command(endpoint, out, 600, "hydra.output_subdir=null")
-    without_bytecode = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # would be cut off too
+    without_bytecode = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}  # would be truncated too
     full = subprocess.run(words, preexec_fn=small, env=without_bytecode, capture_output=True, text=True, check=False)
     again = subprocess.run(words, capture_output=True, text=True, check=False)
 

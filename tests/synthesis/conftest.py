@@ -1,4 +1,4 @@
-"""Recipes against stand-in endpoints that answer by rule."""
+"""Recipes with stand-in endpoints that answer by rules."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -9,12 +9,12 @@ import pytest
 
 QUICK = ("synthesize.patience=1", "synthesize.attempt_seconds=20", "synthesize.attempts=2")
 Rule = Callable[[str, Mapping[str, Any]], Any]
-"""What a model says to the last message of a request: a text, or a message with `reasoning_content` or `tool_calls`."""
+"""A model's answer to the last message of a request: text, or a message with `reasoning_content` or `tool_calls`."""
 
 
 @pytest.fixture
 def model(endpoints: Callable[[], Any], reply: type[Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Starts an endpoint whose model answers by a rule; back-off is in hundredths of seconds."""
+    """Starts an endpoint whose model answers by a rule, with a back-off of hundredths of a second."""
     monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
 
     def start(rule: Rule, name: str = "m") -> Any:
@@ -51,11 +51,7 @@ def written(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def synthesize(
-    tmp_path: Path,
-    command: Callable[..., Any],
-    kept_workers: None,
-) -> Callable[..., tuple[int, str]]:
+def synthesize(tmp_path: Path, command: Callable[..., Any], kept_workers: None) -> Callable[..., tuple[int, str]]:
     """`nemo-ext synthesize` in this process; returns its exit code and output."""
 
     def run(*words: str) -> tuple[int, str]:
@@ -68,7 +64,7 @@ def synthesize(
 
 @pytest.fixture
 def records(tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Records of a file of the output."""
+    """Records of an output file."""
 
     def read(name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (tmp_path / "out" / f"{name}.jsonl").read_text().splitlines()]

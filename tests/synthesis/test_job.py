@@ -1,9 +1,14 @@
-"""The job: resuming, sharing, counting, refusing."""
+"""The job `nemo-ext synthesize`: resuming, sharing work, counts and invalid settings."""
 
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +19,11 @@ from nemo_ext.job.config import compose
 from nemo_ext.synthesis.verifying import Verifying
 
 Run = Callable[..., tuple[int, str]]
+Model = Callable[..., Any]
+Own = Callable[..., list[str]]
+Written = Callable[..., Path]
+COMMAND = [sys.executable, "-m", "nemo_ext.cli", "synthesize"]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 RECIPE = """\
 # @package _global_
 recipe: mine
@@ -29,8 +39,8 @@ outputs:
 
 
 @pytest.fixture
-def own(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., list[str]]:
-    """Words of a recipe of the user's own, with rows."""
+def own(tmp_path: Path, written: Written) -> Callable[..., list[str]]:
+    """Command line for a user-defined recipe, with rows."""
 
     def words(text: str = RECIPE, rows: int = 40) -> list[str]:
         folder = tmp_path / "conf" / "synthesize"
@@ -42,6 +52,16 @@ def own(tmp_path: Path, written: Callable[..., Path]) -> Callable[..., list[str]
     return words
 
 
+def slow(reply: type[Any], seconds: float) -> Callable[[str, Mapping[str, Any]], Any]:
+    """Rule like `echo` for a model that takes some seconds per answer."""
+
+    def rule(asked: str, payload: Mapping[str, Any]) -> Any:
+        body = {"choices": [{"message": {"role": "assistant", "content": f"said {asked}"}, "finish_reason": "stop"}]}
+        return reply(body=json.dumps(body).encode(), seconds=seconds)
+
+    return rule
+
+
 def echo(asked: str, payload: Mapping[str, Any]) -> str:
     return f"said {asked}"
 
@@ -51,13 +71,13 @@ def asked(served: Any) -> list[str]:
 
 
 def test_a_recipe_of_the_users_own_is_one_file(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, report: Any
+    model: Model, synthesize: Run, own: Own, records: Any, report: Any
 ) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "license=cc-by-4.0")
 
-    assert code == 0, said
+    assert code == 0, output
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
     assert records("documents")[1]["text"] == "said Judge said Say 2.."
     assert report()["models"]["judge"] == {"model": "m", "checkpoint": None}
@@ -67,9 +87,7 @@ def test_a_recipe_of_the_users_own_is_one_file(
     assert len(served.requests) == again
 
 
-def test_messages_of_a_table_are_sent_without_their_nulls(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_messages_of_a_table_are_sent_without_their_nulls(model: Model, synthesize: Run, own: Own) -> None:
     served = model(echo)
     messages = "[{'role': 'user', 'content': 'Say ' ~ n, 'tool_calls': none}]"
     words = [*own(rows=1), f"endpoint={served.url}", "steps.first.prompt=null", f'steps.first.messages="{messages}"']
@@ -79,9 +97,7 @@ def test_messages_of_a_table_are_sent_without_their_nulls(
     assert served.requests[0]["messages"] == [{"role": "user", "content": "Say 0"}]
 
 
-def test_the_card_says_what_was_done(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_the_card_says_what_was_done(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     synthesize(*own(), f"endpoint={model(echo).url}", "license=cc-by-4.0")
 
     card = (tmp_path / "out" / "README.md").read_text()
@@ -94,7 +110,7 @@ def test_the_card_says_what_was_done(
 
 
 def test_later_steps_are_made_again_and_answers_are_not(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     served = model(echo)
     words = [*own(), f"endpoint={served.url}"]
@@ -107,14 +123,12 @@ def test_later_steps_are_made_again_and_answers_are_not(
     assert records("documents")[0]["text"].startswith("SAID")
     assert len(served.requests) == before
 
-    code, said = synthesize(*words, "steps.second.temperature=1")
-    assert code == 2 and "second" in said and "temperature" in said and "remove" in said
+    code, output = synthesize(*words, "steps.second.temperature=1")
+    assert code == 2 and "second" in output and "temperature" in output and "remove" in output
     assert len(served.requests) == before
 
 
-def test_garbage_is_counted_by_reason(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
-) -> None:
+def test_garbage_is_counted_by_reason(model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path) -> None:
     def garbage(asked: str, payload: Mapping[str, Any]) -> Any:
         number = int((re.findall(r"\d+", asked) or ["0"])[0])
         kinds = [
@@ -127,7 +141,7 @@ def test_garbage_is_counted_by_reason(
 
     recipe = RECIPE.replace("columns: {first: answer}", 'columns: {first: "(answer | json_of).a"}')
 
-    code, said = synthesize(
+    code, output = synthesize(
         *own(recipe, 10),
         f"endpoint={model(garbage).url}",
         "steps.second=null",
@@ -135,38 +149,29 @@ def test_garbage_is_counted_by_reason(
         "outputs.documents.record.text=first | string",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     first = report()["steps"]["first"]
     assert first["dropped"] == {"empty answer": 1, "refusal": 1, "truncated": 1, "unreadable answer": 1}
     assert first["rows"] == 10 and first["made"] == 6
     assert first["examples"]["truncated"] == ["r2"]
 
 
-def test_where_no_row_is_left_the_reason_is_said(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
-    code, said = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
+def test_dropping_all_rows_is_an_error_with_reasons(model: Model, synthesize: Run, own: Own) -> None:
+    code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd one: '1 > 2'}")
 
-    assert code == 1 and "steps.keep: no row is left: " in said and " odd one, such as r" in said
+    assert code == 1 and "steps.keep: no rows remain: " in output and " odd one, such as r" in output
 
 
-def test_an_expression_that_never_fits_is_an_error(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]
-) -> None:
+def test_an_expression_that_never_fits_is_an_error(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("columns: {first: answer}", "columns: {first: anser}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "steps.first.columns.first" in said and "anser" in said
+    assert code == 2 and "steps.first.columns.first" in output and "anser" in output
 
 
 def test_rows_that_fail_are_named(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    report: Any,
-    reply: type[Any],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, report: Any, reply: type[Any], records: Any
 ) -> None:
     broken = True
 
@@ -181,110 +186,91 @@ def test_rows_that_fail_are_named(
 
 WRONG = {
     "steps.first.kind=aks": "steps.first.kind=aks: did you mean 'ask'",
-    "steps.frist.max_tokens=9": "steps.frist: no such step, and without a kind no new one: did you mean 'first'",
+    "steps.frist.max_tokens=9": "steps.frist: unknown step, and a new step requires kind: did you mean 'first'",
     "steps.first.role=techer": "steps.first: unknown role 'techer': did you mean 'teacher'",
     "steps.first.temprature=1": "steps.first: unknown key 'temprature'",
     "steps.first.prompt={{ n": "steps.first.prompt, line 1",
     "steps.first.prompt={{ m }}": "steps.first.prompt: 'm' is undefined",
-    "steps.first.messages=n": "steps.first: prompt: give a template here",
+    "steps.first.messages=n": "steps.first: set exactly one of prompt",
     "steps.first.samples=0": "steps.first: samples=0",
     "steps.keep.require={odd: n %}": "steps.keep.require.odd, line 1",
     "steps.keep=5": "steps.keep=5",
     "steps.keep.require=5": "steps.keep: require=5",
     "steps.keep={kind: group, by: first}": "steps.keep.by=first",
     "steps.check={kind: verify, environment: maths}": "steps.check: environment: unknown name 'maths'",
-    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge wants one",
+    "steps.check={kind: verify, environment: judge}": "steps.check: judge: judge requires a judge",
     "steps.check={kind: screen, messages: first, filters: {lenght: {}}}": "filters: unknown filter 'lenght'",
     "outputs.documents.of=kep": "outputs.documents.of=kep: unknown step",
     "outputs.documents.kind=docs": "outputs.documents: kind='docs'",
-    "outputs.documents=null": "outputs: there are none",
+    "outputs.documents=null": "outputs is empty",
     "roles.judge.like=teach": "roles.judge.like=teach",
     "synthesize.max_ded=1": "max_ded",
+    "steps.first.columns={id: answer}": "steps.first: the column id is reserved",
+    "steps.first.when=[true] | random": "steps.first.when",
+    "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
     "recipe=verified_trace": "recipe=verified_trace: no such recipe: did you mean 'verified_traces'",
 }
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_wrong_settings_are_one_line(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
-) -> None:
+def test_invalid_settings_are_reported_in_one_line(model: Model, synthesize: Run, own: Own, word: str) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", word)
+    code, output = synthesize(*own(), f"endpoint={served.url}", word)
 
-    assert code == 2 and WRONG[word] in said and "Traceback" not in said
+    assert code == 2 and WRONG[word] in output and "Traceback" not in output
     assert not served.requests
 
 
-def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Callable[..., list[str]]) -> None:
-    code, said = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
+def test_a_role_without_an_endpoint_is_named(synthesize: Run, own: Own) -> None:
+    code, output = synthesize(*own(), "roles.teacher.endpoint=http://127.0.0.1:9/v1", "roles.judge.like=null")
 
-    assert code == 2 and "roles.judge.endpoint" in said
+    assert code == 2 and "roles.judge.endpoint" in output
 
 
-def test_a_dry_run_shows_the_first_requests(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_dry_run_shows_the_first_requests(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     served = model(echo)
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "synthesize.dry_run=true")
 
-    assert code == 0 and "1. first: ask teacher" in said and "Say 0." in said
+    assert code == 0 and "1. first: ask teacher" in output and "Say 0." in output
     assert not served.requests and not (tmp_path / "out").exists()
 
 
-def test_rows_equal_or_of_one_name(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path], report: Any
-) -> None:
+def test_equal_rows_and_equal_ids(model: Model, synthesize: Run, own: Own, written: Written, report: Any) -> None:
     words = own()
     file = written([{"id": "a", "n": 0}, {"id": "a", "n": 0}, {"id": "a", "n": 2}])
-    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
-    assert code == 2 and "rows.jsonl:3" in said and "'a'" in said
+    code, output = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+    assert code == 2 and "rows.jsonl:3" in output and "'a'" in output
 
     file = written([{"n": 0}, {"n": 0}, {"n": 2}])
     assert synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")[0] == 0
     assert report()["rows"] == 2 and report()["repeated"] == 1
 
 
-def test_templates_reach_nothing(model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]]) -> None:
+def test_templates_are_sandboxed(model: Model, synthesize: Run, own: Own) -> None:
     recipe = RECIPE.replace("Say {{ n }}.", "{{ ''.__class__.__mro__ }}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "steps.first.prompt" in said and "unsafe" in said
+    assert code == 2 and "steps.first.prompt" in output and "unsafe" in output
 
 
 @pytest.mark.slow
-def test_nothing_is_asked_twice_beyond_what_was_in_flight(
-    model: Callable[..., Any],
-    own: Callable[..., list[str]],
-    tmp_path: Path,
-    reply: type[Any],
-    synthesize: Run,
-    records: Any,
+def test_only_requests_in_flight_are_repeated(
+    model: Model, own: Own, tmp_path: Path, reply: type[Any], synthesize: Run, records: Any
 ) -> None:
-    import os
-    import signal
-    import subprocess
-    import sys
-    import time
-
-    def slow(asked: str, payload: Mapping[str, Any]) -> Any:
-        body = {"choices": [{"message": {"role": "assistant", "content": f"said {asked}"}, "finish_reason": "stop"}]}
-        return reply(body=json.dumps(body).encode(), seconds=0.05)
-
-    served = model(slow)
+    served = model(slow(reply, 0.05))
     words = [*own(rows=40), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "nemo_ext.cli", "synthesize", *words]
+    command = [*COMMAND, *words]
     for kill_at in (30, 70):
-        process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
         while len(served.requests) < kill_at and process.poll() is None:
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    subprocess.run(command, env=environment, check=True, stderr=subprocess.DEVNULL)
+    subprocess.run(command, env=ENVIRONMENT, check=True, stderr=subprocess.DEVNULL)
 
     assert len(set(asked(served))) == 80
     assert len(served.requests) <= 80 + 2 * 5
@@ -292,22 +278,11 @@ def test_nothing_is_asked_twice_beyond_what_was_in_flight(
 
 
 @pytest.mark.deep
-def test_two_share_the_work(
-    model: Callable[..., Any], own: Callable[..., list[str]], tmp_path: Path, reply: type[Any], records: Any
-) -> None:
-    import os
-    import subprocess
-    import sys
-
-    def slow(asked: str, payload: Mapping[str, Any]) -> Any:
-        body = {"choices": [{"message": {"role": "assistant", "content": f"said {asked}"}, "finish_reason": "stop"}]}
-        return reply(body=json.dumps(body).encode(), seconds=0.1)
-
-    served = model(slow)
+def test_two_share_the_work(model: Model, own: Own, tmp_path: Path, reply: type[Any], records: Any) -> None:
+    served = model(slow(reply, 0.1))
     words = [*own(rows=100), f"endpoint={served.url}", f"output={tmp_path / 'out'}", "synthesize.concurrency=4"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "nemo_ext.cli", "synthesize", *words, "synthesize.part_rows=10"]
-    workers = [subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL) for _ in range(2)]
+    command = [*COMMAND, *words, "synthesize.part_rows=10"]
+    workers = [subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.DEVNULL) for _ in range(2)]
 
     assert [worker.wait() for worker in workers] == [0, 0]
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 100, 2)]
@@ -316,24 +291,20 @@ def test_two_share_the_work(
 
 
 def test_another_file_of_the_same_glob_is_noticed(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     served = model(echo)
     words = [word for word in own() if not word.startswith("input=")]
     words += [f"endpoint={served.url}", "steps.second=null", "outputs.documents.record.text=first"]
     for name in ("q[1].jsonl", "q[2].jsonl"):
         file = written([{"id": name, "n": int(name[2]) * 2}], name)
-        code, said = synthesize(*words, f"input='{file}'")
-        assert code == 0, said
+        code, output = synthesize(*words, f"input='{file}'")
+        assert code == 0, output
         assert [each["id"] for each in records("documents")] == [name]
 
 
-def test_what_was_asked_of_the_same_rows_is_not_asked_again(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+def test_answers_to_unchanged_rows_are_reused(
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     served = model(echo)
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
@@ -341,8 +312,8 @@ def test_what_was_asked_of_the_same_rows_is_not_asked_again(
     assert synthesize(*words)[0] == 0
     assert len(served.requests) == 20
 
-    code, said = synthesize(*words, "steps.early.require.many=n > 4 and n < 14")
-    assert code == 0 and "10 answers are kept" in said, said
+    code, output = synthesize(*words, "steps.early.require.many=n > 4 and n < 14")
+    assert code == 0 and "10 answers are kept" in output, output
     assert len(served.requests) == 28
     assert [each["id"] for each in records("documents")] == ["r6", "r8", "r10", "r12"]
     assert all(each["text"] == f"said Judge said Say {each['id'][1:]}.." for each in records("documents"))
@@ -352,8 +323,8 @@ def test_what_was_asked_of_the_same_rows_is_not_asked_again(
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 10, 2)]
 
 
-def test_failed_rows_of_a_finished_step_may_be_asked_again(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, reply: type[Any]
+def test_failed_rows_of_a_finished_step_can_be_retried(
+    model: Model, synthesize: Run, own: Own, records: Any, reply: type[Any]
 ) -> None:
     broken = True
 
@@ -366,18 +337,14 @@ def test_failed_rows_of_a_finished_step_may_be_asked_again(
     assert len(records("documents")) == 19
     broken, before = False, len(served.requests)
 
-    code, said = synthesize(*words, "synthesize.retry_dead=true")
-    assert code == 0, said
+    code, output = synthesize(*words, "synthesize.retry_dead=true")
+    assert code == 0, output
     assert len(records("documents")) == 20 and len(served.requests) == before + 2
     assert [each["id"] for each in records("documents")] == [f"r{number}" for number in range(0, 40, 2)]
 
 
 def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    records: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    model: Model, synthesize: Run, own: Own, records: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*own(rows=4), f"endpoint={model(echo).url}", "steps.second=null"]
     assert synthesize(*words, "outputs.documents.record.text=first")[0] == 0
@@ -390,22 +357,18 @@ def test_a_kill_before_a_step_is_noted_leaves_nothing_stale(
     assert records("documents")[0]["text"] == "said Say 0."
 
 
-def test_a_role_like_another_may_have_a_model_of_its_own(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any
-) -> None:
+def test_a_role_like_another_may_have_a_model_of_its_own(model: Model, synthesize: Run, own: Own, report: Any) -> None:
     served = model(echo)
     served.models = ["m", "big"]
 
-    code, said = synthesize(*own(), f"endpoint={served.url}", "roles.teacher.model=m", "roles.judge.model=big")
+    code, output = synthesize(*own(), f"endpoint={served.url}", "roles.teacher.model=m", "roles.judge.model=big")
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["models"]["judge"]["model"] == "big"
     assert {payload["model"] for payload in served.requests} == {"m", "big"}
 
 
-def test_the_output_may_move(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path, reply: type[Any]
-) -> None:
+def test_the_output_may_move(model: Model, synthesize: Run, own: Own, tmp_path: Path, reply: type[Any]) -> None:
     refuse = True
 
     def rule(asked: str, payload: Mapping[str, Any]) -> Any:
@@ -417,16 +380,12 @@ def test_the_output_may_move(
     (tmp_path / "out").rename(tmp_path / "moved")
     refuse = False
 
-    code, said = synthesize(*words, f"output={tmp_path / 'moved'}", "synthesize.retry_dead=true")
-    assert code == 0, said
+    code, output = synthesize(*words, f"output={tmp_path / 'moved'}", "synthesize.retry_dead=true")
+    assert code == 0, output
 
 
 def test_ids_may_look_like_those_of_canaries(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     recipe = RECIPE.replace(
         "columns: {second: answer}",
@@ -434,14 +393,14 @@ def test_ids_may_look_like_those_of_canaries(
     )
     file = written([{"id": f"{number}/canary", "n": 2 * number} for number in range(7)], "like.jsonl")
 
-    code, said = synthesize(*own(recipe), f"input={file}", f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"input={file}", f"endpoint={model(echo).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     assert len(records("documents")) == 7
 
 
 def test_an_answer_may_be_anything(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, records: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, report: Any, records: Any, tmp_path: Path
 ) -> None:
     def rule(asked: str, payload: Mapping[str, Any]) -> str:
         number = int(re.findall(r"\d+", asked)[0])
@@ -455,22 +414,21 @@ def test_an_answer_may_be_anything(
         ][number % 6]
 
     recipe = RECIPE.replace(
-        "columns: {first: answer}",
-        "columns: {first: \"(answer | json_of or {'a': answer | tagged('a') or none}).a\"}",
+        "columns: {first: answer}", "columns: {first: \"(answer | json_of or {'a': answer | tagged('a') or none}).a\"}"
     )
     recipe = recipe.replace(
         'second: {kind: ask, role: judge, prompt: "Judge {{ first }}.", columns: {second: answer}}',
         "second: {kind: verify, environment: contains, answer: \"first or ''\", reference: {answers: \"['ok']\"}}",
     )
 
-    code, said = synthesize(
+    code, output = synthesize(
         *own(recipe, 6),
         f"endpoint={model(rule).url}",
         "outputs.documents.record.text=first | string",
         "steps.keep=null",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["outputs"]["documents"]["made"] == 6
     verified = (tmp_path / "out" / "steps" / "second" / "rows.jsonl").read_bytes().splitlines()
     assert [json.loads(line)["why"] for line in verified if b"ok" in line] == [""]
@@ -487,9 +445,7 @@ def test_only_the_verdict_cut_short_by_a_kill_is_lost(tmp_path: Path) -> None:
     assert journal.read_bytes() == whole
 
 
-def test_verdicts_that_did_not_come_are_asked_again(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any
-) -> None:
+def test_missing_verdicts_are_requested_again(model: Model, synthesize: Run, own: Own, records: Any) -> None:
     away = True
 
     def judge(asked: str, payload: Mapping[str, Any]) -> str:
@@ -502,34 +458,23 @@ def test_verdicts_that_did_not_come_are_asked_again(
     )
     words = [*own(recipe, 6), f"roles.teacher.endpoint={model(echo).url}", f"roles.judge.endpoint={model(judge).url}"]
     words += ["outputs.documents.record.text=first"]
-    code, said = synthesize(*words)
-    assert code == 1 and "second" in said
+    code, output = synthesize(*words)
+    assert code == 1 and "second" in output
 
     away = False
-    code, said = synthesize(*words)
-    assert code == 0, said
+    code, output = synthesize(*words)
+    assert code == 0, output
     assert len(records("documents")) == 3
 
 
-MORE = {
-    "steps.first.columns={id: answer}": "steps.first: id names the row",
-    "steps.first.when=[true] | random": "steps.first.when",
-    "steps.keep.require={odd: n.bit_length}": "bit_length is a function",
-    "steps.check={kind: verify, environment: judge, judge: judge, settings: {lenght: 1}}": "unknown key 'lenght'",
-}
+def test_a_function_without_a_call_is_refused(model: Model, synthesize: Run, own: Own) -> None:
+    code, output = synthesize(*own(), f"endpoint={model(echo).url}", "steps.keep.require={odd: n.bit_length}")
 
-
-@pytest.mark.parametrize("word", MORE)
-def test_more_wrong_settings(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], word: str
-) -> None:
-    code, said = synthesize(*own(), f"endpoint={model(echo).url}", word)
-
-    assert code == 2 and MORE[word] in said and "Traceback" not in said
+    assert code == 2 and "bit_length is a function" in output and "Traceback" not in output
 
 
 def test_another_test_set_of_the_same_name_is_noticed(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+    model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path
 ) -> None:
     held = tmp_path / "held.txt"
     filters = f"{{decontamination: {{test_sets: [{{name: held, path: {held}}}]}}}}"
@@ -540,41 +485,43 @@ def test_another_test_set_of_the_same_name_is_noticed(
     assert report()["steps"]["gate"]["dropped"] == {}
 
     held.write_text("said Say 0.\n")
-    code, said = synthesize(*words, "steps.gate.filters.decontamination.min_words=1")
-    assert code == 0, said
+    code, output = synthesize(*words, "steps.gate.filters.decontamination.min_words=1")
+    assert code == 0, output
     assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 1}
     held.write_text("said Say 2.\nsaid Say 4.\n")
     assert synthesize(*words, "steps.gate.filters.decontamination.min_words=1")[0] == 0
     assert report()["steps"]["gate"]["dropped"] == {"decontamination/benchmark": 2}
 
 
-def test_a_file_has_no_name_outside_the_output(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_a_file_has_no_name_outside_the_output(model: Model, synthesize: Run, own: Own, tmp_path: Path) -> None:
     recipe = RECIPE.replace("  documents:", "  ../evil:")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
 
-    assert code == 2 and "outputs.../evil: a name has letters" in said and not (tmp_path / "evil.jsonl").exists()
+    assert (
+        code == 2
+        and "outputs.../evil: a name may have only letters" in output
+        and not (tmp_path / "evil.jsonl").exists()
+    )
 
 
-def test_what_cannot_be_told_before_is_no_reason_to_refuse(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], written: Callable[..., Path]
+def test_a_dry_run_passes_what_only_the_run_can_decide(
+    model: Model, synthesize: Run, own: Own, written: Written
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  mates: {kind: draw, column: mates, value: n}\n").replace(
         'prompt: "Say {{ n }}."', 'prompt: "Say {{ mates[0] }}.", when: n > 2'
     )
     words = [*own(recipe), f"endpoint={model(echo).url}"]
 
-    code, said = synthesize(*words, "synthesize.dry_run=true")
-    assert code == 0 and "Say " in said, said
+    code, output = synthesize(*words, "synthesize.dry_run=true")
+    assert code == 0 and "Say " in output, output
 
-    code, said = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
-    assert code == 2 and "has no rows" in said
+    code, output = synthesize(*words, f"input={written([])}", "synthesize.dry_run=true")
+    assert code == 2 and "has no rows" in output
 
 
-def test_answers_of_another_model_are_not_taken_over(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], records: Any, tmp_path: Path
+def test_answers_of_another_model_are_not_reused(
+    model: Model, synthesize: Run, own: Own, records: Any, tmp_path: Path
 ) -> None:
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
     words = [*own(recipe), "steps.second=null", "outputs.documents.record.text=first"]
@@ -582,16 +529,16 @@ def test_answers_of_another_model_are_not_taken_over(
     assert synthesize(*words, f"endpoint={first.url}")[0] == 0
     assert synthesize(*words, f"endpoint={first.url}", "steps.early.require.many=n < 20")[0] == 0
 
-    code, said = synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")
-    assert code == 2 and "model" in said and "steps/first" in said and not second.requests
+    code, output = synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")
+    assert code == 2 and "model" in output and "steps/first" in output and not second.requests
 
     shutil.rmtree(tmp_path / "out" / "steps" / "first")
     assert synthesize(*words, f"endpoint={second.url}", "steps.early.require.many=n < 12")[0] == 0
     assert {each["text"] for each in records("documents")} == {"second"} and len(second.requests) == 12
 
 
-def test_rows_and_a_setting_changed_at_once_can_be_taken_back(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], tmp_path: Path
+def test_rows_and_a_setting_changed_at_once_can_be_reverted(
+    model: Model, synthesize: Run, own: Own, tmp_path: Path
 ) -> None:
     served = model(echo)
     recipe = RECIPE.replace("steps:\n", "steps:\n  early: {kind: keep, require: {many: n < 10}}\n")
@@ -607,11 +554,7 @@ def test_rows_and_a_setting_changed_at_once_can_be_taken_back(
 
 
 def test_a_condition_reads_the_answer_and_not_the_rows_column(
-    model: Callable[..., Any],
-    synthesize: Run,
-    own: Callable[..., list[str]],
-    written: Callable[..., Path],
-    records: Any,
+    model: Model, synthesize: Run, own: Own, written: Written, records: Any
 ) -> None:
     recipe = RECIPE.replace(
         "columns: {first: answer}", "columns: {first: answer}, require: {good: \"answer == 'said Say 2.'\"}"
@@ -619,23 +562,23 @@ def test_a_condition_reads_the_answer_and_not_the_rows_column(
     words = own(recipe)
     file = written([{"id": "a", "n": 2, "answer": "other"}], "answers.jsonl")
 
-    code, said = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
+    code, output = synthesize(*words, f"input={file}", f"endpoint={model(echo).url}")
 
-    assert code == 0 and len(records("documents")) == 1, said
+    assert code == 0 and len(records("documents")) == 1, output
 
 
-def test_no_fault_is_planted_where_there_is_none(
-    model: Callable[..., Any], synthesize: Run, own: Callable[..., list[str]], report: Any, tmp_path: Path
+def test_canaries_are_planted_only_in_matching_rows(
+    model: Model, synthesize: Run, own: Own, report: Any, tmp_path: Path
 ) -> None:
     canaries = "columns: {second: answer}, canaries: {columns: {first: other.first}, fooled: 'true'"
     recipe = RECIPE.replace("columns: {second: answer}", canaries + ", when: n > 100}")
 
-    code, said = synthesize(*own(recipe), f"endpoint={model(echo).url}")
-    assert code == 0, said
+    code, output = synthesize(*own(recipe), f"endpoint={model(echo).url}")
+    assert code == 0, output
     assert "canaries" not in report()["steps"]["second"]["numbers"]
 
     one = RECIPE.replace("columns: {second: answer}", canaries + "}").replace(
         "first: {kind: ask,", "first: {kind: ask, samples: 4,"
     )
-    code, said = synthesize(*own(one, 1), f"endpoint={model(echo).url}", f"output={tmp_path / 'one'}")
-    assert code == 0, said
+    code, output = synthesize(*own(one, 1), f"endpoint={model(echo).url}", f"output={tmp_path / 'one'}")
+    assert code == 0, output

@@ -1,4 +1,4 @@
-"""Every recipe against models that answer by rule, whose right outcome is known, and its files read by the next job."""
+"""Every recipe with models that answer by rules and a known outcome, and its files read by the next job."""
 
 import json
 import re
@@ -15,22 +15,24 @@ from nemo_ext.rl.worlds.world import solution_calls
 from nemo_ext.synthesis.settings import Recipe
 
 Run = Callable[..., tuple[int, str]]
+Model = Callable[..., Any]
+Written = Callable[..., Path]
 Read = Callable[..., list[dict[str, Any]]]
 FOLDER = Path(__file__).parents[2] / "hydra_conf" / "synthesize"
 
 
-def sum_of(asked: str) -> int:
-    return sum(map(int, re.findall(r"\d+", asked)))
+def sum_of(prompt: str) -> int:
+    return sum(map(int, re.findall(r"\d+", prompt)))
 
 
 def test_worked_solutions_become_traces_of_a_model_without_modes(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        assert "End with" not in asked and len(payload["messages"]) == 7  # three solved examples
-        total = sum_of(asked)
-        said = {0: f"The answer is {total}", 1: f"so {total + 1}.\nThe answer is {total + 1}"}
-        return {"content": said.get(total % 4, f"It is {total}.\nThe answer is {total}")}
+    def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        assert "End with" not in prompt and len(payload["messages"]) == 7  # three solved examples
+        total = sum_of(prompt)
+        output = {0: f"The answer is {total}", 1: f"so {total + 1}.\nThe answer is {total + 1}"}
+        return {"content": output.get(total % 4, f"It is {total}.\nThe answer is {total}")}
 
     rows = [
         {
@@ -43,9 +45,9 @@ def test_worked_solutions_become_traces_of_a_model_without_modes(
     ]
     rows.append({**rows[0], "id": "other", "environment": "multiple_choice", "reference": {"answer": "A"}})
 
-    code, said = synthesize("recipe=worked_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    code, output = synthesize("recipe=worked_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = {record["id"].partition("/")[0]: record for record in records("conversations")}
     assert set(found) == {f"q{number}" for number in range(12) if (number + 5) % 4 > 1}
     sample = to_sample(found["q1"], id="q1")
@@ -55,28 +57,28 @@ def test_worked_solutions_become_traces_of_a_model_without_modes(
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.yaml")))
-def test_recipes_are_read_and_say_where_they_are_from(name: str) -> None:
-    recipe = Recipe.of(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))
+def test_recipes_name_their_source(name: str) -> None:
+    recipe = Recipe.from_config(compose("synthesize", [f"recipe={name}", "input=x", "output=y"]))
 
     assert recipe.name == name and recipe.about and recipe.roles
 
 
 def test_traces_are_verified_and_the_shortest_stay(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         right = payload["seed"] % 4 != 0
         return {
             "reasoning_content": "step " * (payload["seed"] % 5 + 1),
-            "content": f"The sum is \\boxed{{{sum_of(asked) + (not right)}}}.",
+            "content": f"The sum is \\boxed{{{sum_of(prompt) + (not right)}}}.",
         }
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(12)]
     teacher = model(solve)
 
-    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = records("conversations")
     assert found
     for record in found:
@@ -93,14 +95,14 @@ def test_traces_are_verified_and_the_shortest_stay(
 
 
 def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
 ) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        assert asked.count("\\boxed{") == 1
+    def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        assert prompt.count("\\boxed{") == 1
         if payload["seed"] % 4 == 0:
             return {"content": "It depends."}
         return {
-            "content": f"\\boxed{{{sum_of(asked)}}}",
+            "content": f"\\boxed{{{sum_of(prompt)}}}",
             "finish_reason": "length" if payload["seed"] % 4 == 1 else "stop",
         }
 
@@ -108,9 +110,9 @@ def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
     rows += [{"question": "What is 9 + 9? Write \\boxed{sum}.", "environment": "math", "reference": {"answer": "18"}}]
     teacher = model(solve)
 
-    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
+    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={teacher.url}")
 
-    assert code == 0, said
+    assert code == 0, output
     seeds = [payload["seed"] % 4 for payload in teacher.requests]
     assert report()["steps"]["right"]["dropped"] == {"no answer in the form that is verified": seeds.count(0)}
     cut = seeds.count(1)
@@ -119,26 +121,24 @@ def test_a_box_is_asked_for_and_answers_without_one_are_counted_apart(
 
 
 def test_without_a_reference_answers_vote(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> str:
-        if "hopeless" in asked:
+    def solve(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "hopeless" in prompt:
             return f"\\boxed{{{payload['seed']}}}"
-        return f"So it is \\boxed{{{sum_of(asked) + (payload['seed'] % 5 == 0)}}}."
+        return f"So it is \\boxed{{{sum_of(prompt) + (payload['seed'] % 5 == 0)}}}."
 
     rows = [{"id": "a", "question": "What is 2 + 2?"}, {"id": "b", "question": "A hopeless one"}]
 
-    code, said = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    code, output = synthesize("recipe=verified_traces", f"input={written(rows)}", f"endpoint={model(solve).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     assert {record["id"].partition("/")[0] for record in records("conversations")} == {"a"}
     assert all("{4}" in record["messages"][-1]["content"] for record in records("conversations"))
     assert report()["steps"]["vote"]["dropped"]["no majority"] == 1
 
 
-def test_other_environments_verify_too(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
+def test_other_environments_verify_too(model: Model, synthesize: Run, written: Written, records: Read) -> None:
     import importlib
 
     tasks, solutions = [], {}
@@ -148,10 +148,10 @@ def test_other_environments_verify_too(
             tasks.append(task.record())
             solutions[task.prompt[-1].content] = module.solution(task)
 
-    def solve(asked: str, payload: Mapping[str, Any]) -> str:
-        return str(solutions[asked]) if payload["seed"] % 2 else "I do not know."
+    def solve(prompt: str, payload: Mapping[str, Any]) -> str:
+        return str(solutions[prompt]) if payload["seed"] % 2 else "I do not know."
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=verified_traces",
         f"input={written(tasks)}",
         f"endpoint={model(solve).url}",
@@ -159,24 +159,22 @@ def test_other_environments_verify_too(
         "outputs.tasks.of=right",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     assert {record["task"] for record in records("conversations")} == {task["environment"] for task in tasks}
 
 
-def test_modes_come_in_pairs(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+def test_modes_come_in_pairs(model: Model, synthesize: Run, written: Written, records: Read) -> None:
+    def solve(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         on = payload["chat_template_kwargs"]["enable_thinking"]
-        wrong = "7" in asked and not on
-        answer = f"\\boxed{{{sum_of(asked) + wrong}}}"
+        wrong = "7" in prompt and not on
+        answer = f"\\boxed{{{sum_of(prompt) + wrong}}}"
         return {"content": answer} | ({"reasoning_content": "hm"} if on else {})
 
     rows = [{"question": f"What is {number} + 1?", "answer": number + 1} for number in (1, 2, 7)]
 
-    code, said = synthesize("recipe=paired_modes", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    code, output = synthesize("recipe=paired_modes", f"input={written(rows)}", f"endpoint={model(solve).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = records("conversations")
     assert [record["thinking"] for record in found] == [True, False] * 2
     assert ["reasoning_content" in record["messages"][-1] for record in found] == [True, False] * 2
@@ -184,21 +182,23 @@ def test_modes_come_in_pairs(
 
 
 def test_the_strong_answer_is_preferred_to_the_weak_one(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any, tmp_path: Path
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, tmp_path: Path
 ) -> None:
-    def strong(asked: str, payload: Mapping[str, Any]) -> str:
-        if "what the same user says next" in asked:
+    def strong(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "what the same user says next" in prompt:
             return "<message>And why is that?</message>"
-        if "may have asked just before" in asked:
+        if "may have asked just before" in prompt:
             return "<message>What else is there?</message>"
-        return f"A careful answer about {asked.split()[-1]} with all that is to be said."
+        return f"A careful answer about {prompt.split()[-1]} with all that is to be said."
 
-    def weak(asked: str, payload: Mapping[str, Any]) -> str:
-        return "word " * 500 if "9" in asked else f"No idea about {asked.split()[-1]}, really none at all, ask others."
+    def weak(prompt: str, payload: Mapping[str, Any]) -> str:
+        return (
+            "word " * 500 if "9" in prompt else f"No idea about {prompt.split()[-1]}, really none at all, ask others."
+        )
 
     rows = [{"question": f"Tell me something new about matter number {number * 1111}"} for number in range(10)]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=delta_pairs",
         f"input={written(rows)}",
         f"roles.strong.endpoint={model(strong, 'big').url}",
@@ -207,7 +207,7 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
         "steps.unique.near=null",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     found = records("pairs")
     assert {(record["chosen_model"], record["rejected_model"]) for record in found} == {("big", "small")}
     assert all("careful" in record["chosen"]["content"] for record in found)
@@ -227,22 +227,22 @@ def test_the_strong_answer_is_preferred_to_the_weak_one(
 
 
 def test_pools_are_judged_and_judges_too(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def judge(asked: str, payload: Mapping[str, Any]) -> str:
-        topic = re.search(r"matter (\d+)", asked)
-        good = topic is not None and asked.count(topic[0]) == 2
-        return f"<score>{9 if good and 'fine' in asked else 2}</score>"
+    def judge(prompt: str, payload: Mapping[str, Any]) -> str:
+        topic = re.search(r"matter (\d+)", prompt)
+        good = topic is not None and prompt.count(topic[0]) == 2
+        return f"<score>{9 if good and 'fine' in prompt else 2}</score>"
 
-    teacher = model(lambda asked, payload: f"A fine answer about {asked}", "big")
-    weak = model(lambda asked, payload: f"Bad answer about {asked}", "small")
+    teacher = model(lambda prompt, payload: f"A fine answer about {prompt}", "big")
+    weak = model(lambda prompt, payload: f"Bad answer about {prompt}", "small")
     rows = [{"question": f"matter {number}"} for number in range(30)]
     words = [f"input={written(rows)}", f"roles.teacher.endpoint={teacher.url}", f"roles.weak.endpoint={weak.url}"]
     words += ["recipe=judged_pairs", "steps.unique.near=null"]
 
-    code, said = synthesize(*words, f"roles.judge.endpoint={model(judge).url}")
+    code, output = synthesize(*words, f"roles.judge.endpoint={model(judge).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     assert all(
         sorted(each["score"] for each in record["generations"]) == [2, 9, 9, 9]
         and next(each["model"] for each in record["generations"] if each["score"] == 2) == "small"
@@ -252,24 +252,22 @@ def test_pools_are_judged_and_judges_too(
     numbers = report()["steps"]["score"]["numbers"]
     assert numbers["canaries"] >= 10 and numbers["canaries_fooled"] == 0
 
-    yes = model(lambda asked, payload: "<score>10</score>")
-    code, said = synthesize(*words, f"roles.judge.endpoint={yes.url}", f"output={written([], 'x').parent / 'other'}")
-    assert code == 1 and "planted faults were taken for right" in said and "steps.score" in said
+    yes = model(lambda prompt, payload: "<score>10</score>")
+    code, output = synthesize(*words, f"roles.judge.endpoint={yes.url}", f"output={written([], 'x').parent / 'other'}")
+    assert code == 1 and "planted faults, more than canaries.most" in output and "steps.score" in output
 
 
-def test_questions_on_documents(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
-) -> None:
-    def teacher(asked: str, payload: Mapping[str, Any]) -> str:
-        name = re.search(r"town of (\w+)", asked.rpartition("[Passage]")[2])
-        if "[Passage]" in asked:
+def test_questions_on_documents(model: Model, synthesize: Run, written: Written, records: Read) -> None:
+    def teacher(prompt: str, payload: Mapping[str, Any]) -> str:
+        name = re.search(r"town of (\w+)", prompt.rpartition("[Passage]")[2])
+        if "[Passage]" in prompt:
             assert name
             question = f"In what year was the town of {name[1]} founded?"
             return f"<question>{question}</question><answer>{1000 + len(name[1])}</answer>"
-        if "[Expected answer]" in asked:
-            expected, answer = (asked.partition(f"[{part}]")[2].split()[0] for part in ("Expected answer", "Answer"))
+        if "[Expected answer]" in prompt:
+            expected, answer = (prompt.partition(f"[{part}]")[2].split()[0] for part in ("Expected answer", "Answer"))
             return f"<verdict>{'yes' if expected == answer else 'no'}</verdict>"
-        town = re.search(r"the town of (\w+) founded", asked)
+        town = re.search(r"the town of (\w+) founded", prompt)
         assert town
         return str(1000 + len(town[1]))
 
@@ -279,7 +277,7 @@ def test_questions_on_documents(
         for number in range(1, 9)
     ]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=document_qa",
         f"input={written([{'text': text} for text in texts])}",
         f"endpoint={model(teacher).url}",
@@ -288,7 +286,7 @@ def test_questions_on_documents(
         "steps.document.columns.words_wanted=400",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     documents = records("documents")
     by_style = {
         style: [each for each in documents if each["style"] == style] for style in ("reasoning", "short", "long")
@@ -302,16 +300,16 @@ def test_questions_on_documents(
 
 
 def test_questions_over_two_passages_need_both(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def teacher(asked: str, payload: Mapping[str, Any]) -> str:
-        if "[Expected answer]" in asked:
+    def teacher(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "[Expected answer]" in prompt:
             return "<verdict>yes</verdict>"
-        ruler = re.search(r"[EH]\w+ rules", asked)
-        if "[Passage]" in asked:
-            assert ruler and asked.index("by the river") < asked.index("[Second passage]") < ruler.start()
+        ruler = re.search(r"[EH]\w+ rules", prompt)
+        if "[Passage]" in prompt:
+            assert ruler and prompt.index("by the river") < prompt.index("[Second passage]") < ruler.start()
             return f"<question>Who rules the town by the river?</question><answer>{ruler[0].split()[0]}</answer>"
-        both = "by the river. " in asked
+        both = "by the river. " in prompt
         return f"It is {ruler[0]}" if ruler and (both or "Everybody" in ruler[0]) else "not given"
 
     texts = [
@@ -319,7 +317,7 @@ def test_questions_over_two_passages_need_both(
         for who in ("Everybody", "Hilda")
     ]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=document_qa",
         f"input={written([{'text': text} for text in texts])}",
         f"endpoint={model(teacher).url}",
@@ -329,23 +327,21 @@ def test_questions_over_two_passages_need_both(
         "steps.judge.canaries=null",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     assert [report()["steps"][step]["dropped"] for step in ("first", "second")] == [{}, {"one passage is enough": 1}]
     (found,) = (each["text"] for each in records("documents"))
     assert found.count("lies by the river") > 9 and found.count("Hilda rules") > 9
 
 
-def test_texts_in_five_styles(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
+def test_texts_in_five_styles(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
     text = "The quick brown fox jumps over the lazy dog while the old farmer watches from his house by the road. " * 3
 
-    def write(asked: str, payload: Mapping[str, Any]) -> str:
-        if "as connected prose" in asked:
+    def write(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "as connected prose" in prompt:
             return "<nothing>nothing</nothing>"
-        if "shorter and clearer" in asked:
+        if "shorter and clearer" in prompt:
             return f"<result>{text}</result>"
-        if "Markdown" in asked:
+        if "Markdown" in prompt:
             return (
                 "<result>Eine kurze Liste auf Deutsch, die sehr viele Worte enthält und die niemand "
                 "hier haben wollte, weil der Text englisch ist.</result>"
@@ -355,9 +351,9 @@ def test_texts_in_five_styles(
             "jumps, and the dog lies under him.</result>"
         )
 
-    code, said = synthesize("recipe=rephrase", f"input={written([{'text': text}])}", f"endpoint={model(write).url}")
+    code, output = synthesize("recipe=rephrase", f"input={written([{'text': text}])}", f"endpoint={model(write).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     steps = report()["steps"]
     assert steps["write"]["dropped"] == {"nothing to learn": 1, "a copy": 1}
     assert steps["screen"]["dropped"] == {"language/language-prompt": 1}
@@ -365,9 +361,7 @@ def test_texts_in_five_styles(
     assert [(each["style"], each["text"].startswith(text)) for each in records("documents")] == [("questions", True)]
 
 
-def test_code_is_run(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
+def test_code_is_run(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
     row = {
         "id": "double",
         "code": "def double(x):\n    y = x\n    return y + x\n",
@@ -380,35 +374,35 @@ def test_code_is_run(
     }
     broken = {**row, "id": "broken", "code": f"{row['code']}# wrong\n"}
 
-    def write(asked: str, payload: Mapping[str, Any]) -> str:
-        if "Explain the program" in asked:
+    def write(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "Explain the program" in prompt:
             return (
                 "<explanation>A function `double` takes one number and returns a number that is twice "
                 "as large as it, for all numbers.</explanation>"
             )
-        if "in C++" in asked:
-            return f"```cpp\nlong twice(long x) {{ return {3 if '# wrong' in asked else 2} * x; }}\n```"
-        if "```cpp" in asked:
-            return f"```python\ndef double(x):\n    return {asked.partition('return ')[2].partition(';')[0]}\n```"
-        if "as it is explained" in asked:
+        if "in C++" in prompt:
+            return f"```cpp\nlong twice(long x) {{ return {3 if '# wrong' in prompt else 2} * x; }}\n```"
+        if "```cpp" in prompt:
+            return f"```python\ndef double(x):\n    return {prompt.partition('return ')[2].partition(';')[0]}\n```"
+        if "as it is explained" in prompt:
             return "```python\ndef double(number):\n    return number * 3\n```"
         return '```python\ndef double(number: float) -> float:\n    """Twice the number."""\n    return 2 * number\n```'
 
-    code, said = synthesize("recipe=rewrite_code", f"input={written([row, broken])}", f"endpoint={model(write).url}")
+    code, output = synthesize("recipe=rewrite_code", f"input={written([row, broken])}", f"endpoint={model(write).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["steps"]["right"]["dropped"] == {"fails its tests": 3}
     found = {each["style"]: each["text"] for each in records("documents")}
     assert (
         sorted(found) == ["explain", "rewrite", "transpile"]
         and found["transpile"] == "long twice(long x) { return 2 * x; }\n"
     )
-    asked = [record["messages"][0]["content"] for record in records("conversations")]
-    assert [text.partition("program")[0] for text in asked] == ["Rewrite this ", "Write this "]
+    prompt = [record["messages"][0]["content"] for record in records("conversations")]
+    assert [text.partition("program")[0] for text in prompt] == ["Rewrite this ", "Write this "]
 
 
-def test_lines_are_translated_and_the_rest_is_left_alone(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+def test_lines_are_translated_and_the_rest_is_unchanged(
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
     german = {
         "Please look at ⟦0⟧ and tell me what you think about the weather.": (
@@ -419,29 +413,29 @@ def test_lines_are_translated_and_the_rest_is_left_alone(
         ),
     }
 
-    def translate(asked: str, payload: Mapping[str, Any]) -> str:
-        line = asked.rpartition("\n")[2]
+    def translate(prompt: str, payload: Mapping[str, Any]) -> str:
+        line = prompt.rpartition("\n")[2]
         if "lost" in line:
             return "<translation>Die Marke ist verloren gegangen, wie man leider sehen kann.</translation>"
         return f"<translation>{german[line]}</translation>"
 
     def chat(answer: str) -> dict[str, Any]:
-        asked = "Please look at https://example.org/a?b=1 and tell me what you think about the weather."
-        return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]}
+        prompt = "Please look at https://example.org/a?b=1 and tell me what you think about the weather."
+        return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
 
     whole = (
         "  The answer is $x^2$, as everybody knows who has been there.\n\n```python\nprint('The code')\n```\n$$\ny\n$$"
     )
     rows = [chat(whole), chat("The mark of `this` is lost.")]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=translate",
         f"input={written(rows)}",
         f"endpoint={model(translate).url}",
         "steps.target.rows=[{'to': 'de', 'to_name': 'German'}]",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     (record,) = records("conversations")
     assert record["language"] == "de"
     assert (
@@ -458,24 +452,18 @@ def test_lines_are_translated_and_the_rest_is_left_alone(
 
 
 def test_conversations_with_tools_end_in_the_right_database(
-    model: Callable[..., Any],
-    synthesize: Run,
-    written: Callable[..., Path],
-    records: Read,
-    report: Any,
-    reply: Any,
-    tmp_path: Path,
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any, reply: Any, tmp_path: Path
 ) -> None:
     too_long = b'{"object": "error", "message": "This model\'s maximum context length is 4096 tokens.", "code": 400}'
     tasks = [task for task in generate("workplace", 12, seed=1) if not task.reference.get("answer")][:5]
     calls = {task.prompt[-1].content: solution_calls(task.reference) for task in tasks}
 
-    def user(asked: str, payload: Mapping[str, Any]) -> str:
+    def user(prompt: str, payload: Mapping[str, Any]) -> str:
         (wanted,) = (text for text in calls if text in payload["messages"][0]["content"])
         assert payload["messages"][-1]["role"] == "user"
         return f"Hello! {wanted}" if len(payload["messages"]) == 2 else "[done]"
 
-    def agent(asked: str, payload: Mapping[str, Any]) -> Any:
+    def agent(prompt: str, payload: Mapping[str, Any]) -> Any:
         messages = payload["messages"]
         assert payload["chat_template_kwargs"] == {"enable_thinking": False}
         first = next(message["content"] for message in messages if message["role"] == "user")
@@ -494,7 +482,7 @@ def test_conversations_with_tools_end_in_the_right_database(
         }
         return {"content": "", "tool_calls": [call]}
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=tool_trajectories",
         f"input={written([task.record() | {'thinking': False} for task in tasks])}",
         f"roles.teacher.endpoint={model(agent).url}",
@@ -502,11 +490,11 @@ def test_conversations_with_tools_end_in_the_right_database(
         "steps.talk.samples=8",
     )
 
-    assert code == 0, said
+    assert code == 0, output
     talked = report()["steps"]["talk"]
     assert talked["made"] == 40 and not talked["dropped"]
     made = [json.loads(line) for line in (tmp_path / "out" / "steps" / "talk" / "rows.jsonl").read_text().splitlines()]
-    assert any(row["why"] == "an answer was cut off" and not row["correct"] for row in made)
+    assert any(row["why"] == "an answer was truncated" and not row["correct"] for row in made)
     found = records("conversations")
     assert found and all(record["messages"][1]["content"].startswith("Hello! ") for record in found)
     assert all(record["messages"][-1]["content"] == "It is done." for record in found)
@@ -514,19 +502,19 @@ def test_conversations_with_tools_end_in_the_right_database(
 
 
 def test_calls_of_tools_that_are_not_there_are_rejected(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read
+    model: Model, synthesize: Run, written: Written, records: Read
 ) -> None:
-    def solve(asked: str, payload: Mapping[str, Any]) -> str:
+    def solve(prompt: str, payload: Mapping[str, Any]) -> str:
         wrong = payload["seed"] % 3
         if wrong == 2:
             return '<tool_call>{"name": "calculator", "arguments": {}}</tool_call>'
-        return f"The answer is {sum_of(asked) + wrong}."
+        return f"The answer is {sum_of(prompt) + wrong}."
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(6)]
 
-    code, said = synthesize("recipe=tool_absent", f"input={written(rows)}", f"endpoint={model(solve).url}")
+    code, output = synthesize("recipe=tool_absent", f"input={written(rows)}", f"endpoint={model(solve).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     generations = [record["generations"][0] for record in records("pairs")]
     texts = {each["message"]["content"]: each["correct"] for each in generations}
     assert any("tool_call" in text for text in texts) and not any(
@@ -536,27 +524,27 @@ def test_calls_of_tools_that_are_not_there_are_rejected(
 
 
 def test_the_right_solution_is_selected(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def teacher(asked: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-        if "[Solution 1]" in asked:
-            solutions = re.findall(r"\[Solution (\d)\]\n(.*)", asked)
+    def teacher(prompt: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+        if "[Solution 1]" in prompt:
+            solutions = re.findall(r"\[Solution (\d)\]\n(.*)", prompt)
             right = next(
                 number
                 for number, text in solutions
-                if f"{{{sum_of(asked.partition('[Problem]')[2].splitlines()[1])}}}" in text
+                if f"{{{sum_of(prompt.partition('[Problem]')[2].splitlines()[1])}}}" in text
             )
             return {
                 "content": f"I compare. <best>{right if payload['seed'] % 7 else 4 if right != '4' else 1}</best>",
                 "reasoning_content": "so",
             }
-        return {"content": f"\\boxed{{{sum_of(asked) + payload['seed'] % 3}}}"}
+        return {"content": f"\\boxed{{{sum_of(prompt) + payload['seed'] % 3}}}"}
 
     rows = [{"id": f"q{number}", "question": f"What is {number} + 5?", "answer": number + 5} for number in range(10)]
 
-    code, said = synthesize("recipe=genselect", f"input={written(rows)}", f"endpoint={model(teacher).url}")
+    code, output = synthesize("recipe=genselect", f"input={written(rows)}", f"endpoint={model(teacher).url}")
 
-    assert code == 0, said
+    assert code == 0, output
     found = records("conversations")
     assert found
     for record in found:
@@ -570,21 +558,21 @@ def test_the_right_solution_is_selected(
 
 
 def test_harm_is_refused_and_harmlessness_is_not(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
+    model: Model, synthesize: Run, written: Written, records: Read, report: Any
 ) -> None:
-    def anyone(asked: str, payload: Mapping[str, Any]) -> str:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
         system = payload["messages"][0]["content"] if payload["messages"][0]["role"] == "system" else ""
-        if "in other clothes" in asked:
-            return f"<message>In a story, {asked.rpartition(chr(10))[2]}</message>"
-        if "[Message]" in asked:
-            return f"<harm>{'yes' if 'bad thing' in asked else 'no'}</harm>"
-        if "[Answer]" in asked:
-            answer = asked.rpartition("[Answer]")[2]
+        if "in other clothes" in prompt:
+            return f"<message>In a story, {prompt.rpartition(chr(10))[2]}</message>"
+        if "[Message]" in prompt:
+            return f"<harm>{'yes' if 'bad thing' in prompt else 'no'}</harm>"
+        if "[Answer]" in prompt:
+            answer = prompt.rpartition("[Answer]")[2]
             label = "refusal" if "cannot" in answer else "unsafe" if "bad thing" in answer else "safe"
             return f"<label>{label}</label>"
         if "could do harm" in system or "as if it were harmful" in system:
             return "I cannot help with that, as somebody could be hurt."
-        return f"Of course, here is how: {asked}"
+        return f"Of course, here is how: {prompt}"
 
     rows = [
         {"id": f"h{number}", "prompt": f"do the bad thing number {number * 777} today", "harmful": True}
@@ -592,11 +580,11 @@ def test_harm_is_refused_and_harmlessness_is_not(
     ]
     rows += [{"id": "s", "prompt": "bake a cake for my friends tomorrow", "harmful": False}]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=safety", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
     )
 
-    assert code == 0, said
+    assert code == 0, output
     chats = records("conversations")
     assert len(chats) == 3 * 2 + 2  # three wrappings give the same message
     assert all(
@@ -609,16 +597,14 @@ def test_harm_is_refused_and_harmlessness_is_not(
     }
 
 
-def test_prompts_evolve(
-    model: Callable[..., Any], synthesize: Run, written: Callable[..., Path], records: Read, report: Any
-) -> None:
-    def anyone(asked: str, payload: Mapping[str, Any]) -> str:
-        if "Judge the task" in asked:
-            task = asked.rpartition("[Task]")[2].strip()
+def test_prompts_evolve(model: Model, synthesize: Run, written: Written, records: Read, report: Any) -> None:
+    def anyone(prompt: str, payload: Mapping[str, Any]) -> str:
+        if "Judge the task" in prompt:
+            task = prompt.rpartition("[Task]")[2].strip()
             whole = task.endswith("?")
             return f"<clear>{5 if whole else 1}</clear><hard>4</hard><new>4</new>"
-        task = asked.rpartition("[Task]")[2].strip().partition("\n")[0]
-        if "widen" in asked or "seldom about" in asked:
+        task = prompt.rpartition("[Task]")[2].strip().partition("\n")[0]
+        if "widen" in prompt or "seldom about" in prompt:
             return f"<task>{task}</task>"
         return (
             f"<task>Number {payload['seed']}: how would {payload['seed'] * 7} people of "
@@ -630,11 +616,11 @@ def test_prompts_evolve(
         for number in range(8)
     ]
 
-    code, said = synthesize(
+    code, output = synthesize(
         "recipe=evolve", f"input={written(rows)}", f"endpoint={model(anyone).url}", "steps.unique.near=null"
     )
 
-    assert code == 0, said
+    assert code == 0, output
     assert report()["steps"]["write"]["dropped"] == {"hardly new": 16}
     found = records("prompts")
     assert len(found) == 8 * 4

@@ -1,4 +1,4 @@
-"""Lines of texts, and what of them is left alone."""
+"""Lines to translate, and the parts of them that stay unchanged."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def shown(text: str) -> list[str]:
     return [each["masked"] for each in lines(text) if each["translate"]]
 
 
-def test_code_and_formulas_are_left_alone() -> None:
+def test_code_and_formulas_are_not_translated() -> None:
     text = "One\n```python\nx = 1\n```\nTwo\n$$\nx\n$$\nThree\n"
     text += "\\begin{align}\ny &= z \\begin{cases}a\\end{cases}\n\\end{align}\nFour"
 
@@ -31,11 +31,11 @@ def test_a_block_ends_where_it_ends(text: str) -> None:
     assert shown(text)[-1] == "Next" and all(each["closed"] for each in lines(text))
 
 
-def test_a_block_that_does_not_end_is_said() -> None:
+def test_an_unclosed_block_is_reported() -> None:
     assert not any(each["closed"] for each in lines("One\n```\nTwo"))
 
 
-def test_prices_are_no_formulas_and_modes_no_text() -> None:
+def test_prices_are_not_formulas_and_mode_switches_are_not_text() -> None:
     assert shown("From $5 to US$10 it costs") == ["From $5 to US$10 it costs"]
     assert shown("detailed thinking off") == [] and shown("/no_think") == []
 
@@ -51,13 +51,13 @@ def test_prices_are_no_formulas_and_modes_no_text() -> None:
         ("See https://a.b/c?d=1.", "Siehe.", None),
     ],
 )
-def test_what_was_taken_out_is_put_back(line: str, translated: str, whole: str | None) -> None:
+def test_masked_fragments_are_restored(line: str, translated: str, whole: str | None) -> None:
     (given,) = lines(line)
 
     assert unmasked(translated, line, given["aside"]) == whole
 
 
-def test_long_lines_take_no_long_time() -> None:
+def test_long_lines_are_fast() -> None:
     for text in ("a." * 20000, "\\( " * 20000, "```a\n" * 20000):
         lines(text)
         code(text)
@@ -70,7 +70,7 @@ def test_blocks_by_language() -> None:
     assert parses(code(text, "python")) and not parses("def f(:") and not parses("")
 
 
-def test_a_majority_is_as_large_as_is_asked() -> None:
+def test_a_majority_has_at_least_the_required_votes() -> None:
     assert majority(["4", " 4 ", "1", ""]) == "4"
     assert majority(["4", "4", "1", "2"], 4) is None
     assert majority(["4", "1"]) is None

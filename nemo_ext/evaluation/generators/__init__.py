@@ -1,7 +1,7 @@
-"""Rows of benchmarks that need no data; the benchmark's YAML says how a row is asked and what is right.
+"""Generators of rows for benchmarks without data files; the benchmark's YAML turns rows into prompts and references.
 
-Each function is `(count, *, seed, **settings) -> Iterator[dict]`. A row depends on the seed, the settings and its
-number alone: a larger count begins with the same rows. Every row has `id` and `domain`.
+Each function is `(count, *, seed, **settings) -> Iterator[dict]`. A row depends only on the seed, the settings and its
+number, so a larger count extends a smaller one. Every row has `id` and `domain`.
 """
 
 import importlib
@@ -24,7 +24,7 @@ GENERATORS: Mapping[str, str] = {
 
 
 def rows(name: str, count: int, *, seed: int, **settings: Any) -> Iterator[dict[str, Any]]:
-    """Rows of the generator with a name.
+    """Rows of a generator by its name.
 
     Raises:
         ValueError: unknown generator or setting, or a setting is out of range.
@@ -36,5 +36,5 @@ def rows(name: str, count: int, *, seed: int, **settings: Any) -> Iterator[dict[
     make = getattr(importlib.import_module(module), function)
     known = [key for key in inspect.signature(make).parameters if key not in ("count", "seed")]
     check_keys(settings, known, required=(), where=f"generator {name}: settings")
-    made: Iterator[dict[str, Any]] = make(count, seed=seed, **settings)
-    return made
+    generated: Iterator[dict[str, Any]] = make(count, seed=seed, **settings)
+    return generated

@@ -1,7 +1,7 @@
-"""Multiple choice that needs no data: numbers, letters, groups of words, opposites, sequences, orders.
+"""Generated multiple-choice questions: numbers, letters, groups of words, opposites, sequences, orders.
 
-Rows: id, domain (the kind), question, choices (texts), gold (number of the right one, from 0), letter (of the same),
-listed ("A. ..." in lines), continuations (the choices with a space before them).
+Rows: id, domain (the kind), question, choices (texts), gold (index of the correct choice, from 0), letter (of the
+correct choice), listed (lines "A. ..."), continuations (the choices with a leading space).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,25 +32,25 @@ _OPPOSITES = (
 )  # fmt: skip
 
 Made = tuple[str, str, Sequence[str]]
-"""Question, right choice, three wrong ones."""
+"""Question, correct choice, three wrong choices."""
 
 
 def choices(count: int, *, seed: int, kinds: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """Questions with four choices, of each kind in turn.
+    """Questions with four choices, alternating between the kinds.
 
     Args:
         count: number of rows.
-        seed: seed.
-        kinds: the only kinds; None for all.
+        seed: seed of the questions.
+        kinds: kinds to generate; None for all.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: a kind is unknown.
     """
     wanted = list(KINDS) if kinds is None else [kinds] if isinstance(kinds, str) else list(kinds)
     if unknown := [kind for kind in wanted if kind not in KINDS]:
         raise ValueError(f"settings.kinds: unknown {unknown[0]!r}: {nearest(str(unknown[0]), KINDS)}")
     if not wanted:
-        raise ValueError(f"settings.kinds: expected some of {', '.join(KINDS)}")
+        raise ValueError(f"settings.kinds is empty: expected one or more of {', '.join(KINDS)}")
     for index in range(count):
         kind, number = wanted[index % len(wanted)], index // len(wanted)
         random = generator(seed, "choices", kind, number)
@@ -72,7 +72,7 @@ def choices(count: int, *, seed: int, kinds: Sequence[str] | None = None) -> Ite
 def _largest(random: np.random.Generator) -> Made:
     most = 10 ** int(random.integers(2, 6))
     least = bool(random.integers(2))
-    numbers = sorted((int(each) for each in random.choice(most, size=4, replace=False)), reverse=not least)
+    numbers = sorted(map(int, random.choice(most, size=4, replace=False)), reverse=not least)
     right, *wrong = map(str, numbers)
     return f"Which of these numbers is the {'smallest' if least else 'largest'}?", right, wrong
 
@@ -113,9 +113,9 @@ def _order(random: np.random.Generator) -> Made:
     facts = [f"{older} is older than {younger}." for older, younger in pairwise(people)]
     youngest = bool(random.integers(2))
     right, *wrong = people[::-1] if youngest else people
-    told = " ".join(facts[place] for place in random.permutation(len(facts)))
+    premises = " ".join(facts[place] for place in random.permutation(len(facts)))
     wrong = [wrong[place] for place in random.permutation(len(wrong))]
-    return f"{told} Who is the {'youngest' if youngest else 'oldest'}?", right, wrong
+    return f"{premises} Who is the {'youngest' if youngest else 'oldest'}?", right, wrong
 
 
 KINDS: Mapping[str, Callable[[np.random.Generator], Made]] = {
@@ -129,5 +129,5 @@ KINDS: Mapping[str, Callable[[np.random.Generator], Made]] = {
 
 
 def _several(random: np.random.Generator, words: Sequence[str], number: int) -> list[str]:
-    """Different words."""
+    """Distinct words, drawn at random."""
     return [words[place] for place in random.permutation(len(words))[:number]]

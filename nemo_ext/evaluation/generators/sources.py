@@ -1,6 +1,6 @@
-"""Texts that every Python brings: the sources of its standard library, and the docstrings in them.
+"""Texts from Python's standard library: its source code, and the docstrings in it.
 
-Rows: id (with the Python version, since texts change with it), domain, module, text.
+Rows: id (with the Python version, since texts differ between versions), domain, module, text.
 """
 
 import ast
@@ -16,68 +16,67 @@ from nemo_ext.job.seeds import digest, generator
 from nemo_ext.job.settings import checked_whole, nearest
 
 Part = Literal["sources", "docstrings"]
-_LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "site-packages", "turtledemo"}
+_EXCLUDED = {"test", "tests", "idlelib", "lib2to3", "__pycache__", "site-packages", "turtledemo"}
 
 
 def python_sources(
     count: int, *, seed: int, part: Part = "sources", characters: int = 2000
 ) -> Iterator[dict[str, Any]]:
-    """Passages of modules of the standard library in random order, one of each.
+    """Passages from modules of the standard library in random order, one per module.
 
     Args:
         count: number of rows.
-        seed: seed.
-        part: `sources`: lines of code; `docstrings`: the docstrings alone.
-        characters: most characters of a passage; its last line is whole.
+        seed: seed of the order and of the passages.
+        part: `sources` for lines of code, `docstrings` for docstrings only.
+        characters: maximum length of a passage, which ends with a complete line.
 
     Raises:
-        ValueError: a setting is wrong, or there are fewer modules with so much text.
+        ValueError: a setting is invalid, or too few modules have that much text.
     """
     if part not in ("sources", "docstrings"):
         raise ValueError(f"settings.part: unknown {part!r}: {nearest(str(part), ('sources', 'docstrings'))}")
     checked_whole("settings.characters", characters, least=100)
     folder = Path(sysconfig.get_paths()["stdlib"])
-    found = 0
+    yielded = 0
     for path in _in_random_order(folder, seed):
-        if found == count:
+        if yielded == count:
             return
         module = path.relative_to(folder).with_suffix("").as_posix()
         text = _passage(path, module, seed, part, characters)
         if text is None:
             continue
-        found += 1
+        yielded += 1
         yield {
             "id": f"python-{platform.python_version()}/{part}/{characters}/{seed}/{module}",
             "domain": part,
             "module": module,
             "text": text,
         }
-    if found < count:
-        raise ValueError(f"count={count}: {folder} has {found} modules with {characters} characters of {part}")
+    if yielded < count:
+        raise ValueError(
+            f"count={count}: only {yielded} modules in {folder} have {characters} characters of {part}: lower count"
+        )
 
 
 @cache
 def _in_random_order(folder: Path, seed: int) -> tuple[Path, ...]:
-    return tuple(
-        sorted(_modules(folder), key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder))))
-    )
-
-
-def _modules(folder: Path) -> Iterator[Path]:
-    for path in folder.rglob("*.py"):
-        parts = path.relative_to(folder).parts
-        if parts[0].removesuffix(".py") in sys.stdlib_module_names and not _LEFT_OUT & set(parts):
-            yield path
+    modules = [
+        path
+        for path in folder.rglob("*.py")
+        if (parts := path.relative_to(folder).parts)[0].removesuffix(".py") in sys.stdlib_module_names
+        and not _EXCLUDED & set(parts)
+    ]
+    return tuple(sorted(modules, key=lambda path: digest(seed, "python_sources", str(path.relative_to(folder)))))
 
 
 @lru_cache(maxsize=1024)
 def _passage(path: Path, module: str, seed: int, part: Part, characters: int) -> str | None:
-    """Lines from a random one on; None where the module has too few."""
+    """Lines from a random start; None if the module has too little text."""
     try:
         text = path.read_text(encoding="utf-8")
         if part == "docstrings":
-            text = "\n\n".join(_docstrings(text))
-    except (UnicodeDecodeError, SyntaxError):  # some modules are there to be wrong
+            text = "\n\n".join(filter(None, _docstrings(text)))
+    except (UnicodeDecodeError, SyntaxError):  # some modules are invalid on purpose
         return None
     if len(text) < characters:
         return None
@@ -85,7 +84,7 @@ def _passage(path: Path, module: str, seed: int, part: Part, characters: int) ->
     sizes = [len(line) for line in lines]
     last = len(lines)
     after = 0
-    while last > 0 and after < characters:  # the last line with so much text from it on
+    while last > 0 and after < characters:  # last line that still has a full passage after it
         last -= 1
         after += sizes[last]
     begin = int(generator(seed, "passage", module, part).integers(last + 1))
@@ -100,6 +99,4 @@ def _passage(path: Path, module: str, seed: int, part: Part, characters: int) ->
 def _docstrings(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found = ast.get_docstring(node)
-            if found:
-                yield found
+            yield ast.get_docstring(node) or ""

@@ -1,4 +1,4 @@
-"""Evaluation of the model that is being trained, as it is on its ranks (docs/evaluation.md). No torch here."""
+"""Evaluation of a model during its training, on the training ranks (docs/evaluation.md). No torch here."""
 
 from collections.abc import Mapping
 from dataclasses import field
@@ -14,24 +14,24 @@ from nemo_ext.evaluation.settings import EvaluateSettings
 from nemo_ext.job.settings import FLAT, STRICT, Count, Place, checked
 
 FOLDER = "evaluate"
-"""Folder, in a run directory, of the evaluations of its steps."""
+"""Folder in a run directory with the evaluations of its steps."""
 _NEEDED = ("aiohttp", "prometheus_client", "starlette", "transformers", "uvicorn")
 _UNFIT = {
-    "moe_expert_capacity_factor": "experts drop tokens, so that an answer would depend on those beside it",
-    "cuda_graph_impl": "a graph holds one length of sequences",
+    "moe_expert_capacity_factor": "experts drop tokens, so an answer would depend on the other answers in its batch",
+    "cuda_graph_impl": "a CUDA graph supports a single sequence length",
 }
-"""Flags of Megatron under which a model in training cannot be asked -> why."""
+"""Megatron flags that are incompatible with evaluation during training -> why."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LiveSettings:
-    """Section `evaluate` of a training.
+    """Settings of the section `evaluate` of a training config.
 
     Attributes:
-        every: steps from one evaluation to the next; null for none.
-        tokenizer: Hugging Face folder, or `byte`; None takes that of the data.
-        max_batch: most sequences in a forward pass.
-        settings: benchmarks, and how they are asked.
+        every: number of steps between evaluations; null for no evaluations.
+        tokenizer: Hugging Face folder, or `byte`; None takes the data's tokenizer.
+        max_batch: maximum number of sequences per forward pass.
+        settings: benchmarks and request settings.
     """
 
     every: Count | None = None
@@ -41,27 +41,27 @@ class LiveSettings:
 
 
 def settings_of(config: Mapping[str, Any]) -> LiveSettings:
-    """The settings of a training config's section `evaluate`.
+    """Settings in a training config's section `evaluate`.
 
     Raises:
-        ValueError: a setting is wrong; names it.
+        ValueError: a setting is invalid; the message names it.
     """
     return checked(LiveSettings, config.get("evaluate") or {}, where="evaluate")
 
 
 def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer with which the model in training is asked.
+    """Tokenizer for evaluations during training.
 
     Raises:
-        ValueError: the config names none, it cannot be read, or it has more ids than the model.
+        ValueError: the config names no tokenizer, or the tokenizer cannot be read or has more ids than the model.
     """
     name = settings_of(config).tokenizer
-    named = next((found for data in data_sections(config) if (found := data.get("tokenizer")) is not None), None)
+    named = next((own for data in data_sections(config) if (own := data.get("tokenizer")) is not None), None)
     if name is not None:
         named = named_tokenizer(name)
     if named is None:
         raise ValueError(
-            "evaluate.tokenizer=null: the data name no tokenizer, without which nobody can ask the model: give a "
+            "evaluate.tokenizer=null: evaluations require a tokenizer, and the data config names none: set it to a "
             "Hugging Face folder, or byte"
         )
     tokenizer = load_tokenizer(named)
@@ -73,10 +73,10 @@ def tokenizer_of(config: Mapping[str, Any]) -> Tokenizer:
 
 
 def check(config: Mapping[str, Any]) -> None:
-    """Refuse a training config whose evaluations could be made nowhere; one without any passes.
+    """Check that the evaluations of a training config can run on some machine; a config without evaluations passes.
 
     Raises:
-        ValueError: a setting is wrong, a suite or tokenizer is missing, or the model cannot be asked in this layout.
+        ValueError: a setting is invalid, a suite or tokenizer is missing, or the layout does not support evaluations.
     """
     live = settings_of(config)
     if live.every is None:
@@ -84,8 +84,9 @@ def check(config: Mapping[str, Any]) -> None:
     flags = config["megatron"]
     if int(flags.get("context_parallel_size") or 1) > 1:
         raise ValueError(
-            f"evaluate.every={live.every}: megatron.context_parallel_size={flags['context_parallel_size']}: a model in "
-            "training is asked without context parallelism only: set evaluate.every=null, and evaluate checkpoints"
+            f"evaluate.every={live.every}: evaluation during training does not support "
+            f"megatron.context_parallel_size={flags['context_parallel_size']}: set evaluate.every=null, and evaluate "
+            "checkpoints instead"
         )
     for flag, why in _UNFIT.items():
         if flags.get(flag) not in (None, "none"):
@@ -97,22 +98,22 @@ def check(config: Mapping[str, Any]) -> None:
 
 
 def check_machine(config: Mapping[str, Any]) -> None:
-    """Refuse a training config whose evaluations could not be made here.
+    """Check that the evaluations of a training config can run on this machine.
 
     Raises:
-        ValueError: see `check`; or a package is missing here.
+        ValueError: see `check`; or a package is not installed.
     """
     check(config)
     every = settings_of(config).every
     if every is not None and (missing := [name for name in _NEEDED if find_spec(name) is None]):
-        raise ValueError(f"evaluate.every={every}: needs {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
+        raise ValueError(f"evaluate.every={every}: requires {', '.join(missing)}: pip install 'nemo_ext[serve,rl]'")
 
 
 def train(config: Mapping[str, Any]) -> None:
-    """Run the job `train` on this machine, with evaluations of its steps where `evaluate.every` asks for them.
+    """Run the job `train` on this machine, with evaluations every `evaluate.every` steps.
 
     Raises:
-        ValueError: a setting is wrong, or this machine cannot do it.
+        ValueError: a setting is invalid, or not possible on this machine.
     """
     from nemo_ext import launch
 
@@ -121,5 +122,5 @@ def train(config: Mapping[str, Any]) -> None:
 
 
 def folder_of(run_dir: Path, step: int) -> Path:
-    """Folder of the evaluation at a step."""
+    """Folder for the evaluation at a step."""
     return run_dir / FOLDER / f"step_{step:07d}"

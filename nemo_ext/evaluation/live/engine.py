@@ -1,7 +1,6 @@
-"""The model in training behind an endpoint: all ranks run Megatron's own forward pass for the first one's engine.
+"""Inference engine for a model in training: all ranks run Megatron's forward pass for an engine on rank 0.
 
-There is no cache of keys and values: each step runs whole sequences, with padding after them, which causal attention
-and Mamba do not see.
+There is no KV cache: each step runs complete sequences, right-padded, which does not affect causal attention and Mamba.
 """
 
 import queue
@@ -19,19 +18,19 @@ if TYPE_CHECKING:
 
 _END, _IDLE, _RUN = range(3)
 _SECONDS_IDLE = 5.0
-"""Seconds after which ranks that have nothing to do hear so: collectives do not wait for ever."""
+"""Interval in seconds of keep-alive broadcasts to idle ranks, so that their collectives do not time out."""
 _MULTIPLE = 32
-"""Lengths are multiples: products in FP8 want that, and kernels are not compiled for every length."""
+"""Sequence lengths are padded to a multiple: FP8 GEMMs require it, and fewer lengths compile fewer kernels."""
 
 
 class LiveModel:
-    """A model in training, which all ranks run forward together.
+    """Forward pass of a model in training, run by all ranks together.
 
     Args:
-        chunks: the rank's parts of the model, as Megatron's trainer has them.
-        vocabulary: number of ids; Megatron's rows beyond are padding.
-        length: most tokens of a sequence.
-        tokens: most tokens of a micro-batch, with padding.
+        chunks: the rank's model chunks, as in Megatron's trainer.
+        vocabulary: number of ids, without the padding rows of Megatron's vocabulary.
+        length: maximum tokens per sequence.
+        tokens: maximum tokens per microbatch, including padding.
     """
 
     def __init__(self, chunks: "Sequence[torch.nn.Module]", *, vocabulary: int, length: int, tokens: int) -> None:
@@ -39,7 +38,7 @@ class LiveModel:
         from megatron.core.utils import get_model_config
 
         self.chunks, self.vocabulary, self.length, self.tokens = list(chunks), vocabulary, length, tokens
-        self.config = SimpleNamespace(vocab_size=vocabulary)  # where a server looks for it
+        self.config = SimpleNamespace(vocab_size=vocabulary)  # read by the server
         self._shares = parallel_state.get_data_parallel_world_size()
         self._share = parallel_state.get_data_parallel_rank()
         self._writes = parallel_state.get_tensor_model_parallel_rank() == 0
@@ -51,82 +50,82 @@ class LiveModel:
     def __call__(
         self, sequences: Sequence[Sequence[int]], echoed: Sequence[bool], top: int
     ) -> "tuple[Tensor, Tensor | None]":
-        """Runs sequences on all ranks; called on the first one, while the others `follow`.
+        """Run sequences on all ranks; called on rank 0 while the other ranks `follow`.
 
         Args:
-            sequences: tokens of each.
-            echoed: whether a sequence's own tokens are measured too.
-            top: number of most likely tokens that are told of each.
+            sequences: token ids of each sequence.
+            echoed: whether to measure the tokens of each sequence itself too.
+            top: number of most likely tokens to return per position.
 
         Returns:
-            Logits of each sequence's next token `[sequences, vocabulary]`, and None or what is measured of the tokens
-            `[sequences, positions, 1 + 2 * top]`: the log-probability in nats of each from the second on, the most
-            likely ones' log-probabilities, and their ids. Both in float32 on the CPU.
+            Logits of each sequence's next token `[sequences, vocabulary]`; and None, or measurements
+            `[sequences, positions, 1 + 2 * top]`: log-probability in nats of each token from the second on, followed by
+            the log-probabilities and ids of the most likely tokens. Both in float32 on the CPU.
         """
         import torch
 
         longest = max(map(len, sequences))
         padded = max(longest, min(-(-longest // self._multiple) * self._multiple, self.length))
-        rows = max(1, self.tokens // padded)  # of a micro-batch
+        rows = max(1, self.tokens // padded)  # per microbatch
         rows = min(rows, -(-len(sequences) // (self._shares * self._stages)))
         micro = -(-len(sequences) // (self._shares * rows))
         micro = -(-micro // self._stages) * self._stages if self._interleaved else micro
-        asked = torch.zeros(self._shares * micro * rows, padded + 2, dtype=torch.long)
-        asked[:, -1] = 1
+        batch = torch.zeros(self._shares * micro * rows, padded + 2, dtype=torch.long)
+        batch[:, -1] = 1
         for row, (sequence, echo) in enumerate(zip(sequences, echoed, strict=True)):
-            asked[row, : len(sequence)] = torch.tensor(sequence)
-            asked[row, -2], asked[row, -1] = int(echo), len(sequence)
-        self._say(_RUN, micro, rows, padded, min(top, self.vocabulary), int(any(echoed)))
-        logits, measured = self._run(asked.to(self._device), micro, rows, min(top, self.vocabulary), any(echoed))
+            batch[row, : len(sequence)] = torch.tensor(sequence)
+            batch[row, -2], batch[row, -1] = int(echo), len(sequence)
+        self._broadcast(_RUN, micro, rows, padded, min(top, self.vocabulary), int(any(echoed)))
+        logits, measured = self._run(batch.to(self._device), micro, rows, min(top, self.vocabulary), any(echoed))
         count = len(sequences)
         return logits[:count].cpu(), None if measured is None else measured[:count].cpu()
 
     def follow(self) -> None:
-        """Runs what the first rank is asked, until that is all; called on the others."""
+        """Run the forward passes that rank 0 orders, until it ends; called on the other ranks."""
         import torch
 
         while True:
-            order, micro, rows, padded, top, echo = self._say()
+            order, micro, rows, padded, top, echo = self._broadcast()
             if order == _END:
                 return
             if order == _RUN:
-                asked = torch.empty(self._shares * micro * rows, padded + 2, dtype=torch.long, device=self._device)
-                self._run(asked, micro, rows, top, bool(echo))
+                batch = torch.empty(self._shares * micro * rows, padded + 2, dtype=torch.long, device=self._device)
+                self._run(batch, micro, rows, top, bool(echo))
 
     def idle(self) -> None:
-        """Tells the other ranks that there is nothing to do yet."""
-        self._say(_IDLE)
+        """Keep the other ranks waiting."""
+        self._broadcast(_IDLE)
 
     def end(self) -> None:
-        """Tells the other ranks that this is all."""
-        self._say(_END)
+        """End `follow` on the other ranks."""
+        self._broadcast(_END)
 
-    def _say(self, *order: int) -> tuple[int, ...]:
-        """The first rank's order, on every rank."""
+    def _broadcast(self, *order: int) -> tuple[int, ...]:
+        """Broadcast an order from rank 0; returns it on every rank."""
         import torch
 
         here()
-        said = torch.tensor([*order, *[0] * (6 - len(order))], device=self._device)
-        torch.distributed.broadcast(said, 0)
-        return tuple(said.tolist())
+        message = torch.tensor([*order, *[0] * (6 - len(order))], device=self._device)
+        torch.distributed.broadcast(message, 0)
+        return tuple(message.tolist())
 
-    def _run(self, asked: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
-        """One pass of `micro` micro-batches on every data-parallel rank; the first rank has the results."""
+    def _run(self, batch: "Tensor", micro: int, rows: int, top: int, echo: bool) -> "tuple[Tensor, Tensor | None]":
+        """Run `micro` microbatches on every data-parallel rank; rank 0 has the results."""
         import torch
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        torch.distributed.broadcast(asked, 0)
-        padded = asked.shape[1] - 2
+        torch.distributed.broadcast(batch, 0)
+        padded = batch.shape[1] - 2
         first = self._share * micro * rows
-        logits = torch.zeros(len(asked), self.vocabulary, device=self._device)
-        measured = torch.zeros(len(asked), padded, 1 + 2 * top, device=self._device) if echo else None
+        logits = torch.zeros(len(batch), self.vocabulary, device=self._device)
+        measured = torch.zeros(len(batch), padded, 1 + 2 * top, device=self._device) if echo else None
 
         def step(numbers: Iterator[int], chunk: "torch.nn.Module") -> "tuple[Tensor, Callable[..., None]]":
             place = first + next(numbers) * rows
-            own = asked[place : place + rows]
+            microbatch = batch[place : place + rows]
             positions = torch.arange(padded, device=self._device).expand(rows, -1)
-            output = chunk(own[:, :padded], positions, None)
-            return output, partial(self._collect, own=own, place=place, logits=logits, measured=measured)
+            output = chunk(microbatch[:, :padded], positions, None)
+            return output, partial(self._collect, microbatch=microbatch, place=place, logits=logits, measured=measured)
 
         iterators = [iter(range(micro)) for _ in self.chunks]
         get_forward_backward_func()(
@@ -149,38 +148,38 @@ class LiveModel:
         self,
         output: "Tensor",
         *,
-        own: "Tensor",
+        microbatch: "Tensor",
         place: int,
         logits: "Tensor",
         measured: "Tensor | None",
         non_loss_data: bool,
     ) -> None:
-        """Takes what is wanted of the logits `[rows, positions, part of the vocabulary]` of the last stage."""
+        """Collect results from the last stage's logits `[rows, positions, vocabulary / tensor-parallel size]`."""
         import torch
-        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gathered
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 
-        rows = torch.arange(len(own), device=self._device)
-        following = gathered(output[rows, own[:, -1] - 1])
+        rows = torch.arange(len(microbatch), device=self._device)
+        following = gather(output[rows, microbatch[:, -1] - 1])
         if self._writes:
-            logits[place : place + len(own)] = following[:, : self.vocabulary].float()
-        for row, (echo, length) in enumerate(own[:, -2:].tolist()):
+            logits[place : place + len(microbatch)] = following[:, : self.vocabulary].float()
+        for row, (echo, length) in enumerate(microbatch[:, -2:].tolist()):
             if not echo or length < 2 or measured is None:
                 continue
-            each = gathered(output[row, : length - 1])
+            echoed = gather(output[row, : length - 1])
             if self._writes:
-                logprobs = torch.log_softmax(each[:, : self.vocabulary].float(), -1)
+                logprobs = torch.log_softmax(echoed[:, : self.vocabulary].float(), -1)
                 best = logprobs.topk((measured.shape[2] - 1) // 2)
-                given = logprobs.gather(-1, own[row, 1:length, None])
-                measured[place + row, 1:length] = torch.cat([given, best.values, best.indices.float()], -1)
+                actual = logprobs.gather(-1, microbatch[row, 1:length, None])
+                measured[place + row, 1:length] = torch.cat([actual, best.values, best.indices.float()], -1)
 
 
 class LiveEngine(Engine):
-    """The engine of a model in training, on the first rank; its main thread runs it by `run`.
+    """Engine of a model in training, on rank 0; `run` runs it in the main thread.
 
     Args:
         model: the model.
-        max_batch: most sequences at a time.
-        stopped: tells whether to leave off, as after a signal.
+        max_batch: maximum number of concurrent sequences.
+        stopped: returns whether to stop early, as after a signal.
     """
 
     def __init__(self, model: LiveModel, *, max_batch: int = 64, stopped: Callable[[], bool] = lambda: False) -> None:
@@ -188,10 +187,10 @@ class LiveEngine(Engine):
         super().__init__(model, max_batch=max_batch)
 
     def run(self) -> bool:
-        """Answers what is asked until `close`; False if it left off before.
+        """Process requests until `close`; returns False if stopped early.
 
         Raises:
-            BaseException: what the forward pass raised, where other ranks take part: they cannot be told.
+            BaseException: an error of the forward pass, if there are other ranks, which cannot recover from it.
         """
         import torch
 
@@ -203,13 +202,13 @@ class LiveEngine(Engine):
             self._fail(error)
             if not (alone and isinstance(error, Exception)):
                 raise
-            return True  # who asked has been told
+            return True  # clients have received the error
         self.model.end()
-        self._fail(RuntimeError("training goes on"))
+        self._fail(RuntimeError("training continues"))
         return not self._stopped()
 
     def _begin(self) -> None:
-        """It has no thread of its own."""
+        """Start no thread: `run` is called in the main thread."""
 
     def _arrive(self) -> bool:
         idle = not self._rows and not self._waiting
@@ -251,11 +250,11 @@ class LiveEngine(Engine):
         self._next(self._rows, logits)
 
     def _keep(self, kept: Sequence[bool]) -> None:
-        self._rows = [row for row, stays in zip(self._rows, kept, strict=True) if stays]
+        self._rows = [row for row, keep in zip(self._rows, kept, strict=True) if keep]
 
 
 def _give_echo(row: _Sequence, measured: Sequence[Sequence[float]], top: int) -> None:
-    """Gives the prompt's tokens with what is measured of them."""
+    """Return the tokens of a prompt with their log-probabilities to the client."""
     most = row.sampling.logprobs
     tokens = [Token(row.prompt[0], prompt=True)]
     for token, (logprob, *best) in zip(row.prompt[1:], measured[1:], strict=False):

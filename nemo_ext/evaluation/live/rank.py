@@ -1,9 +1,9 @@
-"""The process of one rank of a training whose model is evaluated while it is trained.
+"""Process of one rank of a training with evaluations of its steps.
 
     torchrun --nproc-per-node N -m nemo_ext.evaluation.live.rank RUN_DIR/config.yaml
 
-All ranks pass the hooks at the same steps. The first one then has two threads more: a server, and what asks it. Nothing
-of the training changes: not its random numbers, nor its data, nor a weight or buffer.
+All ranks reach the hooks at the same steps. During an evaluation, rank 0 has two more threads: an endpoint, and the
+evaluation that sends requests to it. The training itself is unaffected: random states, data, weights and buffers.
 """
 
 import json
@@ -37,11 +37,11 @@ _SECONDS_TO_LEAVE = 5.0
 
 
 class Evaluations:
-    """Evaluates a training's model at its steps.
+    """Evaluates the model during training.
 
     Args:
         config: the config that the ranks start with.
-        measure: evaluates the model behind an endpoint; `nemo_ext.evaluation.job.evaluate` or something like it.
+        measure: function that evaluates the model behind an endpoint; None takes `nemo_ext.evaluation.job.evaluate`.
     """
 
     def __init__(self, config: Mapping[str, Any], measure: Callable[..., Mapping[str, Any]] | None = None) -> None:
@@ -50,7 +50,7 @@ class Evaluations:
         self.run_dir = Path(config["run_dir"])
 
     def install(self) -> None:
-        """Puts the hooks into Megatron's loop: before its first step, and after each."""
+        """Install the hooks in Megatron's training loop: before the first step and after each step."""
         from megatron.training import get_args, get_timers, training
 
         train, after_step = training.train, training.post_training_step_callbacks
@@ -64,14 +64,14 @@ class Evaluations:
 
         @wraps(after_step)
         def with_steps(model: Any, optimizer: Any, scheduler: Any, step: int, *others: Any, **named: Any) -> Any:
-            made = after_step(model, optimizer, scheduler, step, *others, **named)
+            result = after_step(model, optimizer, scheduler, step, *others, **named)
             arguments = get_args()
             last = step == arguments.train_iters or step == arguments.exit_interval
             if last or self._due(step):
-                get_timers()("interval-time").stop()  # steps take no longer for it
+                get_timers()("interval-time").stop()  # evaluations do not count as step time
                 self._at(step, model, optimizer, begun=True)
                 get_timers()("interval-time", log_level=0).start(barrier=True)
-            return made
+            return result
 
         training.train, training.post_training_step_callbacks = with_start, with_steps
 
@@ -79,68 +79,68 @@ class Evaluations:
         return self.live.every is not None and step % self.live.every == 0
 
     def _at(self, step: int, model: list[Any], optimizer: Any, *, begun: bool) -> None:
-        """Evaluates at a step, on all ranks, unless that has been done; the rank that logs writes the results."""
+        """Evaluate at a step on all ranks, unless results exist; the logging rank writes them to metrics.jsonl."""
         import torch
         from megatron.training import get_args, global_vars
 
         from nemo_ext.megatron.metrics import MetricsWriter
 
         arguments = get_args()
-        there: list[Any] = [_read(folder_of(self.run_dir, step)) if arguments.rank == 0 else None]
-        torch.distributed.broadcast_object_list(there, 0)
-        if there[0] is None:
+        results: list[Any] = [_read(folder_of(self.run_dir, step)) if arguments.rank == 0 else None]
+        torch.distributed.broadcast_object_list(results, 0)
+        if results[0] is None:
             with _gathered(model, optimizer, begun=begun), untouched(model):
-                there = [self._evaluated(step, model)]
-            torch.distributed.broadcast_object_list(there, 0)
+                results = [self._evaluate(step, model)]
+            torch.distributed.broadcast_object_list(results, 0)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
         writer = global_vars._GLOBAL_TENSORBOARD_WRITER
-        if there[0] is not None and isinstance(writer, MetricsWriter):
+        if results[0] is not None and isinstance(writer, MetricsWriter):
             metrics = self.run_dir / METRICS
             lines = read_metrics(metrics) if metrics.exists() else []
             if not any(line["step"] == step and "evaluate" in line for line in lines):
-                writer.add_evaluation(step, there[0])
+                writer.add_evaluation(step, results[0])
 
-    def _evaluated(self, step: int, model: list[Any]) -> Measured | None:
-        """What is measured, on the first rank; None elsewhere, or if nothing came of it."""
+    def _evaluate(self, step: int, model: list[Any]) -> Measured | None:
+        """Results on rank 0; None on other ranks, or if the evaluation failed."""
         from megatron.training import get_args, get_signal_handler
 
         from nemo_ext.evaluation.live.engine import LiveEngine, LiveModel
 
         arguments = get_args()
-        asked = LiveModel(
+        live = LiveModel(
             model,
             vocabulary=vocabulary_of(self.config) or arguments.padded_vocab_size,
             length=arguments.seq_length,
             tokens=arguments.seq_length * arguments.micro_batch_size,
         )
         if arguments.rank:
-            asked.follow()
+            live.follow()
             return None
         signals = get_signal_handler() if arguments.exit_signal_handler else None
 
         def stopped() -> bool:
             return signals is not None and signals._signal_received
 
-        engine = LiveEngine(asked, max_batch=self.live.max_batch, stopped=stopped)
-        found: list[dict[str, Any]] = []
-        asking = threading.Thread(target=self._ask, args=(engine, step, found), name="evaluation", daemon=True)
-        asking.start()
+        engine = LiveEngine(live, max_batch=self.live.max_batch, stopped=stopped)
+        results: list[dict[str, Any]] = []
+        thread = threading.Thread(target=self._measure, args=(engine, step, results), name="evaluation", daemon=True)
+        thread.start()
         if engine.run():
-            asking.join()
+            thread.join()
         else:
-            print(f"evaluation at step {step}: left off after a signal", flush=True)
-            asking.join(_SECONDS_TO_LEAVE)
+            print(f"evaluation at step {step}: stopped by a signal", flush=True)
+            thread.join(_SECONDS_TO_LEAVE)
             return None
-        if not found:
+        if not results:
             return None
-        for name, each in found[0]["benchmarks"].items():
-            if each.get("accuracy") is None:
-                print(f"evaluation at step {step}: {name}: no score: {each.get('reasons')}", flush=True)
-        return measured(found[0])
+        for name, entry in results[0]["benchmarks"].items():
+            if entry.get("accuracy") is None:
+                print(f"evaluation at step {step}: {name}: no score: {entry.get('reasons')}", flush=True)
+        return measured(results[0])
 
-    def _ask(self, engine: Any, step: int, found: list[dict[str, Any]]) -> None:
-        """The thread of the evaluation; its error ends the evaluation, and not the training."""
+    def _measure(self, engine: Any, step: int, results: list[dict[str, Any]]) -> None:
+        """Target of the evaluation thread; an error ends the evaluation, not the training."""
         try:
             with _endpoint(engine, self.config, self.run_dir) as (address, tokenizer):
                 measure = self.measure
@@ -148,20 +148,21 @@ class Evaluations:
                     from nemo_ext.evaluation.job import evaluate as measure
                 assert measure is not None
                 folder = folder_of(self.run_dir, step)
-                found.append(dict(measure(self.live.settings, address, folder, tokenizer=tokenizer)))
+                results.append(dict(measure(self.live.settings, address, folder, tokenizer=tokenizer)))
         except BaseException as error:
-            print(f"evaluation at step {step} failed: {type(error).__name__}: {error}; training goes on", flush=True)
+            reason = f"{type(error).__name__}: {error}"
+            print(f"evaluation at step {step} failed: {reason}; training continues", flush=True)
         finally:
             engine.close()
 
 
 def measured(results: Mapping[str, Any]) -> Measured:
-    """Accuracies and bits per byte from an evaluation's results; benchmarks without a score are left out."""
-    found: Measured = {"evaluate": {}, "evaluate_bits": {}}
-    for name, each in results["benchmarks"].items():
-        if each.get("accuracy") is not None:
-            found["evaluate_bits" if each.get("metric") == BITS else "evaluate"][name] = float(each["accuracy"])
-    return found
+    """Accuracies and bits per byte from an evaluation's results, without benchmarks that have no score."""
+    values: Measured = {"evaluate": {}, "evaluate_bits": {}}
+    for name, entry in results["benchmarks"].items():
+        if entry.get("accuracy") is not None:
+            values["evaluate_bits" if entry.get("metric") == BITS else "evaluate"][name] = float(entry["accuracy"])
+    return values
 
 
 def _read(folder: Path) -> Measured | None:
@@ -175,7 +176,7 @@ def _read(folder: Path) -> Measured | None:
 
 @contextmanager
 def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterator[tuple[Any, Path | None]]":
-    """Serves the engine on a free port of this machine, with a key; gives the address and the tokenizer's folder."""
+    """Serve the engine on a free local port with a key; yields the address and the tokenizer's folder."""
     from nemo_ext.endpoint.address import Address
     from nemo_ext.serving.app import Api, Served
     from nemo_ext.serving.listen import bind, server, url_of
@@ -195,18 +196,18 @@ def _endpoint(engine: Any, config: Mapping[str, Any], run_dir: Path) -> "Iterato
 
 
 def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset[int], Path | None]:
-    """The tokenizer as transformers has it, the ids that end an answer, and its folder where it is one."""
+    """The tokenizer in transformers, the ids that end an answer, and the tokenizer's folder if it is one."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from nemo_ext.data.text import byte_tokenizer
     from nemo_ext.data.text.tokenizers import ByteTokenizer
     from nemo_ext.evaluation.live import FOLDER
 
-    own = tokenizer_of(config)
-    if isinstance(own, ByteTokenizer):
+    tokenizer = tokenizer_of(config)
+    if isinstance(tokenizer, ByteTokenizer):
         path, end = byte_tokenizer.write(run_dir / FOLDER / "tokenizer") / "tokenizer.json", byte_tokenizer.EOD
     else:
-        path, end = own.path, own.eod_token
+        path, end = tokenizer.path, tokenizer.eod_token
     folder = path.parent if path.name == "tokenizer.json" else None
     if folder is not None and (folder / "tokenizer_config.json").exists():
         loaded = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -214,18 +215,18 @@ def _tokenizer(config: Mapping[str, Any], run_dir: Path) -> tuple[Any, frozenset
         loaded = PreTrainedTokenizerFast(tokenizer_file=str(path), eos_token=end)
     if loaded.chat_template is None:
         loaded.chat_template = byte_tokenizer.TEMPLATE
-    return loaded, end_tokens(loaded) | {own.eod}, folder
+    return loaded, end_tokens(loaded) | {tokenizer.eod}, folder
 
 
 @contextmanager
 def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None]:
-    """Has all weights in place where Megatron gathers them during the forward pass, as for its own evaluation."""
+    """Gather all weights first if Megatron overlaps their all-gather with the forward pass, as in its evaluation."""
     from megatron.training import get_args, training
 
     if not training.should_disable_forward_pre_hook(get_args()):
         yield
         return
-    # Before the first step the weights are those of every rank, and nothing is to be gathered.
+    # Before the first step, every rank has all weights, and nothing needs to be gathered.
     training.disable_forward_pre_hook(model, **({"optimizer": optimizer} if begun else {"param_sync": False}))
     try:
         yield
@@ -235,15 +236,15 @@ def _gathered(model: list[Any], optimizer: Any, *, begun: bool) -> Iterator[None
 
 @contextmanager
 def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
-    """Puts the model into its evaluation mode, and everything that training depends on back in the end."""
+    """Put the model into evaluation mode, and restore all state that training depends on afterwards."""
     import torch
     from megatron.core.tensor_parallel.random import _fork_rng
     from megatron.core.utils import get_model_config
 
     modes = [(module, module.training) for chunk in model for module in chunk.modules()]
-    # Megatron's wrapper calls something else `buffers`.
-    held = [each for chunk in model for module in chunk.modules() for each in module._buffers.values()]
-    buffers = [(buffer, buffer.clone()) for buffer in held if buffer is not None]
+    # Not `buffers()`: Megatron's DDP wrapper has another attribute of that name.
+    current = [buffer for chunk in model for module in chunk.modules() for buffer in module._buffers.values()]
+    buffers = [(buffer, buffer.clone()) for buffer in current if buffer is not None]
     config = get_model_config(model[0])
     timers, config.timers = config.timers, None
     numbers, state = np.random.get_state(), random.getstate()
@@ -265,12 +266,12 @@ def untouched(model: "list[torch.nn.Module]") -> Iterator[None]:
 
 
 def run(config_path: str) -> NoReturn:
-    """Trains as `nemo_ext.megatron.rank` does, with evaluations."""
+    """Train as `nemo_ext.megatron.rank` does, with evaluations."""
     rank.run(config_path, prepare=Evaluations(read_config(Path(config_path))).install)
 
 
 if __name__ == "__mp_main__":
     rank.guard_helper()
 if __name__ == "__main__":
-    end_with_parent(signal.SIGTERM)  # a rank whose torchrun or srun is gone saves and ends
+    end_with_parent(signal.SIGTERM)  # a rank whose torchrun or srun has died saves and exits
     run(sys.argv[1])

@@ -39,12 +39,12 @@ def test_what_can_be_evaluated_passes() -> None:
         (("evaluate.every=0",), "evaluate: every"),
         (("evaluate.suite=quik",), "unknown name 'quik'"),
         (("+evaluate.benchmark=x",), "unknown key 'benchmark'"),
-        (("evaluate.tokenizer=null",), "the data name no tokenizer"),
+        (("evaluate.tokenizer=null",), "the data config names none"),
         (("evaluate.tokenizer=/nowhere",), "/nowhere"),
         (("megatron.padded_vocab_size=128",), "has 257 ids, the model 128"),
-        (("megatron.context_parallel_size=2",), "context parallelism"),
+        (("megatron.context_parallel_size=2",), "megatron.context_parallel_size=2"),
         (("+megatron.moe_expert_capacity_factor=1.5",), "drop tokens"),
-        (("+megatron.cuda_graph_impl=local",), "one length"),
+        (("+megatron.cuda_graph_impl=local",), "single sequence length"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_in_one_line(words: tuple[str, ...], message: str) -> None:
@@ -59,7 +59,7 @@ def test_what_cannot_be_evaluated_is_refused_in_one_line(words: tuple[str, ...],
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live, "find_spec", lambda name: None if name == "uvicorn" else sys)
 
-    with pytest.raises(ValueError, match=r"needs uvicorn: pip install 'nemo_ext\[serve"):
+    with pytest.raises(ValueError, match=r"requires uvicorn: pip install 'nemo_ext\[serve"):
         live.check_machine(config(*WANTED))
 
 
@@ -99,12 +99,7 @@ def test_accuracies_are_a_line_of_metrics_and_scalars(tmp_path: Path, megatron: 
         "flops_per_token_6n": 1.0,
         "peak_flops": None,
     }
-    writer = MetricsWriter(
-        tmp_path / "metrics.jsonl",
-        tokens_at=lambda step: 8 * step,
-        tensorboard=board,
-        **facts,
-    )
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", tokens_at=lambda step: 8 * step, tensorboard=board, **facts)
 
     writer.add_evaluation(5, {"evaluate": {"sums": 0.5}, "evaluate_bits": {"bits": float("nan")}})
 

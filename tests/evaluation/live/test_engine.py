@@ -1,4 +1,4 @@
-"""The engine of a model in training, against the model's own forward pass on one rank."""
+"""The engine of a model in training, compared with the model's own forward pass on one rank."""
 
 import asyncio
 import random
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+Live = Callable[..., Any]
 MODELS = {
     "hybrid with experts": ("model=nemotron3_nano_tiny",),
     "dense": ("model=olmo3_tiny",),
@@ -42,7 +43,7 @@ def direct(live: Any, tokens: Sequence[int]) -> Any:
 
 
 def asked(live: Any, *requests: tuple[Sequence[int], Any]) -> list[Any]:
-    """Tokens of each answer, asked at once from another thread."""
+    """Tokens of each answer, requested concurrently from another thread."""
     from nemo_ext.evaluation.live.engine import LiveEngine
 
     engine, answers = LiveEngine(live), []
@@ -65,7 +66,7 @@ def asked(live: Any, *requests: tuple[Sequence[int], Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_neither_padding_nor_neighbours_change_what_the_model_says(live: Callable[..., Any], model: str) -> None:
+def test_neither_padding_nor_neighbours_change_answers(live: Live, model: str) -> None:
     import torch
 
     from nemo_ext.serving.engine import Sampling
@@ -87,7 +88,7 @@ def test_neither_padding_nor_neighbours_change_what_the_model_says(live: Callabl
         assert made == expected[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-def test_one_seed_gives_one_answer(live: Callable[..., Any]) -> None:
+def test_one_seed_gives_one_answer(live: Live) -> None:
     from nemo_ext.serving.engine import Sampling
 
     tried = live(*MODELS["dense"])
@@ -99,7 +100,7 @@ def test_one_seed_gives_one_answer(live: Callable[..., Any]) -> None:
     assert first == again != other
 
 
-def test_scoring_alone_makes_no_token(live: Callable[..., Any]) -> None:
+def test_scoring_alone_makes_no_token(live: Live) -> None:
     from nemo_ext.serving.engine import Sampling
 
     (tokens,) = asked(live(*MODELS["dense"]), ([3, 4], Sampling(max_tokens=0, logprobs=0, echo=True)))
@@ -112,9 +113,7 @@ def test_scoring_alone_makes_no_token(live: Callable[..., Any]) -> None:
     assert tokens[1].logprob is not None and tokens[1].top == ()
 
 
-def test_a_forward_pass_that_fails_ends_the_evaluation_alone(
-    live: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_pass_that_fails_ends_the_evaluation_alone(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_ext.serving.engine import Sampling
 
     tried = live(*MODELS["dense"])
@@ -129,7 +128,7 @@ def test_a_forward_pass_that_fails_ends_the_evaluation_alone(
     assert isinstance(answer, RuntimeError) and "no more" in str(answer)
 
 
-def test_a_signal_ends_it_and_who_asks_hears_so(live: Callable[..., Any]) -> None:
+def test_a_signal_stops_the_engine_and_fails_its_requests(live: Live) -> None:
     from nemo_ext.evaluation.live.engine import LiveEngine
     from nemo_ext.serving.engine import Sampling
 
@@ -140,11 +139,11 @@ def test_a_signal_ends_it_and_who_asks_hears_so(live: Callable[..., Any]) -> Non
             pass
 
     assert not engine.run()
-    with pytest.raises(RuntimeError, match="training goes on"):
+    with pytest.raises(RuntimeError, match="training continues"):
         asyncio.run(ask())
 
 
-def test_what_training_depends_on_is_as_before(live: Callable[..., Any]) -> None:
+def test_training_state_is_restored(live: Live) -> None:
     import torch
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 

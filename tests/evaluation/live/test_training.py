@@ -1,4 +1,4 @@
-"""Evaluations in trainings of one and two ranks: every layout says the same, and training does not notice."""
+"""Evaluations in trainings on one and two ranks: all layouts give equal results, and training is unaffected."""
 
 import json
 import shutil
@@ -74,7 +74,7 @@ def weights(run_dir: Path) -> dict[str, Any]:
 
     (folder,) = (run_dir / run_directory.CHECKPOINTS).glob("iter_0000010")
     described = FileSystemReader(folder).read_metadata().state_dict_metadata.items()
-    # The distributed optimizer saves its buffers with the memory between parameters, which nothing ever wrote.
+    # The distributed optimizer saves its buffers with uninitialised memory between parameters.
     tensors = {
         name: each
         for name, each in described
@@ -94,7 +94,7 @@ def weights(run_dir: Path) -> dict[str, Any]:
         pytest.param("data with the distributed optimizer", marks=deep),
     ],
 )
-def test_a_training_learns_to_the_last_bit_what_it_learns_without(
+def test_evaluations_do_not_change_a_training(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path, layout: str | None
 ) -> None:
     import torch
@@ -134,7 +134,7 @@ def test_it_is_evaluated_at_the_start_at_steps_and_at_the_end(single: Path) -> N
 def test_a_resumed_run_evaluates_no_step_twice(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """As if killed after step 10, with the checkpoint of step 5 alone; what was measured then is told again."""
+    """As if killed after step 10 with only the checkpoint of step 5; the later results are logged again."""
     run_dir = tmp_path / "run"
     shutil.copytree(single, run_dir)
     shutil.rmtree(run_dir / run_directory.CHECKPOINTS / "iter_0000010")
@@ -150,10 +150,10 @@ def test_a_resumed_run_evaluates_no_step_twice(
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=slow if layout == "pipeline" else deep) for layout in LAYOUTS]
 )
-def test_two_ranks_say_what_one_rank_says(
+def test_two_ranks_match_one_rank(
     single: Path, train_ranks: Train, wanted: tuple[str, ...], tmp_path: Path, layout: str
 ) -> None:
-    """Of the same weights, those of the other run's last step."""
+    """With the same weights, from the other run's last step."""
     start = (
         f"megatron.pretrained_checkpoint={single / run_directory.CHECKPOINTS}",
         "train.tokens=512",
