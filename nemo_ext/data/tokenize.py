@@ -173,7 +173,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         )
         write_manifest(manifest, directory)
         shutil.rmtree(directory, ignore_errors=True)
-    notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}; {manifest.where()}")
+    notice(f"{stream.name}: {manifest.contents()}{manifest.skipped()}; {manifest.where()}")
     return manifest
 
 

@@ -41,7 +41,7 @@ def test_what_can_be_evaluated_passes() -> None:
         (("+evaluate.benchmark=x",), "unknown key 'benchmark'"),
         (("evaluate.tokenizer=null",), "the data name no tokenizer"),
         (("evaluate.tokenizer=/nowhere",), "/nowhere"),
-        (("megatron.padded_vocab_size=128",), "has 257 ids, the model 128"),
+        (("megatron.padded_vocab_size=128",), "has 257 ids, but the model has 128"),
         (("megatron.context_parallel_size=2",), "context parallelism"),
         (("+megatron.moe_expert_capacity_factor=1.5",), "drop tokens"),
         (("+megatron.cuda_graph_impl=local",), "one length"),
