@@ -225,7 +225,7 @@ def test_megatron_agrees_on_ids_and_eod_when_it_loads_the_file(bpe_file: Path) -
 
 
 def test_arguments_under_which_megatron_would_disagree_are_refused(bpe_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*eos_token, which is None, but .*'</s>'"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*eos_token as eod, which is None, but .*'</s>'"):
         megatron_arguments(HuggingFaceTokenizer(bpe_file))
     (bpe_file.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match="which is '</s>', but the data ends documents with '<s>'"):
