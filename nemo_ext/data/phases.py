@@ -203,16 +203,16 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     until = 0.0
     for name, section in sections.items():
         until += section.tokens
-        own = {key: value for key, value in (section.megatron or {}).items() if value != megatron.get(key)}
-        _check_flags(f"phases.{name}.megatron", own)
+        flags = {key: value for key, value in (section.megatron or {}).items() if value != megatron.get(key)}
+        _check_flags(f"phases.{name}.megatron", flags)
         for flag in _WHOLE_RUN:
-            if flag in own:
+            if flag in flags:
                 instead = "give the phase `data`" if flag in _DATA else f"set megatron.{flag}"
                 raise ValueError(f"phases.{name}.megatron.{flag} applies to the whole run: {instead} instead")
         sizes = {
-            key: checked_whole(f"{place}.{key}", own.get(key, megatron[key]), least=1)
+            key: checked_whole(f"{place}.{key}", flags.get(key, megatron[key]), least=1)
             for key in ("seq_length", "global_batch_size")
-            for place in [f"phases.{name}.megatron" if key in own else "megatron"]
+            for place in [f"phases.{name}.megatron" if key in flags else "megatron"]
         }
         tokens_per_step = sizes["seq_length"] * sizes["global_batch_size"]
         steps = round((until - token) / tokens_per_step)
@@ -230,7 +230,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
                 first_token=token,
                 steps=steps,
                 data=section.data,
-                megatron=own,
+                megatron=flags,
                 lr=section.lr,
             )
         )

@@ -39,10 +39,10 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
         if text is None:
             continue
         about = {key: value for key, value in record.items() if key != source.text_key}
-        own = about.pop("id", None)
+        record_id = about.pop("id", None)
         _make_room(about, "text")
-        name = f"{stream}/{part.name}:{number}" if own is None else str(own)
-        yield Document(text=text, id=name, metadata={"source": stream, **about})
+        document_id = f"{stream}/{part.name}:{number}" if record_id is None else str(record_id)
+        yield Document(text=text, id=document_id, metadata={"source": stream, **about})
 
 
 def _make_room(about: dict[str, Any], key: str) -> None:
