@@ -120,7 +120,8 @@ def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict
     Raises:
         ValueError: no text is given, a source is invalid, or the weights of a tree are unknown before its sizes are.
     """
-    blend = blend_to_tokenize({**config, "output": None if config["input"] is None else str(own)})
+    output = None if config["input"] is None else str(own)
+    blend = blend_to_tokenize({**config, **dict.fromkeys(_OVER_BLEND), "output": output})
     if config["data"].get("blend") is not None:
         raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: set data.streams")
     blend.setdefault("directory", str(directory))

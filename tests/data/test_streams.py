@@ -56,6 +56,10 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c["streams"][1].update(weigth=1), r"streams\[1\]: unknown key 'weigth': did you mean 'weight'"),
         (lambda c: c["streams"][1]["source"].update(kind="jsonnl"), "stream 'code': unknown source kind 'jsonnl'"),
         (
+            lambda c: c["streams"][1]["source"].update(path="nowhere.jsonl"),
+            r"stream 'code': jsonl source: no such file: nowhere\.jsonl",
+        ),
+        (
             lambda c: c["streams"][1]["source"].update(text_key="x"),
             r"stream 'code': no line has a text: .*code\.jsonl",
         ),
@@ -67,14 +71,6 @@ def test_an_invalid_blend_is_an_error_before_any_work(
     change(blend)
 
     with pytest.raises(ValueError, match=message):
-        tokenize_blend(blend, progress=False)
-    assert not (tmp_path / "data").exists()
-
-
-def test_a_missing_file_of_a_blend_is_named_before_any_work(tmp_path: Path, blend: dict[str, Any]) -> None:
-    (tmp_path / "code.jsonl").unlink()
-
-    with pytest.raises(ValueError, match=r"stream 'code': jsonl source: no such file: .*code\.jsonl"):
         tokenize_blend(blend, progress=False)
     assert not (tmp_path / "data").exists()
 

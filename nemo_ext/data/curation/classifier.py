@@ -26,10 +26,10 @@ MOST_WORDS = 20_000
 
 @dataclass(frozen=True)
 class Scorer:
-    """A loaded classifier; calling it gives the probability that a text belongs to the positive class.
+    """A loaded classifier.
 
     Attributes:
-        score: function from a text to the probability.
+        score: function from a text to the probability that it belongs to the positive class.
         recommended: recommended threshold, found in training.
         files: files of the classifier.
     """
@@ -37,9 +37,6 @@ class Scorer:
     score: Callable[[str], float]
     recommended: float
     files: list[Path]
-
-    def __call__(self, text: str) -> float:
-        return self.score(text)
 
 
 def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:

@@ -1,7 +1,7 @@
 """Documents of curation, as datatrove's `Document`: reading sources, and reading and writing compressed JSONL files."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,7 +83,10 @@ MOST_FILES = 200
 
 
 class Writer:
-    """Writer of compressed JSONL files that get their names together at the end; equal documents give equal bytes."""
+    """Writer of compressed JSONL files, which get their names when a stack of contexts closes without an error.
+
+    Equal documents give equal bytes.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
@@ -101,10 +104,3 @@ class Writer:
             compressed = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False)
             file = self._open[path] = self._stack.enter_context(compressed)
         file.write(line)
-
-
-@contextmanager
-def writer() -> Iterator[Writer]:
-    """Context of a `Writer` whose files become complete when it exits without an error."""
-    with ExitStack() as stack:
-        yield Writer(stack)

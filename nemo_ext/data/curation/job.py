@@ -102,12 +102,14 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
         notice(f"{settings.folder} is already complete: see {(settings.folder / REPORT).with_suffix('.html')}")
         return
     as_json = json.dumps(config, default=str)
+    mine, workers = settings.mine(units), settings.workers or usable_cores()
+    size = sum(unit.size for unit in mine)
     for current in passes:
-        work = Work(as_json, current.number)
-        _run_pass(plan, current, work, units)
+        work, label = Work(as_json, current.number), _label(current, passes)
+        work.units.run(partial(run_unit, work), mine, workers=workers, label=f"{label}:", total=size)
         if left := [unit for unit in units if not work.units.is_done(unit)]:
             notice(
-                f"{_label(current, passes)}: shard {settings.shard} is done; {len(left)} of {len(units)} units are "
+                f"{label}: shard {settings.shard} is done; {len(left)} of {len(units)} units are "
                 "left to other shards: run any shard again when those are done"
             )
             return
@@ -120,12 +122,6 @@ def _run(config: Mapping[str, Any], plan: Plan, units: Sequence[Unit]) -> None:
     with settings.lock():
         if not (settings.folder / RESULTS).exists():
             _finish(plan, Work(as_json, passes[-1].number), units)
-
-
-def _run_pass(plan: Plan, current: Pass, work: Work, units: Sequence[Unit]) -> None:
-    mine, workers = plan.settings.mine(units), plan.settings.workers or usable_cores()
-    label, total = f"{_label(current, passes_of(plan.stages))}:", sum(unit.size for unit in mine)
-    work.units.run(partial(run_unit, work), mine, workers=workers, label=label, total=total)
 
 
 def _label(current: Pass, passes: Sequence[Pass]) -> str:
@@ -197,7 +193,7 @@ def _data_file(plan: Plan, counts: Mapping[str, Counts]) -> str:
     streams: list[dict[str, Any]] = []
     for stream_counts in counts.values():
         for place, amount in stream_counts.written.items():
-            rate = buckets.rates()[int(place.rpartition("/")[2])] if buckets is not None else 1.0
+            rate = buckets.rates[int(place.rpartition("/")[2])] if buckets is not None else 1.0
             path = f"{folder / DOCUMENTS / place}/*{SUFFIX}"
             source = {"kind": "jsonl", "path": path, "deduplicate": False}
             streams.append({"name": place.replace("/", "."), "weight": round(amount.bytes * rate), "source": source})
@@ -217,10 +213,8 @@ def _made_of(plan: Plan) -> dict[str, Any]:
         for path in stage.reads():
             status = path.stat()
             files[f"{name}: {path}"] = [status.st_size, status.st_mtime_ns]
-    streams = {
-        name: {**source.describe(), "files": source.fingerprint(source.inputs())}
-        for name, source in plan.streams.items()
+    return {
+        "curate": curate,
+        "files": files,
+        "streams": {name: source.identity() for name, source in plan.streams.items()},
     }
-    record = {"curate": curate, "files": files, "streams": streams}
-    as_json: dict[str, Any] = json.loads(json.dumps(record, default=str))
-    return as_json

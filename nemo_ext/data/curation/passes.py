@@ -8,7 +8,7 @@ byte, whichever process does a unit and however often work is interrupted.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from datatrove.data import Document
 
-from nemo_ext.data.curation.documents import SUFFIX, documents, line_of, read_lines, writer
+from nemo_ext.data.curation.documents import SUFFIX, Writer, documents, line_of, read_lines
 from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.settings import Curate, Plan, read_plan
 from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
@@ -207,9 +207,9 @@ def run_unit(work: Work, unit: Unit) -> None:
     work.units.folder.mkdir(parents=True, exist_ok=True)
     counts = Counts()
     end = plan.stages[current.end] if current.end is not None else None
-    features_of = end.noting() if isinstance(end, Barrier) else None
     dropped = plan.settings.folder / "dropped"
-    with writer() as out, _feature_files(work, unit) as record_features:
+    with ExitStack() as stack, _feature_files(work, unit) as record_features:
+        out = Writer(stack)
 
         def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
             """Count the decision of a stage on a document; True if it is dropped."""
@@ -242,8 +242,8 @@ def run_unit(work: Work, unit: Unit) -> None:
                 if drops(name, drop, document, before):
                     break
             else:
-                if features_of is not None:
-                    record_features(features_of(document))
+                if isinstance(end, Barrier):
+                    record_features(end.features(document))
                     out.write(work.units.file(unit.number, SUFFIX), line_of(document))
                     continue
                 place = _place(plan, unit, document)

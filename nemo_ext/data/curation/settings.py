@@ -115,8 +115,9 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
             )
         if name not in curate.blocks:
             near = f"'curate.blocks.{name}={{}}' adds it" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
-            raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset fills: {near}")
-        stages[name] = _stage(name, curate.blocks[name])
+            raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset defines: {near}")
+        values = {key: value for key, value in curate.blocks[name].items() if key != "kind"}
+        stages[name] = checked(_kind(name, curate.blocks[name]), values, where=f"curate.blocks.{name}")
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
         raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets: remove one of them")
@@ -125,7 +126,6 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
             raise ValueError(
                 f"curate.blocks.{name}.rate requires one stream per bucket: set 'curate.divide=[{BUCKET}]'"
             )
-    config = {**config, "tokenizer": None, "validation_share": None, "workers": None}
     weighted = sources_of(config, settings.folder, own=settings.own / "text")
     streams = {name: source for name, (source, _) in weighted.items()}
     for name, source in streams.items():
@@ -139,8 +139,3 @@ def _kind(name: str, block: Mapping[str, Any]) -> type[Stage]:
     if kind not in KINDS:
         raise ValueError(f"curate.blocks.{name}: unknown kind {kind!r}: {nearest(str(kind), KINDS)}")
     return KINDS[kind]
-
-
-def _stage(name: str, block: Mapping[str, Any]) -> Stage:
-    values = {key: value for key, value in block.items() if key != "kind"}
-    return checked(_kind(name, block), values, where=f"curate.blocks.{name}")

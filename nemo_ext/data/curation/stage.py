@@ -79,8 +79,8 @@ class Barrier(Stage):
     verdict_of_values: ClassVar[bool] = True
     """True if each value has a verdict, False if each document has one."""
 
-    def noting(self) -> Callable[[Document], Values]:
-        """Build the function that computes the features of a document; called once per process."""
+    def features(self, document: Document) -> Values:
+        """Compute the features of a document."""
         raise NotImplementedError
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:

@@ -1,7 +1,6 @@
 """Job `nemo-ext curate_classifier`: trains a quality classifier on two sets of documents, and reports its accuracy."""
 
 import json
-import random
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -17,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curation.classifier import ABOUT, FASTTEXT, WANTED, WEIGHTS, features, load_scorer, one_line
 from nemo_ext.data.streams import sources_of
-from nemo_ext.data.text.documents import Admission, ReadReport, Source, document_digest, readable, split_position
+from nemo_ext.data.text.documents import ReadReport, Source, shuffled, split_position
 from nemo_ext.job.files import complete_file, only_run_in, write_text
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
@@ -108,7 +107,7 @@ def run(config: Mapping[str, Any]) -> None:
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
         scorer = load_scorer(str(folder))
         notice("measuring")
-        scores = {name: np.array([scorer(text) for text in sets[name].held_out]) for name in _NAMES}
+        scores = {name: np.array([scorer.score(text) for text in sets[name].held_out]) for name in _NAMES}
         threshold = _threshold(scores["negatives"], settings.share)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": threshold}) + "\n")
         page = _report(settings, engine, sets, scores, threshold)
@@ -116,22 +115,16 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
-    text = {"input": config[name], "data": {}, "tokenizer": None, "validation_share": None, "workers": None}
-    text |= {"kind": settings.kind, "text_key": settings.text_key}
+    text = {"input": config[name], "data": {}, "kind": settings.kind, "text_key": settings.text_key}
     return sources_of(text, settings.folder, own=settings.folder / OWN / name)[name][0]
 
 
 def _read(name: str, source: Source, settings: Settings) -> _Set:
     notice(f"reading {name}")
-    texts, admission = _Set(), Admission(source)
-    parts = list(source.parts(max_documents=1000, max_size=1 << 20))
-    random.Random(f"{settings.seed} {name}").shuffle(parts)  # so that `most` does not keep only the first files
-    for document, data in (pair for part in parts for pair in readable(source, part, texts.report)):
-        digest = document_digest(data)
-        if not admission.admit(digest, len(data), texts.report):
-            continue
+    texts = _Set()
+    for text, digest in shuffled(source, texts.report, seed=f"{settings.seed} {name}"):
         held_out = split_position(settings.seed, digest.hex()) < settings.held_out * 2**64
-        (texts.held_out if held_out else texts.train).append(document.text)
+        (texts.held_out if held_out else texts.train).append(text)
         if len(texts.train) + len(texts.held_out) >= settings.most:
             break
     source.finish(texts.report)
@@ -264,8 +257,4 @@ def _picture(
 def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
     """Settings and input files that determine the classifier."""
     values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
-    files = {
-        name: {**source.describe(), "files": source.fingerprint(source.inputs())} for name, source in sources.items()
-    }
-    as_json: dict[str, Any] = json.loads(json.dumps({"engine": engine, **values, **files}, default=str))
-    return as_json
+    return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

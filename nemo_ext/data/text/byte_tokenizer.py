@@ -25,7 +25,8 @@ TEMPLATE = (
 
 BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
 """Name of a single-byte token in a SentencePiece vocabulary."""
-_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+"""Control token of a chat template."""
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -44,8 +45,8 @@ def run(config: Mapping[str, Any]) -> None:
         return
     template = Template.load(config["template"])
     chat = Sample(id="chat", messages=(Message(role="user", content="a"), Message(role="assistant", content="b")))
-    ends = [_CONTROL.findall(text) for text, trained in template.render(chat).segments if trained]
-    write(folder, template.source, _CONTROL.findall(template.source), end=ends[-1][-1] if ends and ends[-1] else EOD)
+    ends = [CONTROL.findall(text) for text, trained in template.render(chat).segments if trained]
+    write(folder, template.source, CONTROL.findall(template.source), end=ends[-1][-1] if ends and ends[-1] else EOD)
 
 
 def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *, end: str = EOD) -> Path:

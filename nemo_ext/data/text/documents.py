@@ -8,6 +8,7 @@ the whole stream: it removes duplicates and stops at `max_bytes`. A `ReadReport`
 import dataclasses
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,10 @@ class Source:
         """Mapping from which `load_source` builds this source again."""
         return {"kind": self.kind} | dataclasses.asdict(self)
 
+    def identity(self) -> dict[str, object]:
+        """Settings and a fingerprint of the input files, which determine the documents."""
+        return {**self.describe(), "files": self.fingerprint(self.inputs())}
+
     def inputs(self) -> list[tuple[str, Path]]:
         """List (name, path) of all input files, sorted by name.
 
@@ -205,6 +210,20 @@ class Admission:
             self._seen.add(digest)
         self.size += size
         return True
+
+
+def shuffled(source: Source, report: ReadReport, *, seed: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the text and digest of each admitted document, reading parts of about 1 MB in random order."""
+    parts = list(source.parts(max_documents=1000, max_size=1 << 20))
+    random.Random(seed).shuffle(parts)
+    admission = Admission(source)
+    for part in parts:
+        for document, data in readable(source, part, report):
+            digest = document_digest(data)
+            if admission.admit(digest, len(data), report):
+                yield document.text, digest
+            elif admission.full:
+                return
 
 
 class _WithText(Protocol):

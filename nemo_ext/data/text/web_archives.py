@@ -9,7 +9,6 @@ from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
 from nemo_ext.data.text.user_files import find_files
 from nemo_ext.job.settings import Share, Strings
 
-_NEEDS = "web archives require: pip install 'nemo_ext[curate]'"
 _LARGEST = 1 << 22
 """Maximum number of bytes of a page, since trafilatura's time is quadratic in the number of links."""
 
@@ -116,5 +115,5 @@ def _archives() -> tuple[Any, type[Exception]]:
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:
-        raise ValueError(f"{_NEEDS} ({error})") from error
+        raise ValueError(f"web archives require: pip install 'nemo_ext[curate]' ({error})") from error
     return ArchiveIterator, ArchiveLoadFailed

@@ -134,13 +134,5 @@ def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
     excluded = ("output", "preset", "compare", "held_out", "template")
     values = {key: value for key, value in dataclasses.asdict(settings).items() if key not in excluded}
     template = Template.load(settings.template).source if settings.template else None
-    sources = {
-        stream.name: {
-            "share": stream.share,
-            **stream.source.describe(),
-            "files": stream.source.fingerprint(stream.source.inputs()),
-        }
-        for stream in streams
-    }
-    as_json: dict[str, Any] = json.loads(json.dumps(values | {"template": template, "streams": sources}, default=str))
-    return as_json
+    sources = {stream.name: {"share": stream.share, **stream.source.identity()} for stream in streams}
+    return values | {"template": template, "streams": sources}

@@ -1,18 +1,15 @@
 """Sample of text for training a tokenizer, and held-out text for its report."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_ext.data.text.documents import Admission, ReadReport, document_digest, readable, split_position
+from nemo_ext.data.text.documents import ReadReport, document_digest, shuffled, split_position
 from nemo_ext.data.vocabulary.settings import Weighted
 
 HELD_OUT = 0.02
 """Share of the pieces of text that are held out from training."""
 PIECE = 20_000
 """Maximum number of characters of a piece; a long document has several, of which some are held out."""
-PART = 1 << 20
-"""Bytes of input read at a time, where files can be cut."""
 
 
 @dataclass
@@ -49,16 +46,9 @@ def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
         ValueError: the source cannot be read, or too much of it is malformed.
     """
     sample = Sample(stream)
-    parts = list(stream.source.parts(max_documents=1000, max_size=PART))
-    random.Random(f"{seed} {stream.name}").shuffle(parts)
-    admission = Admission(stream.source)
-    for document, data in (pair for part in parts for pair in readable(stream.source, part, sample.report)):
-        if not admission.admit(document_digest(data), len(data), sample.report):
-            if admission.full:
-                break
-            continue
-        for start in range(0, len(document.text), PIECE):
-            piece = document.text[start : start + PIECE]
+    for text, _ in shuffled(stream.source, sample.report, seed=f"{seed} {stream.name}"):
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
             data = piece.encode()
             if split_position(seed, document_digest(data).hex()) < HELD_OUT * 2**64:
                 if sample.held_out_bytes < held_out:

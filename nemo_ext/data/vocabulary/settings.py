@@ -77,7 +77,6 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
         if values[key] is None:
             raise ValueError(f"{key}=null: {advice}")
     settings = checked(Settings, values)
-    config = {**config, "tokenizer": None, "validation_share": None, "workers": None}
     weighted = sources_of(config, settings.folder, own=settings.folder / OWN / "text")
     total = sum(weight for _, weight in weighted.values())
     return settings, [

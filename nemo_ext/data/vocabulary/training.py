@@ -1,7 +1,6 @@
 """Training of byte-level BPE by the `tokenizers` library, and writing of the Hugging Face folder."""
 
 import json
-import re
 import signal
 import sys
 import threading
@@ -11,13 +10,12 @@ from itertools import batched
 from typing import TYPE_CHECKING
 
 from nemo_ext.chat.template import Template
+from nemo_ext.data.text.byte_tokenizer import CONTROL
 from nemo_ext.data.vocabulary.settings import BYTES, Settings
 from nemo_ext.job.files import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 
 def special_tokens(settings: Settings) -> list[str]:
@@ -26,7 +24,7 @@ def special_tokens(settings: Settings) -> list[str]:
     Raises:
         ValueError: the template does not exist, the vocabulary is too small, or `end` is not a special token.
     """
-    control = _CONTROL.findall(Template.load(settings.template).source) if settings.template else []
+    control = CONTROL.findall(Template.load(settings.template).source) if settings.template else []
     special = list(dict.fromkeys([*settings.special_tokens, *control]))
     if settings.end not in special:
         raise ValueError(f"end={settings.end} is not among the special tokens ({', '.join(special) or 'none'}): add it")

@@ -62,8 +62,8 @@ def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: by
     ("stages", "words", "message"),
     [
         ({}, (), "curate.stages is empty: choose a preset"),
-        (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths': .*did you mean 'length'"),
-        ({}, ("curate.stages=[length]",), "curate.stages: 'length': .*'curate.blocks.length={}' adds it"),
+        (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths' is not in .*did you mean 'length'"),
+        ({}, ("curate.stages=[length]",), "curate.stages: 'length' is not in .*'curate.blocks.length={}' adds it"),
         ({"length": "{kind: lenght}"}, (), "curate.blocks.length: unknown kind 'lenght': did you mean 'length'"),
         ({"length": "{least: 3, mots: 4}"}, (), "curate.blocks.length: unknown key 'mots': did you mean 'most'"),
         ({"c4": "{rules: {min_sentences: 3}}"}, (), "curate.blocks.c4: rules: unknown key 'min_sentences'"),
@@ -257,7 +257,7 @@ def test_a_classifier_separates_its_two_sets(
     report = (tmp_path / "quality" / "report.md").read_text()
     assert "| area under the ROC curve | 1.0000 |" in report
     scorer = load_scorer(str(tmp_path / "quality"))
-    assert scorer("a proof of the lemma") > 0.6 > 0.4 > scorer("cheap offers in the newsletter")
+    assert scorer.score("a proof of the lemma") > 0.6 > 0.4 > scorer.score("cheap offers in the newsletter")
     mixed = write(
         [{"id": "g", "text": "the proof of the theorem"}, {"id": "w", "text": "subscribe to cheap offers"}],
         "mixed.jsonl",

@@ -22,7 +22,6 @@ from nemo_ext.data.curation.settings import KINDS
 from nemo_ext.data.curation.stage import Features
 from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.data.curation.stages.personal import Personal
-from nemo_ext.data.text.user_files import TreeSource
 from nemo_ext.data.text.words import words_of
 
 Write = Callable[..., Path]
@@ -174,7 +173,7 @@ def test_buckets_have_equal_bytes_and_rates_with_the_given_mean(write: Write, cu
     records = [{"id": str(n), "text": "x" * chance.randint(1, 99), "score": chance.random()} for n in range(500)]
     block = "{kind: buckets, key: score, buckets: 5, rate: 1.5, most: 4, throwaway: 0.2}"
     out = curate(write(records), {"buckets": block}, "curate.divide=[bucket]", "curate.unit=5000")
-    rates = Buckets(key="score", buckets=5, rate=1.5, most=4, throwaway=0.2).rates()
+    rates = Buckets(key="score", buckets=5, rate=1.5, most=4, throwaway=0.2).rates
     assert rates[0] == 0 and all(one < other for one, other in pairwise(rates[1:]))
     assert np.mean(rates) == pytest.approx(1.5) and rates[-1] <= 4
     sizes = {n: sum(len(line["text"]) for line in lines(out / "documents" / "text" / str(n))) for n in range(1, 5)}
@@ -184,7 +183,7 @@ def test_buckets_have_equal_bytes_and_rates_with_the_given_mean(write: Write, cu
     streams = (out / "conf" / "data" / "curated.yaml").read_text()
     assert f"weight: {round(sizes[4] * rates[4])}" in streams
     with pytest.raises(ValueError, match="raise most"):
-        Buckets(rate=3, most=4, throwaway=0.5).rates()
+        Buckets(rate=3, most=4, throwaway=0.5).check()
 
 
 def test_personal_data_is_replaced_and_too_much_of_it_drops_a_document() -> None:
@@ -287,4 +286,3 @@ def test_wrongly_decoded_text_is_repaired_before_it_is_judged(write: Write, cura
 def test_every_kind_is_named_in_the_help(command: Callable[..., Any], tmp_path: Path) -> None:
     text = command("curate", "--help", cwd=tmp_path).stdout
     assert all(kind in words_of(text) for kind in KINDS)
-    assert TreeSource.kind  # the sources of `tokenize`

@@ -1,8 +1,8 @@
 """Quality buckets of documents, and the repetition rate of each: the quality-aware up-sampling of Dolma 3."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -54,17 +54,15 @@ class Buckets(Barrier):
     throwaway: Annotated[Share, Field(lt=1)] = 0.4
 
     def check(self) -> None:
-        self.rates()
+        _ = self.rates
 
+    @cached_property
     def rates(self) -> list[float]:
         """Rate of each bucket, from the worst to the best.
 
         Raises:
             ValueError: no curve has this mean and maximum rate.
         """
-        return _rates(self)
-
-    def _rates(self) -> list[float]:
         if self.rate is None:
             return [1.0] * self.buckets
         x = (np.arange(self.buckets * _POINTS) + 0.5) / (self.buckets * _POINTS) - self.throwaway
@@ -88,25 +86,22 @@ class Buckets(Barrier):
         scaled: npt.NDArray[np.float64] = curve * float(self.rate or 1) / curve.mean()
         return scaled.reshape(self.buckets, _POINTS).mean(axis=1)
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            score = value_at(document.metadata, self.key)
-            try:
-                is_valid = not isinstance(score, bool) and isinstance(score, int | float) and math.isfinite(score)
-            except OverflowError:
-                is_valid = False
-            if not is_valid:
-                raise ValueError(
-                    f"buckets: {document.id}: {self.key!r} is {score!r}, not a score: add a stage before this one that "
-                    "scores documents"
-                )
-            group = "" if self.within is None else str(value_at(document.metadata, self.within))
-            digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])
-            values = np.array([0, len(document.text.encode()), digest], dtype=np.uint64)
-            values[0] = np.array(float(score)).view(np.uint64)
-            return values
-
-        return note
+    def features(self, document: Document) -> Values:
+        score = value_at(document.metadata, self.key)
+        try:
+            is_valid = not isinstance(score, bool) and isinstance(score, int | float) and math.isfinite(score)
+        except OverflowError:
+            is_valid = False
+        if not is_valid:
+            raise ValueError(
+                f"buckets: {document.id}: {self.key!r} is {score!r}, not a score: add a stage before this one that "
+                "scores documents"
+            )
+        group = "" if self.within is None else str(value_at(document.metadata, self.within))
+        digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])
+        values = np.array([0, len(document.text.encode()), digest], dtype=np.uint64)
+        values[0] = np.array(float(score)).view(np.uint64)
+        return values
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         totals, documents = _totals(units)
@@ -136,14 +131,9 @@ class Buckets(Barrier):
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         bucket = int(verdicts[0])
         document.metadata[BUCKET] = bucket
-        if self.rates()[bucket] > 0:
+        if self.rates[bucket] > 0:
             return None
         return Drop("worst", f"{self.key} {value_at(document.metadata, self.key)}, bucket {bucket}")
-
-
-@lru_cache(maxsize=8)
-def _rates(settings: Buckets) -> list[float]:
-    return settings._rates()
 
 
 def _rows(units: Sequence[Features]) -> Iterator[Values]:

@@ -6,7 +6,7 @@ instead, which needs less space but has false positives and depends on the order
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -34,28 +34,36 @@ def _digest(data: bytes) -> int:
     return int.from_bytes(document_digest(data)[:8])
 
 
+class _Repeats(Barrier):
+    """Base class of barriers whose verdict marks values that equal an earlier one, in the order of the units."""
+
+    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
+        firsts = np.cumsum([0, *(unit.number for unit in units)])
+        for keys, numbers in _parts(units, memory):
+            order = np.argsort(keys, kind="stable")
+            sorted_keys = keys[order]
+            repeated = np.sort(numbers[order[1:][sorted_keys[1:] == sorted_keys[:-1]]])
+            edges = np.searchsorted(repeated, firsts)
+            for unit in np.flatnonzero(np.diff(edges)).tolist():
+                mark(unit, repeated[edges[unit] : edges[unit + 1]] - firsts[unit], 1)
+
+
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SameUrl(Barrier):
+class SameUrl(_Repeats):
     """Drops documents that have the URL of an earlier one; documents without a URL are kept."""
 
     kind: ClassVar[str] = "same_url"
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            url = url_of(document)
-            return _NONE if url is None else np.array([_digest(url.encode(errors="replace"))], dtype=np.uint64)
-
-        return note
-
-    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        mark_repeats(units, mark, memory)
+    def features(self, document: Document) -> Values:
+        url = url_of(document)
+        return _NONE if url is None else np.array([_digest(url.encode(errors="replace"))], dtype=np.uint64)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         return Drop("same-url", str(url_of(document))) if verdicts.any() else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SameText(Barrier):
+class SameText(_Repeats):
     """Drops documents that have the text of an earlier one.
 
     Attributes:
@@ -65,23 +73,17 @@ class SameText(Barrier):
     kind: ClassVar[str] = "same_text"
     exactly: bool = True
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            # A text without words is compared byte by byte.
-            text = document.text if self.exactly else " ".join(words_of(document.text)) or document.text
-            return np.array([_digest(text.encode())], dtype=np.uint64)
-
-        return note
-
-    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        mark_repeats(units, mark, memory)
+    def features(self, document: Document) -> Values:
+        # A text without words is compared byte by byte.
+        text = document.text if self.exactly else " ".join(words_of(document.text)) or document.text
+        return np.array([_digest(text.encode())], dtype=np.uint64)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         return Drop("same-text", shown(document.text)) if verdicts.any() else None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SameParagraphs(Barrier):
+class SameParagraphs(_Repeats):
     """Removes paragraphs (non-blank lines) that occurred before, in the same document or an earlier one.
 
     Attributes:
@@ -93,14 +95,8 @@ class SameParagraphs(Barrier):
     least: NonNegativeInt = 13
     most: Share = 1.0
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            return np.array([_digest(line.encode()) for _, line in self._paragraphs(document)], dtype=np.uint64)
-
-        return note
-
-    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        mark_repeats(units, mark, memory)
+    def features(self, document: Document) -> Values:
+        return np.array([_digest(line.encode()) for _, line in self._paragraphs(document)], dtype=np.uint64)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         if not verdicts.any():
@@ -121,7 +117,7 @@ class SameParagraphs(Barrier):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class SamePassages(Barrier):
+class SamePassages(_Repeats):
     """Removes runs of words that occurred before verbatim, as deduplication by suffix array does (arXiv 2107.06499).
 
     Finds every repeated run of `words` words, except across the borders of 4 MB pieces of long documents. Takes 8 bytes
@@ -136,11 +132,8 @@ class SamePassages(Barrier):
     words: PositiveInt = 100
     most: Share = 1.0
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            return np.concatenate([_NONE, *(grams for grams, _, _ in self._runs(document.text.encode()))])
-
-        return note
+    def features(self, document: Document) -> Values:
+        return np.concatenate([_NONE, *(grams for grams, _, _ in self._runs(document.text.encode()))])
 
     def _runs(self, data: bytes) -> Iterator[tuple[Values, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
         """Yield hashes, first bytes and end bytes of the runs of words in each piece of a text."""
@@ -153,9 +146,6 @@ class SamePassages(Barrier):
                 starts, ends = spans[: len(spans) - self.words + 1, 0], spans[self.words - 1 :, 1]
                 yield span_hashes(data[start:end], starts - start, ends - start), starts, ends
             start = end
-
-    def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        mark_repeats(units, mark, memory)
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         if not verdicts.any():
@@ -206,16 +196,13 @@ class NearDuplicates(Barrier):
     def _slots(self) -> int:
         return -(-self.bands * self.rows // 8) * 8  # rounded up to whole 64-bit values
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            words = Words([document.text])
-            grams, _ = words.ngrams(self.ngram)
-            if not len(grams) and len(words.hashes):
-                grams = ngram_hashes(words.hashes, len(words.hashes))
-            bands, slots = sketches([grams], slots=self._slots, rows=self.rows, seed=self.seed)
-            return np.concatenate([bands[0, : self.bands], slots[0].view(np.uint64)])
-
-        return note
+    def features(self, document: Document) -> Values:
+        words = Words([document.text])
+        grams, _ = words.ngrams(self.ngram)
+        if not len(grams) and len(words.hashes):
+            grams = ngram_hashes(words.hashes, len(words.hashes))
+        bands, slots = sketches([grams], slots=self._slots, rows=self.rows, seed=self.seed)
+        return np.concatenate([bands[0, : self.bands], slots[0].view(np.uint64)])
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         width = self.bands + self._slots // 8
@@ -261,18 +248,6 @@ class NearDuplicates(Barrier):
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         return Drop("near-duplicate", shown(document.text)) if verdicts.any() else None
-
-
-def mark_repeats(units: Sequence[Features], mark: Mark, memory: int) -> None:
-    """Set the verdict of every value that equals an earlier one, in the order of the units."""
-    firsts = np.cumsum([0, *(unit.number for unit in units)])
-    for keys, numbers in _parts(units, memory):
-        order = np.argsort(keys, kind="stable")
-        sorted_keys = keys[order]
-        repeated = np.sort(numbers[order[1:][sorted_keys[1:] == sorted_keys[:-1]]])
-        edges = np.searchsorted(repeated, firsts)
-        for unit in np.flatnonzero(np.diff(edges)).tolist():
-            mark(unit, repeated[edges[unit] : edges[unit + 1]] - firsts[unit], 1)
 
 
 def _parts(

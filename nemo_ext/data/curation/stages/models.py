@@ -126,7 +126,7 @@ class Classifier(Stage):
         least = scorer.recommended if self.least == "recommended" else float(self.least)
 
         def judge(document: Document) -> Drop | None:
-            score = scorer(document.text)
+            score = scorer.score(document.text)
             document.metadata[self.key] = round(score, 5)
             if least <= score <= self.most:
                 return None

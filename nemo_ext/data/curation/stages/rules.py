@@ -203,10 +203,14 @@ class Encoding(Stage):
             ) from error
 
     def start(self) -> Judge:
-        fix = _fixer() if self.mend else None
+        fix: Callable[[str], str] = str
+        if self.mend:
+            from datatrove.pipeline.formatters import FTFYFormatter
+
+            fix = FTFYFormatter().format
 
         def judge(document: Document) -> Drop | None:
-            text = document.text if fix is None else fix(document.text)
+            text = fix(document.text)
             bad = sum(map(text.count, _BROKEN))
             if bad > self.most * len(text):
                 return Drop("broken-characters", f"{bad:,} of {len(text):,}: {shown(text)}")
@@ -217,13 +221,6 @@ class Encoding(Stage):
 
 
 _BROKEN = ["\ufffd", *(chr(code) for code in (*range(9), *range(14, 32), *range(127, 160)) if code != 0x85)]
-
-
-def _fixer() -> Callable[[str], str]:
-    from datatrove.pipeline.formatters import FTFYFormatter
-
-    fix: Callable[[str], str] = FTFYFormatter().format
-    return fix
 
 
 RULES: Mapping[str, type[Stage]] = {
