@@ -49,7 +49,7 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """Beginning of a text on one line, as fastText requires, with its label prefix `__label__` replaced."""
+    """Beginning of a text on one line, as fastText requires, without fastText's label prefix `__label__`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 

@@ -33,7 +33,7 @@ _LEAST_STEPS = 500_000
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job.
+    """Settings of `nemo-ext curate_classifier`.
 
     Attributes:
         positives: files of documents of the desired quality.

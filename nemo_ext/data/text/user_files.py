@@ -56,7 +56,7 @@ class RecordSource(Source):
     def numbered(
         self, part: Part, *, columns: list[str] | None = None, strict: bool = False
     ) -> Iterator[tuple[int, Row | str]]:
-        """Yield number (line or row) and content of each record of a part, or why it is malformed in place of content.
+        """Yield the number (line or row) of each record of a part with its content, or the reason why it is malformed.
 
         Args:
             part: the part.
@@ -75,7 +75,7 @@ class RecordSource(Source):
                 yield number, row
 
     def placed(self, *, strict: bool = False) -> Iterator[tuple[str, Row | str]]:
-        """Yield place and content of each record of all files, or why it is malformed in place of content."""
+        """Yield the place of each record of all files with its content, or the reason why it is malformed."""
         for part in self.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
             for number, row in self.numbered(part, strict=strict):
                 yield self.place(part, number), row

@@ -112,7 +112,7 @@ def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tok
 
 
 def _load(path: str) -> "Tokenizer":
-    """Load a tokenizer that encodes text which spells a special token as ordinary text."""
+    """Load a tokenizer, set to encode the names of special tokens in a text as ordinary text."""
     tokenizer, _ = read_tokenizer(_folder(path) / "tokenizer.json")
     tokenizer.encode_special_tokens = True
     return tokenizer
