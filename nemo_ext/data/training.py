@@ -50,17 +50,12 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
     """
-
-    def check(data: Mapping[str, Any] | None, megatron: Mapping[str, Any]) -> None:
-        sections = {"data": data or {}, "megatron": megatron}
-        if sections["data"].get("packed") is not None:
-            check_packed(sections)
-        MixedLengths.from_config(sections)
-
-    check(config.get("data"), config["megatron"])
-    for phase in (config.get("phases") or {}).values():
-        if isinstance(phase, Mapping):
-            check(phase.get("data"), {**config["megatron"], **(phase.get("megatron") or {})})
+    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
+    for section in (config, *phases):
+        data, megatron = section.get("data") or {}, {**config["megatron"], **(section.get("megatron") or {})}
+        if data.get("packed") is not None:
+            check_packed({"data": data, "megatron": megatron})
+        MixedLengths.from_config({"data": data, "megatron": megatron})
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:

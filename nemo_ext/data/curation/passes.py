@@ -156,12 +156,19 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
     Raises:
         ValueError: a file is damaged, or too many records of a stream were malformed.
     """
-    current = passes_of(work.plan.stages)[work.number]
-    if work.number == 0:
-        check_read(work, units)
+    plan, current = work.plan, passes_of(work.plan.stages)[work.number]
+    for stream, source in plan.streams.items() if work.number == 0 else ():
+        report = ReadReport()
+        for unit in units:
+            if unit.stream == stream:
+                report.add(work.counts(unit.number).read)
+        try:
+            source.finish(report)
+        except ValueError as error:
+            raise ValueError(f"stream {stream!r}: {error}") from error
     if current.end is None or (work.units.folder / DECIDED).exists():
         return
-    barrier = work.plan.stages[current.end]
+    barrier = plan.stages[current.end]
     assert isinstance(barrier, Barrier)
     features = [work.features(unit.number) for unit in units]
     files = [work.units.file(unit.number, VERDICTS) for unit in units]
@@ -177,23 +184,10 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
             verdicts[places] = values
             verdicts.flush()
 
-    barrier.decide(features, mark, work.plan.curate.memory)
+    barrier.decide(features, mark, plan.curate.memory)
     for file in files:
         publish(unfinished(file), file)
     write_text(work.units.folder / DECIDED, "")
-
-
-def check_read(work: Work, units: Sequence[Unit]) -> None:
-    """Raise ValueError if too many records of a stream were malformed."""
-    for stream, source in work.plan.streams.items():
-        report = ReadReport()
-        for unit in units:
-            if unit.stream == stream:
-                report.add(work.counts(unit.number).read)
-        try:
-            source.finish(report)
-        except ValueError as error:
-            raise ValueError(f"stream {stream!r}: {error}") from error
 
 
 def run_unit(work: Work, unit: Unit) -> None:

@@ -103,7 +103,9 @@ def run(config: Mapping[str, Any]) -> None:
             return
         note(settings.record, made_of)
         sets = {name: _read(name, sources[name], settings) for name in _NAMES}
-        _train(engine, sets, settings)
+        numbers = " and ".join(f"{len(sets[name].train):,} {name}" for name in _NAMES)
+        notice(f"training on {numbers} ({engine})")
+        (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
         scorer = load_scorer(str(folder))
         notice("measuring")
@@ -134,12 +136,6 @@ def _read(name: str, source: Source, settings: Settings) -> _Set:
             "least 2 of each are required: provide more"
         )
     return texts
-
-
-def _train(engine: str, sets: Mapping[str, _Set], settings: Settings) -> None:
-    numbers = " and ".join(f"{len(sets[name].train):,} {name}" for name in _NAMES)
-    notice(f"training on {numbers} ({engine})")
-    (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
 
 
 def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
@@ -185,13 +181,16 @@ def _report(
     least: float,
 ) -> Path:
     """Write the report and return the path of its page."""
+    from scipy.stats import mannwhitneyu
+
     positives, negatives = (scores[name] for name in _NAMES)
     count = len(positives) + len(negatives)
+    area = float(mannwhitneyu(positives, negatives).statistic) / (len(positives) * len(negatives))
     about = {
         "engine": engine,
         **{name: f"{len(sets[name].train):,} for training, {len(sets[name].held_out):,} held out" for name in _NAMES},
         "recommended threshold": f"{least:.5f}, which keeps {np.mean(negatives >= least):.1%} of held-out negatives",
-        "area under the ROC curve": f"{_area(positives, negatives):.4f}",
+        "area under the ROC curve": f"{area:.4f}",
         "Brier score": f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / count:.4f}",
     }
     thresholds = {"recommended": least, **{f"{value:g}": value for value in (0.1, 0.25, 0.5, 0.75, 0.9)}}
@@ -213,12 +212,6 @@ def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
     above = np.sort(negatives)[::-1]
     first_out = above[min(int(share * len(above)), len(above) - 1)]
     return float(np.nextafter(first_out, np.inf))
-
-
-def _area(positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> float:
-    from scipy.stats import mannwhitneyu
-
-    return float(mannwhitneyu(positives, negatives).statistic) / (len(positives) * len(negatives))
 
 
 def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:

@@ -116,13 +116,8 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
     path = shards_in(directory).file(shard)
     try:
         with np.load(path) as stored:
-            return ShardRows(
-                lengths=stored["lengths"],
-                sizes=stored["sizes"],
-                positions=stored["positions"],
-                digests=stored["digests"],
-                report=ReadReport(**json.loads(stored["report"].tobytes())),
-            )
+            arrays = {name: stored[name] for name in ("lengths", "sizes", "positions", "digests")}
+            return ShardRows(report=ReadReport(**json.loads(stored["report"].tobytes())), **arrays)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}): remove {directory} and run again") from error
 

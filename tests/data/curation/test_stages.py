@@ -16,24 +16,17 @@ from datatrove.pipeline.filters import (
     GopherQualityFilter,
     GopherRepetitionFilter,
 )
-from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 from nemo_ext.data.curation.settings import KINDS
 from nemo_ext.data.curation.stage import Features
 from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.data.curation.stages.personal import Personal
+from nemo_ext.data.curation.stages.rules import _Spaces
 from nemo_ext.data.text.words import words_of
 
 Write = Callable[..., Path]
 Curate = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
-
-
-class Spaces(WhitespaceTokenizer):
-    """Words between white space."""
-
-    def word_tokenize(self, text: str) -> list[str]:
-        return text.split()
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +54,7 @@ def test_rules_decide_as_datatrove_does(
     kept = []
     for number, text in enumerate(texts):
         document = Document(text=text, id=str(number))
-        if block(language=Spaces()).filter(document) is True:
+        if block(language=_Spaces()).filter(document) is True:
             kept.append((document.id, document.text))
     source = write({"id": str(number), "text": text} for number, text in enumerate(texts))
     out = curate(source, {kind: f"{{kind: {kind}}}"})
