@@ -28,7 +28,7 @@ def mine(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["max_bad_share=0.5"], "Could not override 'max_bad_share': it is of a source: in place of input=FILE"),
+        (["max_bad_share=0.5"], "Could not override 'max_bad_share': it belongs to a source: in place of input=FILE"),
         (["inptu=x"], "Could not override 'inptu': tokenize has no such key; `nemo-ext tokenize --help` lists"),
         (["data=evil"], "data/evil.yaml, line 4: could not determine a constructor for the tag"),
         (["data=nosuch"], "data=nosuch: no such data: known: "),

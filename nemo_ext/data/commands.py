@@ -10,23 +10,23 @@ from nemo_ext.job.job import Array, Config, Grammar, Input, Job, inputs, reads, 
 from nemo_ext.job.settings import Extra, Open, Place, Places, strings
 
 DATA = {"directory": Place, "tokenizer": {"path": Place}, "packed": {"train": Places, "valid": Places}}
-"""Types of a section `data`."""
+"""Types of the keys of a section `data`."""
 TEXT = {"input": Places, "output": Place, "tokenizer": Place, "data_root": Place, "data": DATA}
 """Types of the keys of jobs that read text."""
 
 
 def _files(*keys: str) -> Any:
-    """Function that returns the inputs of keys whose globs match no file."""
+    """Function from a config to the inputs of these keys whose globs match no file yet."""
 
-    def absent(config: Config) -> list[Input]:
+    def missing(config: Config) -> list[Input]:
         words = [(key, word) for key in keys for word in strings(config.get(key))]
         return inputs(*((key, word, "name a file") for key, word in words if not glob.glob(os.path.expanduser(word))))
 
-    return absent
+    return missing
 
 
 def _tokenized(config: Config) -> Sequence[Any]:
-    """Prefixes that `tokenize` writes."""
+    """Prefixes of the files that `tokenize` writes."""
     if config["output"]:
         return [config["output"]]
     from nemo_ext.data.blends.hierarchy import read_tree
@@ -63,8 +63,8 @@ TOKENIZE = Job(
         settings=TEXT,
         streams=True,
         advice={
-            "max_bad_share": "it is of a source: in place of input=FILE output=DIR/NAME give data.directory=DIR and "
-            "'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'"
+            "max_bad_share": "it belongs to a source: in place of input=FILE output=DIR/NAME set data.directory=DIR "
+            "and 'data.streams=[{name: NAME, weight: 1, source: {kind: jsonl, path: FILE, max_bad_share: 0.05}}]'"
         },
     ),
 )
@@ -86,7 +86,7 @@ def _check_curate(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _passes(config: Config) -> int:
-    """Number of passes of curation, each of which needs all units of the one before."""
+    """Number of curation passes; each needs all units of the previous pass."""
     from nemo_ext.data.curation.passes import passes_of
     from nemo_ext.data.curation.settings import read_plan
 
@@ -96,7 +96,7 @@ def _passes(config: Config) -> int:
 CURATE = Job(
     name="curate",
     group="data",
-    help="filter and deduplicate raw documents: stages as blocks, every document that left counted",
+    help="filter and deduplicate raw documents in configurable stages, and count every dropped document",
     run="nemo_ext.data.curation.job:run",
     resumable=True,
     check=_check_curate,
@@ -123,7 +123,7 @@ CURATE = Job(
 CURATE_CLASSIFIER = Job(
     name="curate_classifier",
     group="data",
-    help="train a classifier of quality on two sets of documents, for curation",
+    help="train a quality classifier for curation on two sets of documents",
     run="nemo_ext.data.curation.training:run",
     check=reads("nemo_ext.data.curation.training:check"),
     inputs=_files("positives", "negatives"),
@@ -207,7 +207,7 @@ PREFERENCE_DATA = Job(
 BLEND = Job(
     name="blend",
     group="data",
-    help="show what each stream of a blend gets: shares, epochs, warnings; files for trainers",
+    help="show shares, epochs and warnings for each stream of a blend; write files for trainers",
     run="nemo_ext.data.blends.job:audit",
     script="task",
     grammar=Grammar(settings={**TEXT, "megatron": Open}, streams=True, added=("data",)),

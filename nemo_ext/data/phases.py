@@ -1,8 +1,8 @@
-"""A run as a sequence of phases in tokens, each with its data, sequence length, batch and first step. No torch.
+"""Phases of a run in tokens, each with its data, sequence length, batch size and first step. Does not import torch.
 
-`train.tokens` is the length of the whole run and Megatron's schedule goes over all of it, whatever the phases are, so
-that a blend may change before, inside or after the decay of the learning rate. A phase may have a learning rate of its
-own instead (`lr`). Consecutive phases with the same Megatron flags are one segment: one start of the trainer.
+`train.tokens` is the length of the whole run. Megatron's learning-rate schedule covers all of it, independently of the
+phases, so a blend may change before, during or after the decay; a phase may set its own learning rate instead (`lr`).
+Consecutive phases with the same Megatron flags form a segment, for which the trainer is started once.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from nemo_ext.data.training import with_data
 from nemo_ext.job.settings import STRICT, checked, checked_whole
 
 SCHEDULE = ("lr_warmup_iters", "lr_decay_iters", "lr_wsd_decay_iters", "train_iters", "global_batch_size", "seq_length")
-"""Flags that determine the learning rate."""
+"""Flags on which the learning-rate schedule depends."""
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 _DATA = ("train_data_path", "valid_data_path", "data_path", "data_args_path", "per_split_data_args_path")
@@ -34,12 +34,12 @@ _WHOLE_RUN = ("seed", *_DATA, *(flag for flag in SCHEDULE if flag not in ("globa
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Piece:
-    """Learning rate of one phase, as a function of the share of its tokens trained on.
+    """Learning rate of one phase, as a function of the share of its tokens already trained on.
 
     Attributes:
         start: learning rate at the beginning of the phase.
-        end: learning rate at its end; without one it stays at `start`.
-        style: shape of the decay between them, `linear` if not given; `constant` stays at `start`.
+        end: learning rate at the end of the phase; None to keep it constant.
+        style: shape of the decay between them; by default `linear`, or `constant` without an end.
     """
 
     start: Rate
@@ -49,7 +49,7 @@ class Piece:
     def __post_init__(self) -> None:
         style = self.style or ("constant" if self.end is None else "linear")
         if style != "constant" and self.end is None:
-            raise ValueError(f"lr: style={style} goes to an end: give `end`, or style=constant")
+            raise ValueError(f"lr: style={style} requires `end`: set it, or set style=constant")
         object.__setattr__(self, "style", style)
         object.__setattr__(self, "end", self.start if style == "constant" else self.end)
 
@@ -62,7 +62,7 @@ class Piece:
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class Section:
-    """A phase as the config gives it: its number of tokens, and what it has of its own."""
+    """A phase in the config: its number of tokens, and the settings in which it differs from the run."""
 
     tokens: Annotated[float, Field(gt=0)]
     data: dict[str, Any] | None = None
@@ -72,19 +72,19 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """One phase and its place in the run.
+    """A phase and its position in the run.
 
     Attributes:
         name: key of the phase in the config.
-        seq_length: number of tokens of a sequence.
-        global_batch_size: number of sequences of a step.
+        seq_length: number of tokens per sequence.
+        global_batch_size: number of sequences per step.
         first_step: number of steps of the run before the phase.
         first_sample: number of sequences before the phase.
         first_token: number of tokens before the phase.
         steps: number of steps of the phase.
-        data: `data` section of the phase; None for that of the config.
-        megatron: flags that differ from the config's.
-        lr: learning rate of the phase; None for that of the run.
+        data: `data` section of the phase; None to use the run's.
+        megatron: flags that differ from the run's.
+        lr: learning rate of the phase; None to use the run's schedule.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Phase:
 
     @property
     def tokens_per_step(self) -> int:
-        """Number of tokens per step, of all ranks together."""
+        """Number of tokens per step, over all ranks."""
         return self.seq_length * self.global_batch_size
 
     @property
@@ -127,7 +127,7 @@ class Plan:
     @property
     def segments(self) -> list[tuple[Phase, ...]]:
         """Groups of consecutive phases with the same Megatron flags."""
-        return [tuple(each) for _, each in itertools.groupby(self.phases, key=lambda phase: phase.megatron)]
+        return [tuple(group) for _, group in itertools.groupby(self.phases, key=lambda phase: phase.megatron)]
 
     def at_step(self, step: int) -> Phase:
         """Phase of a step, counted from 1."""
@@ -170,19 +170,19 @@ def sections_of(config: Mapping[str, Any]) -> dict[str, Section]:
     """Checked sections of a config's phases, by name, in order.
 
     Raises:
-        ValueError: a phase is wrong; the message names the place.
+        ValueError: a phase is invalid.
     """
-    given = config.get("phases") or {}
-    if not isinstance(given, Mapping):
-        raise ValueError(f"phases must be a mapping of phases by their names, not {given!r}")
-    return {str(name): checked(Section, each, f"phases.{name}", strict=True) for name, each in given.items()}
+    phases = config.get("phases") or {}
+    if not isinstance(phases, Mapping):
+        raise ValueError(f"phases must be a mapping from names to phases, not {phases!r}")
+    return {str(name): checked(Section, values, f"phases.{name}", strict=True) for name, values in phases.items()}
 
 
 def plan_of(config: Mapping[str, Any]) -> Plan | None:
-    """Read the phases of a composed training config; None if it has none.
+    """Plan the phases of a composed training config; None if it has no phases.
 
-    A phase begins at the step whose number of tokens is nearest to the config's, counted from the start of the run, so
-    rounding does not add up.
+    A phase begins at the step nearest to its first token, counted from the start of the run, so that rounding errors
+    do not accumulate.
 
     Raises:
         ValueError: a key is unknown, lengths do not add up to `train.tokens`, or a phase has no steps.
@@ -190,33 +190,36 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
     sections = sections_of(config)
     if not sections:
         return None
-    total, wanted = float(config["train"]["tokens"]), sum(section.tokens for section in sections.values())
+    total, planned = float(config["train"]["tokens"]), sum(section.tokens for section in sections.values())
     megatron = {**config["megatron"], **((config.get("segment") or {}).get("whole") or {})}
     _check_flags("megatron", megatron)
-    if not math.isclose(wanted, total, rel_tol=1e-6):
-        each = ", ".join(f"{name} {section.tokens:g}" for name, section in sections.items())
-        raise ValueError(f"phases: {each} add up to {wanted:g} tokens, train.tokens is {total:g}: make them equal")
+    if not math.isclose(planned, total, rel_tol=1e-6):
+        lengths = ", ".join(f"{name} {section.tokens:g}" for name, section in sections.items())
+        raise ValueError(
+            f"phases: {lengths} add up to {planned:g} tokens, but train.tokens is {total:g}: make them equal"
+        )
     phases: list[Phase] = []
     step = sample = token = 0
     until = 0.0
     for name, section in sections.items():
         until += section.tokens
-        own = {key: value for key, value in (section.megatron or {}).items() if value != megatron.get(key)}
-        _check_flags(f"phases.{name}.megatron", own)
+        flags = {key: value for key, value in (section.megatron or {}).items() if value != megatron.get(key)}
+        _check_flags(f"phases.{name}.megatron", flags)
         for flag in _WHOLE_RUN:
-            if flag in own:
+            if flag in flags:
                 instead = "give the phase `data`" if flag in _DATA else f"set megatron.{flag}"
-                raise ValueError(f"phases.{name}.megatron.{flag} is of the whole run: {instead} instead")
+                raise ValueError(f"phases.{name}.megatron.{flag} applies to the whole run: {instead} instead")
         sizes = {
-            key: checked_whole(f"{place}.{key}", own.get(key, megatron[key]), least=1)
+            key: checked_whole(f"{place}.{key}", flags.get(key, megatron[key]), least=1)
             for key in ("seq_length", "global_batch_size")
-            for place in [f"phases.{name}.megatron" if key in own else "megatron"]
+            for place in [f"phases.{name}.megatron" if key in flags else "megatron"]
         }
         tokens_per_step = sizes["seq_length"] * sizes["global_batch_size"]
         steps = round((until - token) / tokens_per_step)
         if steps < 1:
             raise ValueError(
-                f"phases.{name}: {section.tokens:g} tokens are less than a step of {tokens_per_step:,}: make it longer"
+                f"phases.{name}: {section.tokens:g} tokens are fewer than the {tokens_per_step:,} of a step: make the "
+                "phase longer"
             )
         phases.append(
             Phase(
@@ -227,7 +230,7 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
                 first_token=token,
                 steps=steps,
                 data=section.data,
-                megatron=own,
+                megatron=flags,
                 lr=section.lr,
             )
         )
@@ -240,65 +243,65 @@ def plan_of(config: Mapping[str, Any]) -> Plan | None:
 def _check_flags(where: str, flags: Mapping[str, Any]) -> None:
     for flag in ("rampup_batch_size", "train_samples", "exit_interval", "phase_transition_iterations"):
         if flags.get(flag) is not None:
-            raise ValueError(f"{where}.{flag} does not go with phases: set it to null")
+            raise ValueError(f"{where}.{flag} cannot be combined with phases: set it to null")
     if flags.get("weight_decay_incr_style") not in (None, "constant"):
         raise ValueError(
-            f"{where}.weight_decay_incr_style={flags['weight_decay_incr_style']} does not go with phases, whose "
-            "segments would each begin it anew: set it to constant"
+            f"{where}.weight_decay_incr_style={flags['weight_decay_incr_style']} cannot be combined with phases, since "
+            "each segment would start the increase over: set it to constant"
         )
 
 
 def segments(
     config: Mapping[str, Any], plan: Plan, paths: Mapping[str, Sequence[str] | None]
 ) -> tuple[dict[str, Any], ...]:
-    """Make the configs of a run's segments, in order.
+    """Build the configs of a run's segments, in order.
 
-    Each has its own flags and last step, and under `segment`: `phases` (names of the segment's phases), `whole` (the
-    whole run's values of flags that segments change) and `train_data_path` of every phase.
+    A segment's config has its flags and last step, and a section `segment` with `phases` (names of its phases), `whole`
+    (the run's values of flags that segments change) and `train_data_path` by phase.
 
     Args:
-        config: config of the run, data arguments filled in (`nemo_ext.data.training.with_data`).
-        plan: the config's phases.
+        config: config of the run with data arguments (`nemo_ext.data.training.with_data`).
+        plan: phases of the run.
         paths: result of `data_paths`.
     """
     whole = config["megatron"]
     changed = {*SCHEDULE, *(key for phase in plan.phases for key in phase.megatron)}
     longest = max(int(whole.get("max_position_embeddings") or 0), *(phase.seq_length for phase in plan.phases))
-    made = []
+    configs = []
     for phases in plan.segments:
-        own = deepcopy(dict(config))  # YAML writes what two places share as a reference
-        own["segment"] = {
+        segment = deepcopy(dict(config))  # YAML would write shared objects as references
+        segment["segment"] = {
             "phases": [phase.name for phase in phases],
             "whole": {name: whole.get(name) for name in sorted(changed)},
             "train_data_path": dict(paths),
         }
-        own["megatron"] = {
-            **own["megatron"],
+        segment["megatron"] = {
+            **segment["megatron"],
             "max_position_embeddings": longest,
             **phases[0].megatron,
             "train_iters": phases[-1].last_step,
-            # The learning rate follows the whole run's flags; Megatron's parser wants lengths that fit this segment.
+            # The learning rate follows the whole run's flags; Megatron's parser requires lengths within this segment.
             "lr_warmup_iters": 0,
             "lr_decay_iters": None,
             "lr_wsd_decay_iters": 1 if whole.get("lr_decay_style") == "WSD" else None,
         }
-        made.append(own)
-    return tuple(made)
+        configs.append(segment)
+    return tuple(configs)
 
 
 def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | None]:
-    """Blend of each phase as Megatron's argument, None for that of the whole run.
+    """Blend of each phase as Megatron's argument; None where the phase uses the run's.
 
     Raises:
         ValueError: see `nemo_ext.data.training.with_data`; or a phase has another tokenizer than the run, packs
-            where the run's loss is not per token, or another length than the packs that the run validates on.
+            without a loss per token, or another sequence length than the run's validation packs.
     """
     validation, length = ((config.get("data") or {}).get("packed") or {}).get("valid"), config["megatron"]["seq_length"]
     for phase in plan.phases:
-        if validation and (own := phase.megatron.get("seq_length", length)) != length:
+        if validation and (phase_length := phase.megatron.get("seq_length", length)) != length:
             raise ValueError(
-                f"phases.{phase.name}.megatron.seq_length={own}: the run validates on packs of {length} tokens, which "
-                "have one length: set data.packed.valid=null"
+                f"phases.{phase.name}.megatron.seq_length={phase_length}: the run validates on packs of {length} "
+                "tokens, which have a fixed length: set data.packed.valid=null"
             )
     return {phase.name: None if phase.data is None else _own_path(config, phase) for phase in plan.phases}
 
@@ -306,34 +309,34 @@ def data_paths(config: Mapping[str, Any], plan: Plan) -> dict[str, list[str] | N
 def _own_path(config: Mapping[str, Any], phase: Phase) -> list[str]:
     where, data = f"phases.{phase.name}", phase.data or {}
     if config["megatron"].get("mock_data"):
-        raise ValueError(f"{where}.data: data=mock has no blends; choose other data or leave it out")
-    given = ("train_data_path", "valid_data_path", "data_path")
-    flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in given}
-    own = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
-    if own.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
+        raise ValueError(f"{where}.data cannot be combined with data=mock: choose other data or remove it")
+    paths = ("train_data_path", "valid_data_path", "data_path")
+    flags = {key: value for key, value in {**config["megatron"], **phase.megatron}.items() if key not in paths}
+    filled = with_data({"data": data, "megatron": flags}, tokens=phase.steps * phase.tokens_per_step)["megatron"]
+    if filled.get("calculate_per_token_loss") != flags.get("calculate_per_token_loss"):
         raise ValueError(
-            f"{where}.data has packs, whose tokens count alike: set calculate_per_token_loss to true in "
+            f"{where}.data has packs, which require a loss per token: set calculate_per_token_loss to true in "
             f"{where}.megatron, or in megatron for the whole run"
         )
     tokenizers = [section["tokenizer"] for section in (config["data"], data) if section.get("tokenizer")]
     if len({load_tokenizer(tokenizer).identity for tokenizer in tokenizers}) > 1:
-        raise ValueError(f"{where}.data has another tokenizer than data: a model has one")
-    path: list[str] = own["train_data_path"]
+        raise ValueError(f"{where}.data has another tokenizer than data: use the same one in all phases")
+    path: list[str] = filled["train_data_path"]
     return path
 
 
 Drawn = Mapping[Reading, Mapping[str, int]]
-"""Number of sequences read, by reading and by prefix of the stream."""
+"""Number of sequences read, by `Reading` and by prefix of the stream."""
 
 
 def drawn_before(
     plan: Plan, shares: Mapping[str, Mapping[str, float]], mixed: Mapping[str, Mapping[str, Any] | None]
 ) -> dict[str, Drawn]:
-    """Sequences of each stream read by earlier phases, by the name of the phase.
+    """For each phase by name, the sequences of each stream that earlier phases read.
 
     Args:
-        plan: plan of all phases.
-        shares: shares of the streams, by prefix, in each phase.
+        plan: phases of the run.
+        shares: shares of the streams by prefix, for each phase.
         mixed: section `mixed_lengths` of each phase.
     """
     drawn: dict[Reading, dict[str, int]] = {}
@@ -341,9 +344,9 @@ def drawn_before(
     for phase in plan.phases:
         before[phase.name] = deepcopy(drawn)
         for reading, count in _readings(phase, mixed[phase.name]).items():
-            of = drawn.setdefault(reading, {})
+            by_prefix = drawn.setdefault(reading, {})
             for prefix, share in shares[phase.name].items():
-                of[prefix] = of.get(prefix, 0) + most_drawn(share, count)
+                by_prefix[prefix] = by_prefix.get(prefix, 0) + most_drawn(share, count)
     return before
 
 
@@ -352,18 +355,17 @@ def _readings(phase: Phase, mixed: Mapping[str, Any] | None) -> dict[Reading, in
 
 
 def most_drawn(share: float, count: int) -> int:
-    """Upper bound on the sequences of a stream among the first `count` of a blend, at most a few too many.
+    """Upper bound on the number of a stream's sequences among the first `count` of a blend; at most a few too high.
 
     Megatron's blend takes the next sequence from the stream that lags most behind its share
-    (megatron/core/datasets/helpers.cpp, build_blending_indices): one that does not lag is never taken, so none gets
-    more than one ahead.
+    (megatron/core/datasets/helpers.cpp, build_blending_indices), so no stream gets more than one sequence ahead.
     """
     rounding = 1e-6
     return 0 if count == 0 else math.floor(share * (count - 1) + rounding) + 1
 
 
 def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | None, Mapping[str, Any] | None]:
-    """Training data of a phase as Megatron's argument, and its section `mixed_lengths`: its own, or those of the run.
+    """Training data of a phase as Megatron's argument, and its section `mixed_lengths`; by default, the run's.
 
     Args:
         config: config of a segment (see `segments`).
@@ -374,37 +376,41 @@ def data_of(config: Mapping[str, Any], phase: Phase) -> tuple[Sequence[str] | No
     return path, (data or {}).get("mixed_lengths")
 
 
-def told_of_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs: float) -> list[str]:
-    """Lines on streams that several phases read: where later phases continue, and which are read too often in all.
+def describe_shared_streams(config: Mapping[str, Any], plan: Plan, *, max_epochs: float) -> list[str]:
+    """Notices about streams that several phases read: where later phases resume, and totals above `max_epochs`.
 
     Args:
         config: config of a segment (see `segments`).
-        plan: all phases of the run.
-        max_epochs: number of passes above which a stream is reported.
+        plan: phases of the run.
+        max_epochs: number of epochs above which a stream is reported.
     """
-    read = {phase.name: data_of(config, phase) for phase in plan.phases}
-    if not all(path for path, _ in read.values()):
-        return []  # synthetic data, or blends that only Megatron reads
-    shares = {name: shares_of(path or ()) for name, (path, _) in read.items()}
-    mixed = {name: given for name, (_, given) in read.items()}
+    data = {phase.name: data_of(config, phase) for phase in plan.phases}
+    if not all(path for path, _ in data.values()):
+        return []  # mock data, or blends that only Megatron reads
+    shares = {name: shares_of(path or ()) for name, (path, _) in data.items()}
+    mixed = {name: section for name, (_, section) in data.items()}
     drawn = drawn_before(plan, shares, mixed)
     lines = []
-    passes: dict[str, list[float]] = {}
+    epochs_of: dict[str, list[float]] = {}
     for phase in plan.phases:
-        on = [
+        resumed = [
             f"{prefix} after {before[prefix]:,} sequences of {reading.length:,}"
             for reading in _readings(phase, mixed[phase.name])
             if (before := drawn[phase.name].get(reading, {}))
             for prefix in shares[phase.name]
             if before.get(prefix)
         ]
-        if on:
-            lines.append(f"{phase.name} goes on in {some_of(on)}")
+        if resumed:
+            lines.append(f"{phase.name} resumes {some_of(resumed)}")
         for prefix, share in shares[phase.name].items():
             if (index := Path(f"{prefix}.idx")).is_file():
                 tokens = share * phase.steps * phase.tokens_per_step
-                passes.setdefault(prefix, []).append(tokens / indexed_tokens(index))
-    often = [f"{prefix} {sum(each):.3g} times" for prefix, each in passes.items() if sum(each) > max_epochs > max(each)]
+                epochs_of.setdefault(prefix, []).append(tokens / indexed_tokens(index))
+    often = [
+        f"{prefix} {sum(epochs):.3g} times"
+        for prefix, epochs in epochs_of.items()
+        if sum(epochs) > max_epochs > max(epochs)
+    ]
     if often:
-        lines.append(f"data: read more than max_epochs={max_epochs:g} times in all phases: {some_of(often)}")
+        lines.append(f"data: read more than max_epochs={max_epochs:g} times over all phases: {some_of(often)}")
     return lines

@@ -1,4 +1,4 @@
-"""Streams to tokenise: those of a blend, or a user's own files as a blend of one."""
+"""Streams to tokenise, from a blend or from the user's files as a blend of one stream."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ _OVER_BLEND = ("tokenizer", "validation_share", "workers")
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """A source whose tokenised files go to `<prefix>_train` and `<prefix>_valid`; `inputs` are the source's files."""
+    """A source with the prefix of its tokenised files, `<prefix>_train` and `<prefix>_valid`, and its input files."""
 
     name: str
     prefix: Path
@@ -39,7 +39,7 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True)
 class Blend:
-    """The checked streams that have a source, and settings for tokenising them (`workers` None: one per core)."""
+    """Checked streams with a source, and settings for tokenising them (`workers` None: one per core)."""
 
     streams: list[Stream]
     tokenizer: Tokenizer
@@ -49,16 +49,16 @@ class Blend:
 
 
 def read_blend(config: Mapping[str, object]) -> Blend:
-    """Check everything in a blend, including the weights, which only sampling uses, and that its input can be read.
+    """Check a blend completely, including the weights, which only sampling uses, and that its input can be read.
 
     Args:
-        config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and, if wanted, `validation_share`, `seed`
-            and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; without one the
-            stream's files are made elsewhere) and `prefix` (where they are; `<directory>/<name>` if left out). A tree,
-            `blend`, may stand in place of `streams`.
+        config: `directory`, `tokenizer` (see `load_tokenizer`), `streams`, and optionally `validation_share`, `seed`
+            and `workers`. A stream is a mapping with `name`, `weight`, `source` (see `load_source`; omitted if its
+            files are made elsewhere) and `prefix` of its files (default `<directory>/<name>`). A tree, `blend`, may
+            replace `streams`.
 
     Raises:
-        ValueError: Anything is wrong or missing.
+        ValueError: A key is missing or invalid, or the input cannot be read.
     """
     flat = flattened(config)
     required = ("directory", "tokenizer", "streams")
@@ -79,27 +79,27 @@ def read_blend(config: Mapping[str, object]) -> Blend:
 
 
 def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
-    """Return the blend that the config of `nemo-ext tokenize` asks for: by `input` and `output`, or by `data`.
+    """Blend that a config of `nemo-ext tokenize` describes, either by `input` and `output` or by `data`.
 
     Raises:
-        ValueError: It asks for neither or for both, or does not say where to write or how to read.
+        ValueError: neither or both are set, `output` is missing, or the kind of the input is unknown.
     """
     data = config["data"]
     blend = flattened(data) if isinstance(data, Mapping) else {}
     if config["input"] is not None:
         if blend.get("streams"):
-            raise ValueError("input and a blend (data=..., data.streams) exclude each other: use two commands")
+            raise ValueError("input and a blend (data=..., data.streams) exclude each other: use separate commands")
         blend |= _blend_of_files(config["input"], config["output"], kind=config["kind"], text_key=config["text_key"])
     else:
         for key in ("output", "kind", "text_key"):
             if config[key] is not None:
-                raise ValueError(f"{key}={config[key]} belongs to input=...; the streams of a blend have their own")
+                raise ValueError(f"{key}={config[key]} requires input=...; in a blend, set it in each stream")
         streams = blend.get("streams")
         if not streams:
             raise ValueError("nothing to tokenise: give input=FILE output=PREFIX, or a blend such as data=local_text")
         if isinstance(streams, Sequence) and not any(isinstance(s, Mapping) and s.get("source") for s in streams):
             raise ValueError(
-                "no stream of this blend has a source: add sources, or make each stream's files from your own with "
+                "no stream of this blend has a source: add sources, or tokenise your own files for each stream with "
                 "input=FILE output=PREFIX, where PREFIX is the stream's prefix"
             )
     blend |= {key: config[key] for key in _OVER_BLEND if config[key] is not None}
@@ -110,64 +110,64 @@ def blend_to_tokenize(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def sources_of(config: Mapping[str, Any], directory: Path, *, own: Path) -> dict[str, tuple[Source, float]]:
-    """Sources of the streams that a config names by `input` or `data`, each with its weight, of which one is positive.
+    """Sources of the streams in a config (`input` or `data`) with their weights, at least one of which is positive.
 
     Args:
         config: composed config.
-        directory: folder of a blend that names none.
-        own: where tokens of `input` would go.
+        directory: folder of a blend without `directory`.
+        own: prefix of the tokenised files of `input`; its last component names the stream.
 
     Raises:
-        ValueError: no text is named, a source is wrong, or a tree has no weights before its sizes are known.
+        ValueError: no text is given, a source is invalid, or the weights of a tree are unknown before its sizes are.
     """
-    # A blend of one's own files names its stream by where their tokens would go.
-    blend = blend_to_tokenize({**config, "output": None if config["input"] is None else str(own)})
+    output = None if config["input"] is None else str(own)
+    blend = blend_to_tokenize({**config, **dict.fromkeys(_OVER_BLEND), "output": output})
     if config["data"].get("blend") is not None:
-        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: give streams")
+        raise ValueError("a tree of streams (data.blend) has no weights before its sizes are known: set data.streams")
     blend.setdefault("directory", str(directory))
-    found = {}
+    weighted = {}
     for leaf in read_tree(blend).leaves():
         if leaf.source is None:
             continue
         try:
-            found[leaf.name] = load_source(leaf.source), float(leaf.amount or 0)  # type: ignore[arg-type]
+            weighted[leaf.name] = load_source(leaf.source), float(leaf.amount or 0)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(f"stream {leaf.name!r}: {error}") from error
-    if not sum(amount for _, amount in found.values()):
-        raise ValueError(f"the weights of the {len(found)} streams with a source are all 0")
-    return found
+    if not sum(weight for _, weight in weighted.values()):
+        raise ValueError(f"the weights of the {len(weighted)} streams with a source are all 0: set one above 0")
+    return weighted
 
 
-def _blend_of_files(given: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
-    """Make `directory` and `streams` of a blend of one stream."""
-    paths = [given] if isinstance(given, str) else given
+def _blend_of_files(files: object, output: object, *, kind: object, text_key: object) -> dict[str, object]:
+    """`directory` and `streams` of a blend with one stream, for files, globs or a directory of the user."""
+    paths = [files] if isinstance(files, str) else files
     if not isinstance(paths, Sequence) or not paths or not all(isinstance(path, str) and path for path in paths):
-        raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {given!r}")
+        raise ValueError(f"input must be a file, a glob, a directory or a list of files and globs, not {files!r}")
     if not isinstance(output, str):
         raise ValueError("output is not set: output=PREFIX writes PREFIX_train.bin, PREFIX_valid.bin and others")
     prefix = Path(output).expanduser()
     if output.endswith("/") or prefix.is_dir():
-        raise ValueError(f"output={output} is a directory: give what the files begin with, e.g. {prefix / 'mine'}")
+        raise ValueError(f"output={output} is a directory: give a prefix for the files, e.g. {prefix / 'mine'}")
     kind = _kind_of(paths) if kind is None else kind
-    source: dict[str, object] = {"kind": kind, "path": given}
+    source: dict[str, object] = {"kind": kind, "path": files}
     if text_key is not None:
         source["text_key"] = text_key
     if kind == "tree" and prefix.absolute().is_relative_to(Path(paths[0]).expanduser().absolute()):
-        raise ValueError(f"output={output} is inside input={paths[0]}, which must not change: write elsewhere")
+        raise ValueError(f"output={output} is inside input={paths[0]}, which must not change: choose another output")
     stream = {"name": prefix.name, "weight": 1, "prefix": str(prefix), "source": source}
     return {"directory": str(prefix.parent), "streams": [stream]}
 
 
 def _kind_of(paths: Sequence[str]) -> str:
-    """Kind of source of a user's files, by their names."""
+    """Infer the kind of source of the user's files from their names."""
     kinds = set()
     for path in map(Path, paths):
         if path.expanduser().is_dir():
             records = next((name for end in ("jsonl*", "parquet") for name in path.expanduser().glob(f"*.{end}")), None)
             if records is not None:
                 raise ValueError(
-                    f"input={path} holds {records.name}: give input='{path}/*{records.suffix}' to read such files, or "
-                    "kind=tree to make every file one document"
+                    f"input={path} holds {records.name}: set input='{path}/*{records.suffix}' to read such files, or "
+                    "kind=tree to read each file as one document"
                 )
             kinds.add("tree")
         else:
@@ -175,11 +175,11 @@ def _kind_of(paths: Sequence[str]) -> str:
             packed = {"jsonl": (".gz", ".zst"), "warc": (".gz",)}.get(kind or "", ())
             if kind is None or (path.suffix in (".gz", ".zst") and path.suffix not in packed):
                 raise ValueError(
-                    f"input={path}: its name does not tell what it is: set kind to jsonl, parquet, text or warc"
+                    f"input={path}: the kind cannot be inferred from its name: set kind to jsonl, parquet, text or warc"
                 )
             kinds.add(kind)
     if len(kinds) > 1:
-        raise ValueError(f"input has files of different kinds ({', '.join(sorted(kinds))}): use a command for each")
+        raise ValueError(f"input has files of different kinds ({', '.join(sorted(kinds))}): use one command per kind")
     return kinds.pop()
 
 

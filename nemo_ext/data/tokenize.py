@@ -1,12 +1,12 @@
 """Tokenising of text into Megatron's .bin/.idx files, in parallel and resumable.
 
-A stream is cut into shards, lists of parts of its source. Workers read and tokenise a shard each and leave it
-in `<prefix>.shards/`; then the shards are written in order into `<prefix>_train` and `<prefix>_valid`. Whatever
-depends on more than one document (duplicates, `max_bytes`, the split) is decided in that last pass, so the files
-are the same byte for byte whatever the number of workers and however often the work was interrupted.
+A stream is cut into shards, lists of parts of its source. Workers tokenise shards into `<prefix>.shards/`; then one
+process writes them in order to `<prefix>_train` and `<prefix>_valid`. Decisions that depend on several documents
+(duplicates, `max_bytes`, the split) are made in this last pass, so the files are byte-identical for any number of
+workers and interruptions.
 
-Each file gets its own name only when it is complete, the manifest `<prefix>.json` last of all. A second run
-that would write the same prefix at the same time is refused.
+Each file gets its final name when it is complete, the manifest `<prefix>.json` last. A second run that would write the
+same prefix at the same time is refused.
 """
 
 import json
@@ -34,34 +34,33 @@ _NO_LIMIT = sys.maxsize
 def tokenize_blend(
     config: Mapping[str, object], *, workers: int | None = None, progress: bool = True
 ) -> list[Manifest]:
-    """Tokenise every stream of a blend that has a source, after checking all of them.
+    """Tokenise all streams of a blend that have a source, after checking all of them.
 
     Args:
         config: A blend, see `read_blend`.
-        workers: Number of processes, which overrides the config's.
-        progress: True to show a bar on a terminal, else a line now and then, both on stderr.
+        workers: Number of processes, in place of the config's.
+        progress: True to show progress on stderr: a bar on a terminal, else occasional lines.
 
     Returns:
         Manifests of the streams with a source, in their order.
 
     Raises:
-        ValueError: Anything in `config` is wrong or missing (before any work), input cannot be read to its end, or
-            output cannot be written.
+        ValueError: `config` is invalid (before any work), input cannot be read to its end, or output cannot be written.
         JobFailed: A worker process died.
     """
     try:
         blend = read_blend(config if workers is None else {**config, "workers": workers})
     except OSError as error:
-        raise ValueError(f"{error}: mend it and run the same command again") from error
-    made = []
+        raise ValueError(f"{error}: correct this and run the same command again") from error
+    manifests = []
     for stream in blend.streams:
         try:
-            made.append(_tokenize(stream, blend, progress=progress))
-        except OSError as error:  # a full disk, missing permissions: the user can mend it
+            manifests.append(_tokenize(stream, blend, progress=progress))
+        except OSError as error:  # such as a full disk or missing permissions, which the user can correct
             raise ValueError(
-                f"{stream.prefix}: {error}: mend it and run the same command again, which goes on where it was"
+                f"{stream.prefix}: {error}: correct this and run the same command again, which resumes"
             ) from error
-    return made
+    return manifests
 
 
 def tokenize_stream(
@@ -77,22 +76,21 @@ def tokenize_stream(
 ) -> Manifest:
     """Write `<output_prefix>_train.{bin,idx}`, `_valid.{bin,idx}` and the manifest `<output_prefix>.json`.
 
-    Run again after an interruption, it continues with the shards that are missing; if finished with the same
-    settings and input files, it only returns the manifest; with others it starts over and says so,
-    but for files by another tokenizer, which are refused.
+    After an interruption, the same call resumes with the missing shards; if the stream is finished, it only returns the
+    manifest. With other settings or input files it starts over, with a notice; files of another tokenizer are refused.
 
     A document goes to validation if a hash of (seed, document id) falls below `validation_share`; a stream of two or
     more documents has at least one in each split, unless the share is 0. Every document ends with eod.
 
     Args:
-        workers: Number of processes (None: one for each core this process may use). 1 works without starting any;
-            more need a main module that can be imported (`if __name__ == "__main__":`).
-        documents_per_shard: Number of documents after which shards are cut, besides by size into about 64. It
-            changes how much work an interruption loses, not the files.
-        progress: True to show a bar on a terminal, else a line now and then, both on stderr.
+        workers: Number of processes (None: one per core this process may use). With 1, no processes are started; more
+            require a main module that can be imported (`if __name__ == "__main__":`).
+        documents_per_shard: Maximum number of documents per shard; by default, shards are cut by size, into about 64.
+            It determines how much work an interruption loses, but does not affect the files.
+        progress: True to show progress on stderr: a bar on a terminal, else occasional lines.
 
     Raises:
-        ValueError: A setting is wrong, or the source cannot be read, is malformed or has no documents.
+        ValueError: A setting is invalid, or the source cannot be read, is malformed or has no documents.
         JobFailed: A worker process died.
     """
     prefix = Path(output_prefix)
@@ -130,9 +128,9 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
 
     with folder_for_one(prefix, "tokenising"):
         total = sum(path.stat().st_size for _, path in stream.inputs)
-        wanted = total if source.max_bytes is None else min(total, source.max_bytes)
-        shard_size = min(max(wanted // 64, 1 << 20), 1 << 28)
-        begun = directory.exists()
+        size = total if source.max_bytes is None else min(total, source.max_bytes)
+        shard_size = min(max(size // 64, 1 << 20), 1 << 28)
+        resumed = directory.exists()
         open_shards(directory, _hash([config_hash, documents_per_shard, shard_size]))
         work = ShardWork(
             source=json.dumps(source.describe()),
@@ -150,8 +148,8 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
                     f"{prefix}: input files changed while they were read: run again when they are complete"
                 )
             selection = select(directory, count, source, blend.validation_share)
-        except ValueError:  # refused input: once it is mended, these shards no longer match it
-            if not begun:
+        except ValueError:  # the input was refused: once it is corrected, these shards no longer match it
+            if not resumed:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
         with progress_of(f"{stream.name}: writing", selection.size, enabled=progress) as advance:
@@ -173,7 +171,7 @@ def _tokenize(stream: Stream, blend: Blend, *, documents_per_shard: int = _NO_LI
         )
         write_manifest(manifest, directory)
         shutil.rmtree(directory, ignore_errors=True)
-    notice(f"{stream.name}: {manifest.contents()}{manifest.left_out()}; {manifest.where()}")
+    notice(f"{stream.name}: {manifest.contents()}{manifest.skipped()}; {manifest.where()}")
     return manifest
 
 

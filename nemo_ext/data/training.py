@@ -1,4 +1,4 @@
-"""The data of a training config as Megatron's arguments: a blend or packs, and rows of mixed lengths."""
+"""Data of a training config as Megatron's arguments: a blend or packs, and rows of mixed lengths."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +12,11 @@ from nemo_ext.data.text.indexed_dataset import index_digest
 
 
 def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[str, Any]:
-    """The config with Megatron's data and tokenizer arguments; those that the user set stay.
+    """Add Megatron's data and tokenizer arguments to a config; arguments set by the user are kept.
 
     Args:
-        config: config of a training run; without `data` it stays as it is.
-        tokens: number of tokens read from this data; None: those of the whole run.
+        config: config of a training run; returned unchanged if it has no `data`.
+        tokens: number of tokens read from this data; None for the tokens of the whole run.
 
     Raises:
         ValueError: see `packed_flags`, `planned` and `MixedLengths.from_config`.
@@ -25,16 +25,16 @@ def with_data(config: Mapping[str, Any], *, tokens: int | None = None) -> dict[s
         return dict(config)
     data = config["data"]
     data, flags = planned(config, tokens=tokens) if data.get("packed") is None else (data, packed_flags(config))
-    made = {**config, "data": data, "megatron": {**config["megatron"], **flags}}
-    MixedLengths.from_config(made)
-    return made
+    filled = {**config, "data": data, "megatron": {**config["megatron"], **flags}}
+    MixedLengths.from_config(filled)
+    return filled
 
 
 def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
     """Digests of the indices of all data that a run reads, by prefix; see `index_digest`.
 
     Args:
-        config: config of a training run or of a segment of it, data arguments filled in.
+        config: config of a training run or of one of its segments, with data arguments.
     """
     keys = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
     lists = [config["megatron"].get(key) for key in keys]
@@ -45,47 +45,42 @@ def index_digests(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_settings(config: Mapping[str, Any]) -> None:
-    """Refuse settings that do not work with a training config's data, whether its files are there yet or not.
+    """Check settings against a training config's data, without requiring its files to exist.
 
     Raises:
         ValueError: see `check_packed` and `MixedLengths.from_config`.
     """
-
-    def check(data: Mapping[str, Any] | None, megatron: Mapping[str, Any]) -> None:
-        one = {"data": data or {}, "megatron": megatron}
-        if one["data"].get("packed") is not None:
-            check_packed(one)
-        MixedLengths.from_config(one)
-
-    check(config.get("data"), config["megatron"])
-    for phase in (config.get("phases") or {}).values():
-        if isinstance(phase, Mapping):
-            check(phase.get("data"), {**config["megatron"], **(phase.get("megatron") or {})})
+    phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
+    for section in (config, *phases):
+        data, megatron = section.get("data") or {}, {**config["megatron"], **(section.get("megatron") or {})}
+        if data.get("packed") is not None:
+            check_packed({"data": data, "megatron": megatron})
+        MixedLengths.from_config({"data": data, "megatron": megatron})
 
 
 def data_sections(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The `data` sections of a training config and of its phases, where there are any."""
+    """Non-empty `data` sections of a training config and of its phases."""
     phases = (config.get("phases") or {}).values()
-    own = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
-    return [data for data in (config.get("data"), *own) if data]
+    of_phases = [phase.get("data") for phase in phases if isinstance(phase, Mapping)]
+    return [data for data in (config.get("data"), *of_phases) if data]
 
 
 def check_validation(config: Mapping[str, Any], job: str) -> None:
-    """Refuse packs without a validation set to a job that compares models.
+    """Check that a job that compares models has validation data, which packs need not have.
 
     Raises:
-        ValueError: says which key to set.
+        ValueError: the packs have no validation set.
     """
     packed = (config.get("data") or {}).get("packed")
     if isinstance(packed, Mapping) and not packed.get("valid") and not config["megatron"].get("valid_data_path"):
-        raise ValueError(f"data.packed.valid=null: {job} compares models on validation data: give a prefix of packs")
+        raise ValueError(f"data.packed.valid=null, but {job} compares models on validation data: set it to a prefix")
 
 
 def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
-    """Tokenises the streams of a `data` section that have a source and are not tokenised yet, with progress.
+    """Tokenise the streams of a `data` section that have a source and are not tokenised yet, showing progress.
 
     Returns:
-        True if any were tokenised, so that their sizes changed.
+        True if a stream was tokenised, so that sizes may have changed.
 
     Raises:
         ValueError: see `tokenize_blend`; or a stream has no documents for validation.
@@ -101,7 +96,7 @@ def tokenize_streams(data: Mapping[str, Any] | None) -> bool:
     for manifest in tokenize_blend(data, workers=data.get("workers"), progress=True):
         if not manifest.splits["valid"].documents:
             raise ValueError(
-                f"{manifest.prefix}: {manifest.contents()}: training measures each stream's validation loss: give the "
-                "stream more documents, or leave it out"
+                f"{manifest.prefix}: {manifest.contents()}; training requires validation documents of each stream: add "
+                "documents, or remove the stream"
             )
     return before != [path.read_bytes() for path in manifests]

@@ -11,7 +11,7 @@ from typing import Any
 from nemo_ext.checkpoint.retention import Retention
 from nemo_ext.checkpoint.start import model_of_start
 from nemo_ext.data.blends.plan import MAX_EPOCHS
-from nemo_ext.data.phases import Plan, data_paths, plan_of, segments, told_of_streams
+from nemo_ext.data.phases import Plan, data_paths, describe_shared_streams, plan_of, segments
 from nemo_ext.data.training import data_sections, tokenize_streams, with_data
 from nemo_ext.job.settings import checked_whole
 from nemo_ext.megatron.fp8 import plan_flags
@@ -82,10 +82,10 @@ class Run:
             for segment in self.segments:
                 check(segment)
 
-    def stream_remarks(self) -> list[str]:
-        """Lines on streams that several phases read, see `nemo_ext.data.phases.told_of_streams`."""
-        limit = (self.composed.get("data") or {}).get("max_epochs") or MAX_EPOCHS
-        return [] if self.plan is None else told_of_streams(self.segments[0], self.plan, max_epochs=limit)
+    def told_of_streams(self) -> list[str]:
+        """Notices about streams that several phases read, see `nemo_ext.data.phases.describe_shared_streams`."""
+        limit = (self.given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
+        return [] if self.plan is None else describe_shared_streams(self.segments[0], self.plan, max_epochs=limit)
 
 
 def _check_kinds(config: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Small inputs, and readers of what was made from them."""
+"""Fixtures with small inputs, and readers of the files written from them."""
 
 import json
 from collections.abc import Callable
@@ -25,12 +25,12 @@ def draw_texts(count: int) -> list[str]:
 
 @pytest.fixture
 def pictures() -> None:
-    """For a test that looks at the pictures of a report."""
+    """Request this fixture in tests that need a report's real pictures."""
 
 
 @pytest.fixture(autouse=True)
 def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other tests get empty files: to render a picture takes longer than the rest of a small job."""
+    """Replace pictures by empty files in other tests, since rendering takes longer than the rest of a small job."""
     from matplotlib.figure import Figure
 
     if "pictures" not in request.fixturenames:
@@ -39,22 +39,22 @@ def without_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def command(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """`nemo-ext WORDS` in this process, 80 columns wide."""
+    """Function that runs `nemo-ext WORDS` in this process, 80 columns wide."""
     monkeypatch.setenv("COLUMNS", "80")
-    # Hydra lists all config groups for a help, which takes seconds; the help of these jobs does not show them.
+    # Hydra takes seconds to list all config groups for a help text, and the help of these jobs does not show them.
     monkeypatch.setattr("hydra._internal.hydra.Hydra.format_config_groups", lambda *_: "")
     return command
 
 
 @pytest.fixture(scope="session")
 def texts_of() -> Callable[[int], list[str]]:
-    """Different texts of a few to a few hundred words; more of them begin with the fewer."""
+    """Function that draws distinct texts of 3 to 300 words; a larger count begins with the same texts."""
     return draw_texts
 
 
 @pytest.fixture(scope="session")
 def jsonl() -> Callable[..., Source]:
-    """Writes texts to a JSONL file and gives the source that reads it."""
+    """Function that writes texts to a JSONL file and returns its source."""
 
     def write(path: Path, texts: list[str], **options: object) -> Source:
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -65,7 +65,7 @@ def jsonl() -> Callable[..., Source]:
 
 @pytest.fixture(scope="session")
 def read_all() -> Callable[[Source], tuple[list[Document], ReadReport]]:
-    """Reads a whole source, duplicates too."""
+    """Function that reads a whole source, including duplicates."""
 
     def read(source: Source) -> tuple[list[Document], ReadReport]:
         report = ReadReport()
@@ -79,7 +79,7 @@ def read_all() -> Callable[[Source], tuple[list[Document], ReadReport]]:
 
 @pytest.fixture(scope="session")
 def ids_in() -> Callable[[Manifest, str], list[list[int]]]:
-    """The documents of a split, read by Megatron's own reader."""
+    """Function that returns the documents of a split as ids, by Megatron's reader."""
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
 
     def read(manifest: Manifest, split: str) -> list[list[int]]:
@@ -94,7 +94,7 @@ def ids_in() -> Callable[[Manifest, str], list[list[int]]]:
 def texts_in(
     ids_in: Callable[[Manifest, str], list[list[int]]],
 ) -> Callable[[Manifest, str, Tokenizer], list[str]]:
-    """The texts of a split, each of which ends with eod in the files."""
+    """Function that returns the texts of a split, after checking that each document ends with eod."""
 
     def read(manifest: Manifest, split: str, tokenizer: Tokenizer) -> list[str]:
         documents = ids_in(manifest, split)
@@ -106,11 +106,11 @@ def texts_in(
 
 @pytest.fixture(scope="session")
 def files_of() -> Callable[[Path], dict[str, bytes]]:
-    """Content of everything that belongs to a finished stream, by what follows the prefix."""
+    """Function that returns the content of all files of a finished stream, by their names after the prefix."""
 
     def read(prefix: Path) -> dict[str, bytes]:
-        found = sorted(prefix.parent.glob(f"{prefix.name}[_.]*"))
-        return {path.name.removeprefix(prefix.name): path.read_bytes() for path in found}
+        paths = sorted(prefix.parent.glob(f"{prefix.name}[_.]*"))
+        return {path.name.removeprefix(prefix.name): path.read_bytes() for path in paths}
 
     return read
 

@@ -1,4 +1,4 @@
-"""Folders that an earlier version has begun (begun.json, by e618dd7) are continued, with the result of that version."""
+"""Folders begun by an earlier version (begun.json, written by e618dd7) are resumed, with that version's result."""
 
 import base64
 import hashlib
@@ -24,7 +24,7 @@ WORDS = (
 
 @pytest.fixture(autouse=True)
 def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders in the working directory; their input has the time that it had then."""
+    """Unpacks the folders into the working directory, with the original modification time of their input."""
     monkeypatch.chdir(tmp_path)
     for name, content in BEGUN["files"].items():
         path = tmp_path / name
@@ -36,27 +36,28 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.utime("in.jsonl", (1e9, 1e9))
 
 
-def made(folder: Path, *names: str) -> list[bool]:
+def are_equal(folder: Path, *names: str) -> list[bool]:
+    """Whether each file has the digest that the earlier version gave it."""
     return [hashlib.sha256((folder / name).read_bytes()).hexdigest() == BEGUN["made"][name] for name in names]
 
 
-def test_tokenising_goes_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenising_resumes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from nemo_ext.data.text import shards
 
     tokenize, done = shards.tokenize_shard, list[int]()
 
-    def noted(work: Any, shard: Any) -> None:
+    def recorded(work: Any, shard: Any) -> None:
         done.append(shard.number)
         tokenize(work, shard)
 
-    monkeypatch.setattr(shards, "tokenize_shard", noted)
+    monkeypatch.setattr(shards, "tokenize_shard", recorded)
     source = load_source({"kind": "jsonl", "path": "in.jsonl"})
     tokenize_stream(source, ByteTokenizer(), "tokens/out", workers=1, documents_per_shard=3)
     assert done == [1] and "starting over" not in capsys.readouterr().err
-    assert all(made(Path("tokens"), "out_train.bin", "out_train.idx", "out_valid.bin", "out_valid.idx"))
+    assert all(are_equal(Path("tokens"), "out_train.bin", "out_train.idx", "out_valid.bin", "out_valid.idx"))
 
 
-def test_curation_goes_on_and_other_settings_are_refused() -> None:
+def test_curation_resumes_and_refuses_other_settings() -> None:
     before = [Path(f"curated/.job/0/{number:06d}.json").stat().st_mtime_ns for number in (0, 2, 4)]
     with pytest.raises(
         ValueError, match=r"output=curated: was begun with other settings \(curate\.unit: 200 -> 300\): choose"
@@ -64,4 +65,4 @@ def test_curation_goes_on_and_other_settings_are_refused() -> None:
         run(compose("curate", [*WORDS, "curate.unit=300"]))
     run(compose("curate", WORDS))
     assert [Path(f"curated/.job/0/{number:06d}.json").stat().st_mtime_ns for number in (0, 2, 4)] == before
-    assert all(made(Path(), "curated/funnel.json"))
+    assert all(are_equal(Path(), "curated/funnel.json"))

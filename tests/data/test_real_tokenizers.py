@@ -1,4 +1,4 @@
-"""Real families' tokenizers: text there and back, special tokens, chat masks, another vocabulary, comparisons."""
+"""Tokenizers of real model families: round trips, special tokens, chat masks, vocabulary changes, comparisons."""
 
 import json
 import re
@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(name="real_tokenizers")]
 Command = Callable[..., Any]
 KINDS = ("llama3", "tekken", "cl100k", "smollm2")
 TEMPLATES = {"llama3": None, "smollm2": None, "tekken": "nemotron3_nano", "cl100k": "olmo3"}
-"""Chat template of each; None for its own."""
+"""Chat template by tokenizer; None for the tokenizer's own."""
 ENDS = {"llama3": "<|eot_id|>", "smollm2": "<|im_end|>", "tekken": "<|im_end|>", "cl100k": "<|endoftext|>"}
-"""Token that ends an answer, or the last one of a conversation."""
+"""Token that ends an answer, or a conversation's last answer."""
 HARD = [
     "",
     " ",
@@ -51,7 +51,7 @@ def folder(kind: str, real_tokenizer: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """Documents of several languages' worth of characters: code, prose and what is hard."""
+    """Documents of code and prose, and difficult texts in several scripts."""
     import asyncio.tasks
     import inspect
     import json.decoder
@@ -62,10 +62,10 @@ def texts() -> list[str]:
     return [*(inspect.getsource(module) for module in modules), *HARD[2:]]
 
 
-def test_text_comes_back_and_ids_are_the_tokenizers_own(
+def test_text_is_restored_and_ids_equal_the_librarys(
     folder: Path, texts: list[str], tmp_path: Path, command: Command
 ) -> None:
-    """By fastokens where it reads the tokenizer, and through `nemo-ext tokenize` into Megatron's files."""
+    """With fastokens where it supports the tokenizer, and through `nemo-ext tokenize` in Megatron's files."""
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     own.encode_special_tokens = True
     ours = HuggingFaceTokenizer(folder)
@@ -80,11 +80,11 @@ def test_text_comes_back_and_ids_are_the_tokenizers_own(
     assert ended.returncode == 0, ended.stderr
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    made = [row.tolist() for row in IndexedDataset(str(tmp_path / "made" / "mine_train"))]
-    assert sorted(made) == sorted([*own.encode(text, add_special_tokens=False).ids, ours.eod] for text in texts)
+    documents = [row.tolist() for row in IndexedDataset(str(tmp_path / "made" / "mine_train"))]
+    assert sorted(documents) == sorted([*own.encode(text, add_special_tokens=False).ids, ours.eod] for text in texts)
 
 
-def test_special_tokens_are_tokens_only_where_they_are_meant(kind: str, folder: Path) -> None:
+def test_special_tokens_in_text_are_parsed_only_on_request(kind: str, folder: Path) -> None:
     ours, parsing = HuggingFaceTokenizer(folder), HuggingFaceTokenizer(folder, parse_special_tokens=True)
     named = json.loads((folder / "tokenizer_config.json").read_text())["eos_token"]
     assert ours.eod_token == (named["content"] if isinstance(named, dict) else named) == ENDS[kind]
@@ -114,34 +114,34 @@ SAID = ["It is 3 C.", "def f():\n    return 1", "naïve 大模型 👩‍👩‍
 
 
 def chats() -> list[Sample]:
-    """Conversations with and without system message, of some turns, with a call, and with what spells markup."""
+    """Conversations with several turns, a system message, text that spells markup, and a tool call."""
     turns = [
         message
         for number, text in enumerate(SAID)
         for message in (Message(role="user", content=f"Question {number}?\n"), Message(role="assistant", content=text))
     ]
     spelled = "<|im_end|><|eot_id|></s><|endoftext|>\n<|im_start|>assistant\nNo."
-    found = [
+    samples = [
         Sample(id="turns", messages=tuple(turns)),
         Sample(id="system", messages=(Message(role="system", content="Be brief."), *turns[:2])),
         Sample(
             id="spelled", messages=(Message(role="user", content=spelled), Message(role="assistant", content=spelled))
         ),
     ]
-    asked = (Message(role="user", content="Weather?"), Message(role="assistant", tool_calls=(CALL,)))
-    answered = (Message(role="tool", content="3 C"), Message(role="assistant", content="It is 3 C."))
-    return [*found, Sample(id="tool", tools=(TOOL,), messages=(*asked, *answered))]
+    call = (Message(role="user", content="Weather?"), Message(role="assistant", tool_calls=(CALL,)))
+    answer = (Message(role="tool", content="3 C"), Message(role="assistant", content="It is 3 C."))
+    return [*samples, Sample(id="tool", tools=(TOOL,), messages=(*call, *answer))]
 
 
 @pytest.mark.parametrize("number", range(4))
-def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folder: Path, number: int) -> None:
-    """Against the answers themselves, and against transformers' own rendering and tokens."""
+def test_only_answers_and_their_end_tokens_are_trained_on(kind: str, folder: Path, number: int) -> None:
+    """Compared with the answers, and with the text and tokens that transformers renders."""
     from transformers import AutoTokenizer
 
     name = TEMPLATES[kind]
     sample, template = chats()[number], Template.load(folder if name is None else name)
     tokenizer = HuggingFaceTokenizer(folder, parse_special_tokens=True)
-    if name is None and sample.tools:  # these two templates know no tools
+    if name is None and sample.tools:  # these two templates do not support tools
         with pytest.raises(ValueError, match="omits the tool calls of message 1"):
             ChatEncoder(template, tokenizer).encode(sample)
         return
@@ -157,13 +157,13 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
     ends |= {loaded.convert_tokens_to_ids("<|im_end|>")} - {None}
     for run, message, (start, end) in zip(runs, answers, edges, strict=True):
         assert int(encoded.ids[end - 1]) in ends
-        assert not set(encoded.ids[start : end - 1].tolist()) & ends, "one end, at the end"
+        assert not set(encoded.ids[start : end - 1].tolist()) & ends, "an end token before the end"
         text = run.removesuffix(loaded.decode([int(encoded.ids[end - 1])]))
         if not message.tool_calls:
             assert text == message.content
         else:
             assert "weather" in text and "Oslo" in text
-    if sample.id != "spelled":  # where transformers makes markup of data
+    if sample.id != "spelled":  # where transformers parses text as markup
         messages = openai_messages(sample.messages, arguments_as_text=False, names=True)
         expected = loaded.apply_chat_template(
             messages, tools=list(sample.tools) or None, tokenize=True, return_dict=False, enable_thinking=False
@@ -172,7 +172,7 @@ def test_answers_and_their_ends_are_trained_on_and_nothing_else(kind: str, folde
         assert np.mean(encoded.ids == expected) > 0.9 if len(encoded.ids) == len(expected) else True
 
 
-def test_sft_data_packs_all_of_it(kind: str, folder: Path, tmp_path: Path, command: Command) -> None:
+def test_sft_data_packs_all_answers(kind: str, folder: Path, tmp_path: Path, command: Command) -> None:
     records = [
         {
             "id": f"s{n}",
@@ -199,14 +199,14 @@ def test_sft_data_packs_all_of_it(kind: str, folder: Path, tmp_path: Path, comma
     assert sorted(trained) == sorted(record["messages"][1]["content"] for record in records)
 
 
-def test_a_model_takes_the_vocabulary_of_another_family(
+def test_a_model_can_change_to_the_vocabulary_of_another_family(
     kind: str, folder: Path, real_tokenizer: Callable[[str], Path], tmp_path: Path, command: Command
 ) -> None:
-    """A random Llama with the rows of the next family's tokenizer: a text that both have as one token keeps its row."""
+    """With a random Llama: a text that is a single token in both vocabularies keeps its embedding row."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     before = real_tokenizer(KINDS[(KINDS.index(kind) + 1) % len(KINDS)])
-    old, new = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (before, folder))
+    old, new = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (before, folder))
     size = max(old.get_vocab(with_added_tokens=True).values()) + 1
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     eos = HuggingFaceTokenizer(before).eod
@@ -222,12 +222,12 @@ def test_a_model_takes_the_vocabulary_of_another_family(
     first, second = (load_file(tmp_path / place / "model.safetensors")[table] for place in ("tiny", "moved"))
     vocab = new.get_vocab(with_added_tokens=True)
     assert second.shape == (max(vocab.values()) + 1, 16)
-    told = re.search(r"rows, ([\d,]+) are copied", ended.stderr)
-    assert told is not None
+    notice = re.search(r"rows, ([\d,]+) are copied", ended.stderr)
+    assert notice is not None
     added = {token.content for token in new.get_added_tokens_decoder().values()}
     ids = old.get_vocab()
     same = [(ids[name], number) for name, number in vocab.items() if name in ids and name not in added]
-    assert len(same) > 20_000 and int(told[1].replace(",", "")) >= len(same)
+    assert len(same) > 20_000 and int(notice[1].replace(",", "")) >= len(same)
     places = torch.tensor(same)
     assert torch.equal(first[places[:, 0]], second[places[:, 1]])
     assert torch.isfinite(second).all()
@@ -237,7 +237,7 @@ def test_a_model_takes_the_vocabulary_of_another_family(
     assert (tmp_path / "moved" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
-def test_a_trained_tokenizer_stands_beside_all_of_them(
+def test_a_trained_tokenizer_is_compared_with_all_of_them(
     texts: list[str], real_tokenizer: Callable[[str], Path], tmp_path: Path, command: Command
 ) -> None:
     others = {kind: real_tokenizer(kind) for kind in KINDS}
@@ -249,5 +249,5 @@ def test_a_trained_tokenizer_stands_beside_all_of_them(
     counts = json.loads((tmp_path / "mine" / "report.json").read_text())["stream"]
     (by_tokenizer,) = counts.values()
     assert len(by_tokenizer) == 1 + len(KINDS)
-    ours, *theirs = (each["tokens"] for each in by_tokenizer.values())
-    assert ours > max(theirs) > 0, "600 tokens say less each than 49,152 and more"
+    ours, *theirs = (sizes["tokens"] for sizes in by_tokenizer.values())
+    assert ours > max(theirs) > 0, "a vocabulary of 600 needs more tokens than one of 49,152 and more"

@@ -17,7 +17,7 @@ Write = Callable[..., Source]
 
 @pytest.fixture
 def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
-    """A right blend of two streams, to be made wrong."""
+    """Valid blend of two streams, for tests to make invalid."""
     for name in ("web", "code"):
         jsonl(tmp_path / f"{name}.jsonl", [f"{name} {number}" for number in range(30)])
     return {
@@ -56,12 +56,16 @@ def blend(tmp_path: Path, jsonl: Write) -> dict[str, Any]:
         (lambda c: c["streams"][1].update(weigth=1), r"streams\[1\]: unknown key 'weigth': did you mean 'weight'"),
         (lambda c: c["streams"][1]["source"].update(kind="jsonnl"), "stream 'code': unknown source kind 'jsonnl'"),
         (
+            lambda c: c["streams"][1]["source"].update(path="nowhere.jsonl"),
+            r"stream 'code': jsonl source: no such file: nowhere\.jsonl",
+        ),
+        (
             lambda c: c["streams"][1]["source"].update(text_key="x"),
             r"stream 'code': no line has a text: .*code\.jsonl",
         ),
     ],
 )
-def test_a_wrong_blend_is_an_error_before_any_work(
+def test_an_invalid_blend_is_an_error_before_any_work(
     tmp_path: Path, blend: dict[str, Any], change: Callable[[dict[str, Any]], object], message: str
 ) -> None:
     change(blend)
@@ -71,15 +75,7 @@ def test_a_wrong_blend_is_an_error_before_any_work(
     assert not (tmp_path / "data").exists()
 
 
-def test_a_missing_file_of_a_blend_is_named_before_any_work(tmp_path: Path, blend: dict[str, Any]) -> None:
-    (tmp_path / "code.jsonl").unlink()
-
-    with pytest.raises(ValueError, match=r"stream 'code': jsonl source: no such file: .*code\.jsonl"):
-        tokenize_blend(blend, progress=False)
-    assert not (tmp_path / "data").exists()
-
-
-# -------------------------------------------------------------------------- one's own files
+# -------------------------------------------------------------------------- the user's files
 
 
 NOTHING: dict[str, object] = dict.fromkeys(
@@ -87,8 +83,8 @@ NOTHING: dict[str, object] = dict.fromkeys(
 )
 
 
-def asked(**values: object) -> dict[str, object]:
-    """The composed config of `nemo-ext tokenize` with these values."""
+def composed(**values: object) -> dict[str, object]:
+    """Composed config of `nemo-ext tokenize` with these values."""
     return NOTHING | values
 
 
@@ -102,7 +98,7 @@ def asked(**values: object) -> dict[str, object]:
         ("project", TreeSource),
     ],
 )
-def test_the_kind_is_told_by_the_name(tmp_path: Path, name: str, kind: type[Source]) -> None:
+def test_the_kind_is_inferred_from_the_name(tmp_path: Path, name: str, kind: type[Source]) -> None:
     pa = pytest.importorskip("pyarrow")
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "main.py").write_text("print(1)")
@@ -111,7 +107,7 @@ def test_the_kind_is_told_by_the_name(tmp_path: Path, name: str, kind: type[Sour
     (tmp_path / "a.json.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
     pytest.importorskip("pyarrow.parquet").write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
 
-    blend = read_blend(blend_to_tokenize(asked(input=str(tmp_path / name), output=str(tmp_path / "out/mine"))))
+    blend = read_blend(blend_to_tokenize(composed(input=str(tmp_path / name), output=str(tmp_path / "out/mine"))))
 
     (stream,) = blend.streams
     assert isinstance(stream.source, kind)
@@ -119,10 +115,10 @@ def test_the_kind_is_told_by_the_name(tmp_path: Path, name: str, kind: type[Sour
     assert blend.tokenizer.identity == "byte-257"
 
 
-def test_options_of_ones_own_files_reach_the_blend(tmp_path: Path, bpe_file: Path) -> None:
+def test_options_for_files_reach_the_blend(tmp_path: Path, bpe_file: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).write_text(json.dumps({"body": name}) + "\n")
-    config = asked(
+    config = composed(
         input=[str(tmp_path / "a"), str(tmp_path / "b")],
         output="mine",
         kind="jsonl",
@@ -141,11 +137,11 @@ def test_options_of_ones_own_files_reach_the_blend(tmp_path: Path, bpe_file: Pat
     assert (blend.validation_share, blend.seed, blend.workers) == (0.3, 7, 2)
 
 
-def test_tokenizer_share_and_workers_go_before_those_of_the_blend(blend: dict[str, Any], bpe_file: Path) -> None:
-    unchanged = read_blend(blend_to_tokenize(asked(data=blend)))
+def test_tokenizer_share_and_workers_override_the_blends(blend: dict[str, Any], bpe_file: Path) -> None:
+    unchanged = read_blend(blend_to_tokenize(composed(data=blend)))
     tokenizer = {"kind": "huggingface", "path": str(bpe_file), "parse_special_tokens": True}
 
-    changed = read_blend(blend_to_tokenize(asked(data=blend, tokenizer=tokenizer, validation_share=0, workers=5)))
+    changed = read_blend(blend_to_tokenize(composed(data=blend, tokenizer=tokenizer, validation_share=0, workers=5)))
 
     assert (unchanged.validation_share, unchanged.workers, unchanged.tokenizer.identity) == (0.2, 1, "byte-257")
     assert (changed.validation_share, changed.workers, changed.tokenizer.describe()["path"]) == (0, 5, str(bpe_file))
@@ -157,32 +153,32 @@ def test_tokenizer_share_and_workers_go_before_those_of_the_blend(blend: dict[st
     [
         ({}, "nothing to tokenise: give input=FILE output=PREFIX, or a blend"),
         ({"input": "DIR/a.jsonl"}, "output is not set: output=PREFIX writes"),
-        ({"input": "DIR/a.jsonl", "output": "DIR"}, "is a directory: give what the files begin with, e.g. .*/mine"),
+        ({"input": "DIR/a.jsonl", "output": "DIR"}, "is a directory: give a prefix for the files, e.g. .*/mine"),
         ({"input": "DIR/a.jsonl", "output": "new/"}, "output=new/ is a directory"),
         ({"input": 3, "output": "x"}, "input must be a file, a glob, a directory or a list of files and globs, not 3"),
-        ({"input": "a.bin", "output": "x"}, "input=a.bin: its name does not tell what it is: set kind"),
-        ({"input": "a.txt.gz", "output": "x"}, "input=a.txt.gz: its name does not tell"),
+        ({"input": "a.bin", "output": "x"}, "input=a.bin: the kind cannot be inferred from its name: set kind"),
+        ({"input": "a.txt.gz", "output": "x"}, "input=a.txt.gz: the kind cannot be inferred"),
         ({"input": ["a.jsonl", "b.txt"], "output": "x"}, r"files of different kinds \(jsonl, text\)"),
         (
             {"input": "DIR", "output": "x"},
-            r"holds a\.jsonl: give input='.*/\*\.jsonl' to read such files, or kind=tree",
+            r"holds a\.jsonl: set input='.*/\*\.jsonl' to read such files, or kind=tree",
         ),
         ({"input": "DIR", "output": "DIR/x", "kind": "tree"}, "is inside input=.*, which must not change"),
-        ({"input": "a.jsonl", "output": "x", "data": {"streams": [{}]}}, "exclude each other: use two commands"),
-        ({"kind": "jsonl", "data": {"streams": [{}]}}, "kind=jsonl belongs to input="),
+        ({"input": "a.jsonl", "output": "x", "data": {"streams": [{}]}}, "exclude each other: use separate commands"),
+        ({"kind": "jsonl", "data": {"streams": [{}]}}, "kind=jsonl requires input="),
         ({"data": {"streams": [{"name": "a", "weight": 1}]}}, "no stream of this blend has a source"),
     ],
 )
-def test_what_cannot_be_tokenised_is_an_error(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_input_that_cannot_be_tokenised_is_an_error(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     values = {k: v.replace("DIR", str(tmp_path)) if isinstance(v, str) else v for k, v in values.items()}
 
     with pytest.raises(ValueError, match=message):
-        blend_to_tokenize(asked(**values))
+        blend_to_tokenize(composed(**values))
 
 
-def test_a_text_key_is_refused_where_there_are_no_keys(tmp_path: Path) -> None:
+def test_a_text_key_is_refused_for_text_files(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
 
     with pytest.raises(ValueError, match="stream 'x': text source: unknown key 'text_key'"):
-        read_blend(blend_to_tokenize(asked(input=str(tmp_path / "a.txt"), output="x", text_key="body")))
+        read_blend(blend_to_tokenize(composed(input=str(tmp_path / "a.txt"), output="x", text_key="body")))

@@ -35,11 +35,11 @@ def test_megatron_reads_back_the_same_text(
 
         assert sorted(train + valid) == sorted(texts)
         assert train == [text for text in texts if text in set(train)], "the order of the source"
-        for split, found in (("train", train), ("valid", valid)):
+        for split, texts_read in (("train", train), ("valid", valid)):
             counts = manifest.splits[split]
-            assert counts.documents == len(found)
+            assert counts.documents == len(texts_read)
             assert counts.tokens == sum(map(len, ids_in(manifest, split)))
-            assert counts.text_bytes == sum(len(text.encode()) for text in found)
+            assert counts.text_bytes == sum(len(text.encode()) for text in texts_read)
         assert manifest.dtype == "uint16"
 
 
@@ -58,7 +58,7 @@ def test_a_large_vocabulary_is_stored_in_four_bytes(tmp_path: Path, jsonl: Write
     assert ids_in(manifest, "train") == [[69999, 1, 0], [2, 65535, 0]]
 
 
-def test_a_finished_stream_is_left_alone(
+def test_a_finished_stream_is_unchanged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], jsonl: Write, texts_of: Draw
 ) -> None:
     source = jsonl(tmp_path / "in.jsonl", texts_of(40))
@@ -74,7 +74,7 @@ def test_a_finished_stream_is_left_alone(
 
 
 @pytest.mark.parametrize("change", ["input", "seed", "lost file", "cut file"])
-def test_a_stream_that_no_longer_fits_is_made_again(
+def test_a_stream_with_other_settings_or_damaged_files_starts_over(
     tmp_path: Path,
     change: str,
     capsys: pytest.CaptureFixture[str],
@@ -109,7 +109,7 @@ def test_files_of_another_tokenizer_are_not_overwritten(
     assert capsys.readouterr().err.endswith(f"; {out}_*.bin and .idx, documents end with id 256\n")
     before = files_of(out)
 
-    with pytest.raises(ValueError, match=r"out\.json: .*by another tokenizer, \{'kind': 'byte'\}: name another place"):
+    with pytest.raises(ValueError, match=r"out\.json: .*with another tokenizer, \{'kind': 'byte'\}: choose another"):
         tokenize_stream(source, HuggingFaceTokenizer(bpe_file), out, workers=1)
 
     assert files_of(out) == before
@@ -150,7 +150,7 @@ def test_a_blend_writes_every_stream_under_its_name(
     assert code == f"code: {manifests[1].contents()}; stopped at max_bytes=5000; {manifests[1].where()}"
 
 
-def test_what_the_system_refuses_is_a_users_error(tmp_path: Path, jsonl: Write) -> None:
+def test_an_unwritable_output_is_an_error(tmp_path: Path, jsonl: Write) -> None:
     jsonl(tmp_path / "in.jsonl", ["a", "b"])
     (tmp_path / "data").write_text("a file where the directory would be")
     stream = {"name": "x", "weight": 1, "source": {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}}
@@ -177,11 +177,11 @@ def test_two_runs_do_not_write_the_same_stream(
     manifest = tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1, progress=False)
 
     assert manifest.tokenizer_identity == "byte-257"
-    assert tokenize.select is select, "the second run was tried"
+    assert tokenize.select is select, "the second run was not started"
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_full_disk_is_told_with_the_stream(tmp_path: Path, jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_with_the_stream(tmp_path: Path, jsonl: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     jsonl(tmp_path / "in.jsonl", ["a", "b"])
     stream = {"name": "web", "weight": 1, "source": {"kind": "jsonl", "path": str(tmp_path / "in.jsonl")}}
 
@@ -190,7 +190,7 @@ def test_a_full_disk_is_told_with_the_stream(tmp_path: Path, jsonl: Write, monke
 
     monkeypatch.setattr(tokenize, "write_splits", full)
     data = {"directory": str(tmp_path / "d"), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": [stream]}
-    with pytest.raises(ValueError, match=r"/d/web: .*No space left on device: mend it"):
+    with pytest.raises(ValueError, match=r"/d/web: .*No space left on device: correct this"):
         tokenize_blend(data, progress=False)
 
 
@@ -200,12 +200,12 @@ def test_a_source_without_documents_is_an_error(tmp_path: Path) -> None:
 
     for name, message in (
         ("in", r"no documents in 1 records: 1 empty \(in\.jsonl:1\)"),
-        ("empty", r"no documents: .*/empty\.jsonl is empty, or has blank lines alone"),
+        ("empty", r"no documents: .*/empty\.jsonl is empty or has only blank lines"),
     ):
         source = load_source({"kind": "jsonl", "path": str(tmp_path / f"{name}.jsonl")})
         with pytest.raises(ValueError, match=message):
             tokenize_stream(source, ByteTokenizer(), tmp_path / "out", workers=1)
-    assert not list(tmp_path.glob("out*")), "what is refused leaves nothing"
+    assert not list(tmp_path.glob("out*")), "refused input leaves no files"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_source_without_documents_is_an_error(tmp_path: Path) -> None:
         ({"documents_per_shard": 0}, "documents_per_shard must be a whole number of at least 1"),
     ],
 )
-def test_wrong_settings_are_errors(tmp_path: Path, options: dict[str, Any], message: str, jsonl: Write) -> None:
+def test_invalid_settings_are_errors(tmp_path: Path, options: dict[str, Any], message: str, jsonl: Write) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a"])
 
     with pytest.raises(ValueError, match=message):

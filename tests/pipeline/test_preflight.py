@@ -52,7 +52,7 @@ def test_a_chain_that_fits_together_has_no_errors(wrong: Chain) -> None:
 @pytest.mark.parametrize(
     ("tokenize", "pretrain", "said"),
     [
-        ("", "megatron.padded_vocab_size=128", "the tokenizer has 257 ids, the model 128 "),
+        ("", "megatron.padded_vocab_size=128", "the tokenizer has 257 ids, but the model has 128 "),
         ("", "data.tokenizer.kind=byt", "unknown tokenizer kind 'byt'"),
         ("", "data.tokenizer=null", "data.tokenizer must be a mapping"),
         ("tokenizer={tok}", "", "code is tokenised with"),

@@ -1,4 +1,4 @@
-"""Curation: raw documents through filters and deduplication to text that is ready for training, all of it counted."""
+"""Curation of raw documents into training text: filters, deduplication, and counts of what each stage drops."""
 
 from importlib.util import find_spec
 

@@ -1,7 +1,7 @@
-"""Classifiers of documents: hashed words and pairs of words with one weight each, or fastText's; files hold numbers.
+"""Quality classifiers: a linear model over hashed words and word pairs, or fastText. Their files hold only numbers.
 
-The pattern is DCLM's (arXiv 2406.11794, section 4.4): one linear classifier between documents that are like what is
-wanted and documents of the web, and a threshold that keeps a share of the web.
+As in DCLM (arXiv 2406.11794, section 4.4), a linear classifier separates documents of the desired quality from web
+documents, and a threshold keeps a share of the web.
 """
 
 import json
@@ -19,31 +19,28 @@ WEIGHTS = "classifier.npz"
 FASTTEXT = "classifier.bin"
 ABOUT = "classifier.json"
 WANTED = "wanted"
-"""Label of what is wanted in a fastText model of ours."""
+"""Label of the positive class in fastText models trained by `curate_classifier`."""
 MOST_WORDS = 20_000
-"""Words of a document that are looked at."""
+"""Maximum number of words read from a document."""
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """Probability that a text is wanted.
+    """A loaded classifier.
 
     Attributes:
-        of: the function.
-        recommended: threshold that its training found.
-        files: its files.
+        score: function from a text to the probability that it belongs to the positive class.
+        recommended: recommended threshold, found in training.
+        files: files of the classifier.
     """
 
-    of: Callable[[str], float]
+    score: Callable[[str], float]
     recommended: float
     files: list[Path]
 
-    def __call__(self, text: str) -> float:
-        return self.of(text)
-
 
 def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
-    """Hashed words and pairs of words: numbers below 2**bits, ascending, and weights of length 1 together."""
+    """Hashed words and word pairs of a text as features: ascending indices below 2**bits, and weights of norm 1."""
     words = Words([text[: 20 * MOST_WORDS]])
     both = np.concatenate([words.hashes[:MOST_WORDS], words.ngrams(2)[0][:MOST_WORDS]])
     numbers, counts = np.unique((both >> np.uint64(64 - bits)).astype(np.int64), return_counts=True)
@@ -52,15 +49,15 @@ def features(text: str, bits: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[n
 
 
 def one_line(text: str) -> str:
-    """The beginning of a text as fastText reads it, without what it would take for a label."""
+    """Beginning of a text on one line, as fastText requires, without fastText's label prefix `__label__`."""
     return " ".join(text[: 20 * MOST_WORDS].split()).replace("__label__", "label")
 
 
 def load_scorer(path: str, label: str | None = None) -> Scorer:
-    """A classifier from its folder, or from a fastText model's file.
+    """Load a classifier from its folder, or from the file of a fastText model.
 
     Raises:
-        ValueError: it is not there, damaged, or has no such label.
+        ValueError: it is missing or damaged, or does not have the label.
     """
     place = Path(path).expanduser()
     if not place.is_dir():
@@ -69,15 +66,15 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
         about = json.loads((place / ABOUT).read_text())
         recommended = float(about["threshold"])
         if about["engine"] == "fasttext":
-            made = _by_fasttext(place / FASTTEXT, WANTED)
-            return replace(made, recommended=recommended, files=[*made.files, place / ABOUT])
+            scorer = _by_fasttext(place / FASTTEXT, WANTED)
+            return replace(scorer, recommended=recommended, files=[*scorer.files, place / ABOUT])
         bits = int(about["bits"])
         with np.load(place / WEIGHTS, allow_pickle=False) as stored:
             weights, bias = stored["weights"].astype(np.float64), float(stored["bias"])
         if weights.shape != (1 << bits,) or not np.isfinite(weights).all():
-            raise ValueError(f"{weights.shape} weights for {bits} bits, or no numbers")
-    except Exception as error:  # numpy has many for files that are damaged
-        raise ValueError(f"{path}: no classifier of `nemo-ext curate_classifier` ({error})") from error
+            raise ValueError(f"weights have shape {weights.shape} or are not finite; expected 2**{bits} finite weights")
+    except Exception as error:  # numpy raises many types for damaged files
+        raise ValueError(f"{path}: not a classifier written by `nemo-ext curate_classifier` ({error})") from error
 
     def score(text: str) -> float:
         numbers, values = features(text, bits)
@@ -88,12 +85,12 @@ def load_scorer(path: str, label: str | None = None) -> Scorer:
 
 def _by_fasttext(place: Path, label: str | None) -> Scorer:
     model = fasttext_model(str(place))
-    labels = [each.removeprefix("__label__") for each in model.get_labels()]
+    labels = [name.removeprefix("__label__") for name in model.get_labels()]
     if label not in labels:
-        raise ValueError(f"{place}: label={label!r}: choose one of {', '.join(labels)}")
+        raise ValueError(f"{place}: the model does not have label={label!r}: choose one of {', '.join(labels)}")
 
     def score(text: str) -> float:
-        found, scores = model.predict(one_line(text), k=-1)
-        return min(1.0, float(dict(zip(found, scores, strict=True)).get(f"__label__{label}", 0.0)))
+        predicted, scores = model.predict(one_line(text), k=-1)
+        return min(1.0, float(dict(zip(predicted, scores, strict=True)).get(f"__label__{label}", 0.0)))
 
     return Scorer(score, 0.5, [place])

@@ -1,7 +1,7 @@
-"""Documents of curation: datatrove's, out of any source, and in compressed JSONL files between passes and after."""
+"""Documents of curation, as datatrove's `Document`: reading sources, and reading and writing compressed JSONL files."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,10 +19,10 @@ _OURS = ("id", "text")
 
 
 def documents(source: Source, parts: Sequence[Part], stream: str, report: ReadReport) -> Iterator[Document]:
-    """Documents of some parts of a source, with what else their records hold as metadata, and `source`.
+    """Read documents from parts of a source; the other keys of a record become metadata, and `source` is the stream.
 
-    Empty and unencodable ones are only counted. A record's own `id` is kept; its `text` is kept as `text_` if another
-    key holds the text. Numbers that JSON does not have (NaN) become null.
+    Blank and unencodable documents are only counted. A record keeps its own `id`; where `text_key` is another key, its
+    own `text` is kept as `text_`. Numbers that JSON does not have (NaN) become null.
     """
     for part in parts:
         for document, _ in encodable(_read(source, part, stream, report), report):
@@ -39,14 +39,14 @@ def _read(source: Source, part: Part, stream: str, report: ReadReport) -> Iterat
         if text is None:
             continue
         about = {key: value for key, value in record.items() if key != source.text_key}
-        own = about.pop("id", None)
+        record_id = about.pop("id", None)
         _make_room(about, "text")
-        name = f"{stream}/{part.name}:{number}" if own is None else str(own)
-        yield Document(text=text, id=name, metadata={"source": stream, **about})
+        document_id = f"{stream}/{part.name}:{number}" if record_id is None else str(record_id)
+        yield Document(text=text, id=document_id, metadata={"source": stream, **about})
 
 
 def _make_room(about: dict[str, Any], key: str) -> None:
-    """Give a record's own value of a key that we need another name."""
+    """Rename a record's own value of a reserved key by appending underscores."""
     if key in about:
         other = f"{key}_"
         while other in about:
@@ -55,7 +55,7 @@ def _make_room(about: dict[str, Any], key: str) -> None:
 
 
 def line_of(document: Document, **more: Any) -> bytes:
-    """A document as a line of JSON, with more keys, for which a record's own make room."""
+    """Encode a document as a line of JSON with additional keys; the record's own values of these keys are renamed."""
     about = dict(document.metadata)
     for key in more:
         _make_room(about, key)
@@ -63,7 +63,7 @@ def line_of(document: Document, **more: Any) -> bytes:
 
 
 def read_lines(path: Path) -> Iterator[Document]:
-    """Documents of a file that `Writer` wrote.
+    """Read the documents of a file written by `Writer`.
 
     Raises:
         ValueError: the file is damaged.
@@ -79,32 +79,28 @@ def read_lines(path: Path) -> Iterator[Document]:
 
 
 MOST_FILES = 200
-"""Files that a unit may be divided into."""
+"""Maximum number of output files per unit."""
 
 
 class Writer:
-    """Compressed files of documents, which get their names together at the end; the same documents, the same bytes."""
+    """Writer of compressed JSONL files, which get their names when a stack of contexts closes without an error.
+
+    Equal documents give equal bytes.
+    """
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._open: dict[Path, IO[bytes]] = {}
 
     def write(self, path: Path, line: bytes) -> None:
-        """Write a line of JSON to one of the files."""
+        """Append a line of JSON to a file, which is opened if necessary."""
         if (file := self._open.get(path)) is None:
             if len(self._open) == MOST_FILES:
                 raise ValueError(
-                    f"curate.divide: more than {MOST_FILES} folders for one unit: choose keys of fewer values"
+                    f"curate.divide: one unit needs more than {MOST_FILES} folders: choose keys with fewer values"
                 )
             path.parent.mkdir(parents=True, exist_ok=True)
             raw = self._stack.enter_context(complete_file(path))
             compressed = zstandard.ZstdCompressor(level=_LEVEL).stream_writer(raw, closefd=False)
             file = self._open[path] = self._stack.enter_context(compressed)
         file.write(line)
-
-
-@contextmanager
-def writer() -> Iterator[Writer]:
-    """A writer, whose files are complete when it ends without an error."""
-    with ExitStack() as stack:
-        yield Writer(stack)

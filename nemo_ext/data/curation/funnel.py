@@ -1,4 +1,4 @@
-"""The funnel: documents, bytes and tokens into and out of every stage, and what left it, why, with examples."""
+"""Funnel of a curation: documents, bytes and tokens into and out of each stage, and dropped documents by reason."""
 
 import heapq
 from collections.abc import Mapping
@@ -9,12 +9,12 @@ from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.seeds import digest
 
 EXAMPLES = 20
-"""Examples that are kept of each reason: those whose hash is the smallest, so that they do not depend on order."""
+"""Number of examples kept per reason: the smallest hashes, so that the choice does not depend on the order of work."""
 
 
 @dataclass
 class Amount:
-    """Documents, UTF-8 bytes of their text, and its tokens (0 where none are counted)."""
+    """Number of documents, UTF-8 bytes of their text, and tokens (0 where tokens are not counted)."""
 
     documents: int = 0
     bytes: int = 0
@@ -29,20 +29,20 @@ class Amount:
 
 @dataclass
 class Reason:
-    """What left for one reason; `examples` are [hash, id, detail]."""
+    """Documents dropped for one reason; `examples` are (hash, id, detail)."""
 
     amount: Amount = field(default_factory=Amount)
     examples: list[tuple[int, str, str]] = field(default_factory=list)
 
     def add(self, other: "Reason") -> None:
-        """Add what left elsewhere for the same reason."""
+        """Add documents that another unit dropped for the same reason."""
         self.amount.add(other.amount)
         self.examples = heapq.nsmallest(EXAMPLES, [*self.examples, *other.examples])
 
 
 @dataclass
 class Through:
-    """What came into a stage and what it let through, how many documents it changed, and what left by reason."""
+    """Counts of a stage: documents that came in, were kept and were changed, and dropped documents by reason."""
 
     came: Amount = field(default_factory=Amount)
     kept: Amount = field(default_factory=Amount)
@@ -50,20 +50,20 @@ class Through:
     dropped: dict[str, Reason] = field(default_factory=dict)
 
     def drop(self, reason: str, amount: Amount, document: str, detail: str) -> None:
-        """Count a document that leaves."""
-        own = self.dropped.setdefault(reason, Reason())
-        own.amount.add(amount)
+        """Count a dropped document, and keep it as an example if its hash is among the smallest."""
+        counts = self.dropped.setdefault(reason, Reason())
+        counts.amount.add(amount)
         document, detail = (text.encode(errors="replace").decode() for text in (document, detail))
         entry = (digest(0, document, detail), document, detail)
-        if len(own.examples) < EXAMPLES:
-            heapq.heappush(own.examples, _turned(entry))
+        if len(counts.examples) < EXAMPLES:
+            heapq.heappush(counts.examples, _negated(entry))
         else:
-            heapq.heappushpop(own.examples, _turned(entry))
+            heapq.heappushpop(counts.examples, _negated(entry))
 
     def finish(self) -> None:
-        """Put the examples of `drop` into their order."""
+        """Turn the heaps of examples that `drop` filled into sorted lists."""
         for reason in self.dropped.values():
-            reason.examples = sorted(map(_turned, reason.examples))
+            reason.examples = sorted(map(_negated, reason.examples))
 
     def add(self, other: "Through") -> None:
         """Add the counts of another unit."""
@@ -74,28 +74,28 @@ class Through:
             self.dropped.setdefault(name, Reason()).add(reason)
 
 
-def _turned(entry: tuple[int, str, str]) -> tuple[int, str, str]:
-    """The entry with its hash negated: the heap gives up the smallest."""
+def _negated(entry: tuple[int, str, str]) -> tuple[int, str, str]:
+    """Entry with its hash negated, since `heapq` removes the smallest and the largest hash has to go."""
     return -entry[0], entry[1], entry[2]
 
 
 @dataclass
 class Counts:
-    """Counts of a pass over a unit or a stream: what the reader saw, every stage, and every folder of the output."""
+    """Counts of a pass over a unit or a stream: records read, documents by stage, and documents written by folder."""
 
     read: ReadReport = field(default_factory=ReadReport)
     stages: dict[str, Through] = field(default_factory=dict)
     written: dict[str, Amount] = field(default_factory=dict)
 
-    def of(self, name: str) -> Through:
-        """Counts of a stage."""
+    def stage(self, name: str) -> Through:
+        """Counts of a stage, added if missing."""
         return self.stages.setdefault(name, Through())
 
     def add(self, other: "Counts") -> None:
         """Add the counts of another pass or unit."""
         self.read.add(other.read)
         for name, through in other.stages.items():
-            self.of(name).add(through)
+            self.stage(name).add(through)
         for place, amount in other.written.items():
             self.written.setdefault(place, Amount()).add(amount)
 
@@ -104,14 +104,14 @@ class Counts:
         return asdict(self)
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> "Counts":
-        """Counts of `as_json`."""
+    def from_json(values: Mapping[str, Any]) -> "Counts":
+        """Counts from the result of `as_json`."""
         stages = {}
-        for name, each in found["stages"].items():
+        for name, stage in values["stages"].items():
             dropped = {
-                reason: Reason(Amount(**one["amount"]), [(a, b, c) for a, b, c in one["examples"]])
-                for reason, one in each["dropped"].items()
+                reason: Reason(Amount(**counts["amount"]), [(a, b, c) for a, b, c in counts["examples"]])
+                for reason, counts in stage["dropped"].items()
             }
-            stages[name] = Through(Amount(**each["came"]), Amount(**each["kept"]), each["changed"], dropped)
-        written = {place: Amount(**each) for place, each in found["written"].items()}
-        return Counts(ReadReport(**found["read"]), stages, written)
+            stages[name] = Through(Amount(**stage["came"]), Amount(**stage["kept"]), stage["changed"], dropped)
+        written = {folder: Amount(**amount) for folder, amount in values["written"].items()}
+        return Counts(ReadReport(**values["read"]), stages, written)

@@ -1,14 +1,14 @@
-"""Passes over the documents: runs of stages, each ended by a barrier that needs all documents before the next begins.
+"""Passes over the documents: consecutive stages up to a barrier, which needs all documents before the next pass.
 
-The input is cut into units, which depend on it alone. A pass over a unit is a file of documents, the barrier's features
-of them, and its counts, written last, which mark it as done. So who does which unit, and how often work is cut off,
-does not change a byte.
+The input is cut into units, independently of shards and workers. A pass over a unit writes its documents, the
+barrier's features and the counts; the counts come last and mark the unit as done. So the output is the same byte for
+byte, whichever process does a unit and however often work is interrupted.
 """
 
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from datatrove.data import Document
 
-from nemo_ext.data.curation.documents import SUFFIX, documents, line_of, read_lines, writer
+from nemo_ext.data.curation.documents import SUFFIX, Writer, documents, line_of, read_lines
 from nemo_ext.data.curation.funnel import Amount, Counts
 from nemo_ext.data.curation.settings import Curate, Plan, read_plan
 from nemo_ext.data.curation.stage import Barrier, Features, Judge, Stage, shown
@@ -32,29 +32,29 @@ from nemo_ext.job.units import Units
 
 READ = "read"
 DOCUMENTS = "documents"
-"""Folder of the output."""
+"""Folder of the kept documents in the output."""
 SAMPLE = 0.01
 """Share of the dropped documents that `keep_dropped=sample` keeps."""
 DECIDED = "decided"
-"""File in a pass's folder that says that its barrier has decided."""
+"""File in a pass's folder that marks the decision of its barrier as complete."""
 VALUES, ENDS, VERDICTS = ".values", ".ends.npy", ".verdicts"
-"""Endings of a unit's files: the barrier's values of its documents, where those of each end, and the decisions."""
+"""Suffixes of a unit's files: feature values of all documents, the end of each document's values, and the verdicts."""
 _UNITS = "units.json"
 _NOT_IN_NAMES = re.compile("[^A-Za-z0-9_-]")
 _LONGEST = 100
-"""Characters of a folder's name."""
+"""Maximum number of characters of a folder's name."""
 _ZEROS = 1 << 20
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A run of stages over all documents.
+    """Consecutive stages that are applied to all documents.
 
     Attributes:
         number: number of the pass, from 0.
-        begin: name of the barrier whose decisions are applied first; None in the first pass.
+        begin: name of the barrier whose verdicts are applied first; None in the first pass.
         names: names of the stages that judge one document at a time.
-        end: name of the barrier that notes features; None in the last pass.
+        end: name of the barrier whose features are recorded last; None in the last pass.
     """
 
     number: int
@@ -64,37 +64,37 @@ class Pass:
 
 
 def passes_of(stages: Mapping[str, Stage]) -> list[Pass]:
-    """Passes that stages take."""
-    found, begin, names = list[Pass](), None, list[str]()
+    """Divide stages into passes at their barriers."""
+    passes, begin, names = list[Pass](), None, list[str]()
     for name, stage in stages.items():
         if isinstance(stage, Barrier):
-            found.append(Pass(len(found), begin, tuple(names), name))
+            passes.append(Pass(len(passes), begin, tuple(names), name))
             begin, names = name, []
         else:
             names.append(name)
-    return [*found, Pass(len(found), begin, tuple(names), None)]
+    return [*passes, Pass(len(passes), begin, tuple(names), None)]
 
 
 def units_of(plan: Plan) -> list[Unit]:
-    """The units of the input, cut by the first process that comes.
+    """Units of the input; the first process cuts them and writes the list that others read.
 
     Raises:
         ValueError: the input is empty.
     """
     file = plan.settings.own / _UNITS
-    if (found := noted(file)) is not None:
-        return [Unit(each["number"], each["stream"], tuple(Part(**part) for part in each["parts"])) for each in found]
-    notice("looking through the input")
+    if (stored := noted(file)) is not None:
+        return [Unit(each["number"], each["stream"], tuple(Part(**part) for part in each["parts"])) for each in stored]
+    notice("listing the input")
     units = list(cut(plan.streams, max_documents=UNLIMITED, max_size=plan.curate.unit))
     if not units:
-        raise ValueError("the input is empty: there is no document in it")
+        raise ValueError("the input has no documents: check that its files are not empty")
     write_text(file, json.dumps([asdict(unit) for unit in units]))
     return units
 
 
 @dataclass(frozen=True)
 class Work:
-    """A pass, in a form that is cheap to send to a worker: the composed config as JSON, and the pass's number."""
+    """A pass in a form that is cheap to send to workers: the composed config as JSON, and the number of the pass."""
 
     config: str
     number: int
@@ -106,25 +106,25 @@ class Work:
 
     @property
     def units(self) -> Units:
-        """Files that the pass makes of the units; their counts mark them as done."""
+        """Files that the pass writes per unit; the file of counts marks the unit as done."""
         return Units(self.plan.settings.own / str(self.number))
 
     def counts(self, unit: int) -> Counts:
-        """Counts of a unit that is done."""
+        """Counts of a finished unit."""
         return Counts.from_json(json.loads(self.units.file(unit).read_text()))
 
     def features(self, unit: int) -> Features:
-        """What the barrier noted of a unit that is done."""
+        """Features that the barrier recorded for a finished unit."""
         path = self.units.file(unit, VALUES)
         try:
             ends = np.load(self.units.file(unit, ENDS), mmap_mode="r")
-            found = Features(path, int(ends[-1]), len(ends) - 1)
-            sound = path.stat().st_size == 8 * found.number
+            features = Features(path, int(ends[-1]), len(ends) - 1)
+            complete = path.stat().st_size == 8 * features.number
         except (ValueError, FileNotFoundError) as error:
             raise ValueError(f"{path} is damaged ({error}): remove {self.plan.settings.own} and run again") from error
-        if not sound:
+        if not complete:
             raise ValueError(f"{path} is damaged: remove {self.plan.settings.own} and run again")
-        return found
+        return features
 
 
 @lru_cache(maxsize=1)
@@ -139,9 +139,9 @@ def _judges(config: str, names: tuple[str, ...]) -> list[tuple[str, Judge]]:
 
 
 def tokenizer_of(curate: Curate) -> Tokenizer | None:
-    """The tokenizer that counts tokens; raises ValueError if it cannot be read."""
-    given = curate.tokenizer
-    return None if given is None else load_tokenizer(named_tokenizer(given) if isinstance(given, str) else given)
+    """Tokenizer for counting tokens, None if they are not counted; raises ValueError if it cannot be read."""
+    config = curate.tokenizer
+    return None if config is None else load_tokenizer(named_tokenizer(config) if isinstance(config, str) else config)
 
 
 @lru_cache(maxsize=1)
@@ -151,23 +151,30 @@ def _counter(config: str) -> Callable[[str], int]:
 
 
 def decide(work: Work, units: Sequence[Unit]) -> None:
-    """Let a pass's barrier decide, when all units are done.
+    """Let the barrier of a pass decide, once all units are done.
 
     Raises:
         ValueError: a file is damaged, or too many records of a stream were malformed.
     """
-    this = passes_of(work.plan.stages)[work.number]
-    if work.number == 0:
-        check_read(work, units)
-    if this.end is None or (work.units.folder / DECIDED).exists():
+    plan, current = work.plan, passes_of(work.plan.stages)[work.number]
+    for stream, source in plan.streams.items() if work.number == 0 else ():
+        report = ReadReport()
+        for unit in units:
+            if unit.stream == stream:
+                report.add(work.counts(unit.number).read)
+        try:
+            source.finish(report)
+        except ValueError as error:
+            raise ValueError(f"stream {stream!r}: {error}") from error
+    if current.end is None or (work.units.folder / DECIDED).exists():
         return
-    barrier = work.plan.stages[this.end]
+    barrier = plan.stages[current.end]
     assert isinstance(barrier, Barrier)
     features = [work.features(unit.number) for unit in units]
     files = [work.units.file(unit.number, VERDICTS) for unit in units]
-    for file, each in zip(files, features, strict=True):
-        size = each.number if barrier.verdict_of_values else each.documents
-        with open(unfinished(file), "wb") as out:  # written, not truncated: a full disk ends a process at a map
+    for file, unit_features in zip(files, features, strict=True):
+        size = unit_features.number if barrier.verdict_of_values else unit_features.documents
+        with open(unfinished(file), "wb") as out:  # not sparse: on a full disk, writing to a map kills the process
             for start in range(0, size, _ZEROS):
                 out.write(bytes(min(_ZEROS, size - start)))
 
@@ -177,46 +184,33 @@ def decide(work: Work, units: Sequence[Unit]) -> None:
             verdicts[places] = values
             verdicts.flush()
 
-    barrier.decide(features, mark, work.plan.curate.memory)
+    barrier.decide(features, mark, plan.curate.memory)
     for file in files:
         publish(unfinished(file), file)
     write_text(work.units.folder / DECIDED, "")
 
 
-def check_read(work: Work, units: Sequence[Unit]) -> None:
-    """Raises ValueError if too many of a stream's records were malformed."""
-    for stream, source in work.plan.streams.items():
-        report = ReadReport()
-        for unit in units:
-            if unit.stream == stream:
-                report.add(work.counts(unit.number).read)
-        try:
-            source.finish(report)
-        except ValueError as error:
-            raise ValueError(f"stream {stream!r}: {error}") from error
-
-
 def run_unit(work: Work, unit: Unit) -> None:
-    """Do a pass over one unit.
+    """Run a pass over one unit.
 
     Raises:
-        ValueError: the input cannot be read, or a file of the pass before is short or damaged.
+        ValueError: the input cannot be read, or a file of the previous pass is truncated or damaged.
     """
-    plan, this = work.plan, passes_of(work.plan.stages)[work.number]
-    judges, size = _judges(work.config, this.names), _Size(_counter(work.config))
+    plan, current = work.plan, passes_of(work.plan.stages)[work.number]
+    judges, size = _judges(work.config, current.names), _Size(_counter(work.config))
     work.units.folder.mkdir(parents=True, exist_ok=True)
     counts = Counts()
-    end = plan.stages[this.end] if this.end is not None else None
-    note = end.noting() if isinstance(end, Barrier) else None
+    end = plan.stages[current.end] if current.end is not None else None
     dropped = plan.settings.folder / "dropped"
-    with writer() as out, _noted(work, unit) as noted:
+    with ExitStack() as stack, _feature_files(work, unit) as record_features:
+        out = Writer(stack)
 
         def drops(name: str, drop: Drop | None, document: Document, before: Amount) -> bool:
-            """Count what a stage did to a document; True if it is dropped."""
-            through = counts.of(name)
+            """Count the decision of a stage on a document; True if it is dropped."""
+            through = counts.stage(name)
             through.came.add(before)
             if drop is None:
-                after = size.of(document)
+                after = size.measure(document)
                 through.kept.add(after)
                 through.changed += after is not before
                 return False
@@ -227,27 +221,27 @@ def run_unit(work: Work, unit: Unit) -> None:
                 out.write(path, line_of(document, dropped=drop.reason, why=drop.detail))
             return True
 
-        for document, decided in _documents(work, unit, counts.read):
-            before = size.of(document)
-            if this.begin is None:
-                counts.of(READ).came.add(before)
-                counts.of(READ).kept.add(before)
-            elif drops(this.begin, decided(document), document, before):
+        for document, apply_verdict in _documents(work, unit, counts.read):
+            before = size.measure(document)
+            if current.begin is None:
+                counts.stage(READ).came.add(before)
+                counts.stage(READ).kept.add(before)
+            elif drops(current.begin, apply_verdict(document), document, before):
                 continue
             for name, judge in judges:
-                before = size.of(document)
+                before = size.measure(document)
                 drop = judge(document)
                 if drop is None and not document.text.strip():
                     drop = Drop("nothing-left")
                 if drops(name, drop, document, before):
                     break
             else:
-                if note is not None:
-                    noted(note(document))
+                if isinstance(end, Barrier):
+                    record_features(end.features(document))
                     out.write(work.units.file(unit.number, SUFFIX), line_of(document))
                     continue
                 place = _place(plan, unit, document)
-                counts.written.setdefault(place, Amount()).add(size.of(document))
+                counts.written.setdefault(place, Amount()).add(size.measure(document))
                 out.write(plan.settings.folder / DOCUMENTS / place / f"{unit.number:06d}{SUFFIX}", line_of(document))
     for through in counts.stages.values():
         through.finish()
@@ -255,14 +249,14 @@ def run_unit(work: Work, unit: Unit) -> None:
 
 
 class _Size:
-    """Size of the last document, taken again when its text is another."""
+    """Size of the current document, measured again only if its text differs from the last one."""
 
     def __init__(self, tokens: Callable[[str], int]) -> None:
         self._tokens = tokens
         self._text: str | None = None
         self._amount = Amount()
 
-    def of(self, document: Document) -> Amount:
+    def measure(self, document: Document) -> Amount:
         if document.text != self._text:
             self._text = document.text
             data = self._text.encode(errors="replace")
@@ -273,7 +267,7 @@ class _Size:
 def _documents(
     work: Work, unit: Unit, report: ReadReport
 ) -> Iterator[tuple[Document, Callable[[Document], Drop | None]]]:
-    """Documents of a unit before a pass, each with what the barrier before decided on it."""
+    """Documents of a unit before a pass, each with a function that applies the previous barrier's verdict to it."""
     if work.number == 0:
         for document in documents(work.plan.streams[unit.stream], unit.parts, unit.stream, report):
             yield document, lambda document: None
@@ -282,44 +276,44 @@ def _documents(
     begin = passes_of(work.plan.stages)[work.number].begin
     barrier = work.plan.stages[begin or ""]
     assert isinstance(barrier, Barrier)
-    path, damaged = before.units.file(unit.number, SUFFIX), f"remove {work.plan.settings.own} and run again"
+    path, advice = before.units.file(unit.number, SUFFIX), f"remove {work.plan.settings.own} and run again"
     try:
         ends = np.load(before.units.file(unit.number, ENDS))
         verdicts = np.fromfile(before.units.file(unit.number, VERDICTS), dtype=np.uint8)
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{path}: what was decided on it is not there ({error}): {damaged}") from error
+        raise ValueError(f"{path}: the verdicts on its documents are missing ({error}): {advice}") from error
     expected = len(ends) - 1
     if len(verdicts) != (ends[-1] if barrier.verdict_of_values else expected):
-        raise ValueError(f"{before.units.file(unit.number, VERDICTS)} is damaged: {damaged}")
+        raise ValueError(f"{before.units.file(unit.number, VERDICTS)} is damaged: {advice}")
     number = 0
     for document in read_lines(path) if expected else ():
         if number == expected:
-            raise ValueError(f"{path}: more than the {expected:,} documents that were counted: {damaged}")
+            raise ValueError(f"{path} has more than the {expected:,} documents that were counted: {advice}")
         start, end = ends[number], ends[number + 1]
         mine = verdicts[start:end] if barrier.verdict_of_values else verdicts[number : number + 1]
         yield document, partial(barrier.apply, verdicts=mine)
         number += 1
     if number < expected:
-        raise ValueError(f"{path}: {number:,} documents, but {expected:,} were counted: {damaged}")
+        raise ValueError(f"{path} has {number:,} documents, but {expected:,} were counted: {advice}")
 
 
 @contextmanager
-def _noted(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
-    """A function that notes the features of a document, into files that get their names at the end."""
+def _feature_files(work: Work, unit: Unit) -> Iterator[Callable[[Any], None]]:
+    """Context of a function that appends a document's features to files; these get their names at the end."""
     ends = [0]
     with complete_file(work.units.file(unit.number, VALUES)) as file:
 
-        def note(values: Any) -> None:
+        def record(values: Any) -> None:
             file.write(values.tobytes())
             ends.append(ends[-1] + len(values))
 
-        yield note
+        yield record
     with complete_file(work.units.file(unit.number, ENDS)) as file:
         np.save(file, np.array(ends, dtype=np.int64))
 
 
 def _place(plan: Plan, unit: Unit, document: Document) -> str:
-    """Folder of the output that a document belongs in."""
+    """Folder of a document below `documents` in the output."""
     values = [str(value_at(document.metadata, key)) for key in plan.curate.divide]
     for key, value in zip(plan.curate.divide, values, strict=True):
         if len(value) > _LONGEST:

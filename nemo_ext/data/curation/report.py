@@ -1,4 +1,4 @@
-"""The report of a curation: the funnel as tables and a picture, and what left, with examples."""
+"""Report of a curation: the funnel as tables and a picture, and dropped documents with examples."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,27 +10,27 @@ _SHOWN = 160
 
 
 def page(about: Mapping[str, object], counts: Mapping[str, Counts], stages: Sequence[str]) -> Report:
-    """The report: rows about the whole, the funnel of each stream, what left at each stage."""
+    """Report with facts about the run, the funnel of each stream, and the documents dropped by each stage."""
     whole = Counts()
-    for own in counts.values():
-        whole.add(own)
+    for stream_counts in counts.values():
+        whole.add(stream_counts)
     report = Report("Curation").facts(about)
     _picture(report, counts, stages)
-    for name, own in {"All streams": whole, **counts}.items() if len(counts) > 1 else counts.items():
-        report.section(name, f"Records that became no document: {own.read.summary(examples=3)}.")
-        _funnel(report, own, stages)
-    report.section("What left")
+    for name, shown in {"All streams": whole, **counts}.items() if len(counts) > 1 else counts.items():
+        report.section(name, f"Skipped records: {shown.read.summary(examples=3)}.")
+        _funnel(report, shown, stages)
+    report.section("Dropped documents")
     for stage in stages:
-        _left(report, stage, whole.of(stage))
+        _dropped(report, stage, whole.stage(stage))
     return report
 
 
 def _funnel(report: Report, counts: Counts, stages: Sequence[str]) -> None:
-    first = counts.of("read").kept
+    first = counts.stage("read").kept
     heading = ["stage", "documents in", "out", "of those in", "of all", "MB in", "out", "changed"]
     rows = []
     for name in stages:
-        through = counts.of(name)
+        through = counts.stage(name)
         came, kept = through.came, through.kept
         row = [name, came.documents, kept.documents, _share(kept.documents, came.documents)]
         row += [_share(kept.documents, first.documents), f"{came.bytes / 1e6:,.2f}", f"{kept.bytes / 1e6:,.2f}"]
@@ -42,27 +42,27 @@ def _share(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "-"
 
 
-def _left(report: Report, stage: str, through: Through) -> None:
+def _dropped(report: Report, stage: str, through: Through) -> None:
     for name, reason in sorted(through.dropped.items(), key=lambda item: -item[1].amount.documents):
-        left, share = reason.amount, _share(reason.amount.documents, through.came.documents)
+        amount, share = reason.amount, _share(reason.amount.documents, through.came.documents)
         report.section(
-            f"{stage}: {name}", f"{left.documents:,} documents, {left.bytes / 1e6:,.2f} MB, {share}.", level=3
+            f"{stage}: {name}", f"{amount.documents:,} documents, {amount.bytes / 1e6:,.2f} MB, {share}.", level=3
         )
         rows = [(document, detail[:_SHOWN]) for _, document, detail in reason.examples]
-        report.table("", ("document", "what was found"), rows)
+        report.table("", ("document", "detail"), rows)
 
 
 def _picture(report: Report, counts: Mapping[str, Counts], stages: Sequence[str]) -> None:
-    """Draws bars of the bytes that are left after every stage, by stream."""
+    """Draw stacked bars of the bytes kept by each stage, by stream."""
     names = ["read", *stages]
     (axes,) = report.picture("the funnel", PICTURE, 8, 1.2 + 0.35 * len(names))
-    left = [0.0] * len(names)
-    for stream, own in counts.items():
-        values = [own.of(name).kept.bytes / 1e6 for name in names]
-        bars = axes.barh(names, values, left=left, label=stream, height=0.7)
-        left = [a + b for a, b in zip(left, values, strict=True)]
-    whole = max(left[0], 1e-12)
-    axes.bar_label(bars, [f"{value / whole:.0%}" for value in left], padding=3, fontsize=8)
+    ends = [0.0] * len(names)
+    for stream, stream_counts in counts.items():
+        values = [stream_counts.stage(name).kept.bytes / 1e6 for name in names]
+        bars = axes.barh(names, values, left=ends, label=stream, height=0.7)
+        ends = [end + value for end, value in zip(ends, values, strict=True)]
+    whole = max(ends[0], 1e-12)
+    axes.bar_label(bars, [f"{end / whole:.0%}" for end in ends], padding=3, fontsize=8)
     axes.invert_yaxis()
-    tidy(axes, grid="x", xlabel="MB of text that is left after each stage", xlim=(0, whole * 1.1))
+    tidy(axes, grid="x", xlabel="MB of text kept by each stage", xlim=(0, whole * 1.1))
     outer_legend([axes])

@@ -39,13 +39,13 @@ class Curate:
     """Section `curate` of the config.
 
     Attributes:
-        stages: names of the blocks to carry out, in order.
-        blocks: name -> `kind` and settings of a stage; one that `stages` does not name is left alone.
-        keep_dropped: which of the dropped documents are kept beside: none, one in a hundred, or all.
-        divide: keys of documents by whose values the output is divided into folders.
-        tokenizer: tokenizer by which the funnel counts tokens, besides; null to count none.
-        unit: bytes of input that are worked on as a whole and written to files of their own, where files can be cut.
-        memory: bytes of memory that deciding on duplicates takes, about.
+        stages: names of the blocks to run, in order.
+        blocks: name -> `kind` and settings of a stage; blocks that `stages` does not name are not run.
+        keep_dropped: which dropped documents to write to `dropped`: none, one in a hundred, or all.
+        divide: keys of documents whose values divide the output into folders.
+        tokenizer: tokenizer with which the funnel also counts tokens; null to count none.
+        unit: bytes of input per unit of work and per output file, where input files can be cut.
+        memory: approximate number of bytes of memory for deciding on duplicates.
     """
 
     stages: Annotated[StringsOrNone, Field(min_length=1)]
@@ -59,13 +59,13 @@ class Curate:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job but for its text and the section `curate`.
+    """Settings of the job, except its text and the section `curate`.
 
     Attributes:
         preset: name of the preset, for the report.
         output: folder to write.
-        workers: number of processes; null for one on each core.
-        shard: this process's share of the work, as 0/64; null for all of it.
+        workers: number of processes; null for one per core.
+        shard: shard that this process works on, such as 0/64; null for all of the work.
     """
 
     preset: str | None
@@ -76,7 +76,7 @@ class Settings(OutputFolder):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a composed config asks for.
+    """Checked contents of a composed config.
 
     Attributes:
         settings: settings of the job.
@@ -92,51 +92,50 @@ class Plan:
 
 
 def read_plan(config: Mapping[str, Any]) -> Plan:
-    """Settings, stages and sources of a composed config; whether their files are there is not looked at.
+    """Read settings, stages and sources of a composed config, without checking that their files exist.
 
     Raises:
-        ValueError: a setting is wrong, or no text is named.
+        ValueError: a setting is invalid, or no text is given.
     """
     if config["output"] is None:
-        raise ValueError("output=null: name a folder")
+        raise ValueError("output=null: set it to a folder")
     settings = checked(Settings, {field.name: config[field.name] for field in dataclasses.fields(Settings)})
     if not config["curate"]["stages"]:
         raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or name blocks")
     curate = checked(Curate, config["curate"], where="curate")
     if len(set(curate.stages)) < len(curate.stages):
-        raise ValueError("curate.stages: names a stage twice: give it a second block under another name")
-    for name, block in curate.blocks.items():  # those too that are left alone: a name may be mistyped
+        raise ValueError("curate.stages names a stage twice: add a second block under another name")
+    for name, block in curate.blocks.items():  # including unused blocks, whose name may be a typo
         _kind(name, block)
     stages = dict[str, Stage]()
     for name in curate.stages:
         if not _NAME.fullmatch(name) or name == "read":
-            raise ValueError(f"curate.stages: {name!r} cannot be a name: write letters, digits, - and _, but not read")
+            raise ValueError(
+                f"curate.stages: {name!r} is not a valid name: use letters, digits, - and _; the name read is reserved"
+            )
         if name not in curate.blocks:
             near = f"'curate.blocks.{name}={{}}' adds it" if name in KINDS else nearest(name, {*curate.blocks, *KINDS})
-            raise ValueError(f"curate.stages: {name!r}: the config has no such block; a preset has some; {near}")
-        stages[name] = _stage(name, curate.blocks[name])
+            raise ValueError(f"curate.stages: {name!r} is not in curate.blocks, which a preset defines: {near}")
+        values = {key: value for key, value in curate.blocks[name].items() if key != "kind"}
+        stages[name] = checked(_kind(name, curate.blocks[name]), values, where=f"curate.blocks.{name}")
     buckets = {name: stage for name, stage in stages.items() if isinstance(stage, Buckets)}
     if len(buckets) > 1:
-        raise ValueError(f"curate.stages: {' and '.join(buckets)} both make buckets: leave one out")
+        raise ValueError(f"curate.stages: {' and '.join(buckets)} both assign buckets: remove one of them")
     for name, bucket in buckets.items():
         if bucket.rate is not None and curate.divide[-1:] != (BUCKET,):
-            raise ValueError(f"curate.blocks.{name}.rate: wants a stream of each bucket: 'curate.divide=[{BUCKET}]'")
-    given = {**config, "tokenizer": None, "validation_share": None, "workers": None}
-    found = sources_of(given, settings.folder, own=settings.own / "text")
-    streams = {name: source for name, (source, _) in found.items()}
+            raise ValueError(
+                f"curate.blocks.{name}.rate requires one stream per bucket: set 'curate.divide=[{BUCKET}]'"
+            )
+    weighted = sources_of(config, settings.folder, own=settings.own / "text")
+    streams = {name: source for name, (source, _) in weighted.items()}
     for name, source in streams.items():
         if source.max_bytes is not None:
-            raise ValueError(f"stream {name!r}: max_bytes is not for curation, which reads everything: leave it out")
+            raise ValueError(f"stream {name!r}: curation reads all of a stream: remove max_bytes")
     return Plan(settings, curate, stages, streams)
 
 
 def _kind(name: str, block: Mapping[str, Any]) -> type[Stage]:
     kind = block.get("kind", name)
     if kind not in KINDS:
-        raise ValueError(f"curate.blocks.{name}: kind: {kind!r}: {nearest(str(kind), KINDS)}")
+        raise ValueError(f"curate.blocks.{name}: unknown kind {kind!r}: {nearest(str(kind), KINDS)}")
     return KINDS[kind]
-
-
-def _stage(name: str, block: Mapping[str, Any]) -> Stage:
-    given = {key: value for key, value in block.items() if key != "kind"}
-    return checked(_kind(name, block), given, where=f"curate.blocks.{name}")

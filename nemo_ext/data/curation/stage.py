@@ -1,7 +1,7 @@
-"""What a stage of curation is: its settings, and how it judges documents.
+"""Base classes of curation stages: their settings, and how they judge documents.
 
-A `Stage` looks at one document at a time. A `Barrier` needs all of them: it notes features of every document, decides
-when all are there, and applies what was decided in the next pass over them.
+A `Stage` judges one document at a time. A `Barrier` needs all documents: it records features of each, decides once all
+are recorded, and applies its verdicts in the next pass.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,46 +17,46 @@ from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.data.text.user_files import value_at
 
 Judge = Callable[[Document], Drop | None]
-"""Why a document is left out, or None; it may change the document's text and metadata."""
+"""Function that returns why a document is dropped, or None; it may change the document's text and metadata."""
 Values = npt.NDArray[np.uint64]
 Verdicts = npt.NDArray[np.uint8]
 
 URL_KEYS = ("url", "metadata.url", "metadata.warc_url", "warc_url")
-"""Keys of a record that may hold its address, the first that does counts."""
+"""Keys of a record that may hold its URL; the first that does is used."""
 
 
 class Stage:
-    """Settings of a stage: a frozen pydantic dataclass, checked before the work and sent to workers."""
+    """Base class of a stage's settings: a frozen pydantic dataclass, checked before the work and sent to workers."""
 
     kind: ClassVar[str]
 
     def check(self) -> None:
-        """Check what can be known without any document.
+        """Check settings, files and libraries before any document is read.
 
         Raises:
-            ValueError: a setting, or a file or library that it needs, is wrong or missing.
+            ValueError: a setting is invalid, or a file or library is missing or unusable.
         """
 
     def reads(self) -> list[Path]:
-        """Files whose content determines the decisions."""
+        """Files whose content determines the decisions, such as models and lists."""
         return []
 
     def start(self) -> Judge:
-        """The judge, made once in each process."""
+        """Build the function that judges documents; called once per process."""
         raise NotImplementedError
 
 
 Mark = Callable[[int, npt.NDArray[np.int64] | slice, npt.NDArray[np.uint8] | int], None]
-"""Sets verdicts: number of the unit, places, and the verdicts; all are 0 at first."""
+"""Function that sets verdicts, which are 0 at first: number of the unit, indices in it, and the verdicts."""
 _BLOCK = 1 << 22
 
 
 @dataclass(frozen=True)
 class Features:
-    """What a barrier noted of the documents of a unit, in a file.
+    """Features that a barrier recorded for the documents of a unit, in a file.
 
     Attributes:
-        path: file of the values of all documents, one after the other.
+        path: file of the 64-bit values of all documents, concatenated.
         number: number of values.
         documents: number of documents.
     """
@@ -66,7 +66,7 @@ class Features:
     documents: int
 
     def blocks(self, width: int = 1) -> Iterator[Values]:
-        """The values in blocks of some MB, as rows of so many: [rows, width]."""
+        """Read the values in blocks of about 32 MB, [rows, width]."""
         step = max(1, _BLOCK // width) * width
         with open(self.path, "rb") as file:
             while len(values := np.fromfile(file, dtype=np.uint64, count=step)):
@@ -74,37 +74,37 @@ class Features:
 
 
 class Barrier(Stage):
-    """Settings of a stage that needs all documents before it decides on any."""
+    """Base class of a stage that needs the features of all documents before it decides on any."""
 
     verdict_of_values: ClassVar[bool] = True
-    """Whether there is a verdict for each value, or for each document."""
+    """True if each value has a verdict, False if each document has one."""
 
-    def noting(self) -> Callable[[Document], Values]:
-        """A function that gives the features of a document, made once in each process."""
+    def features(self, document: Document) -> Values:
+        """Compute the features of a document."""
         raise NotImplementedError
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
-        """Decide on all documents.
+        """Set the verdicts of all documents.
 
         Args:
             units: features of every unit, in order.
             mark: function that sets verdicts.
-            memory: bytes that may be used, about.
+            memory: approximate number of bytes that may be used.
         """
         raise NotImplementedError
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
-        """Why a document is left out, by its verdicts; it may change the document.
+        """Apply the verdicts to a document: return why it is dropped, or change it, or keep it.
 
         Args:
-            document: the document, as its features were taken.
-            verdicts: of its values, or one of the document.
+            document: the document from which the features were computed.
+            verdicts: verdicts of its values, or its single verdict.
         """
         raise NotImplementedError
 
 
 def url_of(document: Document) -> str | None:
-    """Address of a document; None if it has none."""
+    """URL of a document; None if it has none."""
     for key in URL_KEYS:
         if isinstance(found := value_at(document.metadata, key), str) and found:
             return found
@@ -112,11 +112,11 @@ def url_of(document: Document) -> str | None:
 
 
 def language_of(document: Document) -> str | None:
-    """Code of a document's language, as a language stage or the record says; None if neither does."""
-    found = document.metadata.get("language")
-    return found if isinstance(found, str) else None
+    """Language code of a document, from a language stage or its record; None if neither gives one."""
+    language = document.metadata.get("language")
+    return language if isinstance(language, str) else None
 
 
 def shown(text: str, length: int = 100) -> str:
-    """The beginning of a text, in one line."""
+    """Beginning of a text, on a single line."""
     return " ".join(text[: 2 * length].split())[:length]

@@ -1,7 +1,6 @@
-"""Job `nemo-ext curate_classifier`: a classifier of quality from two sets of documents, and how good it is."""
+"""Job `nemo-ext curate_classifier`: trains a quality classifier on two sets of documents, and reports its accuracy."""
 
 import json
-import random
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass as plain_dataclass
@@ -17,7 +16,7 @@ from pydantic.dataclasses import dataclass
 
 from nemo_ext.data.curation.classifier import ABOUT, FASTTEXT, WANTED, WEIGHTS, features, load_scorer, one_line
 from nemo_ext.data.streams import sources_of
-from nemo_ext.data.text.documents import Admission, ReadReport, Source, document_digest, readable, split_position
+from nemo_ext.data.text.documents import ReadReport, Source, shuffled, split_position
 from nemo_ext.job.files import complete_file, only_run_in, write_text
 from nemo_ext.job.made_of import note
 from nemo_ext.job.progress import notice
@@ -29,25 +28,25 @@ from nemo_ext.job.units import OutputFolder
 PICTURE = "calibration.png"
 _NAMES = ("positives", "negatives")
 _LEAST_STEPS = 500_000
-"""Documents that fastText sees in all its epochs, of which there are 5 to 100."""
+"""Minimum number of documents that fastText sees over all epochs, within 5 to 100 epochs."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job.
+    """Settings of `nemo-ext curate_classifier`.
 
     Attributes:
-        positives: files of documents that are like what is wanted.
+        positives: files of documents of the desired quality.
         negatives: files of other documents, such as a sample of the web.
-        kind: kind of the files; null to tell it by their names.
+        kind: kind of the files; null to infer it from their names.
         text_key: key of a record's text; null for `text`.
         output: folder to write.
-        engine: `fasttext`, or `hashed` words and pairs of words; null for fastText where it is installed.
+        engine: `fasttext`, or `hashed` words and word pairs; null for fastText where it is installed.
         share: share of the negatives that the recommended threshold keeps.
-        most: documents of each set that are read.
-        held_out: share of the documents that training does not see.
-        bits: logarithm of the number of weights of `hashed`.
-        seed: seed of what is held out.
+        most: maximum number of documents read from each set.
+        held_out: share of the documents held out from training.
+        bits: base-2 logarithm of the number of weights of `hashed`.
+        seed: seed of the held-out split.
     """
 
     positives: Places
@@ -71,25 +70,25 @@ class _Set:
 
 
 def check(config: Mapping[str, Any]) -> Settings:
-    """Settings of a composed config, whose files need not be there yet.
+    """Check the settings of a composed config, without looking at files.
 
     Raises:
-        ValueError: a setting is wrong.
+        ValueError: a setting is invalid.
     """
-    for key, what in (("positives", "name files"), ("negatives", "name files"), ("output", "name a folder")):
+    for key, value in (("positives", "files"), ("negatives", "files"), ("output", "a folder")):
         if config[key] is None:
-            raise ValueError(f"{key}=null: {what}")
-    settings = checked(Settings, {each.name: config[each.name] for each in fields(Settings)})
+            raise ValueError(f"{key}=null: set it to {value}")
+    settings = checked(Settings, {field.name: config[field.name] for field in fields(Settings)})
     if settings.engine == "fasttext" and find_spec("fasttext") is None:
-        raise ValueError("engine=fasttext: `pip install fasttext-numpy2-wheel`, or engine=hashed")
+        raise ValueError("engine=fasttext requires fastText: pip install fasttext-numpy2-wheel, or set engine=hashed")
     return settings
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train the classifier that the composed config describes, unless it is there, and report on it.
+    """Train the classifier of a composed config and report on it, unless it is complete already.
 
     Raises:
-        ValueError: a setting or a file is at fault, or the folder has a classifier of other settings.
+        ValueError: a setting or a file is invalid, or the folder has a classifier with other settings.
     """
     settings = check(config)
     engine = settings.engine or ("fasttext" if find_spec("fasttext") else "hashed")
@@ -98,17 +97,19 @@ def run(config: Mapping[str, Any]) -> None:
         source.check()
     folder, made_of = settings.folder, _made_of(settings, engine, sources)
     with only_run_in(folder, "output"):
-        settings.check_same(made_of, "has a classifier already")
+        settings.check_same(made_of, "already has a classifier")
         if (folder / REPORT).exists():
-            notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
+            notice(f"{folder} is already complete: see {(folder / REPORT).with_suffix('.html')}")
             return
         note(settings.record, made_of)
         sets = {name: _read(name, sources[name], settings) for name in _NAMES}
-        _train(engine, sets, settings)
+        numbers = " and ".join(f"{len(sets[name].train):,} {name}" for name in _NAMES)
+        notice(f"training on {numbers} ({engine})")
+        (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": 0.5}) + "\n")
         scorer = load_scorer(str(folder))
         notice("measuring")
-        scores = {name: np.array([scorer(text) for text in sets[name].held_out]) for name in _NAMES}
+        scores = {name: np.array([scorer.score(text) for text in sets[name].held_out]) for name in _NAMES}
         threshold = _threshold(scores["negatives"], settings.share)
         write_text(folder / ABOUT, json.dumps({"engine": engine, "bits": settings.bits, "threshold": threshold}) + "\n")
         page = _report(settings, engine, sets, scores, threshold)
@@ -116,36 +117,25 @@ def run(config: Mapping[str, Any]) -> None:
 
 
 def _source(config: Mapping[str, Any], name: str, settings: Settings) -> Source:
-    given = {"input": config[name], "data": {}, "tokenizer": None, "validation_share": None, "workers": None}
-    given |= {"kind": settings.kind, "text_key": settings.text_key}
-    return sources_of(given, settings.folder, own=settings.folder / OWN / name)[name][0]
+    text = {"input": config[name], "data": {}, "kind": settings.kind, "text_key": settings.text_key}
+    return sources_of(text, settings.folder, own=settings.folder / OWN / name)[name][0]
 
 
 def _read(name: str, source: Source, settings: Settings) -> _Set:
     notice(f"reading {name}")
-    found, admission = _Set(), Admission(source)
-    parts = list(source.parts(max_documents=1000, max_size=1 << 20))
-    random.Random(f"{settings.seed} {name}").shuffle(parts)  # not the first files alone
-    for document, data in (each for part in parts for each in readable(source, part, found.report)):
-        digest = document_digest(data)
-        if not admission.admit(digest, len(data), found.report):
-            continue
+    texts = _Set()
+    for text, digest in shuffled(source, texts.report, seed=f"{settings.seed} {name}"):
         held_out = split_position(settings.seed, digest.hex()) < settings.held_out * 2**64
-        (found.held_out if held_out else found.train).append(document.text)
-        if len(found.train) + len(found.held_out) >= settings.most:
+        (texts.held_out if held_out else texts.train).append(text)
+        if len(texts.train) + len(texts.held_out) >= settings.most:
             break
-    source.finish(found.report)
-    if len(found.train) < 2 or len(found.held_out) < 2:
+    source.finish(texts.report)
+    if len(texts.train) < 2 or len(texts.held_out) < 2:
         raise ValueError(
-            f"{name}: {len(found.train)} documents to train on and {len(found.held_out)} held out: too few"
+            f"{name} has {len(texts.train)} training documents and {len(texts.held_out)} held-out documents, but at "
+            "least 2 of each are required: provide more"
         )
-    return found
-
-
-def _train(engine: str, sets: Mapping[str, _Set], settings: Settings) -> None:
-    numbers = " and ".join(f"{len(sets[name].train):,} {name}" for name in _NAMES)
-    notice(f"training on {numbers} ({engine})")
-    (_by_fasttext if engine == "fasttext" else _by_hashes)(sets, settings)
+    return texts
 
 
 def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
@@ -160,11 +150,11 @@ def _by_fasttext(sets: Mapping[str, _Set], settings: Settings) -> None:
             for number in order:
                 label, text = texts[number]
                 out.write(f"__label__{label} {one_line(text)}\n")
-        # One thread, as several do not give the same weights twice; the rest is DCLM's, but for small sets, which five
-        # epochs teach nothing.
+        # One thread, as several give different weights each time. The rest is as in DCLM, except for small sets, which
+        # need more than 5 epochs.
         epochs = max(5, min(100, _LEAST_STEPS // len(texts)))
-        settings_of_it = {"wordNgrams": 2, "epoch": epochs, "thread": 1, "seed": settings.seed, "verbose": 0}
-        model = fasttext.train_supervised(str(file), **settings_of_it)
+        options = {"wordNgrams": 2, "epoch": epochs, "thread": 1, "seed": settings.seed, "verbose": 0}
+        model = fasttext.train_supervised(str(file), **options)
         model.save_model(str(Path(place) / FASTTEXT))
         (Path(place) / FASTTEXT).rename(settings.folder / FASTTEXT)
 
@@ -190,14 +180,17 @@ def _report(
     scores: Mapping[str, npt.NDArray[np.float64]],
     least: float,
 ) -> Path:
-    """Writes the report; returns its page."""
+    """Write the report and return the path of its page."""
+    from scipy.stats import mannwhitneyu
+
     positives, negatives = (scores[name] for name in _NAMES)
     count = len(positives) + len(negatives)
+    area = float(mannwhitneyu(positives, negatives).statistic) / (len(positives) * len(negatives))
     about = {
         "engine": engine,
-        **{name: f"{len(sets[name].train):,} to train on, {len(sets[name].held_out):,} held out" for name in _NAMES},
+        **{name: f"{len(sets[name].train):,} for training, {len(sets[name].held_out):,} held out" for name in _NAMES},
         "recommended threshold": f"{least:.5f}, which keeps {np.mean(negatives >= least):.1%} of held-out negatives",
-        "area under the ROC curve": f"{_area(positives, negatives):.4f}",
+        "area under the ROC curve": f"{area:.4f}",
         "Brier score": f"{(np.sum((1 - positives) ** 2) + np.sum(negatives**2)) / count:.4f}",
     }
     thresholds = {"recommended": least, **{f"{value:g}": value for value in (0.1, 0.25, 0.5, 0.75, 0.9)}}
@@ -205,30 +198,24 @@ def _report(
     bins = _reliability(positives, negatives)
     report = Report("Classifier").facts(about)
     _picture(report, scores, bins)
-    about_these = "Of held-out documents, as many positives as negatives being taken to be there."
-    report.section("By threshold", about_these).table("", ("threshold", "precision", "recall", "negatives kept"), rows)
-    report.section("Calibration", "Share of positives among held-out documents by their score.")
+    note_on_rows = "On held-out documents, with precision computed as if positives and negatives were equally frequent."
+    report.section("By threshold", note_on_rows).table("", ("threshold", "precision", "recall", "negatives kept"), rows)
+    report.section("Calibration", "Share of positives among held-out documents by score.")
     tenths = [(f"{low:.1f}-{low + 0.1:.1f}", n, f"{mean:.3f}", f"{share:.3f}") for low, n, mean, share in bins]
     report.table("", ("score", "documents", "mean score", "positives"), tenths)
-    report.section("Input", *(f"Skipped of {name}: {sets[name].report.summary(examples=2)}." for name in _NAMES))
+    report.section("Input", *(f"Skipped {name}: {sets[name].report.summary(examples=2)}." for name in _NAMES))
     return report.write(settings.folder / REPORT, page=True)
 
 
 def _threshold(negatives: npt.NDArray[np.float64], share: float) -> float:
-    """Least threshold that keeps at most a share of the negatives."""
+    """Lowest threshold that keeps at most a share of the negatives."""
     above = np.sort(negatives)[::-1]
     first_out = above[min(int(share * len(above)), len(above) - 1)]
     return float(np.nextafter(first_out, np.inf))
 
 
-def _area(positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> float:
-    from scipy.stats import mannwhitneyu
-
-    return float(mannwhitneyu(positives, negatives).statistic) / (len(positives) * len(negatives))
-
-
 def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]) -> tuple[str, str, str]:
-    """Precision, recall, and share of the negatives that are kept at a threshold."""
+    """Precision, recall and share of negatives kept at a threshold, as text."""
     recall, kept = float((positives >= least).mean()), float((negatives >= least).mean())
     precision = recall / (recall + kept) if recall + kept else 0.0
     return f"{precision:.3f}", f"{recall:.3f}", f"{kept:.3f}"
@@ -237,15 +224,15 @@ def _at(least: float, positives: npt.NDArray[np.float64], negatives: npt.NDArray
 def _reliability(
     positives: npt.NDArray[np.float64], negatives: npt.NDArray[np.float64]
 ) -> list[tuple[float, int, float, float]]:
-    """Lower edge, number of documents, mean score and share of positives of each tenth of the scores."""
+    """Lower edge, number of documents, mean score and share of positives for each tenth of the score range."""
     scores = np.concatenate([positives, negatives])
-    wanted = np.concatenate([np.ones(len(positives)), np.zeros(len(negatives))])
+    is_positive = np.concatenate([np.ones(len(positives)), np.zeros(len(negatives))])
     tenth = np.minimum((scores * 10).astype(int), 9)
-    found = []
+    rows = []
     for number in np.unique(tenth).tolist():
-        mine = tenth == number
-        found.append((number / 10, int(mine.sum()), float(scores[mine].mean()), float(wanted[mine].mean())))
-    return found
+        here = tenth == number
+        rows.append((number / 10, int(here.sum()), float(scores[here].mean()), float(is_positive[here].mean())))
+    return rows
 
 
 def _picture(
@@ -261,10 +248,6 @@ def _picture(
 
 
 def _made_of(settings: Settings, engine: str, sources: Mapping[str, Source]) -> dict[str, Any]:
-    """What the classifier depends on."""
-    own = {each: getattr(settings, each) for each in ("share", "most", "held_out", "bits", "seed")}
-    files = {
-        name: {**source.describe(), "files": source.fingerprint(source.inputs())} for name, source in sources.items()
-    }
-    found: dict[str, Any] = json.loads(json.dumps({"engine": engine, **own, **files}, default=str))
-    return found
+    """Settings and input files that determine the classifier."""
+    values = {key: getattr(settings, key) for key in ("share", "most", "held_out", "bits", "seed")}
+    return {"engine": engine, **values, **{name: source.identity() for name, source in sources.items()}}

@@ -1,1 +1,1 @@
-"""Sources of documents, tokenizers, and writing of Megatron's indexed files."""
+"""Text data: sources of documents, tokenizers, and writers of Megatron's indexed files."""

@@ -1,6 +1,6 @@
-"""The byte tokenizer as a Hugging Face folder, for what wants one: ids 0 to 255 are the bytes, 256 ends a document.
+"""Byte tokenizer as a Hugging Face folder: ids 0 to 255 are the bytes, and id 256 ends a document.
 
-`nemo-ext byte_tokenizer` adds a chat template and its control tokens: the tokenizer of a model made from nothing.
+`nemo-ext byte_tokenizer` can add a chat template with its control tokens, for models trained from scratch.
 """
 
 import functools
@@ -20,41 +20,42 @@ TEMPLATE = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] or '' }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""Chat template of a tokenizer without one: roles and texts, as a model that never saw a chat may read them."""
+"""Default chat template: roles and texts without control tokens, for models that were not trained on chats."""
 
 
 BYTE_NAME = re.compile(r"<0x[0-9A-F]{2}>")
-"""Name of the token of a single byte, in a vocabulary of pieces."""
-_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+"""Name of a single-byte token in a SentencePiece vocabulary."""
+CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
+"""Control token of a chat template."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Job `nemo-ext byte_tokenizer`: the folder `output`, for the chat template `template`.
+    """Job `nemo-ext byte_tokenizer`: write the folder `output`, with the chat template `template` if set.
 
-    A text ends with what ends the assistant's turn in the template, if that is one control token, else with `EOD`.
+    `eos_token` is the last control token of the assistant's turn in the template, or `EOD` if there is none.
 
     Raises:
-        ValueError: no output is named, or there is no such template.
+        ValueError: output is not set, or the template does not exist.
     """
     if not isinstance(config["output"], str) or not config["output"]:
-        raise ValueError(f"output={config['output']}: name a folder")
+        raise ValueError(f"output={config['output']}: set it to a folder")
     folder = Path(config["output"]).expanduser()
     if config["template"] is None:
         write(folder)
         return
     template = Template.load(config["template"])
     chat = Sample(id="chat", messages=(Message(role="user", content="a"), Message(role="assistant", content="b")))
-    ends = [_CONTROL.findall(text) for text, trained in template.render(chat).segments if trained]
-    write(folder, template.source, _CONTROL.findall(template.source), end=ends[-1][-1] if ends and ends[-1] else EOD)
+    ends = [CONTROL.findall(text) for text, trained in template.render(chat).segments if trained]
+    write(folder, template.source, CONTROL.findall(template.source), end=ends[-1][-1] if ends and ends[-1] else EOD)
 
 
 def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *, end: str = EOD) -> Path:
-    """Writes tokenizer.json and tokenizer_config.json; returns the folder.
+    """Write tokenizer.json and tokenizer_config.json, and return the folder.
 
     Args:
-        folder: where to.
+        folder: folder to write.
         template: source of the chat template.
-        control: its control tokens, which get the ids from 257 on.
+        control: control tokens of the template, which get the ids from 257.
         end: token that ends a text, `eos_token`.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -68,22 +69,21 @@ def write(folder: Path, template: str = TEMPLATE, control: Sequence[str] = (), *
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "chat_template": template}
     texts = {"tokenizer.json": tokenizer.to_str(), "tokenizer_config.json": json.dumps(about, indent=1) + "\n"}
     for name, text in texts.items():
-        if (
-            not (path := folder / name).is_file() or path.read_text() != text
-        ):  # an export knows its files by their times
+        path = folder / name
+        if not path.is_file() or path.read_text() != text:  # exports compare modification times
             write_text(path, text)
     return folder
 
 
 def letters() -> list[str]:
-    """The letter by which a byte-level tokenizer writes each byte (GPT-2's `bytes_to_unicode`)."""
+    """Letters that byte-level tokenizers use for the bytes 0 to 255 (GPT-2's `bytes_to_unicode`)."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]
 
 
 def token_bytes(name: str, *, byte_level: bool) -> bytes:
-    """Bytes of a token by its name in a byte-level vocabulary, or in one of pieces with `\u2581` for a space."""
+    """Bytes of a token from its name in a byte-level or SentencePiece vocabulary; in the latter `\u2581` is a space."""
     if byte_level:
         return b"".join(_byte_of().get(letter) or letter.encode() for letter in name)
     if BYTE_NAME.fullmatch(name):

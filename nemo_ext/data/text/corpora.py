@@ -1,4 +1,4 @@
-"""Offline sources of any installation: code, docstrings and prose of Python and the installed packages."""
+"""Sources that need no download: code, docstrings and prose of Python and the installed packages."""
 
 import ast
 import email
@@ -21,7 +21,7 @@ _HEADERS = (".h", ".hpp", ".cuh")
 
 @dataclass(frozen=True, kw_only=True)
 class PythonStdlibSource(Source):
-    """The .py files of Python's standard library, without tests and files that differ between machines."""
+    """Source of Python's standard library: its .py files, without tests and machine-dependent files."""
 
     kind: ClassVar[str] = "python_stdlib"
     _times_matter: ClassVar[bool] = False
@@ -31,16 +31,16 @@ class PythonStdlibSource(Source):
         skipped = ("test", "tests", "idlelib", "*-packages", "pydoc_data", "config-*", "__pycache__")
         local = ("_sysconfigdata*.py", "sitecustomize.py", "usercustomize.py")
         root = Path(sysconfig.get_path("stdlib"))
-        found = walk(root, lambda name: name.endswith(".py") and not matches(name, local), skip_directories=skipped)
-        return [(f"stdlib/{name}", path) for name, path in found]
+        files = walk(root, lambda name: name.endswith(".py") and not matches(name, local), skip_directories=skipped)
+        return [(f"stdlib/{name}", path) for name, path in files]
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledSource(Source):
-    """Files of the installed packages, without vendored copies and tests.
+    """Base class of sources of files in installed packages, without vendored copies and tests.
 
-    packages: Top-level modules and distributions to read (empty: all), which pins the contents of a stream.
-    exclude_packages: Packages to leave out; by default this project, and installers, which differ by environment.
+    packages: Top-level modules and distributions to read (empty: all); naming them pins the contents of a stream.
+    exclude_packages: Packages to exclude; by default this project, and installers, which differ by environment.
     """
 
     _times_matter: ClassVar[bool] = False
@@ -56,41 +56,41 @@ class InstalledSource(Source):
     )
 
     def inputs(self) -> list[tuple[str, Path]]:
-        wanted, unwanted = set(map(_package, self.packages)), set(map(_package, self.exclude_packages))
-        found: dict[str, Path] = {}
+        included, excluded = set(map(_package, self.packages)), set(map(_package, self.exclude_packages))
+        files: dict[str, Path] = {}
         present: set[str] = set()
         skipped = ("test", "tests", "_vendor", "vendor", "__pycache__")
-        for root in [*sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}), *_roots(wanted)]:
+        for root in [*sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}), *_roots(included)]:
             for entry in sorted(os.listdir(root)):
                 package = _package(entry)
                 present.add(package)
-                chosen = package in wanted if wanted else package not in unwanted
+                chosen = package in included if included else package not in excluded
                 if not chosen or entry.startswith("__editable__"):
                     continue
                 if os.path.isdir(os.path.join(root, entry)):
                     for name, path in walk(Path(root, entry), self._takes, skip_directories=skipped):
-                        found.setdefault(f"site-packages/{entry}/{name}", path)
+                        files.setdefault(f"site-packages/{entry}/{name}", path)
                 elif self._takes(entry):
-                    found.setdefault(f"site-packages/{entry}", Path(root, entry))
-        for package in sorted(wanted - present):
-            way = "pip install 'nemo_ext[engine]', or take it out of `packages`"
+                    files.setdefault(f"site-packages/{entry}", Path(root, entry))
+        for package in sorted(included - present):
+            advice = "pip install 'nemo_ext[engine]', or remove it from `packages`"
             if package not in ("torch", "megatron"):
-                way = nearest(package, {name for name in present if not name.startswith("__")})
-            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {way}")
-        if not found:
-            raise ValueError(f"{self.kind} source: nothing to read in packages={list(self.packages)}")
-        return sorted(found.items())
+                advice = nearest(package, {name for name in present if not name.startswith("__")})
+            raise ValueError(f"{self.kind} source: package {package!r} is not installed: {advice}")
+        if not files:
+            raise ValueError(f"{self.kind} source: packages={list(self.packages)} have no files of this kind")
+        return sorted(files.items())
 
     def _takes(self, name: str) -> bool:
-        """True if a file is read, by its path in the package."""
+        """True if the file with this path in its package is to be read."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocstringsSource(InstalledSource):
-    """Docstrings of the installed packages: one document per module, each docstring below its object's name.
+    """Source of docstrings in installed packages: one document per module, each docstring below its object's name.
 
-    A docstring repeated within a module is given once.
+    A docstring that is repeated within a module is included once.
     """
 
     kind: ClassVar[str] = "docstrings"
@@ -104,27 +104,27 @@ class DocstringsSource(InstalledSource):
             return
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in a package do not matter here
+                warnings.simplefilter("ignore")  # a package's invalid escapes are irrelevant here
                 module = ast.parse(source)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             report.skip("unparsable", f"{part.name}: {error}")
             return
-        # Without the module's name, so that copies of a module below another name are byte-identical.
-        said: dict[str, str] = {}
+        # Without the module's name, so that copies of a module under another name are byte-identical.
+        sections: dict[str, str] = {}
         for name, docstring in _docstrings(module, ""):
-            said.setdefault(docstring, f"{name}\n\n{docstring}\n" if name else f"{docstring}\n")
-        if said:
-            yield Document(part.name, "\n\n".join(said.values()))
+            sections.setdefault(docstring, f"{name}\n\n{docstring}\n" if name else f"{docstring}\n")
+        if sections:
+            yield Document(part.name, "\n\n".join(sections.values()))
         else:
             report.skip("no docstring")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackageDocsSource(InstalledSource):
-    """Prose of the installed packages: READMEs (from METADATA), change logs, licences, C++ header comments.
+    """Source of prose in installed packages: READMEs (from METADATA), change logs, licences, C++ header comments.
 
-    The comments of a header that read like sentences and are not its licence make one document. Unless `packages` is
-    given, there is also the language reference that Python's `help` shows, one document per topic.
+    A header's comments that read like sentences, without its licence, make one document. Unless `packages` is set, the
+    language reference of Python's `help` is included, one document per topic.
     """
 
     kind: ClassVar[str] = "package_docs"
@@ -134,10 +134,10 @@ class PackageDocsSource(InstalledSource):
 
     def inputs(self) -> list[tuple[str, Path]]:
         topics = Path(sysconfig.get_path("stdlib"), "pydoc_data", "topics.py")
-        found = super().inputs()
+        files = super().inputs()
         if topics.is_file() and not self.packages:
-            found.append(("stdlib/pydoc_data/topics.py", topics))
-        return found
+            files.append(("stdlib/pydoc_data/topics.py", topics))
+        return files
 
     def _takes(self, name: str) -> bool:
         path = Path(name)
@@ -167,7 +167,7 @@ class PackageDocsSource(InstalledSource):
 
 
 def _roots(packages: set[str]) -> list[str]:
-    """Folders that hold packages which Python finds outside site-packages, as with `pip install --target`."""
+    """Folders of packages that Python finds outside site-packages, as after `pip install --target`."""
     outside: set[str] = set()
     for package in packages:
         if (spec := importlib.util.find_spec(package)) is not None:
@@ -189,7 +189,7 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
         docstring = ast.get_docstring(node)
         if docstring and not docstring.isspace():
             yield name, docstring
-    # Only statements are visited: expressions hold no docstrings and are most of a tree.
+    # Expressions are skipped: they are most of the tree and contain no docstrings.
     for block in ("body", "orelse", "handlers", "finalbody"):
         for child in getattr(node, block, None) or []:
             if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -207,7 +207,7 @@ def _literal_topics(source: str) -> dict[str, str]:
 
 
 def _prose_comments(source: str) -> Iterator[str]:
-    """Yield comments of C++ code, without their marks, that are a sentence or more and not a licence."""
+    """Yield comments of C++ code that read like sentences and are not a licence, without comment markers."""
     for comment in re.findall(r"/\*.*?\*/|(?:^[ \t]*//[^\n]*\n)+", source, re.DOTALL | re.MULTILINE):
         lines = [re.sub(r"^\s*(/\*+[!<]*|//+[!<]*|\*(?!/)|) ?|\s*\**/?$", "", line) for line in comment.splitlines()]
         text = "\n".join(lines).strip()

@@ -1,14 +1,14 @@
 """Documents, and the base class of their sources.
 
 A source is a frozen dataclass that lists its input in a fixed order (`parts`, cheap) and reads one part at a time
-(`read`), so any worker can read any part and the documents do not depend on who read them. Decisions on the stream as
-a whole, removing duplicates and stopping at `max_bytes`, are those of `Admission`, which sees the documents in order.
-Records that do not become a document are counted with a reason in a `ReadReport`.
+(`read`), so any worker can read any part with the same result. `Admission` sees the documents in order and decides for
+the whole stream: it removes duplicates and stops at `max_bytes`. A `ReadReport` counts skipped records by reason.
 """
 
 import dataclasses
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +18,14 @@ from pydantic import PositiveInt
 
 EXAMPLES_PER_REASON = 5
 UNLIMITED = 1 << 60
-"""Limit of parts that are not cut."""
+"""Limit for parts that are not to be cut."""
 BAD = ("malformed", "schema")
-"""Reasons that count against `max_bad_share`: no JSON object, or none of the kind that is wanted."""
+"""Reasons that count against `max_bad_share`: not a JSON object, or not an object of the required form."""
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text and its id, which is unique in its source and does not hold the machine's paths.
-
-    `about` is what else the source says of it, such as its `url`.
-    """
+    """Text with an id, which is unique in its source and free of local paths; `about` is metadata such as `url`."""
 
     id: str
     text: str
@@ -37,10 +34,10 @@ class Document:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A piece of a source that is read on its own: a file, some lines of it, or a Parquet row group.
+    """Piece of a source that is read separately: a file, some lines of a file, or a Parquet row group.
 
-    `size` is in bytes of input; `documents` is the expected number of documents (0: not known). `start` and `stop` are
-    byte offsets in a JSONL file (stop 0: to the end), `start` is the row group in a Parquet file, and `first` is the
+    `size` is in bytes of input; `documents` is the expected number of documents (0: unknown). `start` and `stop` are
+    byte offsets in a JSONL file (stop 0: to the end); in a Parquet file, `start` is the row group. `first` is the
     number of the first line or row.
     """
 
@@ -55,7 +52,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Unit:
-    """Parts of a stream that are worked on together (`nemo_ext.job.units`); `number` counts over all streams."""
+    """Parts of a stream that are processed together (`nemo_ext.job.units`), numbered across all streams."""
 
     number: int
     stream: str
@@ -69,14 +66,14 @@ class Unit:
 
 @dataclass
 class ReadReport:
-    """Counts of a reader: records seen, and records skipped by reason with the first few places of each."""
+    """Counts of a reader: records read, and skipped records by reason with the first few places of each."""
 
     records: int = 0
     skipped: dict[str, int] = field(default_factory=dict)
     examples: dict[str, list[str]] = field(default_factory=dict)
 
     def skip(self, reason: str, where: str = "", *, count: int = 1) -> None:
-        """Count a skipped record; `where` is its place, kept for the first few of each reason."""
+        """Count a skipped record; `where` is its place, which is kept for the first few records of each reason."""
         self.skipped[reason] = self.skipped.get(reason, 0) + count
         if where and len(places := self.examples.setdefault(reason, [])) < EXAMPLES_PER_REASON:
             places.append(where)
@@ -90,31 +87,31 @@ class ReadReport:
             self.examples[reason] = (self.examples.get(reason, []) + places)[:EXAMPLES_PER_REASON]
 
     def summary(self, *, examples: int = EXAMPLES_PER_REASON) -> str:
-        """One line: `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
-        said = []
+        """Skipped records on one line, such as `3 malformed (a.jsonl:7: ...; ...), 12 duplicate`, or "nothing"."""
+        reasons = []
         for reason, count in sorted(self.skipped.items()):
             places = self.examples.get(reason, [])[:examples]
             more = "; ..." if places and count > len(places) else ""
-            said.append(f"{count:,} {reason}" + (f" ({'; '.join(places)}{more})" if places else ""))
-        return ", ".join(said) or "nothing"
+            reasons.append(f"{count:,} {reason}" + (f" ({'; '.join(places)}{more})" if places else ""))
+        return ", ".join(reasons) or "nothing"
 
     def check_bad_share(self, where: str, most: float) -> None:
-        """Raises ValueError if more than a share of the records, or all of them, are `BAD`."""
+        """Raise ValueError if more than a share `most` of the records, or all of them, are `BAD`."""
         bad = sum(self.skipped.get(reason, 0) for reason in BAD)
         if bad > most * self.records or bad == self.records > 0:
             places = [place for reason in BAD for place in self.examples.get(reason, [])]
             raise ValueError(
-                f"{where}: {bad:,} of {self.records:,} records do not fit, more than max_bad_share={most}: "
-                f"{'; '.join(places[:3])}. Mend the files, set the keys, or raise max_bad_share"
+                f"{where}: {bad:,} of {self.records:,} records are malformed, more than max_bad_share={most}: "
+                f"{'; '.join(places[:3])}. Correct the files or the keys, or raise max_bad_share"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Base class of sources, with the options that every kind has.
+    """Base class of sources, with the options that all kinds have.
 
-    max_bytes: Keep documents, in order, while their UTF-8 text is at most this long in total (None: all).
-    deduplicate: Drop byte-identical documents after the first.
+    max_bytes: Maximum total size of the documents, in bytes of UTF-8 text; later ones are not read (None: no limit).
+    deduplicate: Whether to drop all but the first of byte-identical documents.
     """
 
     kind: ClassVar[str] = ""
@@ -122,14 +119,18 @@ class Source:
     deduplicate: bool = True
 
     def describe(self) -> dict[str, object]:
-        """Mapping that `load_source` turns back into this source."""
+        """Mapping from which `load_source` builds this source again."""
         return {"kind": self.kind} | dataclasses.asdict(self)
 
+    def identity(self) -> dict[str, object]:
+        """Settings and a fingerprint of the input files, which determine the documents."""
+        return {**self.describe(), "files": self.fingerprint(self.inputs())}
+
     def inputs(self) -> list[tuple[str, Path]]:
-        """List the (name, path) of every input file, sorted by name.
+        """List (name, path) of all input files, sorted by name.
 
         Raises:
-            ValueError: There is none, or a named one does not exist.
+            ValueError: There are no input files, or a file in the settings does not exist.
         """
         raise NotImplementedError
 
@@ -137,12 +138,12 @@ class Source:
         """Check cheaply that the source can be read, and return its `inputs`.
 
         Raises:
-            ValueError: A file cannot be read; the message names it and what is wrong.
+            ValueError: A file cannot be read.
         """
         return self.inputs()
 
     def fingerprint(self, inputs: list[tuple[str, Path]]) -> str:
-        """Digest of the input files' names, sizes and modification times, to notice that the data changed."""
+        """Digest of the input files' names, sizes and modification times, for detecting changed data."""
         rows = []
         for name, path in inputs:
             status = path.stat()
@@ -150,24 +151,24 @@ class Source:
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """Split the source into parts of at most so many documents and input bytes, where its format can be cut."""
+        """Cut the source into parts within limits of documents and input bytes; by default, one part per file."""
         for name, path in self.inputs():
             yield Part(name=name, path=str(path), size=path.stat().st_size)
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
-        """Read the documents of one part in order, by default its file's text; skipped records are counted."""
+        """Read the documents of a part in order, counting skipped records; by default, the text of its file."""
         if (text := file_text(part, report)) is not None:
             yield Document(part.name, text)
 
     def finish(self, report: ReadReport) -> None:
-        """Check a fully read source; raises ValueError if too much of it was bad."""
+        """Check the report of a source that was read completely; raises ValueError if too many records are bad."""
 
-    # Installed files get new times with every installation; the same version has the same content.
+    # False for installed files, whose times change with every installation although the content does not.
     _times_matter: ClassVar[bool] = True
 
 
 def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> Iterator[Unit]:
-    """Yield the parts of streams in units of at most so many documents and bytes, or of one part."""
+    """Group the parts of streams into units within limits of documents and bytes; a larger part is a unit alone."""
     number = 0
     for stream, source in streams.items():
         parts: list[Part] = []
@@ -186,7 +187,7 @@ def cut(streams: Mapping[str, Source], *, max_documents: int, max_size: int) -> 
 class Admission:
     """Decides in stream order which documents are kept: no byte-identical duplicates, at most `max_bytes`.
 
-    Duplicates are recognised by a 16-byte digest: about 100 bytes of memory per document while reading.
+    Duplicates are recognised by 16-byte digests, which take about 100 bytes of memory per document.
     """
 
     def __init__(self, source: Source) -> None:
@@ -196,7 +197,7 @@ class Admission:
         self.full = False
 
     def admit(self, digest: bytes, size: int, report: ReadReport) -> bool:
-        """Return True if the next document, of `size` bytes, is kept; sets `full` when `max_bytes` is reached."""
+        """True if the next document, of `size` bytes, is kept; sets `full` when `max_bytes` is reached."""
         if self.full:
             return False
         if self._seen is not None and digest in self._seen:
@@ -211,6 +212,20 @@ class Admission:
         return True
 
 
+def shuffled(source: Source, report: ReadReport, *, seed: str) -> Iterator[tuple[str, bytes]]:
+    """Yield the text and digest of each admitted document, reading parts of about 1 MB in random order."""
+    parts = list(source.parts(max_documents=1000, max_size=1 << 20))
+    random.Random(seed).shuffle(parts)
+    admission = Admission(source)
+    for part in parts:
+        for document, data in readable(source, part, report):
+            digest = document_digest(data)
+            if admission.admit(digest, len(data), report):
+                yield document.text, digest
+            elif admission.full:
+                return
+
+
 class _WithText(Protocol):
     @property
     def id(self) -> str: ...
@@ -220,12 +235,12 @@ class _WithText(Protocol):
 
 
 def readable(source: Source, part: Part, report: ReadReport) -> Iterator[tuple[Document, bytes]]:
-    """Yield the documents of a part with their UTF-8 bytes; blank and unencodable ones are only counted."""
+    """Yield the documents of a part with their UTF-8 bytes; blank and unencodable documents are only counted."""
     return encodable(source.read(part, report), report)
 
 
 def encodable[D: _WithText](documents: Iterable[D], report: ReadReport) -> Iterator[tuple[D, bytes]]:
-    """Yield documents, of any kind, with their UTF-8 bytes; blank and unencodable ones are only counted."""
+    """Yield documents of any class with their UTF-8 bytes; blank and unencodable documents are only counted."""
     for document in documents:
         try:
             data = document.text.encode()
@@ -239,22 +254,22 @@ def encodable[D: _WithText](documents: Iterable[D], report: ReadReport) -> Itera
 
 
 def file_text(part: Part, report: ReadReport) -> str | None:
-    """Read a UTF-8 file without its byte order mark; None if it cannot be read, with the reason counted."""
+    """Read a UTF-8 file without its byte order mark; None if it cannot be read, which is counted by reason."""
     report.records += 1
     try:
         data = Path(part.path).read_bytes()
         if b"\0" not in data:
             return data.decode().removeprefix("\ufeff")
-        report.skip("binary", f"{part.path}{seems(data)}")
+        report.skip("binary", f"{part.path}{encoding_hint(data)}")
     except UnicodeDecodeError as error:
-        report.skip("undecodable", f"{part.path}: byte {error.start}{seems(data)}")
+        report.skip("undecodable", f"{part.path}: byte {error.start}{encoding_hint(data)}")
     except OSError as error:
         report.skip("unreadable", f"{part.path}: {error.strerror}")
     return None
 
 
-def seems(start: bytes) -> str:
-    """Encoding that the first bytes of a text seem to be in, for a message; "" if that may be UTF-8."""
+def encoding_hint(start: bytes) -> str:
+    """Phrase for messages that names the likely encoding of a text's first bytes; "" if they may be UTF-8."""
     if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")) or start[:4].count(0) == 3:
         return " (it seems to be UTF-32)"
     utf16 = start.startswith((b"\xff\xfe", b"\xfe\xff")) or (start[0:4:2] == b"\0\0") != (start[1:4:2] == b"\0\0")
@@ -267,6 +282,6 @@ def document_digest(text: bytes) -> bytes:
 
 
 def split_position(seed: int, document_id: str) -> int:
-    """Fixed position of a document in [0, 2**64); the first `validation_share` of this range is validation."""
+    """Position of a document in [0, 2**64) from a hash; the first `validation_share` of this range is validation."""
     name = f"{seed}\0{document_id}".encode(errors="surrogateescape")  # file names need not be UTF-8
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")

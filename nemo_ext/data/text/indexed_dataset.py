@@ -1,7 +1,7 @@
-"""Megatron's .bin/.idx files: the ids of all documents one after the other, and the start of each.
+"""Megatron's .bin/.idx files: the concatenated ids of all documents, and the start of each document.
 
-Written here so that making data needs neither torch nor Megatron; the format is that of IndexedDataset
-(megatron/core/datasets/indexed_dataset.py), whose reader the tests use.
+Implemented here so that data can be written without torch and Megatron, in the format of Megatron's IndexedDataset
+(megatron/core/datasets/indexed_dataset.py); the tests read the files with its reader.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Ids = npt.NDArray[np.uint16 | np.int32]
 
-# Below this many ids Megatron uses two bytes each (DType.optimal_dtype).
+# Below this vocabulary size Megatron uses two bytes per id (DType.optimal_dtype).
 _SMALL_VOCABULARY = 65500
 _TYPE_CODES = {np.uint8: 1, np.int32: 4, np.uint16: 8}
 _MAGIC = b"MMIDIDX\0\0"
@@ -22,7 +22,7 @@ _BLOCKS, _BLOCK = 64, 64
 
 
 def ids_type(vocab_size: int) -> type[np.uint16] | type[np.int32]:
-    """Integer type in which Megatron stores ids of a vocabulary of this size."""
+    """Integer type in which Megatron stores the ids of a vocabulary of this size."""
     return np.uint16 if vocab_size < _SMALL_VOCABULARY else np.int32
 
 
@@ -39,14 +39,16 @@ def write_index(
         path: path of the .idx.
         lengths: lengths of the sequences, in tokens.
         dtype: type of a token in the .bin.
-        documents: `[documents + 1]`, first sequence of each document, and the number of sequences; None for one
-            sequence per document.
+        documents: first sequence of each document, followed by the number of sequences, `[documents + 1]`; None for
+            one sequence per document.
 
     Raises:
-        ValueError: A sequence is too long for the format, 2**31 tokens or more.
+        ValueError: A sequence has 2**31 tokens or more, which the format cannot hold.
     """
     if len(lengths) and lengths.max() >= 1 << 31:
-        raise ValueError(f"{path}: a document has {lengths.max():,} tokens, and Megatron's files hold fewer than 2**31")
+        raise ValueError(
+            f"{path}: a document has {lengths.max():,} tokens, but Megatron's format allows fewer than 2**31: split it"
+        )
     starts = np.zeros(len(lengths), dtype="<i8")
     np.cumsum(lengths[:-1], out=starts[1:])
     if documents is None:
@@ -59,13 +61,13 @@ def write_index(
 
 
 def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], type[np.uint16] | type[np.int32]]:
-    """Read the lengths of all sequences in tokens, their starts in the .bin in bytes, and the type of ids.
+    """Read the lengths of all sequences in tokens, their starts in the .bin in bytes, and the integer type of the ids.
 
     Args:
         path: path of the .idx.
 
     Raises:
-        ValueError: the file is missing, damaged, or no index of token ids.
+        ValueError: the file is missing, damaged, or not an index of token ids.
     """
     types: dict[int, type[np.uint16] | type[np.int32]] = {
         _TYPE_CODES[np.uint16]: np.uint16,
@@ -77,20 +79,20 @@ def read_index(path: Path) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]
         lengths = np.frombuffer(content, dtype="<i4", count=sequences, offset=struct.calcsize(_HEADER))
         starts = np.frombuffer(content, dtype="<i8", count=sequences, offset=struct.calcsize(_HEADER) + lengths.nbytes)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}: name the prefix of indexed files") from None
+        raise ValueError(f"{path}: {error.strerror}: give the prefix of existing .bin and .idx files") from None
     except (struct.error, ValueError) as error:
-        raise ValueError(f"{path}: cut short or no index of Megatron ({error}): make the files again") from None
+        raise ValueError(f"{path}: truncated, or not a Megatron index ({error}): create the files again") from None
     dtype = types.get(code)
     if magic != _MAGIC or dtype is None:
-        raise ValueError(f"{path}: no index of token ids: name the prefix of what `nemo-ext sft_data` wrote")
+        raise ValueError(f"{path}: not an index of token ids: give the prefix of files written by `nemo-ext sft_data`")
     return lengths.astype(np.int64), starts.astype(np.int64), dtype
 
 
 def index_digest(path: Path) -> str:
     """Digest of an .idx in constant time, 16 hexadecimal digits: its header, and 64 evenly spaced runs of 64 sequences.
 
-    A sequence's start adds up the lengths before it, so data that were made again have another digest unless all of
-    these runs begin and end where they did.
+    Since a sequence's start is the sum of the lengths before it, other data have the same digest only if all of these
+    runs have the same lengths and starts.
 
     Args:
         path: path of the .idx.

@@ -1,4 +1,4 @@
-"""The manifest `<prefix>.json` of a finished stream: the contents of its files and what they were made from."""
+"""Manifest `<prefix>.json` of a finished stream: contents, source, tokenizer and settings of its files."""
 
 import dataclasses
 import json
@@ -20,7 +20,7 @@ _KEYS = ("format_version", "config_hash")
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCounts:
-    """Counts of one split; `tokens` includes the eod of every document, `text_bytes` is UTF-8."""
+    """Counts of one split; `tokens` includes the eod of every document, and `text_bytes` counts UTF-8."""
 
     documents: int = 0
     tokens: int = 0
@@ -29,10 +29,10 @@ class SplitCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Contents of a finished stream and what it was made from. A split without documents has no files.
+    """Contents of a finished stream, and its source, tokenizer and settings. A split without documents has no files.
 
-    `report` counts by reason what was read and not used; `reached_max_bytes` is True if the source had more.
-    `prefix` is where the manifest was found and is not stored, so the files can be moved together.
+    `report` counts skipped records by reason; `reached_max_bytes` is True if the source had more documents.
+    `prefix` is the manifest's location and is not stored, so that the files can be moved together.
     """
 
     prefix: str
@@ -50,12 +50,12 @@ class Manifest:
     reached_max_bytes: bool
 
     def split_prefix(self, split: str) -> str:
-        """Path without .bin/.idx that Megatron takes for "train" or "valid"."""
+        """Path without .bin/.idx, as Megatron expects it, for the split "train" or "valid"."""
         assert split in SPLITS, split
         return f"{self.prefix}_{split}"
 
     def contents(self) -> str:
-        """Summary of documents and tokens in one line, for the user."""
+        """Numbers of documents and tokens, as text for notices."""
         train, valid = (self.splits[split] for split in SPLITS)
         documents, tokens = train.documents + valid.documents, train.tokens + valid.tokens
         if valid.documents:
@@ -65,12 +65,12 @@ class Manifest:
         return f"{documents:,} document{'s' * (documents > 1)}, {tokens:,} tokens; no validation files, because {why}"
 
     def where(self) -> str:
-        """Its files, and the token that ends documents."""
+        """Paths of the files and the token that ends documents, as text for notices."""
         end = self.tokenizer.get("eod")
         return f"{self.prefix}_*.bin and .idx, documents end with {f'{end}, ' if end else ''}id {self.eod}"
 
-    def left_out(self) -> str:
-        """End of that line: what was read and not used."""
+    def skipped(self) -> str:
+        """Skipped records and whether `max_bytes` was reached, as text for notices; "" if neither."""
         full = f"; stopped at max_bytes={self.source['max_bytes']}" if self.reached_max_bytes else ""
         return full + (f"; skipped {self.report.summary(examples=1)}" if self.report.skipped else "")
 
@@ -79,7 +79,7 @@ def read_manifest(prefix: str | Path) -> Manifest:
     """Read the manifest `<prefix>.json` of a finished stream.
 
     Raises:
-        ValueError: There is none, or the file is damaged or not a manifest of this version.
+        ValueError: The file is missing or damaged, or is not a manifest of this version.
     """
     path = Path(f"{prefix}.json")
     values = stored(path, _KEYS)
@@ -98,19 +98,18 @@ def read_manifest(prefix: str | Path) -> Manifest:
 def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifest | None:
     """Return the manifest if the stream was finished with these settings and its files are complete; else None.
 
-    The reason is printed, unless there is no manifest.
+    If a manifest exists but does not match, the reason is printed.
 
     Raises:
-        ValueError: There is a file of that name that is not a manifest, or one of files by another tokenizer than
-            that of this identity.
+        ValueError: The file of that name is not a manifest, or its stream has a tokenizer of another identity.
     """
     values = stored(Path(f"{prefix}.json"), _KEYS)
     if values is None:
         return None
     if values.get("tokenizer_identity", tokenizer) != tokenizer:
         raise ValueError(
-            f"{prefix}.json: the files beside it are tokenised by another tokenizer, {values.get('tokenizer')}: name "
-            "another place (output, or data_root or data.directory of a blend), or remove them"
+            f"{prefix}.json: its files were written with another tokenizer, {values.get('tokenizer')}: choose another "
+            "location (output, or data_root or data.directory of a blend), or remove them"
         )
     if values["config_hash"] != config_hash:
         notice(f"{prefix}: made from other settings or input files, or by another version: starting over")
@@ -121,7 +120,7 @@ def finished_manifest(prefix: Path, config_hash: str, tokenizer: str) -> Manifes
         data, index = (Path(f"{manifest.split_prefix(split)}.{end}") for end in ("bin", "idx"))
         whole = data.exists() and index.exists() and data.stat().st_size == counts.tokens * width
         if counts.documents and not whole:
-            notice(f"{manifest.split_prefix(split)}: .bin or .idx is missing or cut short: starting over")
+            notice(f"{manifest.split_prefix(split)}: .bin or .idx is missing or truncated: starting over")
             return None
     return manifest
 
@@ -136,10 +135,10 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def stored(path: Path, keys: Collection[str]) -> dict[str, Any] | None:
-    """Read the values of a manifest; None if there is no file.
+    """Read the values of a manifest; None if the file does not exist.
 
     Raises:
-        ValueError: the file is something else, or lacks one of the keys.
+        ValueError: the file is not JSON or does not have all of the keys.
     """
     try:
         values = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""MinHash of n-grams by rensa's R-MinHash: bands for finding near duplicates, low bytes of slots for comparing them."""
+"""MinHash of n-grams by rensa's R-MinHash: bands to find near duplicates, and low bytes of slots to compare them."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ from nemo_ext.data.text.words import Hashes
 def sketches(
     grams: Sequence[Hashes], *, slots: int, rows: int, seed: int
 ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint8]]:
-    """Bands and slots of texts, best a few hundred at a time.
+    """MinHash bands and slots of texts; most efficient for a few hundred texts at a time.
 
     Two texts whose n-grams have Jaccard similarity s share a slot with probability s, and a band with s**rows.
 
     Args:
         grams: hashes of each text's n-grams.
         slots: number of slots of the MinHash.
-        rows: number of slots that are joined to a band.
+        rows: number of slots per band.
         seed: seed of the hash functions.
 
     Returns:

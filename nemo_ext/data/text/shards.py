@@ -1,6 +1,6 @@
-"""Shards: a stream in pieces that are tokenised on their own and kept in `<prefix>.shards/` until it is finished.
+"""Shards: pieces of a stream that are tokenised separately and kept in `<prefix>.shards/` until it is finished.
 
-A shard is two files: the ids of its documents one after the other, and their rows, which mark it as finished.
+A shard has two files: the concatenated ids of its documents, and one row per document, which marks it as finished.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ _TOKENS, _ROWS = ".tokens", ".npz"
 
 @dataclass(frozen=True, kw_only=True)
 class ShardWork:
-    """Settings that a worker process needs for any shard, in a form that is cheap to send."""
+    """Settings of a stream's shards, in a form that is cheap to send to worker processes."""
 
     source: str
     tokenizer: str
@@ -60,12 +60,12 @@ class ShardRows:
 
 
 def shards_in(directory: Path) -> Units:
-    """Files of the shards in a directory."""
+    """Files of the shards in a directory, as units of work."""
     return Units(directory, mark=_ROWS, digits=5)
 
 
 def open_shards(directory: Path, plan_hash: str) -> None:
-    """Make the shards' directory, emptying it if it belongs to another plan."""
+    """Create the shards' directory; if it holds shards of another plan, empty it first."""
     plan = directory / "plan"
     if directory.exists() and not (plan.exists() and plan.read_text() == plan_hash):
         notice(f"{directory}: begun with other settings or input files: starting over")
@@ -78,11 +78,11 @@ def tokenize_shard(work: ShardWork, shard: Unit) -> None:
     """Read and tokenise one shard.
 
     Raises:
-        ValueError: The tokenizer's files changed since the work began, or the source is at fault.
+        ValueError: The tokenizer's files changed since the work began, or the source cannot be read.
     """
     source, tokenizer = _loaded(work.source, work.tokenizer)
     if tokenizer.identity != work.tokenizer_identity:
-        raise ValueError(f"tokenizer {work.tokenizer} changed while it was in use: run again")
+        raise ValueError(f"tokenizer {work.tokenizer} changed during the run: run again")
     end = np.array([tokenizer.eod], dtype=ids_type(tokenizer.vocab_size)).tobytes()
     report = ReadReport()
     lengths, sizes, positions = list[int](), list[int](), list[int]()
@@ -116,13 +116,8 @@ def read_rows(directory: Path, shard: int) -> ShardRows:
     path = shards_in(directory).file(shard)
     try:
         with np.load(path) as stored:
-            return ShardRows(
-                lengths=stored["lengths"],
-                sizes=stored["sizes"],
-                positions=stored["positions"],
-                digests=stored["digests"],
-                report=ReadReport(**json.loads(stored["report"].tobytes())),
-            )
+            arrays = {name: stored[name] for name in ("lengths", "sizes", "positions", "digests")}
+            return ShardRows(report=ReadReport(**json.loads(stored["report"].tobytes())), **arrays)
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise ValueError(f"{path} is damaged ({error}): remove {directory} and run again") from error
 
@@ -148,7 +143,7 @@ def complete_shards(
     label: str,
     total: int | None,
 ) -> int:
-    """Make the shards that are missing, as far as `max_bytes` needs them; return how many are in use.
+    """Tokenise missing shards until `max_bytes` is reached, and return the number of shards in use.
 
     Raises:
         JobFailed: A worker process died.

@@ -1,6 +1,6 @@
-"""Last pass over the shards of a stream: the documents to keep, and their split into training and validation.
+"""Last pass over the shards of a stream: selection of documents, and their split into training and validation.
 
-It sees every document in order, in one process, so the files are the same however the shards came to be.
+One process sees all documents in order, so the files do not depend on which workers wrote the shards.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from nemo_ext.job.files import publish, unfinished
 
 @dataclass(frozen=True)
 class Selection:
-    """Masks of the documents of each shard that are kept, and of those for validation; `size` in bytes."""
+    """Masks of kept documents and of validation documents, one per shard; `size` is the kept text in bytes."""
 
     kept: list[npt.NDArray[np.bool_]]
     validation: list[npt.NDArray[np.bool_]]
@@ -27,18 +27,18 @@ class Selection:
     size: int
     full: bool
 
-    def of(self, split: str) -> list[npt.NDArray[np.bool_]]:
-        """Masks of the documents of each shard that are in the split."""
+    def masks(self, split: str) -> list[npt.NDArray[np.bool_]]:
+        """Masks of the documents in a split, one per shard."""
         if split == "valid":
             return self.validation
         return [kept & ~held for kept, held in zip(self.kept, self.validation, strict=True)]
 
 
 def select(directory: Path, count: int, source: Source, validation_share: float) -> Selection:
-    """Go through the rows of all shards in order and select the documents of each split.
+    """Select the documents of each split from the rows of all shards, in order.
 
     Raises:
-        ValueError: There are no documents, or too much of the source is malformed.
+        ValueError: There are no documents, or too many records of the source are malformed.
     """
     kept: list[npt.NDArray[np.bool_]] = []
     validation: list[npt.NDArray[np.bool_]] = []
@@ -61,8 +61,8 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
     held_out = sum(int(flags.sum()) for flags in validation)
     if documents == 0:
         if not report.records and not report.skipped:
-            named = ", ".join(str(path) for _, path in source.inputs()[:3])
-            raise ValueError(f"{source.kind} source: no documents: {named} is empty, or has blank lines alone")
+            paths = ", ".join(str(path) for _, path in source.inputs()[:3])
+            raise ValueError(f"{source.kind} source: no documents: {paths} is empty or has only blank lines")
         raise ValueError(f"{source.kind} source: no documents in {report.records} records: {report.summary()}")
     if documents >= 2 and held_out == 0 and validation_share > 0:
         validation[lowest[1]][lowest[2]] = True
@@ -74,34 +74,34 @@ def select(directory: Path, count: int, source: Source, validation_share: float)
 def write_splits(
     prefix: Path, directory: Path, selection: Selection, vocab_size: int, *, advance: Callable[[int], None]
 ) -> dict[str, SplitCounts]:
-    """Write the selected documents as Megatron's files and move these into place; `advance` gets bytes of text."""
+    """Write the selected documents as Megatron's files and move them into place; reports bytes of text to `advance`."""
     dtype = ids_type(vocab_size)
     counts: dict[str, SplitCounts] = {}
     written: list[Path] = []
     for split in SPLITS:
         data, index = Path(f"{prefix}_{split}.bin"), Path(f"{prefix}_{split}.idx")
-        # In the shards' directory, which is removed at the end: a killed run leaves nothing else behind.
+        # In the shards' directory, which is removed at the end, so that a killed run leaves no other files.
         lengths: list[npt.NDArray[np.int64]] = []
         text_bytes = 0
         with open(unfinished(directory / data.name), "wb") as file:
-            for shard, flags in enumerate(selection.of(split)):
+            for shard, flags in enumerate(selection.masks(split)):
                 rows = read_rows(directory, shard)
                 ends = np.concatenate(([0], np.cumsum(rows.lengths)))
                 stored = open_tokens(directory, shard, dtype, int(ends[-1]))
-                # Start and end of each run of documents of this split: most are long.
-                turns = np.flatnonzero(np.diff(flags, prepend=False, append=False))
-                for first, last in turns.reshape(-1, 2):
+                # Start and end of each run of consecutive documents in this split; most runs are long.
+                bounds = np.flatnonzero(np.diff(flags, prepend=False, append=False))
+                for first, last in bounds.reshape(-1, 2):
                     file.write(stored[ends[first] : ends[last]])
                 lengths.append(rows.lengths[flags])
                 size = int(rows.sizes[flags].sum())
                 text_bytes += size
                 advance(size)
-        every = np.concatenate(lengths)
-        counts[split] = SplitCounts(documents=len(every), tokens=int(every.sum()), text_bytes=text_bytes)
-        if len(every):  # Megatron cannot open an empty .bin
-            write_index(unfinished(directory / index.name), every, dtype)
+        all_lengths = np.concatenate(lengths)
+        counts[split] = SplitCounts(documents=len(all_lengths), tokens=int(all_lengths.sum()), text_bytes=text_bytes)
+        if len(all_lengths):  # Megatron cannot open an empty .bin
+            write_index(unfinished(directory / index.name), all_lengths, dtype)
             written += [data, index]
-    # An older manifest must not describe the new files, nor old files remain beside the new manifest.
+    # Remove the old manifest and files first: neither may be combined with the new ones.
     for old in (".json", *(f"_{split}.{end}" for split in SPLITS for end in ("bin", "idx"))):
         Path(f"{prefix}{old}").unlink(missing_ok=True)
     for path in written:

@@ -1,8 +1,8 @@
-"""Test sets of benchmarks, indexed by their word n-grams, to find what training data holds of them.
+"""Test sets of benchmarks, indexed by word n-grams, for finding their items in training data.
 
-n-grams of 13 words are those of GPT-3 (arXiv 2005.14165, appendix C); 8 are also usual. An n-gram that many items
-share is a benchmark's own phrasing and is left out; one that few share counts more than one that several do. An item
-shorter than an n-gram is searched for whole; one of fewer than `min_words` words only as a whole message of a user.
+GPT-3 used n-grams of 13 words (arXiv 2005.14165, appendix C); 8 is also common. n-grams that many items share are a
+benchmark's phrasing and are excluded; the rest count more, the fewer items share them. An item shorter than an n-gram
+has to occur as a whole; an item shorter than `min_words` only counts as an entire message of a user.
 """
 
 import itertools
@@ -27,12 +27,12 @@ USUAL_KEYS = ("question", "problem", "prompt", "query", "instruction", "input", 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TestSet:
-    """Items of one benchmark.
+    """Files of one benchmark's items.
 
     Attributes:
         name: name in reports.
         path: .txt (one item per line), .jsonl (also .gz, .zst) or .parquet files and globs.
-        keys: keys of a record's texts; empty for the first of `USUAL_KEYS` that it has.
+        keys: keys of a record's texts; empty for the first of `USUAL_KEYS` that the record has.
     """
 
     __test__ = False  # keeps pytest from collecting it
@@ -44,15 +44,15 @@ class TestSet:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TestSets:
-    """Test sets that must not be in training data, and how much of an item is too much.
+    """Test sets that must not occur in training data, and the overlap that counts as an occurrence.
 
     Attributes:
         test_sets: the test sets.
-        ngram: number of words of an n-gram.
-        min_words: number of words below which items are compared only with whole messages of the user.
-        share: share of an item's n-grams, weighted by how few items have them, that a sample must hold; 0 if one is
+        ngram: number of words per n-gram.
+        min_words: number of words below which items are compared only with entire messages of a user.
+        share: share of an item's n-grams that a sample must contain, rare n-grams weighted higher; 0 if one n-gram is
             enough.
-        common: number of items above which an n-gram that they share is left out.
+        common: maximum number of items that may share an n-gram; n-grams shared by more are excluded.
     """
 
     __test__ = False
@@ -68,7 +68,7 @@ class TestSets:
             raise ValueError(f"min_words={self.min_words} is more than ngram={self.ngram}")
 
     def check(self) -> None:
-        """Reads the files again; raises ValueError if one cannot be used."""
+        """Read the files again and index them; raises ValueError if a file cannot be used."""
         index_of.cache_clear()
         index_of(self)
 
@@ -83,17 +83,17 @@ class Index:
 
     Attributes:
         items: name of each item, `gsm8k test.jsonl:12`.
-        report: items read, those without text or words, and the n-grams left out.
-        length: number of words of an n-gram.
+        report: counts of items read, items without text or words, and excluded n-grams.
+        length: number of words per n-gram.
         min_words: number of words of the beginnings of short items.
-        grams: [n-grams] sorted hashes, once for every item that has one.
-        owners: [n-grams] items of `grams`.
-        weights: [n-grams] logarithm of items in all over items that have the n-gram, plus one.
-        sizes: [items] sum of the weights of each one's n-grams that are in `grams`.
-        beginnings: [short texts] sorted hashes of their first words.
-        short: [short texts] items of the texts.
-        lengths: [short texts] lengths of the texts, in words.
-        wholes: (words, hash) of a short text -> item.
+        grams: [n-grams] sorted hashes; an n-gram of several items is repeated for each.
+        owners: [n-grams] item of each entry of `grams`.
+        weights: [n-grams] 1 + log(number of all items / number of items with the n-gram).
+        sizes: [items] sum of the weights of the item's n-grams in `grams`.
+        beginnings: [short texts] sorted hashes of their first `min_words` words.
+        short: [short texts] item of each text.
+        lengths: [short texts] number of words of each text.
+        wholes: (number of words, hash) of a short text -> item.
     """
 
     items: list[str]
@@ -112,26 +112,26 @@ class Index:
     def found_in(
         self, words: Words, *, share: float, judged: Collection[int] | None = None, whole: Collection[int] = ()
     ) -> str | None:
-        """Name of an item that texts hold enough of, or None.
+        """Name of an item that the texts contain, or None.
 
         Args:
             words: words of the texts.
-            share: share of an item's n-grams, each weighted by `weights`, that they must hold; 0 if one is enough.
-            judged: texts that are looked at; None for all.
-            whole: texts that are items too if they are one of fewer than `min_words` words.
+            share: share of an item's n-grams, weighted by `weights`, that they must contain; 0 if one is enough.
+            judged: texts to search; None for all.
+            whole: texts that are also compared as a whole with items of fewer than `min_words` words.
         """
         for text in whole:
-            own = words.of(text)
-            if 0 < len(own) < self.min_words and (item := self._whole(own)) is not None:
+            text_words = words.of(text)
+            if 0 < len(text_words) < self.min_words and (item := self._whole(text_words)) is not None:
                 return self.items[item]
         if len(self.short) and (item := self._short_item(words, judged)) is not None:
             return self.items[item]
         grams, _ = words.ngrams(self.length, texts=judged)
         if not len(self.grams) or not (there := _contains(self.grams, grams)).any():
             return None
-        found = np.unique(grams[there])
-        starts = np.searchsorted(self.grams, found, side="left")
-        ends = np.searchsorted(self.grams, found, side="right")
+        common = np.unique(grams[there])
+        starts = np.searchsorted(self.grams, common, side="left")
+        ends = np.searchsorted(self.grams, common, side="right")
         entries = np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)])
         names, number = np.unique(self.owners[entries], return_inverse=True)
         shares = np.bincount(number, weights=self.weights[entries]) / self.sizes[names]
@@ -157,16 +157,16 @@ class Index:
 
 
 def _contains(known: Hashes, wanted: Hashes) -> npt.NDArray[np.bool_]:
-    """Mask of the values that are among the sorted `known`, [wanted]."""
+    """Mask of the `wanted` values that are in the sorted `known`, [wanted]."""
     return known[np.minimum(np.searchsorted(known, wanted), len(known) - 1)] == wanted
 
 
 @lru_cache(maxsize=1)
 def index_of(settings: TestSets) -> Index:
-    """Index of test sets; made once per process.
+    """Index test sets, once per process.
 
     Raises:
-        ValueError: a file cannot be read, or has no item.
+        ValueError: a file cannot be read, or there are no items.
     """
     report = ReadReport()
     items: list[str] = []
@@ -176,22 +176,22 @@ def index_of(settings: TestSets) -> Index:
     for name, texts in itertools.chain.from_iterable(_items(test_set, report) for test_set in settings.test_sets):
         item = len(items)
         items.append(name)
-        own = []
+        item_grams = []
         for text in texts:
             words = word_hashes(text)
             if len(words) >= settings.ngram:
-                own.append(ngram_hashes(words, settings.ngram))
+                item_grams.append(ngram_hashes(words, settings.ngram))
             elif len(words):
                 wholes.setdefault((len(words), int(ngram_hashes(words, len(words))[0])), item)
                 if len(words) >= settings.min_words:
                     beginnings.append(int(ngram_hashes(words, settings.min_words)[0]))
                     short.append(item)
                     words_of.append(len(words))
-        if own:
-            grams.append(np.unique(np.concatenate(own)))
+        if item_grams:
+            grams.append(np.unique(np.concatenate(item_grams)))
             owners.append(np.full(len(grams[-1]), item, dtype=np.int32))
     if not items:
-        raise ValueError(f"decontamination: no item in the test sets: {report.summary()}")
+        raise ValueError(f"decontamination: the test sets have no items (skipped: {report.summary()}): check test_sets")
     all_grams, all_owners = np.concatenate(grams), np.concatenate(owners)
     order = np.argsort(all_grams, kind="stable")
     all_grams, all_owners = all_grams[order], all_owners[order]
@@ -220,7 +220,7 @@ def index_of(settings: TestSets) -> Index:
 
 
 def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[str]]]:
-    """Yield the name and texts of every item."""
+    """Yield name and texts of every item of a test set."""
     where = f"decontamination: test set {test_set.name}"
     if all(Path(path).suffix == ".txt" for path in test_set.path):
         for name, path in JsonlSource(path=test_set.path).inputs():
@@ -238,7 +238,9 @@ def _items(test_set: TestSet, report: ReadReport) -> Iterator[tuple[str, list[st
             elif test_set.keys or any(key in record for key in USUAL_KEYS):
                 report.skip("no text", files.place(part, number))
             else:
-                raise ValueError(f"{where}: {files.place(part, number)}: none of the keys {sorted(record)}: set keys")
+                raise ValueError(
+                    f"{where}: {files.place(part, number)}: has none of the usual keys, only {sorted(record)}: set keys"
+                )
 
 
 def _texts(record: dict[str, Any], keys: tuple[str, ...]) -> list[str]:

@@ -1,7 +1,7 @@
-"""Tokenizers for making training data: UTF-8 bytes, or any Hugging Face `tokenizer.json`.
+"""Tokenizers for training data: UTF-8 bytes, or any Hugging Face `tokenizer.json`.
 
-Both turn text into ids without special tokens; the writer of a document ends it with `eod`. A tokenizer is
-rebuilt in another process from `describe()`, and two tokenizers with equal `identity` give the same ids.
+Both turn text into ids without special tokens; whoever writes a document appends `eod`. Another process rebuilds a
+tokenizer from `describe()`, and two tokenizers with equal `identity` give the same ids.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ COMMON_EOD = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
 class ByteTokenizer:
-    """Byte tokenizer: ids 0 to 255 are the bytes, id 256 is the end of a document. No file, no unknown text.
+    """Byte tokenizer, without a file or unknown text: ids 0 to 255 are the bytes, and id 256 ends a document.
 
     Matches Megatron's NullTokenizer with vocab_size 257, whose eod is the last id
     (megatron/core/tokenizers/text/libraries/null_tokenizer.py).
@@ -45,34 +45,34 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(ids_type(self.vocab_size)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode the ids; eod is left out, and bytes that are not UTF-8 (a cut character) become U+FFFD."""
+        """Decode ids without eod; bytes that are not UTF-8, such as half a character, become U+FFFD."""
         return bytes(token for token in ids if token != self.eod).decode(errors="replace")
 
     def describe(self) -> dict[str, object]:
-        """Mapping that `load_tokenizer` turns back into this tokenizer."""
+        """Mapping from which `load_tokenizer` builds this tokenizer again."""
         return {"kind": "byte"}
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json` read by the `tokenizers` library, which needs neither transformers nor the network.
+    """Tokenizer of a `tokenizer.json`, by the `tokenizers` library, without transformers or network access.
 
-    The file's own truncation, padding and added special tokens are switched off: a training document is never
-    cut, and only `eod` is added. Text that spells a special token (`<|endoftext|>` in a web page) is encoded
-    as ordinary characters unless `parse_special_tokens` is set, which text with chat markers needs.
+    The file's truncation, padding and added special tokens are switched off: training documents are never truncated,
+    and only `eod` is added. Text that spells a special token (`<|endoftext|>` in a web page) is encoded as ordinary
+    text unless `parse_special_tokens` is set, which text with chat markers requires.
 
     Args:
-        path: Path of the file, or of the directory that holds it.
-        eod: Name of the token that ends a document. Without it: `eos_token` of the tokenizer_config.json
-            beside the file, as in Megatron and transformers, else the first of `COMMON_EOD` that it has.
-        parse_special_tokens: True to turn the names of special tokens in the text into these tokens.
+        path: Path of the file, or of its directory.
+        eod: Name of the token that ends a document. By default, `eos_token` of the tokenizer_config.json in the same
+            directory, as in Megatron and transformers, or else the first token of `COMMON_EOD` in the vocabulary.
+        parse_special_tokens: True to encode the names of special tokens in a text as these tokens.
 
     Raises:
         ValueError: The file is missing or unreadable, or has no such end-of-document token.
     """
 
     def __init__(self, path: str | Path, *, eod: str | None = None, parse_special_tokens: bool = False) -> None:
-        given = Path(path).expanduser()
-        self.path = given / "tokenizer.json" if given.is_dir() else given
+        path = Path(path).expanduser()
+        self.path = path / "tokenizer.json" if path.is_dir() else path
         self._tokenizer, content = read_tokenizer(self.path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -95,12 +95,12 @@ class HuggingFaceTokenizer:
         return [self._ids_of(text).astype(ids_type(self.vocab_size)) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Decode the ids, as far as the tokenizer can restore the text; eod is left out."""
-        kept = [int(token) for token in ids if token != self.eod]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        """Decode ids without eod, as far as the tokenizer can restore the text."""
+        without_eod = [int(token) for token in ids if token != self.eod]
+        return self._tokenizer.decode(without_eod, skip_special_tokens=False)
 
     def describe(self) -> dict[str, object]:
-        """Mapping that `load_tokenizer` turns back into this tokenizer."""
+        """Mapping from which `load_tokenizer` builds this tokenizer again."""
         return {
             "kind": "huggingface",
             "path": str(self.path),
@@ -137,7 +137,7 @@ def load_tokenizer(config: object) -> Tokenizer:
         return ByteTokenizer()
     path, eod, parse = config.get("path"), config.get("eod"), config.get("parse_special_tokens", False)
     if not isinstance(path, str | Path) or not str(path):
-        raise ValueError(f"a 'huggingface' tokenizer needs path, the place of its tokenizer.json, not {path!r}")
+        raise ValueError(f"a 'huggingface' tokenizer needs path, the path of its tokenizer.json, not {path!r}")
     if eod is not None and not isinstance(eod, str):
         raise ValueError(f"tokenizer eod must be the name of a token, not {eod!r}")
     if not isinstance(parse, bool):
@@ -146,14 +146,14 @@ def load_tokenizer(config: object) -> Tokenizer:
 
 
 def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[str, object]:
-    """Megatron arguments (snake_case) under which its tokenizer has this vocabulary size and eod.
+    """Megatron arguments (snake_case) with which Megatron's tokenizer has this vocabulary size and eod.
 
-    Training on tokenised files needs nothing else from a tokenizer. With `ids_only` a Hugging Face tokenizer
-    is replaced by Megatron's NullTokenizer of the same size and eod, which needs no transformers; without it,
-    Megatron loads the files with transformers, can turn ids into text and saves the files in checkpoints.
+    Training on tokenised files needs nothing else from a tokenizer. `ids_only` selects Megatron's NullTokenizer of the
+    same size and eod in place of a Hugging Face tokenizer, so that transformers is not required. Otherwise Megatron
+    loads the files with transformers, can decode ids, and saves the files in checkpoints.
 
     Raises:
-        ValueError: Megatron would take another eod or another vocabulary size from the tokenizer's directory.
+        ValueError: Megatron would read another eod or another vocabulary size from the tokenizer's directory.
     """
     if isinstance(tokenizer, ByteTokenizer) or ids_only:
         arguments: dict[str, object] = {"tokenizer_type": "NullTokenizer", "vocab_size": tokenizer.vocab_size}
@@ -161,53 +161,53 @@ def megatron_arguments(tokenizer: Tokenizer, *, ids_only: bool = False) -> dict[
             arguments["null_tokenizer_eod_id"] = tokenizer.eod
         return arguments
     directory = tokenizer.path.parent
-    # build_tokenizer hands the path to AutoTokenizer, which wants a directory with both files, and takes eod
-    # from eos_token (megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py).
+    # build_tokenizer passes the path to AutoTokenizer, which requires a directory with both files, and uses eos_token
+    # as eod (megatron/core/tokenizers/text/libraries/huggingface_tokenizer.py).
     if tokenizer.path.name != "tokenizer.json":
         raise ValueError(f"{tokenizer.path}: Megatron finds it only as tokenizer.json: rename it, or use ids_only")
-    named = _configured_eos(tokenizer.path)
-    if named != tokenizer.eod_token:
+    eos = _configured_eos(tokenizer.path)
+    if eos != tokenizer.eod_token:
         raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: Megatron takes eod from its eos_token, which is {named!r}, "
-            f"but the data ends documents with {tokenizer.eod_token!r}: write that there, or use ids_only"
+            f"{directory / 'tokenizer_config.json'}: Megatron uses its eos_token as eod, which is {eos!r}, "
+            f"but the data ends documents with {tokenizer.eod_token!r}: correct eos_token, or use ids_only"
         )
     if tokenizer.token_count != tokenizer.vocab_size:
         raise ValueError(
             f"{tokenizer.path}: {tokenizer.token_count} tokens but ids up to {tokenizer.vocab_size - 1}: "
-            "Megatron would size the embedding by the first: use ids_only"
+            "Megatron would size the embedding by the number of tokens: use ids_only"
         )
     return {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(directory)}
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int | None:
-    """Number of token ids of a training config's model: `model.vocab_size`, but no more than its embedding has rows.
+    """Number of token ids of a training config's model: `model.vocab_size`, but at most the rows of its embedding.
 
     Returns:
-        The number; None where neither is set, so that Megatron takes it from the data.
+        The number; None if neither is set, so that Megatron derives it from the data.
     """
     sizes = ((config.get("model") or {}).get("vocab_size"), config["megatron"].get("padded_vocab_size"))
     return min((int(size) for size in sizes if size), default=None)
 
 
 def check_vocabulary(ids: int, config: Mapping[str, Any]) -> None:
-    """Refuse data whose tokenizer has more ids than the model has tokens.
+    """Check that the data's tokenizer does not have more ids than the model.
 
     Raises:
-        ValueError: names both numbers.
+        ValueError: the tokenizer has more ids.
     """
     rows = vocabulary_of(config)
     if rows is not None and ids > rows:
         raise ValueError(
-            f"the tokenizer has {ids} ids, the model {rows} (model.vocab_size, or megatron.padded_vocab_size without "
-            "it): choose the model's own tokenizer, or raise them"
+            f"the tokenizer has {ids} ids, but the model has {rows} (model.vocab_size, or megatron.padded_vocab_size "
+            "if that is not set): use the model's tokenizer, or raise the number"
         )
 
 
 def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
-    """Read the tokenizer in a file as the library's own object, and the file's bytes.
+    """Read a tokenizer.json as an object of the `tokenizers` library, and return it with the file's bytes.
 
     Raises:
-        ValueError: The file is missing, or none that the library reads.
+        ValueError: The file is missing, or the library cannot read it.
     """
     try:
         from tokenizers import Tokenizer as RustTokenizer
@@ -223,7 +223,7 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
         return RustTokenizer.from_str(content.decode()), content
     except Exception as error:  # the library raises bare Exception
         raise ValueError(
-            f"tokenizer {path}: not a tokenizer.json that the tokenizers library reads ({error}). Convert a "
+            f"tokenizer {path}: not a tokenizer.json that the tokenizers library can read ({error}). Convert a "
             "SentencePiece or tiktoken model first: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         ) from error
 
@@ -231,20 +231,20 @@ def read_tokenizer(path: Path) -> tuple["RustTokenizer", bytes]:
 def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]]:
     """Function that encodes one text, without the tokens that a post-processor adds.
 
-    Where fastokens is installed and reads the tokenizer, it encodes, many times as fast; the ids are the same. Both
-    encode the first text and one in 256, by its content, and a difference raises JobFailed. The tokenizer must not
-    change afterwards.
+    Uses fastokens, which is many times faster and gives the same ids, if it is installed and supports the tokenizer.
+    The first text and about one in 256 are encoded with both libraries, and a difference raises JobFailed. The
+    tokenizer must not be changed afterwards.
     """
 
     def by_tokenizers(text: str) -> npt.NDArray[np.uint32]:
-        # A batch of one uses one core: the caller chooses the number of cores by its number of processes.
+        # A batch of one text uses one core; the caller determines the number of cores by its number of processes.
         return np.array(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids, dtype=np.uint32)
 
     try:
         from fastokens import Tokenizer as FastTokenizer
 
         fast = FastTokenizer.from_json_str(tokenizer.to_str())
-    except (ImportError, ValueError):  # not installed, or one of the tokenizer's parts is not known to it
+    except (ImportError, ValueError):  # not installed, or a part of the tokenizer is not supported
         return by_tokenizers
     numbers, ordinary = itertools.count(), tokenizer.encode_special_tokens
 
@@ -254,12 +254,12 @@ def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]
     def by_fastokens(text: str) -> npt.NDArray[np.uint32]:
         try:
             ids = np.frombuffer(fast.encode_batch_flat([text], split_special_tokens=ordinary)[0], dtype=np.uint32)
-        except Exception:  # of a text that is too much for it
+        except Exception:  # a text that fastokens cannot encode
             return by_tokenizers(text)
         if is_compared(text) and not np.array_equal(ids, by_tokenizers(text)):
             raise JobFailed(
-                f"fastokens encodes {text[:60]!r}... otherwise than tokenizers: uninstall it, remove what this job has "
-                "made and begin again"
+                f"fastokens and tokenizers encode {text[:60]!r}... differently: uninstall fastokens, remove the output "
+                "of this job and start over"
             )
         return ids
 
@@ -267,26 +267,28 @@ def ids_of(tokenizer: "RustTokenizer") -> Callable[[str], npt.NDArray[np.uint32]
 
 
 def _end_token(vocabulary: Mapping[str, int], path: Path, eod: str | None) -> str:
-    wanted = eod or _configured_eos(path)
-    if wanted is None:
-        wanted = next((name for name in COMMON_EOD if name in vocabulary), None)
-    if wanted is None:
-        raise ValueError(f"tokenizer {path}: none of {', '.join(COMMON_EOD)} is in it: name its eod token")
-    if wanted not in vocabulary:
+    name = eod or _configured_eos(path)
+    if name is None:
+        name = next((common for common in COMMON_EOD if common in vocabulary), None)
+    if name is None:
+        raise ValueError(
+            f"tokenizer {path} has none of the tokens {', '.join(COMMON_EOD)}: set eod to one of its tokens"
+        )
+    if name not in vocabulary:
         special = [token for token in vocabulary if token.startswith("<")]
-        raise ValueError(f"tokenizer {path}: no token {wanted!r} for eod; {nearest(wanted, special[:50])}")
-    return wanted
+        raise ValueError(f"tokenizer {path} has no token {name!r} for eod; {nearest(name, special[:50])}")
+    return name
 
 
 def _configured_eos(path: Path) -> str | None:
-    """Name of the `eos_token` in the tokenizer_config.json beside a tokenizer.json, or None."""
-    beside = path.parent / "tokenizer_config.json"
+    """Name of `eos_token` in the tokenizer_config.json next to a tokenizer.json, or None."""
+    config_path = path.parent / "tokenizer_config.json"
     try:
-        config = json.loads(beside.read_bytes())
+        config = json.loads(config_path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ValueError(f"{beside}: cannot be read ({error}): mend or remove it") from error
+        raise ValueError(f"{config_path}: cannot be read ({error}): correct or remove it") from error
     token = config.get("eos_token") if isinstance(config, dict) else None
     # Older files store an AddedToken as a mapping.
     name = token.get("content") if isinstance(token, dict) else token

@@ -1,7 +1,7 @@
-"""Sources that read the user's own files, and the reader of rows for the whole package.
+"""Sources of the user's files, and the package's reader of rows.
 
-`jsonl` and `parquet` files hold many records each; in `text` and `tree` (a directory of source files) every file is one
-document. Rows that are not documents, such as conversations, pairs and tasks, are read by the first two as well.
+`jsonl` and `parquet` files hold many records each; in `text` and `tree` (a directory of source files) each file is a
+document. The first two also read rows that are not documents, such as conversations, pairs and tasks.
 """
 
 import fnmatch
@@ -21,7 +21,7 @@ from typing import IO, Annotated, Any, ClassVar, cast
 import zstandard
 from pydantic import Field
 
-from nemo_ext.data.text.documents import UNLIMITED, Document, Part, ReadReport, Source, file_text, seems
+from nemo_ext.data.text.documents import UNLIMITED, Document, Part, ReadReport, Source, encoding_hint, file_text
 from nemo_ext.job.records import read_json
 from nemo_ext.job.settings import Share, Strings, nearest
 
@@ -29,15 +29,16 @@ _SAMPLE_BYTES = 1 << 20
 PACKED = (".gz", ".zst")
 Row = dict[str, Any]
 DAMAGED = (EOFError, OSError, zlib.error, zstandard.ZstdError)
-"""Errors of reading a file of lines whose compression is damaged."""
+"""Errors raised while reading a damaged compressed file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordSource(Source):
-    """Files with many records each. A share of malformed ones above `max_bad_share` is an error.
+    """Base class of sources of files with many records each.
 
     path: Paths and globs.
     text_key: Key of the JSON object, or column of the table, that holds the text.
+    max_bad_share: Maximum share of malformed records; more are an error.
     """
 
     path: Strings
@@ -49,23 +50,23 @@ class RecordSource(Source):
         return _named_files(self.path, self.kind)
 
     def check_files(self) -> None:
-        """Raises ValueError if a file is missing or, by a cheap check, not of this kind."""
+        """Raise ValueError if a file is missing or, as far as a cheap check can tell, not of this kind."""
         self.inputs()
 
     def numbered(
         self, part: Part, *, columns: list[str] | None = None, strict: bool = False
     ) -> Iterator[tuple[int, Row | str]]:
-        """Yield line or row number and content of every record of a part, or the reason why it is malformed.
+        """Yield the number (line or row) of each record of a part with its content, or the reason why it is malformed.
 
         Args:
             part: the part.
-            columns: columns to read of a table; None for all.
-            strict: refuse JSON that only Python takes, see `read_json`.
+            columns: columns of a table to read; None for all.
+            strict: reject JSON that only Python accepts, see `read_json`.
         """
         raise NotImplementedError
 
     def records(self, part: Part, report: ReadReport, *, columns: list[str] | None = None) -> Iterator[tuple[int, Row]]:
-        """Yield line or row number and content of every record of a part; malformed ones are counted."""
+        """Yield number (line or row) and content of each record of a part; malformed records are only counted."""
         for number, row in self.numbered(part, columns=columns):
             report.records += 1
             if isinstance(row, str):
@@ -74,13 +75,13 @@ class RecordSource(Source):
                 yield number, row
 
     def placed(self, *, strict: bool = False) -> Iterator[tuple[str, Row | str]]:
-        """Yield place and content of every record of all files, or the reason why it is malformed."""
+        """Yield the place of each record of all files with its content, or the reason why it is malformed."""
         for part in self.parts(max_documents=UNLIMITED, max_size=UNLIMITED):
             for number, row in self.numbered(part, strict=strict):
                 yield self.place(part, number), row
 
     def rows(self, *, strict: bool = False) -> Iterator[tuple[str, Row]]:
-        """Yield place and content of every record of all files.
+        """Yield place and content of each record of all files.
 
         Raises:
             ValueError: a record is malformed.
@@ -88,7 +89,7 @@ class RecordSource(Source):
         return ((place, well_formed(row, place)) for place, row in self.placed(strict=strict))
 
     def place(self, part: Part, number: int) -> str:
-        """Place of a record, for messages."""
+        """Place of a record for messages, such as `a.jsonl:7`."""
         return f"{part.path}{self._numbering}{number}"
 
     def read(self, part: Part, report: ReadReport) -> Iterator[Document]:
@@ -97,11 +98,11 @@ class RecordSource(Source):
                 yield Document(f"{part.name}:{number}", text)
 
     def text_of(self, record: Mapping[str, Any], part: Part, number: int, report: ReadReport) -> str | None:
-        """Text of a record; None if it has none, which is counted."""
+        """Text of a record; None if it has no text, which is counted as malformed."""
         text = record.get(self.text_key)
         if isinstance(text, str):
             return text
-        problem = f"no key {self.text_key!r}, there are {sorted(record)}: set text_key"
+        problem = f"no key {self.text_key!r}, only {sorted(record)}: set text_key"
         if self.text_key in record:
             problem = f"{self.text_key!r} is " + (
                 "null" if text is None else f"not a string but a {type(text).__name__}"
@@ -115,9 +116,9 @@ class RecordSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlSource(RecordSource):
-    """One JSON object per line, plain, .gz or .zst; blank lines are ignored.
+    """Source of JSONL files, plain, .gz or .zst, with one JSON object per line; blank lines are ignored.
 
-    Plain files are read by several workers at once, a compressed file by one.
+    Several workers can read a plain file, but only one a compressed file.
     """
 
     kind: ClassVar[str] = "jsonl"
@@ -163,12 +164,12 @@ class JsonlSource(RecordSource):
                 if part.stop and position >= part.stop:
                     return
         if part.size and position < part.stop:
-            raise ValueError(f"{part.path}: is shorter than it was: it changed during the work; begin again")
+            raise ValueError(f"{part.path} became shorter during the run: start over when the file is complete")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetSource(RecordSource):
-    """One document per row, streamed by row group; a null counts as malformed. Needs pyarrow."""
+    """Source of Parquet files with one document per row, read by row group; null is malformed. Requires pyarrow."""
 
     kind: ClassVar[str] = "parquet"
     _numbering: ClassVar[str] = ": row "
@@ -214,12 +215,12 @@ class ParquetSource(RecordSource):
                         yield number, row if isinstance(row, str) else table_row(row)
                         number += 1
         except (OSError, OverflowError, pyarrow.ArrowInvalid) as error:
-            raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or make it again") from error
+            raise ValueError(f"{part.path}: cannot be read to its end ({error}): copy or create it again") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSource(Source):
-    """Text files named one by one or by globs, one document each; one that is not UTF-8 text is an error."""
+    """Source of text files, given by paths and globs, with one document each; a file that is not UTF-8 is an error."""
 
     kind: ClassVar[str] = "text"
     path: Strings
@@ -238,10 +239,10 @@ class TextSource(Source):
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSource(Source):
-    """Files below a directory, one document per file; binary, undecodable and unreadable ones are counted.
+    """Source of the files below a directory, one document each; binary, undecodable and unreadable files are counted.
 
-    A glob is compared with the file's path below `path` (where `*` also crosses `/`) and with its name; an
-    exclude glob also with every directory on the way. Links to directories are not followed.
+    A glob may match a file's path below `path` (where `*` also matches `/`) or its name; an exclude glob may also match
+    a directory above it. Links to directories are not followed.
     """
 
     kind: ClassVar[str] = "tree"
@@ -253,18 +254,21 @@ class TreeSource(Source):
         root = Path(self.path).expanduser()
         if not root.is_dir():
             raise ValueError(f"tree source: {root} is not a directory")
-        found = walk(
+        files = walk(
             root,
             lambda name: matches(name, self.include) and not matches(name, self.exclude),
             skip_directories=self.exclude,
         )
-        if not found:
-            raise ValueError(f"tree source: no file below {root} matches include={list(self.include)} and not exclude")
-        return found
+        if not files:
+            raise ValueError(
+                f"tree source: no file below {root} matches include={list(self.include)} and is not excluded by "
+                f"exclude={list(self.exclude)}"
+            )
+        return files
 
 
 def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> RecordSource:
-    """Reader of files of records, jsonl or parquet; if the kind is None, the files' names tell it.
+    """Source of records in jsonl or parquet files; if the kind is None, it is inferred from the files' names.
 
     Raises:
         ValueError: the names mix .parquet and others; the message begins with `where`.
@@ -272,13 +276,13 @@ def record_source(paths: tuple[str, ...], kind: str | None, where: str) -> Recor
     if kind is None:
         kinds = {"parquet" if path.endswith(".parquet") else "jsonl" for path in paths}
         if len(kinds) != 1:
-            raise ValueError(f"{where}: path is empty or mixes .parquet and others: make it two sources")
+            raise ValueError(f"{where}: path is empty or mixes .parquet with other files: use one source for each")
         kind = kinds.pop()
     return (ParquetSource if kind == "parquet" else JsonlSource)(path=paths)
 
 
 def value_at(record: Mapping[str, Any], key: str) -> Any:
-    """Value of a key, or of a path of keys such as `metadata.task`; None if there is none."""
+    """Value at a key or a dotted path of keys such as `metadata.task`; None if it does not exist."""
     if key in record or "." not in key:
         return record.get(key)
     value: Any = record
@@ -288,9 +292,9 @@ def value_at(record: Mapping[str, Any], key: str) -> Any:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of an Arrow table without the nulls inside its structs, which have all keys that any row has.
+    """Row of an Arrow table without the nulls inside structs, where each row has the keys of all rows.
 
-    A null in JSON is a value, such as a JSON schema's `const: null`, and stays.
+    JSONL rows do not pass through here: their nulls are values, such as a JSON schema's `const: null`.
     """
 
     def without_nulls(value: Any) -> Any:
@@ -302,21 +306,21 @@ def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def outside(folder: Path, inputs: Iterable[Path]) -> None:
-    """Raises ValueError if an input lies inside a folder that a job makes and removes itself."""
+    """Raise ValueError if an input is inside a folder that the job empties."""
     for path in inputs:
         if folder.resolve() in path.resolve().parents:
-            raise ValueError(f"{path} lies in {folder}, which is emptied: move it, or choose another output")
+            raise ValueError(f"{path} is inside {folder}, which the job empties: move it, or choose another output")
 
 
 def find_files(patterns: Collection[str], where: str) -> list[Path]:
-    """Find the files of paths and globs, each once, in the order of the patterns and sorted within one.
+    """Find the files of paths and globs, without duplicates, in the order of the patterns and sorted within each.
 
     Raises:
         ValueError: a pattern matches nothing or names a directory, or no file is found; begins with `where`.
     """
     if not patterns:
         raise ValueError(f"{where}: path is empty: name at least one file")
-    found: dict[Path, None] = {}
+    files: dict[Path, None] = {}
     for pattern in patterns:
         path = Path(pattern).expanduser()
         if path.is_dir():
@@ -324,41 +328,41 @@ def find_files(patterns: Collection[str], where: str) -> list[Path]:
         there = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
         if missing := [match for match in there if not match.exists()] or ([] if there else [path]):
             raise ValueError(f"{where}: no such file: {missing[0]}")
-        found |= dict.fromkeys(match.absolute() for match in there if match.is_file())
-    if not found:
-        raise ValueError(f"{where}: only directories match {list(patterns)}")
-    return list(found)
+        files |= dict.fromkeys(match.absolute() for match in there if match.is_file())
+    if not files:
+        raise ValueError(f"{where}: {list(patterns)} matches only directories: name their files")
+    return list(files)
 
 
 def _named_files(patterns: Collection[str], kind: str) -> list[tuple[str, Path]]:
-    """Find the files of paths and globs, named by their path below their common directory."""
-    found = find_files(patterns, f"{kind} source")
-    common = Path(os.path.commonpath([path.parent for path in found]))
-    return sorted((path.relative_to(common).as_posix(), path) for path in found)
+    """Find the files of paths and globs, named by their paths below their common directory."""
+    files = find_files(patterns, f"{kind} source")
+    common = Path(os.path.commonpath([path.parent for path in files]))
+    return sorted((path.relative_to(common).as_posix(), path) for path in files)
 
 
 def walk(root: Path, takes: Callable[[str], bool], *, skip_directories: Collection[str]) -> list[tuple[str, Path]]:
-    """List the files below `root` whose relative path `takes` accepts, as (relative path, path), sorted."""
-    found = []
+    """List (relative path, path) of the files below `root` whose relative path `takes` accepts, sorted."""
+    listed = []
     for directory, names, files in os.walk(root):
         names[:] = [name for name in names if not matches(name, skip_directories)]
         below = directory[len(str(root)) :].replace(os.sep, "/").lstrip("/")
         for file in files:
             name = f"{below}/{file}" if below else file
-            # The name comes first: there are many files, and a pipe among them must not be opened.
+            # The name is tested first, which is cheaper; isfile excludes pipes.
             if takes(name) and os.path.isfile(os.path.join(directory, file)):
-                found.append((name, Path(directory, file)))
-    return sorted(found)
+                listed.append((name, Path(directory, file)))
+    return sorted(listed)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """True if a path or its last part matches one of the globs."""
+    """True if a path or its last component matches one of the globs."""
     last = name.rsplit("/", 1)[-1]
     return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns for text in (name, last))
 
 
 def json_object(line: bytes, *, strict: bool = False) -> Row | str:
-    """The JSON object of a line (`read_json`), or the reason why it is none."""
+    """JSON object of a line (`read_json`), or the reason why the line is malformed."""
     try:
         record = read_json(line, strict=strict)
     except (ValueError, RecursionError) as error:
@@ -367,14 +371,14 @@ def json_object(line: bytes, *, strict: bool = False) -> Row | str:
 
 
 def well_formed(row: Row | str, place: str) -> Row:
-    """The row, unless it is the reason why there is none, see `RecordSource.numbered`: that raises ValueError."""
+    """Return a row of `RecordSource.placed`; raises ValueError if it is the reason why the row is malformed."""
     if isinstance(row, str):
-        raise ValueError(f"{place}: {row}: mend this row, or take it out")
+        raise ValueError(f"{place}: {row}: correct or remove this row")
     return row
 
 
 def _readable_rows(batch: Any) -> list[Row | str]:
-    """Rows of a batch, with the reason in place of a row with text that is not UTF-8."""
+    """Rows of an Arrow batch, with an error message in place of each row that is not UTF-8."""
     try:
         return cast(list[Row | str], batch.to_pylist())
     except UnicodeDecodeError as error:
@@ -384,7 +388,7 @@ def _readable_rows(batch: Any) -> list[Row | str]:
 
 
 def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
-    """The library pyarrow with its Parquet files; if it is not installed, raises ValueError that says what needs it."""
+    """Import pyarrow with `pyarrow.parquet`; raises ValueError beginning with `what` if it is not installed."""
     try:
         importlib.import_module("pyarrow.parquet")
         return importlib.import_module("pyarrow")
@@ -393,27 +397,27 @@ def pyarrow_module(what: str = "Parquet files need") -> ModuleType:
 
 
 def parquet_file(path: Path) -> Any:
-    """A Parquet file, opened; raises ValueError if it is none or pyarrow is missing."""
+    """Open a Parquet file; raises ValueError if it is not one or pyarrow is missing."""
     pyarrow = pyarrow_module()
     try:
         return pyarrow.parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
+        raise ValueError(f"{path}: not a readable Parquet file ({error}): create it again") from None
 
 
 def open_lines(path: str) -> IO[bytes]:
     """Open a file of lines in UTF-8: plain, .gz or .zst.
 
     Raises:
-        ValueError: the file begins as text in UTF-16 or UTF-32 does.
+        ValueError: the file appears to be UTF-16 or UTF-32.
     """
     opened = gzip.open if path.endswith(".gz") else open
     packed: Any = opened(path, "rb")
     file = io.BufferedReader(_Zstandard(packed), 1 << 20) if path.endswith(".zst") else packed
     try:
-        encoding = seems(file.peek(4))
+        encoding = encoding_hint(file.peek(4))
     except DAMAGED:
-        encoding = ""  # reading it says so
+        encoding = ""  # reported when the file is read
     if encoding:
         file.close()
         raise ValueError(
@@ -423,25 +427,25 @@ def open_lines(path: str) -> IO[bytes]:
 
 
 def utf8_text(path: Path) -> str:
-    """Text of a whole file, see `open_lines`, without its byte order mark.
+    """Text of a file that `open_lines` can open, without its byte order mark.
 
     Raises:
-        ValueError: it is not UTF-8, or cannot be read.
+        ValueError: the file is not UTF-8, or cannot be read.
     """
     try:
         with open_lines(str(path)) as file:
             return file.read().decode().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 at byte {error.start}: convert it") from None
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}: convert it to UTF-8") from None
     except DAMAGED as error:
         raise ValueError(f"{path}: cannot be read ({error}): copy it again") from None
 
 
 class _Zstandard(io.RawIOBase):
-    """Content of a .zst whose window may have any size. zstandard's own reader takes a file that is cut off for whole.
+    """Decompressed .zst file with any window size. Unlike zstandard's reader, it detects truncated files.
 
     Raises:
-        EOFError: the last frame is cut off.
+        EOFError: the last frame is truncated.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -460,7 +464,7 @@ class _Zstandard(io.RawIOBase):
         while not self._content:
             packed = self._packed or self._file.read(1 << 16)
             if not packed and self._frame is not None:
-                raise EOFError("the last frame is cut off")
+                raise EOFError("the last frame is truncated")
             if not packed:
                 return 0
             frame = self._frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
@@ -472,7 +476,7 @@ class _Zstandard(io.RawIOBase):
 
 
 def whole_lines(file: IO[bytes], path: str) -> Iterator[bytes]:
-    """Yield the lines of a file; raises ValueError with its name if its compression is damaged."""
+    """Yield the lines of a file; raises ValueError with its path if its compression is damaged."""
     try:
         yield from file
     except DAMAGED as error:

@@ -1,4 +1,4 @@
-"""Source that reads web archives: pages of WARC files, whose main text trafilatura finds, and texts of WET files."""
+"""Source of web archives: the main text of pages in WARC files, extracted by trafilatura, and texts of WET files."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from nemo_ext.data.text.documents import Document, Part, ReadReport, Source
 from nemo_ext.data.text.user_files import find_files
 from nemo_ext.job.settings import Share, Strings
 
-_NEEDS = "web archives need: pip install 'nemo_ext[curate]'"
 _LARGEST = 1 << 22
-"""Bytes of a page; trafilatura takes the square of the number of a page's links."""
+"""Maximum number of bytes of a page, since trafilatura's time is quadratic in the number of links."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarcSource(Source):
-    """Pages of WARC files (`response` records of HTML or plain text) and texts of WET files (`conversion` records).
+    """Source of pages in WARC files (`response` records of HTML or text) and texts in WET files (`conversion` records).
 
-    A document's id is its record's; `about` has its `url` and `date`. Other records are counted by their type, pages
-    without a main text as `no text`.
+    A document has the id of its record, and its `url` and `date` in `about`. Other records are counted by type, and
+    pages without main text as `no text`.
 
-    path: Paths and globs of .warc, .wet, and the same with .gz.
-    precise: Whether trafilatura favours precision, as FineWeb does, over recall.
+    path: Paths and globs of .warc, .wet, .warc.gz and .wet.gz files.
+    precise: Whether trafilatura favours precision over recall, as for FineWeb.
+    max_bad_share: Maximum share of malformed records; more are an error.
     """
 
     kind: ClassVar[str] = "warc"
@@ -45,11 +45,11 @@ class WarcSource(Source):
                 for record in iterator(file):
                     if (document := self._document(record, part, report)) is not None:
                         yield document
-                if record is not None:  # warcio ends at a cut without a word
+                if record is not None:  # warcio does not report a truncated file
                     while record.raw_stream.read(1 << 20):
                         pass
                     if record.raw_stream.limit:
-                        raise EOFError(f"the last record lacks {record.raw_stream.limit:,} bytes")
+                        raise EOFError(f"{record.raw_stream.limit:,} bytes of the last record are missing")
         except (error, EOFError, OSError) as problem:
             raise ValueError(f"{part.path}: cannot be read to its end ({problem}): copy it again") from problem
 
@@ -75,14 +75,13 @@ class WarcSource(Source):
         if len(data) > _LARGEST:
             report.skip("too large", f"{part.path}: {name}")
             return None
-        if not getattr(
-            getattr(stream, "decompressor", None), "eof", True
-        ):  # warcio ends at damage and at a cut without an error
+        # warcio does not report damaged or truncated pages.
+        if not getattr(getattr(stream, "decompressor", None), "eof", True):
             report.skip("damaged page", f"{part.path}: {name}")
             return None
         try:
             text = _page(data, precise=self.precise) if "html" in kind else _decoded(data, kind)
-        except Exception as error:  # one odd page must not stop a crawl
+        except Exception as error:  # a single page must not stop the job
             report.skip("unreadable page", f"{part.path}: {name}: {error}")
             return None
         if not text:
@@ -116,5 +115,5 @@ def _archives() -> tuple[Any, type[Exception]]:
         from warcio.archiveiterator import ArchiveIterator
         from warcio.exceptions import ArchiveLoadFailed
     except ImportError as error:
-        raise ValueError(f"{_NEEDS} ({error})") from error
+        raise ValueError(f"web archives require: pip install 'nemo_ext[curate]' ({error})") from error
     return ArchiveIterator, ArchiveLoadFailed

@@ -1,7 +1,7 @@
-"""Words and word n-grams as 64-bit hashes, the same in every process.
+"""Words and word n-grams as 64-bit hashes, equal in all processes.
 
-A run of bytes or words hashes to a polynomial modulo 2**64, taken from prefix sums: numpy hashes all words of a text at
-once, and n-grams cost the same whatever their length. In practice, two words or n-grams never share a hash.
+The hash of a run of bytes or words is a polynomial modulo 2**64, computed from prefix sums: numpy hashes all words of a
+text at once, and n-grams of any length cost the same. Collisions are negligible in practice.
 """
 
 import re
@@ -16,7 +16,7 @@ import numpy.typing as npt
 Hashes = npt.NDArray[np.uint64]
 Places = npt.NDArray[np.int64]
 
-# Scripts written without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese. Each character is a word.
+# Scripts without spaces (Thai, Lao, Burmese, Khmer, Japanese, Chinese), in which each character is a word.
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 _WORD = re.compile(rf"[^\W{_UNSPACED}]+|[{_UNSPACED}]")
 _ASCII_WORD = re.compile(r"\w+", re.ASCII)
@@ -29,62 +29,61 @@ _CHUNK = 1 << 16
 
 
 def words_of(text: str) -> list[str]:
-    """Words of a text in lower case, compatibility forms normalised (NFKC), without punctuation."""
+    """Split a text into words in lower case, normalised by NFKC, without punctuation."""
     if text.isascii():
         return _ASCII_WORD.findall(text.lower())
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
 def word_hashes(text: str) -> Hashes:
-    """Hash of each word of `words_of`, [words]."""
+    """Hashes of the words of `words_of`, [words]."""
     return Words([text]).hashes
 
 
 def ngram_hashes(words: Hashes, length: int) -> Hashes:
-    """Hash of the `length` words that begin at each place, [max(0, words - length + 1)]."""
+    """Hashes of the n-grams of `length` words at each position, [max(0, words - length + 1)]."""
     if len(words) < length:
         return np.empty(0, dtype=np.uint64)
     return _between(_sums(words), slice(None, len(words) - length + 1), slice(length, None))
 
 
 def span_hashes(data: bytes, starts: Places, ends: Places) -> Hashes:
-    """Hashes of the bytes between starts and ends, [spans], wherever they are; takes 16 times the memory of `data`."""
+    """Hashes of the bytes from starts to ends, [spans], equal for equal bytes; takes 16 times the memory of `data`."""
     return _between(_sums(np.frombuffer(data, dtype=np.uint8)), starts, ends)
 
 
 class Words:
-    """Words of several texts, concatenated.
+    """Hashed words of several texts, concatenated.
 
     Attributes:
         hashes: [words] hashes of the words.
-        starts: [texts + 1] start of each text.
+        starts: [texts + 1] index of each text's first word, and the number of words.
     """
 
     def __init__(self, texts: Sequence[str]) -> None:
         plain = [text.lower() if text.isascii() else " ".join(words_of(text)) for text in texts]
-        found, begins, size = list[Hashes](), list[Places](), 0
-        # All texts at once, as most are short; where they are long in pieces, which bounds the number of powers.
-        whole = "\n".join(plain)
-        for piece in _pieces(whole):
+        pieces, begins, size = list[Hashes](), list[Places](), 0
+        # All texts together, as most are short, but in pieces, which bounds the number of powers for long texts.
+        for piece in _pieces("\n".join(plain)):
             hashes, places = _run_hashes(piece)
-            found.append(hashes)
+            pieces.append(hashes)
             begins.append(places + size)
             size += len(piece)
-        self.hashes: Hashes = np.concatenate([np.empty(0, dtype=np.uint64), *found])
+        self.hashes: Hashes = np.concatenate([np.empty(0, dtype=np.uint64), *pieces])
         ends = list(accumulate(1 + len(text if text.isascii() else text.encode()) for text in plain))
         self.starts: list[int] = [0, *np.concatenate([np.empty(0, np.int64), *begins]).searchsorted(ends).tolist()]
         self._running = _sums(self.hashes)
 
     def of(self, text: int) -> Hashes:
-        """Words of one text."""
+        """Hashes of the words of one text."""
         return self.hashes[self.starts[text] : self.starts[text + 1]]
 
     def ngrams(self, length: int, *, texts: Collection[int] | None = None) -> tuple[Hashes, Places]:
-        """Hashes of the n-grams and places of their first words, none across two texts.
+        """Hashes of n-grams and indices of their first words; n-grams do not cross texts.
 
         Args:
-            length: number of words of an n-gram.
-            texts: texts to take n-grams of; None for all.
+            length: number of words per n-gram.
+            texts: texts whose n-grams to return; None for all.
         """
         chosen = range(len(self.starts) - 1) if texts is None else texts
         spans = [(self.starts[text], self.starts[text + 1] - length + 1) for text in chosen]
@@ -95,7 +94,7 @@ class Words:
 
 
 def _pieces(text: str) -> Iterator[bytes]:
-    """Divide a text between words into pieces of about `_CHUNK` characters, in UTF-8."""
+    """Cut a text at white space into UTF-8 pieces of about `_CHUNK` characters."""
     start = 0
     while start < len(text):
         end = start + _CHUNK
@@ -106,14 +105,14 @@ def _pieces(text: str) -> Iterator[bytes]:
 
 
 def _run_hashes(data: bytes) -> tuple[Hashes, Places]:
-    """Hashes of the words in UTF-8 bytes, and the bytes at which they begin."""
+    """Hashes of the words in UTF-8 bytes, and the offsets at which they begin."""
     inside = np.frombuffer(b"\0" + data.translate(_IN_WORD) + b"\0", dtype=np.uint8)
     edges = (inside[1:] != inside[:-1]).nonzero()[0]
     return _between(_sums(np.frombuffer(data, dtype=np.uint8)), edges[::2], edges[1::2]), edges[::2]
 
 
 def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
-    """Running sums of the values times powers of the base, [values + 1]."""
+    """Prefix sums of the values times powers of the base, [values + 1]."""
     sums = np.empty(len(values) + 1, dtype=np.uint64)
     sums[0] = 0
     if len(values):
@@ -125,19 +124,19 @@ def _sums(values: Hashes | npt.NDArray[np.uint8]) -> Hashes:
 
 
 def _between(sums: Hashes, starts: Places | slice, ends: Places | slice) -> Hashes:
-    """Hashes of the values between starts and ends, independent of their place."""
+    """Hashes of the values from starts to ends, independent of their position."""
     _, inverses = _powers((len(sums) - 1).bit_length())
     hashes = (sums[ends] - sums[starts]) * inverses[starts]
-    # Low bits of a product depend only on low bits: mix the high ones into them.
+    # The low bits of a product depend only on low bits of the factors, so mix the high bits into them.
     return (hashes ^ (hashes >> np.uint64(32))) * _MIX
 
 
 @lru_cache(maxsize=32)
 def _powers(bits: int) -> tuple[Hashes, Hashes]:
-    """Powers 0, 1, ... of the base and of its inverse, 2**bits of them."""
-    found = []
+    """The first 2**bits powers of the base and of its inverse, from exponent 0."""
+    powers = []
     for base in (_BASE, _INVERSE):
         factors = np.full(1 << bits, base, dtype=np.uint64)
         factors[0] = 1
-        found.append(np.cumprod(factors).astype(np.uint64))
-    return found[0], found[1]
+        powers.append(np.cumprod(factors).astype(np.uint64))
+    return powers[0], powers[1]

@@ -1,1 +1,1 @@
-"""Tokenizers trained on text: a sample by weights, byte-level BPE, and what it makes of text beside others."""
+"""Training of byte-level BPE tokenizers on a weighted sample of text, and a report that compares them with others."""

@@ -1,4 +1,4 @@
-"""Job `nemo-ext train_tokenizer`: text -> sample -> tokenizer -> report."""
+"""Job `nemo-ext train_tokenizer`: draws a sample of text, trains a tokenizer on it, and writes a report."""
 
 import dataclasses
 import json
@@ -25,10 +25,10 @@ _LONGEST = 25
 
 
 def check(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
-    """Settings and streams of a composed config, whose files need not be there yet.
+    """Check a composed config and return its settings and streams, without looking at the streams' files.
 
     Raises:
-        ValueError: a setting is wrong.
+        ValueError: a setting is invalid.
     """
     settings, streams = read_settings(config)
     special_tokens(settings)
@@ -37,88 +37,90 @@ def check(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Train the tokenizer that the composed config describes, unless it is there, and report on it.
+    """Train the tokenizer of a composed config and report on it, skipping parts that are complete.
 
     Raises:
-        ValueError: a setting or a file is at fault, or the folder has a tokenizer of other settings.
+        ValueError: a setting or a file is invalid, or the folder has a tokenizer with other settings.
     """
     settings, streams = check(config)
     for stream in streams:
         stream.source.check()
-    others = {_name(path, settings): _compared(path) for path in settings.compare}
+    others = {_name(path, settings): _load(path) for path in settings.compare}
     folder = settings.folder
     with only_run_in(folder, "output"):
         record, made_of = settings.record, _made_of(settings, streams)
         reported = {"compare": list(settings.compare), "held_out": settings.held_out}
         before = noted(record) or {}
-        there = (folder / "tokenizer.json").exists()
-        if there and not before:
-            raise ValueError(f"output={folder}: has a tokenizer that was not made here: choose another folder")
-        begun = before.get("made_of", {}) if there else None
-        check_same(begun, made_of, f"output={folder}: has a tokenizer already", "choose another folder")
-        if there and before.get("reported") == reported:
-            notice(f"{folder}: is there already: {(folder / REPORT).with_suffix('.html')}")
+        trained = (folder / "tokenizer.json").exists()
+        if trained and not before:
+            raise ValueError(
+                f"output={folder} has a tokenizer that `nemo-ext train_tokenizer` did not write: choose another folder"
+            )
+        recorded = before.get("made_of", {}) if trained else None
+        check_same(recorded, made_of, f"output={folder}: already has a tokenizer", "choose another folder")
+        if trained and before.get("reported") == reported:
+            notice(f"{folder} is already complete: see {(folder / REPORT).with_suffix('.html')}")
             return
         note(record, {"made_of": made_of})
-        samples = [_drawn(stream, settings) for stream in streams]
-        if not there:
-            write(_trained(settings, samples), settings)
+        samples = [_draw(stream, settings) for stream in streams]
+        if not trained:
+            write(_train(settings, samples), settings)
         page = _report(settings, samples, others)
         note(record, {"made_of": made_of, "reported": reported})
     notice(f"{folder}: {page}")
 
 
-def _drawn(stream: Weighted, settings: Settings) -> Sample:
+def _draw(stream: Weighted, settings: Settings) -> Sample:
     notice(f"reading {stream.name}")
-    wanted = round(settings.sample * stream.share)
-    sample = draw(stream, train=wanted, held_out=settings.held_out, seed=settings.seed)
-    if sample.train_bytes < wanted:
-        notice(f"{stream.name}: {sample.train_bytes:,} of the {wanted:,} bytes that its weight asks for: that is all")
+    size = round(settings.sample * stream.share)
+    sample = draw(stream, train=size, held_out=settings.held_out, seed=settings.seed)
+    if sample.train_bytes < size:
+        notice(f"{stream.name} has only {sample.train_bytes:,} of the {size:,} bytes that its weight requires")
     return sample
 
 
-def _trained(settings: Settings, samples: list[Sample]) -> "Tokenizer":
+def _train(settings: Settings, samples: list[Sample]) -> "Tokenizer":
     size = sum(sample.train_bytes for sample in samples)
     if not size:
         raise ValueError("none of the streams has text to train on")
-    notice(f"training on {size / 1e6:,.1f} MB; Ctrl-C ends it at once")
+    notice(f"training on {size / 1e6:,.1f} MB; Ctrl-C stops at once, without saving")
     tokenizer = train(settings, texts(samples))
-    if (made := tokenizer.get_vocab_size()) < settings.vocab:
-        notice(f"vocab={settings.vocab}: the sample has pairs for {made} tokens alone; give it more text")
+    if (tokens := tokenizer.get_vocab_size()) < settings.vocab:
+        notice(f"vocab={settings.vocab}: the sample has pairs for only {tokens} tokens: provide more text")
     return tokenizer
 
 
 def _report(settings: Settings, samples: list[Sample], others: Mapping[str, "Tokenizer"]) -> Path:
-    """Writes the report; returns its page."""
+    """Write the report and return the path of its page."""
     notice("measuring")
     folder = settings.folder
-    tokenizer, special = _compared(str(folder)), special_tokens(settings)
-    counts = report.measured({report.OURS: tokenizer, **others}, samples)
-    made = tokenizer.get_vocab_size()
+    tokenizer, special = _load(str(folder)), special_tokens(settings)
+    counts = report.measure({report.OURS: tokenizer, **others}, samples)
+    size = tokenizer.get_vocab_size()
     about = {
         "preset": settings.preset or "none",
-        "tokens": f"{made:,}: {BYTES} bytes, {made - BYTES - len(special):,} merges, {len(special)} special",
+        "tokens": f"{size:,}: {BYTES} bytes, {size - BYTES - len(special):,} merges, {len(special)} special",
         "ends a document": f"`{settings.end}`, id {tokenizer.token_to_id(settings.end)}",
         "trained on": f"{sum(sample.train_bytes for sample in samples):,} bytes",
     }
-    left = unused(tokenizer, texts(samples))
-    write_text(folder / RESULTS, json.dumps({"tokens": made, **counts, "unused": len(left)}, indent=1) + "\n")
-    tokens = f"Longest: {report.shown(longest(tokenizer, _LONGEST))}"
-    never = f"In the sample {len(left):,} tokens do not occur: {report.shown(left[:40])}"
-    page = report.page(about, counts, samples).section("Tokens", tokens, never)
+    never_used = unused(tokenizer, texts(samples))
+    write_text(folder / RESULTS, json.dumps({"tokens": size, **counts, "unused": len(never_used)}, indent=1) + "\n")
+    longest_tokens = f"Longest: {report.shown(longest(tokenizer, _LONGEST))}"
+    unused_tokens = f"{len(never_used):,} tokens do not occur in the sample: {report.shown(never_used[:40])}"
+    page = report.page(about, counts, samples).section("Tokens", longest_tokens, unused_tokens)
     return page.write(folder / REPORT, page=True)
 
 
-def _compared(path: str) -> "Tokenizer":
-    """A tokenizer to which text that spells a special token is text."""
+def _load(path: str) -> "Tokenizer":
+    """Load a tokenizer, set to encode the names of special tokens in a text as ordinary text."""
     tokenizer, _ = read_tokenizer(_folder(path) / "tokenizer.json")
     tokenizer.encode_special_tokens = True
     return tokenizer
 
 
 def _name(path: str, settings: Settings) -> str:
-    """A tokenizer's name in the report: its folder's, or the path where two have the same."""
-    names = [_folder(each).name for each in settings.compare]
+    """Name of a tokenizer in the report: that of its folder if it is unique, else the path."""
+    names = [_folder(other).name for other in settings.compare]
     return _folder(path).name if names.count(_folder(path).name) == 1 else path
 
 
@@ -128,17 +130,9 @@ def _folder(path: str) -> Path:
 
 
 def _made_of(settings: Settings, streams: list[Weighted]) -> dict[str, Any]:
-    """What the tokenizer depends on."""
-    left = ("output", "preset", "compare", "held_out", "template")
-    asked = {key: value for key, value in dataclasses.asdict(settings).items() if key not in left}
+    """Settings and input files that determine the tokenizer."""
+    excluded = ("output", "preset", "compare", "held_out", "template")
+    values = {key: value for key, value in dataclasses.asdict(settings).items() if key not in excluded}
     template = Template.load(settings.template).source if settings.template else None
-    sources = {
-        each.name: {
-            "share": each.share,
-            **each.source.describe(),
-            "files": each.source.fingerprint(each.source.inputs()),
-        }
-        for each in streams
-    }
-    found: dict[str, Any] = json.loads(json.dumps(asked | {"template": template, "streams": sources}, default=str))
-    return found
+    sources = {stream.name: {"share": stream.share, **stream.source.identity()} for stream in streams}
+    return values | {"template": template, "streams": sources}

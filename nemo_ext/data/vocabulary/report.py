@@ -1,4 +1,4 @@
-"""What a tokenizer makes of text that it was not trained on, beside others: tables and a picture."""
+"""Report of a tokenizer on held-out text, compared with other tokenizers: tables and a picture."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 OURS = "this one"
 PICTURE = "bytes_a_token.png"
 _LANGUAGE_TEXT = 2000
-"""Characters of a document that its language is told from."""
+"""Number of characters of a document from which its language is identified."""
 _LEAST_BYTES = 10_000
-"""Bytes of a language below which it is among the others."""
+"""Minimum number of bytes of a language that is reported separately, not among `others`."""
 
 
 Counts = Mapping[str, Mapping[str, Mapping[str, int]]]
-"""Sizes of texts by the name of these, then by tokenizer.
+"""Counts by group of texts (a stream or language), then by tokenizer.
 
-`bytes` of UTF-8, `words` between white space, `tokens`, and `changed` texts, which did not come back the same."""
+`bytes` of UTF-8, `words` separated by white space, `tokens`, and `changed` texts, which decoding did not restore."""
 
 
-def measured(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
-    """Counts of held-out text by `stream` and by `language`.
+def measure(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -> dict[str, Counts]:
+    """Count held-out text by `stream` and by `language`.
 
     Args:
         tokenizers: tokenizers by name.
-        samples: streams with what is held out of them.
+        samples: streams with their held-out texts.
     """
     from nemo_ext.data.sft.filters.language import identifier
 
-    found: dict[str, Any] = {kind: defaultdict(lambda: defaultdict(Counter)) for kind in ("stream", "language")}
+    groups: dict[str, Any] = {kind: defaultdict(lambda: defaultdict(Counter)) for kind in ("stream", "language")}
     for sample in samples:
         for text in sample.held_out:
             language = str(identifier().classify(text[:_LANGUAGE_TEXT])[0])
@@ -43,59 +43,64 @@ def measured(tokenizers: Mapping[str, "Tokenizer"], samples: Sequence[Sample]) -
                 ids = tokenizer.encode(text, add_special_tokens=False).ids
                 changed = int(tokenizer.decode(ids, skip_special_tokens=False) != text)
                 sizes = {"bytes": len(text.encode()), "words": len(text.split()), "tokens": len(ids)}
-                for counts in (found["stream"][sample.stream.name][name], found["language"][language][name]):
+                for counts in (groups["stream"][sample.stream.name][name], groups["language"][language][name]):
                     counts.update({**sizes, "changed": changed})
-    few = [name for name, each in found["language"].items() if next(iter(each.values()))["bytes"] < _LEAST_BYTES]
-    for name in few if len(few) > 1 else ():
-        for tokenizer, counts in found["language"].pop(name).items():
-            found["language"]["others"][tokenizer].update(counts)
-    return found
+    languages = groups["language"]
+    small = [name for name, counts in languages.items() if next(iter(counts.values()))["bytes"] < _LEAST_BYTES]
+    for name in small if len(small) > 1 else ():
+        for tokenizer, counts in languages.pop(name).items():
+            languages["others"][tokenizer].update(counts)
+    return groups
 
 
 def page(about: Mapping[str, object], counts: Mapping[str, Counts], samples: Sequence[Sample]) -> Report:
-    """The report on the tokenizer's own figures, its counts (see `measured`) and the streams."""
+    """Report with facts about the tokenizer, its counts (see `measure`) and the sampled streams."""
     names = list(next(iter(counts["stream"].values()), ()))
     report = Report("Tokenizer").facts(about)
     if names:
         _picture(report, counts["stream"], names)
     else:
         report.add("There is too little text to hold any out.")
-    for kind, by_name in counts.items() if names else ():
-        heading = [kind, "bytes", *(f"{name}: {what}" for name in names for what in ("bytes a token", "tokens a word"))]
+    ratio_names = ("bytes per token", "tokens per word")
+    for kind, groups in counts.items() if names else ():
+        heading = [kind, "bytes", *(f"{name}: {ratio}" for name in names for ratio in ratio_names)]
         rows = []
-        for label, by in by_name.items():
+        for label, by in groups.items():
             ratios = [(_ratio(by[name], "bytes", "tokens"), _ratio(by[name], "tokens", "words")) for name in names]
             rows.append([label, by[names[0]]["bytes"], *(f"{ratio:.2f}" for pair in ratios for ratio in pair)])
-        report.section(f"By {kind}", "Bytes a token (more is shorter), and tokens a word, of text that was held out.")
+        report.section(f"By {kind}", "Bytes per token (higher is better) and tokens per word on held-out text.")
         report.table("", heading, rows)
     changed = {name: sum(by[name]["changed"] for by in counts["stream"].values()) for name in names}
     if any(changed.values()):
-        told = ", ".join(f"{name} {number}" for name, number in changed.items())
-        report.add(f"Held-out texts that decoding does not give back as they were: {told}.")
-    sizes = [
-        (of.stream.name, f"{of.stream.share:.1%}", of.train_bytes, of.held_out_bytes, of.report.summary(examples=1))
-        for of in samples
+        numbers = ", ".join(f"{name} {number}" for name, number in changed.items())
+        report.add(f"Held-out texts that decoding does not restore: {numbers}.")
+    rows = [
+        [
+            *(sample.stream.name, f"{sample.stream.share:.1%}", sample.train_bytes, sample.held_out_bytes),
+            sample.report.summary(examples=1),
+        ]
+        for sample in samples
     ]
-    return report.table("Sample", ("stream", "wanted share", "bytes", "held out", "skipped"), sizes)
+    return report.table("Sample", ("stream", "requested share", "bytes", "held out", "skipped"), rows)
 
 
-def _ratio(counts: Mapping[str, int], one: str, other: str) -> float:
-    return counts[one] / max(1, counts[other])
+def _ratio(counts: Mapping[str, int], numerator: str, denominator: str) -> float:
+    return counts[numerator] / max(1, counts[denominator])
 
 
 def shown(tokens: Sequence[str]) -> str:
-    """Tokens as Markdown."""
+    """Format tokens as Markdown."""
     return ", ".join(f"`{token!r}`" for token in tokens) or "none"
 
 
 def _picture(report: Report, counts: Counts, names: Sequence[str]) -> None:
-    """Draws bars of bytes a token, by stream and tokenizer."""
+    """Draw bars of bytes per token, by stream and tokenizer."""
     height = 0.8 / len(names)
-    (axes,) = report.picture("bytes a token", PICTURE, 8, 0.8 + 0.3 * (len(names) + 1) * len(counts))
+    (axes,) = report.picture("bytes per token", PICTURE, 8, 0.8 + 0.3 * (len(names) + 1) * len(counts))
     for number, name in enumerate(names):
         values = [_ratio(by[name], "bytes", "tokens") for by in counts.values()]
         axes.barh(np.arange(len(counts)) + number * height, values, height=height * 0.9, label=name)
     axes.set_yticks(np.arange(len(counts)) + 0.4 - height / 2, list(counts))
     axes.invert_yaxis()
-    tidy(axes, grid="x", xlabel="bytes a token")
+    tidy(axes, grid="x", xlabel="bytes per token")
     outer_legend([axes])

@@ -1,18 +1,15 @@
-"""The text that a tokenizer is trained on, and the text that its report is about."""
+"""Sample of text for training a tokenizer, and held-out text for its report."""
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from nemo_ext.data.text.documents import Admission, ReadReport, document_digest, readable, split_position
+from nemo_ext.data.text.documents import ReadReport, document_digest, shuffled, split_position
 from nemo_ext.data.vocabulary.settings import Weighted
 
 HELD_OUT = 0.02
-"""Share of pieces of text that training never sees."""
+"""Share of the pieces of text that are held out from training."""
 PIECE = 20_000
-"""Characters of a piece: of long documents some pieces are held out."""
-PART = 1 << 20
-"""Bytes of input that are read at a time where a file can be cut."""
+"""Maximum number of characters of a piece; a long document has several, of which some are held out."""
 
 
 @dataclass
@@ -21,9 +18,9 @@ class Sample:
 
     Attributes:
         stream: the stream.
-        train: pieces of documents to train on, `train_bytes` in all.
-        held_out: other pieces, `held_out_bytes` in all.
-        report: what the reader skipped.
+        train: pieces of documents for training, `train_bytes` in total.
+        held_out: held-out pieces, `held_out_bytes` in total.
+        report: counts of the reader.
     """
 
     stream: Weighted
@@ -35,47 +32,40 @@ class Sample:
 
 
 def draw(stream: Weighted, *, train: int, held_out: int, seed: int) -> Sample:
-    """Pieces of a stream's documents, from parts of it in an order by the seed until there are enough.
+    """Sample pieces of a stream's documents, reading parts in random order until there are enough.
 
-    A hash of seed and text decides whether a piece is held out, so that none of the same text is trained on.
+    A hash of seed and text decides whether a piece is held out, so equal texts are either all held out or not at all.
 
     Args:
         stream: the stream.
         train: bytes to train on.
-        held_out: bytes to hold out; fewer where 2 % of what is read are fewer.
-        seed: seed of the order and of the choice.
+        held_out: maximum number of bytes to hold out; at most about 2 % of the text is.
+        seed: seed of the order and of the held-out pieces.
 
     Raises:
         ValueError: the source cannot be read, or too much of it is malformed.
     """
-    found = Sample(stream)
-    parts = list(stream.source.parts(max_documents=1000, max_size=PART))
-    random.Random(f"{seed} {stream.name}").shuffle(parts)
-    admission = Admission(stream.source)
-    for document, data in (each for part in parts for each in readable(stream.source, part, found.report)):
-        if not admission.admit(document_digest(data), len(data), found.report):
-            if admission.full:
-                break
-            continue
-        for start in range(0, len(document.text), PIECE):
-            piece = document.text[start : start + PIECE]
+    sample = Sample(stream)
+    for text, _ in shuffled(stream.source, sample.report, seed=f"{seed} {stream.name}"):
+        for start in range(0, len(text), PIECE):
+            piece = text[start : start + PIECE]
             data = piece.encode()
             if split_position(seed, document_digest(data).hex()) < HELD_OUT * 2**64:
-                if found.held_out_bytes < held_out:
-                    found.held_out.append(piece)
-                    found.held_out_bytes += len(data)
-            elif found.train_bytes < train:
-                # A character that does not fit is left out, and counted, so that this ends.
-                data = data[: train - found.train_bytes]
-                found.train.append(data.decode(errors="ignore"))
-                found.train_bytes += len(data)
-        if found.train_bytes >= train and found.held_out_bytes >= held_out:
+                if sample.held_out_bytes < held_out:
+                    sample.held_out.append(piece)
+                    sample.held_out_bytes += len(data)
+            elif sample.train_bytes < train:
+                # The bytes of a truncated last character count, although it is dropped, so that the loop ends.
+                data = data[: train - sample.train_bytes]
+                sample.train.append(data.decode(errors="ignore"))
+                sample.train_bytes += len(data)
+        if sample.train_bytes >= train and sample.held_out_bytes >= held_out:
             break
-    stream.source.finish(found.report)
-    return found
+    stream.source.finish(sample.report)
+    return sample
 
 
 def texts(samples: list[Sample]) -> Iterator[str]:
-    """The texts to train on."""
+    """Yield the training texts of all samples."""
     for sample in samples:
         yield from sample.train

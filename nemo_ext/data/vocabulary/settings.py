@@ -18,7 +18,7 @@ BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Weighted:
-    """A stream of text: its name, its source, and its share of the sample."""
+    """A stream of text, with its share of the sample."""
 
     name: str
     source: Source
@@ -27,23 +27,23 @@ class Weighted:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job but for its text.
+    """Settings of the job, except its text.
 
     Attributes:
         preset: name of the preset, for the report.
         output: folder to write.
-        vocab: number of tokens, special ones included.
-        split: regular expression of the pieces that no token crosses.
-        normalizer: Unicode form that text is brought to first; None to leave it.
-        special_tokens: tokens with ids of their own at the end of the vocabulary.
-        end: the one of them, or of the template's, that ends a document: `eos_token`.
-        template: chat template, whose `<|...|>` tokens are added; None for none.
-        longest: most bytes of a token; None for any.
-        min_frequency: least number of times that a pair is seen before it is merged.
+        vocab: number of tokens, including special tokens.
+        split: regular expression of the pieces of text that tokens do not cross.
+        normalizer: Unicode normal form of the text; None for no normalisation.
+        special_tokens: special tokens, which get the last ids of the vocabulary.
+        end: special token, or control token of the template, that ends a document: `eos_token`.
+        template: chat template, whose `<|...|>` control tokens are added; None for no template.
+        longest: maximum number of bytes of a token; None for no limit.
+        min_frequency: minimum number of occurrences of a pair that is merged.
         sample: bytes of text to train on.
-        held_out: bytes of each stream, which training does not see, that the report is about.
-        compare: other tokenizers that the report has beside it.
-        seed: seed of what is sampled.
+        held_out: bytes of each stream to hold out for the report.
+        compare: other tokenizers to compare with in the report.
+        seed: seed of the sample.
     """
 
     preset: str | None
@@ -63,19 +63,24 @@ class Settings(OutputFolder):
 
 
 def read_settings(config: Mapping[str, Any]) -> tuple[Settings, list[Weighted]]:
-    """Settings and streams of a composed config; whether the streams' files are there is not looked at.
+    """Read settings and streams of a composed config, without checking that the streams' files exist.
 
     Raises:
-        ValueError: a setting is wrong, or no text is named.
+        ValueError: a setting is invalid, or no text is given.
     """
-    # A data file also has what training reads.
-    given = {each.name: config[each.name] for each in dataclasses.fields(Settings)}
-    for key, what in (("output", "name a folder"), ("vocab", "say how many tokens"), ("split", "choose a preset")):
-        if given[key] is None:
-            raise ValueError(f"{key}=null: {what}")
-    settings = checked(Settings, given)
-    given = {**config, "tokenizer": None, "validation_share": None, "workers": None}
-    found = sources_of(given, settings.folder, own=settings.folder / OWN / "text")
-    whole = sum(amount for _, amount in found.values())
-    shares = {name: amount / whole for name, (_, amount) in found.items() if amount}
-    return settings, [Weighted(name=name, source=found[name][0], share=share) for name, share in shares.items()]
+    values = {field.name: config[field.name] for field in dataclasses.fields(Settings)}
+    for key, advice in (
+        ("output", "set it to a folder"),
+        ("vocab", "set the number of tokens"),
+        ("split", "set preset"),
+    ):
+        if values[key] is None:
+            raise ValueError(f"{key}=null: {advice}")
+    settings = checked(Settings, values)
+    weighted = sources_of(config, settings.folder, own=settings.folder / OWN / "text")
+    total = sum(weight for _, weight in weighted.values())
+    return settings, [
+        Weighted(name=name, source=source, share=weight / total)
+        for name, (source, weight) in weighted.items()
+        if weight
+    ]

@@ -1,7 +1,6 @@
-"""Byte-level BPE by the `tokenizers` library, as a Hugging Face folder."""
+"""Training of byte-level BPE by the `tokenizers` library, and writing of the Hugging Face folder."""
 
 import json
-import re
 import signal
 import sys
 import threading
@@ -11,37 +10,37 @@ from itertools import batched
 from typing import TYPE_CHECKING
 
 from nemo_ext.chat.template import Template
+from nemo_ext.data.text.byte_tokenizer import CONTROL
 from nemo_ext.data.vocabulary.settings import BYTES, Settings
 from nemo_ext.job.files import write_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
-
 
 def special_tokens(settings: Settings) -> list[str]:
-    """Special tokens in the order of their ids: those of the settings, then the chat template's.
+    """Special tokens in the order of their ids: those in the settings, then the chat template's control tokens.
 
     Raises:
-        ValueError: there is no such template, no room beside the bytes for so many, or `end` is none of them.
+        ValueError: the template does not exist, the vocabulary is too small, or `end` is not a special token.
     """
-    control = _CONTROL.findall(Template.load(settings.template).source) if settings.template else []
-    found = list(dict.fromkeys([*settings.special_tokens, *control]))
-    if settings.end not in found:
-        raise ValueError(f"end={settings.end}: not among the special tokens ({', '.join(found) or 'none'})")
-    if settings.vocab < BYTES + len(found):
+    control = CONTROL.findall(Template.load(settings.template).source) if settings.template else []
+    special = list(dict.fromkeys([*settings.special_tokens, *control]))
+    if settings.end not in special:
+        raise ValueError(f"end={settings.end} is not among the special tokens ({', '.join(special) or 'none'}): add it")
+    if settings.vocab < BYTES + len(special):
         raise ValueError(
-            f"vocab={settings.vocab}: {BYTES} bytes and {len(found)} special tokens are {BYTES + len(found)}"
+            f"vocab={settings.vocab} is too small for {BYTES} bytes and {len(special)} special tokens: set it to at "
+            f"least {BYTES + len(special)}"
         )
-    return found
+    return special
 
 
 def untrained(settings: Settings) -> "Tokenizer":
-    """A tokenizer whose tokens are the bytes, with the pieces of `settings.split`.
+    """Tokenizer before training: without merges, splitting text by `settings.split`.
 
     Raises:
-        ValueError: the library does not read the regular expression.
+        ValueError: the library does not accept the regular expression.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -49,7 +48,7 @@ def untrained(settings: Settings) -> "Tokenizer":
     try:
         pieces = pre_tokenizers.Split(Regex(settings.split), behavior="isolated")
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"split={settings.split}: no regular expression of Oniguruma ({error})") from error
+        raise ValueError(f"split={settings.split}: not a valid Oniguruma regular expression ({error})") from error
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,14 +58,14 @@ def untrained(settings: Settings) -> "Tokenizer":
 
 
 def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
-    """A trained tokenizer; it has fewer tokens than `settings.vocab` where the text has no more pairs to merge.
+    """Train a tokenizer; it has fewer tokens than `settings.vocab` if the text runs out of pairs to merge.
 
     Args:
-        settings: the job's settings.
-        texts: the sample.
+        settings: settings of the job.
+        texts: texts to train on.
 
     Raises:
-        ValueError: a special token came out as an ordinary one too.
+        ValueError: training made a special token an ordinary token as well.
     """
     from tokenizers import AddedToken, pre_tokenizers, trainers
 
@@ -81,14 +80,14 @@ def train(settings: Settings, texts: Iterator[str]) -> "Tokenizer":
     with _ended_by_ctrl_c():
         tokenizer.train_from_iterator(texts, trainer)
     if ordinary := [name for name in special if tokenizer.token_to_id(name) is not None]:
-        raise ValueError(f"special_tokens: {ordinary[0]!r} is an ordinary token of this text too: choose another name")
+        raise ValueError(f"special_tokens: {ordinary[0]!r} is also an ordinary token of this text: choose another name")
     tokenizer.add_special_tokens([AddedToken(name, normalized=False) for name in special])
     return tokenizer
 
 
 @contextmanager
 def _ended_by_ctrl_c() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once: the library would merge on for minutes before Python hears of it."""
+    """Let Ctrl-C end the process at once; otherwise Python would handle it only when training returns."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is not signal.default_int_handler:
         yield
@@ -101,7 +100,7 @@ def _ended_by_ctrl_c() -> Iterator[None]:
 
 
 def write(tokenizer: "Tokenizer", settings: Settings) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja."""
+    """Write tokenizer.json, tokenizer_config.json and, with a template, chat_template.jinja."""
     folder = settings.folder
     about = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -117,14 +116,14 @@ def write(tokenizer: "Tokenizer", settings: Settings) -> None:
 
 
 def longest(tokenizer: "Tokenizer", count: int) -> list[str]:
-    """The longest tokens as text, without the special ones."""
+    """Longest tokens as text, without special tokens."""
     special = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
     names = sorted(set(tokenizer.get_vocab()) - special, key=lambda name: (-len(name), name))[:count]
     return [tokenizer.decoder.decode([name]) for name in names]
 
 
 def unused(tokenizer: "Tokenizer", texts: Iterable[str]) -> list[str]:
-    """Tokens that no text has, without the bytes and the special ones."""
+    """Tokens that do not occur in the texts, without bytes and special tokens."""
     seen: set[int] = set()
     for batch in batched(texts, 1000):
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):

@@ -196,7 +196,9 @@ def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
         with_data(config({**data, "validation_share": 0}, tokens=5))
-    with pytest.raises(ValueError, match=r"web: 1 document, .*no validation files.* give the stream more documents"):
+    with pytest.raises(
+        ValueError, match=r"web: 1 document, .*no validation files.* requires validation documents of each stream"
+    ):
         tokenize_streams(data)
 
 

@@ -1,4 +1,4 @@
-"""Corpora and runs of curation."""
+"""Fixtures that write corpora, run curation on them and read the output."""
 
 import io
 import json
@@ -15,39 +15,39 @@ from nemo_ext.job.config import compose
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
-    """Writes records as a JSONL file and returns its path."""
+    """Function that writes records to a JSONL file and returns its path."""
 
-    def written(records: Iterable[dict[str, Any]], name: str = "raw.jsonl") -> Path:
+    def write_file(records: Iterable[dict[str, Any]], name: str = "raw.jsonl") -> Path:
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return path
 
-    return written
+    return write_file
 
 
 @pytest.fixture
 def curate(tmp_path: Path) -> Callable[..., Path]:
-    """Runs the job in this process on stages given as their blocks, and returns the output."""
+    """Function that runs the job in this process on the given blocks and returns the output folder."""
 
-    def curated(source: Path, stages: dict[str, str], *words: str, name: str = "out") -> Path:
+    def run_job(source: Path, stages: dict[str, str], *words: str, name: str = "out") -> Path:
         blocks = [f"+curate.blocks.{stage}={block}" for stage, block in stages.items()]
-        listed = f"curate.stages=[{','.join(stages)}]"
-        run(compose("curate", [f"input={source}", f"output={tmp_path / name}", "workers=1", listed, *blocks, *words]))
+        order = f"curate.stages=[{','.join(stages)}]"
+        run(compose("curate", [f"input={source}", f"output={tmp_path / name}", "workers=1", order, *blocks, *words]))
         return tmp_path / name
 
-    return curated
+    return run_job
 
 
 @pytest.fixture
 def lines() -> Callable[[Path], list[dict[str, Any]]]:
-    """A function that gives the records of the compressed files below a folder, in their order."""
+    """Function that returns the records of all compressed files below a folder, in order."""
     return _lines
 
 
-def _lines(place: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
-    for path in sorted(place.rglob("*.jsonl.zst")):
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = []
+    for path in sorted(folder.rglob("*.jsonl.zst")):
         with open(path, "rb") as file, zstandard.ZstdDecompressor().stream_reader(file) as stream:
-            found += map(json.loads, io.BufferedReader(stream))  # type: ignore[type-var]
-    return found
+            records += map(json.loads, io.BufferedReader(stream))  # type: ignore[type-var]
+    return records

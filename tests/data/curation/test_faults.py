@@ -1,4 +1,4 @@
-"""Every stage on a corpus with planted faults: what it finds, what it leaves alone, whoever does the work."""
+"""All stages on a corpus with planted faults: recall, precision, counts, and equal output in shards and after kills."""
 
 import hashlib
 import importlib.util
@@ -33,7 +33,7 @@ FAULTS = _benchmark()
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A small corpus and what is planted in it."""
+    """Folder of a small corpus, and the faults planted in it."""
     folder = tmp_path_factory.mktemp("faults")
     return folder, FAULTS.make(folder, each=12, line=1.2, packages=("hydra", "pydantic", "rich"))
 
@@ -46,40 +46,40 @@ def curated(corpus: tuple[Path, Any]) -> Path:
     return folder / "one"
 
 
-def made(output: Path) -> dict[str, str]:
-    """Digests of what a user gets, whatever the folder is called."""
-    found = {}
+def output_digests(output: Path) -> dict[str, str]:
+    """Digests of the output files, independent of the folder's name."""
+    digests = {}
     for path in output.rglob("*"):
         if path.is_file() and ".job" not in path.parts and path.suffix not in (".png", ".html"):
             data = path.read_bytes().replace(str(output).encode(), b"OUTPUT")
-            found[str(path.relative_to(output))] = hashlib.sha256(data).hexdigest()
-    return found
+            digests[str(path.relative_to(output))] = hashlib.sha256(data).hexdigest()
+    return digests
 
 
 def test_every_stage_finds_its_faults_and_little_else(corpus: tuple[Path, Any], curated: Path) -> None:
-    found = FAULTS.judged(curated, corpus[1])
-    assert len(found) > 12
-    for name, each in found.items():
+    results = FAULTS.judged(curated, corpus[1])
+    assert len(results) > 12
+    for name, result in results.items():
         if "similarity" in name:
             similarity = float(name.split()[2])
-            assert each.recall == 1 or similarity < 0.9, (name, each)
-            assert each.found == 0 or similarity >= 0.75, (name, each)
-            assert each.wrong == 0
+            assert result.recall == 1 or similarity < 0.9, (name, result)
+            assert result.found == 0 or similarity >= 0.75, (name, result)
+            assert result.wrong == 0
         else:
-            assert each.planted and each.recall >= 0.9 and each.precision >= 0.7, (name, each)
+            assert result.planted and result.recall >= 0.9 and result.precision >= 0.7, (name, result)
 
 
-def test_counts_add_up_and_every_document_that_left_can_be_looked_up(curated: Path) -> None:
-    (own,) = json.loads((curated / "funnel.json").read_text()).values()
-    before = own["stages"]["read"]["kept"]["documents"]
+def test_counts_add_up_and_every_dropped_document_is_written(curated: Path) -> None:
+    (counts,) = json.loads((curated / "funnel.json").read_text()).values()
+    before = counts["stages"]["read"]["kept"]["documents"]
     for stage in FAULTS.STAGES:
-        through = own["stages"][stage]
-        dropped = {reason: each["amount"]["documents"] for reason, each in through["dropped"].items()}
+        through = counts["stages"][stage]
+        dropped = {name: reason["amount"]["documents"] for name, reason in through["dropped"].items()}
         assert through["came"]["documents"] == before == through["kept"]["documents"] + sum(dropped.values())
         lines = list(FAULTS.lines(curated / "dropped" / stage))
         assert {reason: [line["dropped"] for line in lines].count(reason) for reason in dropped} == dropped
-        for reason, each in through["dropped"].items():
-            assert len(each["examples"]) == min(20, dropped[reason])
+        for name, reason in through["dropped"].items():
+            assert len(reason["examples"]) == min(20, dropped[name])
         before = through["kept"]["documents"]
     assert before == len(list(FAULTS.lines(curated / "documents")))
     report = (curated / "report.md").read_text()
@@ -92,11 +92,11 @@ def test_shards_do_not_change_a_byte(corpus: tuple[Path, Any], curated: Path) ->
     for _ in range(6):  # passes
         for shard in reversed(range(count)):
             run(compose("curate", [*words, f"shard={shard}/{count}"]))
-    assert made(folder / name) == made(curated)
+    assert output_digests(folder / name) == output_digests(curated)
 
 
 def killed(command: list[str], when: Callable[[], bool]) -> bool:
-    """Whether a run was killed with its workers, as soon as something is so; False if it had ended before."""
+    """Kill a run and its workers as soon as `when` is true; False if it ended before that."""
     process = subprocess.Popen(command, start_new_session=True)
     try:
         while process.poll() is None and not when():
@@ -118,4 +118,4 @@ def test_kills_in_any_pass_do_not_change_a_byte(corpus: tuple[Path, Any], curate
         done = folder / name / ".job" / str(number)
         assert killed(command, lambda: any(done.glob("*.json")))  # noqa: B023
     subprocess.run(command, check=True)
-    assert made(folder / name) == made(curated)
+    assert output_digests(folder / name) == output_digests(curated)

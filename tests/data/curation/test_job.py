@@ -1,4 +1,4 @@
-"""`nemo-ext curate` and `nemo-ext curate_classifier` as a user meets them: broken input, settings, second runs."""
+"""`nemo-ext curate` and `nemo-ext curate_classifier` end to end: malformed input, invalid settings, second runs."""
 
 import gzip
 import json
@@ -26,9 +26,7 @@ Lines = Callable[[Path], list[dict[str, Any]]]
 LENGTH = {"length": "{kind: length, least: 3}"}
 
 
-def test_records_keep_what_they_hold_and_what_is_no_document_is_counted(
-    tmp_path: Path, curate: Curate, lines: Lines
-) -> None:
+def test_records_keep_their_keys_and_invalid_records_are_counted(tmp_path: Path, curate: Curate, lines: Lines) -> None:
     source = tmp_path / "raw.jsonl"
     good = {"id": 7, "text": "a text", "url": "u", "nested": {"key": [1, None]}, "big": 1 << 70}
     source.write_bytes(
@@ -45,51 +43,51 @@ def test_records_keep_what_they_hold_and_what_is_no_document_is_counted(
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (gzip.compress(b'{"text": "abcdef"}\n' * 9999)[:-20], "cannot be read to its end"),
         (gzip.compress(b'{"content": "abc"}\n' * 99), "no key 'text'"),
-        (b"", "no document"),
+        (b"", "the input has no documents"),
     ],
-    ids=["cut", "other keys", "empty"],  # gzip has the time in it
+    ids=["cut", "other keys", "empty"],  # the bytes of a gzip file contain the time
 )
-def test_broken_files_are_one_line(tmp_path: Path, curate: Curate, content: bytes, said: str) -> None:
+def test_unusable_files_are_reported(tmp_path: Path, curate: Curate, content: bytes, message: str) -> None:
     source = tmp_path / ("raw.jsonl.gz" if content else "raw.jsonl")
     source.write_bytes(content)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         curate(source, LENGTH)
 
 
 @pytest.mark.parametrize(
-    ("stages", "words", "said"),
+    ("stages", "words", "message"),
     [
         ({}, (), "curate.stages is empty: choose a preset"),
-        (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths': .*did you mean 'length'"),
-        ({}, ("curate.stages=[length]",), "curate.stages: 'length': .*'curate.blocks.length={}' adds it"),
-        ({"length": "{kind: lenght}"}, (), "curate.blocks.length: kind: 'lenght': did you mean 'length'"),
+        (LENGTH, ("curate.stages=[lengths]",), "curate.stages: 'lengths' is not in .*did you mean 'length'"),
+        ({}, ("curate.stages=[length]",), "curate.stages: 'length' is not in .*'curate.blocks.length={}' adds it"),
+        ({"length": "{kind: lenght}"}, (), "curate.blocks.length: unknown kind 'lenght': did you mean 'length'"),
         ({"length": "{least: 3, mots: 4}"}, (), "curate.blocks.length: unknown key 'mots': did you mean 'most'"),
         ({"c4": "{rules: {min_sentences: 3}}"}, (), "curate.blocks.c4: rules: unknown key 'min_sentences'"),
-        ({"language": "{languages: [english]}"}, (), "curate.blocks.language: language: 'english'"),
+        ({"language": "{languages: [english]}"}, (), "curate.blocks.language: language: unknown code 'english'"),
         ({"personal": "{kinds: [mail]}"}, (), "did you mean 'email'"),
         ({"classifier": "{model: /nowhere}"}, (), "/nowhere: no such file"),
         ({"listed": "{domains: /nowhere}"}, (), "no such file: /nowhere"),
-        ({"buckets": "{key: quality}"}, (), "a stage before must score documents"),
+        ({"buckets": "{key: quality}"}, (), "is None, not a score: add a stage before this one"),
         (LENGTH, ("shard=2/2",), "shard: 2/2: expected I/N with I below N"),
         (LENGTH, ("+curate.blocks.langage.least=0.9",), "did you mean 'language'"),
         (LENGTH, ("curate.tokenizer=/nowhere",), "/nowhere"),
-        ({"c4": "{rules: {min_words_per_line: few}}"}, (), "curate.blocks.c4: rules.*wrong kind"),
-        ({"gopher_quality": "{rules: {min_doc_words: many}}"}, (), "wrong kind"),
-        ({"read": "{kind: length}"}, (), "'read' cannot be a name"),
-        ({"a": "{kind: buckets}", "b": "{kind: buckets}"}, (), "a and b both make buckets"),
-        ({"buckets": "{rate: 1}"}, (), "wants a stream of each bucket"),
+        ({"c4": "{rules: {min_words_per_line: few}}"}, (), "curate.blocks.c4: rules.*wrong type"),
+        ({"gopher_quality": "{rules: {min_doc_words: many}}"}, (), "wrong type"),
+        ({"read": "{kind: length}"}, (), "'read' is not a valid name"),
+        ({"a": "{kind: buckets}", "b": "{kind: buckets}"}, (), "a and b both assign buckets"),
+        ({"buckets": "{rate: 1}"}, (), "requires one stream per bucket"),
         (LENGTH, ("curate.divide=[long]",), "long of text/raw.jsonl:1 is too long"),
         (LENGTH, ("streams=[{name: web, weight: 1, source: {kind: jsonl, path: /nowhere.jsonl}}]",), "exclude"),
     ],
 )
-def test_mistakes_are_named(
-    write: Write, curate: Curate, stages: dict[str, str], words: tuple[str, ...], said: str
+def test_invalid_settings_are_reported(
+    write: Write, curate: Curate, stages: dict[str, str], words: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         curate(write([{"text": "a text", "long": "x" * 200}]), stages, *words)
 
 
@@ -101,7 +99,7 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(
     before = (out / "report.md").stat().st_mtime_ns
     capsys.readouterr()
     curate(source, LENGTH)
-    assert (out / "report.md").stat().st_mtime_ns == before and "is there already" in capsys.readouterr().err
+    assert (out / "report.md").stat().st_mtime_ns == before and "is already complete" in capsys.readouterr().err
     with pytest.raises(ValueError, match="least: 3 -> 4"):
         curate(source, {"length": "{kind: length, least: 4}"})
     os.utime(source, (1, 1))
@@ -109,19 +107,19 @@ def test_a_second_run_does_nothing_and_other_settings_are_refused(
         curate(source, LENGTH)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("notes")
-    with pytest.raises(ValueError, match="has files that were not made here"):
+    with pytest.raises(ValueError, match="has files that `nemo-ext curate` did not write"):
         curate(source, LENGTH, name="mine")
 
 
 @pytest.mark.parametrize("file", ["000000.jsonl.zst", "000000.values", "000000.verdicts", "000000.ends.npy"])
 @pytest.mark.parametrize("short", [True, False])
-def test_a_file_that_is_short_or_gone_stops_the_job(
+def test_a_truncated_or_missing_file_stops_the_job(
     tmp_path: Path, write: Write, curate: Curate, lines: Lines, file: str, short: bool
 ) -> None:
     source = write([{"text": f"text {number % 70}"} for number in range(100)])
     stages, words = {"same": "{kind: same_text}"}, ("curate.unit=1000",)
     curate(source, stages, *words, "shard=0/2")
-    if file != "000000.values":  # which the decision reads, the others are of the pass after it
+    if file != "000000.values":  # read by the decision; the next pass reads the rest
         curate(source, stages, *words, "shard=1/2")
     middle = tmp_path / "out" / ".job" / "0" / file
     if not short:
@@ -131,11 +129,11 @@ def test_a_file_that_is_short_or_gone_stops_the_job(
         middle.write_bytes(zstandard.compress(b"".join(json.dumps(line).encode() + b"\n" for line in whole)))
     else:
         middle.write_bytes(middle.read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"damaged|20 documents, but \d+|is not there|cannot be read"):
+    with pytest.raises(ValueError, match=r"damaged|20 documents, but \d+|are missing|cannot be read"):
         curate(source, stages, *words)
 
 
-def test_input_that_changes_during_the_work_is_an_error(tmp_path: Path, write: Write, curate: Curate) -> None:
+def test_input_that_changes_during_the_run_is_an_error(tmp_path: Path, write: Write, curate: Curate) -> None:
     source = write([{"text": f"text {number}"} for number in range(1000)])
     curate(source, LENGTH, "curate.unit=5000", "shard=0/2")
     own = tmp_path / "out" / ".job"
@@ -147,11 +145,11 @@ def test_input_that_changes_during_the_work_is_an_error(tmp_path: Path, write: W
     (digest,) = (stream["files"] for stream in record["streams"].values())
     now = JsonlSource(path=(str(source),)).fingerprint([("raw.jsonl", source)])
     (own / "settings.json").write_text(json.dumps(record).replace(digest, now))
-    with pytest.raises(ValueError, match="it changed during the work"):
+    with pytest.raises(ValueError, match="became shorter during the run"):
         curate(source, LENGTH, "curate.unit=5000", "shard=1/2")
 
 
-def test_odd_records_neither_stop_the_job_nor_go_unsaid(tmp_path: Path, write: Write, curate: Curate) -> None:
+def test_odd_records_are_counted_and_do_not_stop_the_job(tmp_path: Path, write: Write, curate: Curate) -> None:
     (tmp_path / "domains").write_text("bad.com\n")
     odd = [
         {"id": "\ud83dx", "text": "ab"},
@@ -161,12 +159,12 @@ def test_odd_records_neither_stop_the_job_nor_go_unsaid(tmp_path: Path, write: W
         {"text": "kept", "url": "https://good.com", "dropped": "mine", "text_": "too"},
     ]
     out = curate(write(odd), {"lists": f"{{kind: listed, domains: {tmp_path / 'domains'}}}", **LENGTH})
-    (own,) = json.loads((out / "funnel.json").read_text()).values()
-    assert own["stages"]["length"]["dropped"]["too-short"]["amount"]["documents"] == 1
-    assert own["stages"]["length"]["kept"]["documents"] == 4
+    (counts,) = json.loads((out / "funnel.json").read_text()).values()
+    assert counts["stages"]["length"]["dropped"]["too-short"]["amount"]["documents"] == 1
+    assert counts["stages"]["length"]["kept"]["documents"] == 4
 
 
-def test_many_units_do_not_take_many_files(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+def test_many_units_do_not_need_many_open_files(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
     source = write([{"text": f"text {number % 80}"} for number in range(160)])
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 30, before[1]))
@@ -215,7 +213,7 @@ def test_presets_start_and_keep_prose(tmp_path: Path, write: Write, lines: Lines
     assert kept and set(kept) <= {"0", "1", "2"}
 
 
-def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Curate, lines: Lines) -> None:
+def test_web_archives_give_pages_with_their_url(tmp_path: Path, curate: Curate, lines: Lines) -> None:
     from warcio.statusandheaders import StatusAndHeaders
     from warcio.warcwriter import WARCWriter
 
@@ -248,7 +246,7 @@ def test_web_archives_give_pages_with_their_address(tmp_path: Path, curate: Cura
 
 
 @pytest.mark.parametrize("engine", ["hashed", pytest.param("fasttext", marks=pytest.mark.slow)])
-def test_a_classifier_tells_its_two_sets_apart(
+def test_a_classifier_separates_its_two_sets(
     tmp_path: Path, write: Write, curate: Curate, engine: str, lines: Lines
 ) -> None:
     proofs = ({"text": f"the theorem follows from lemma {n} and the proof is short"} for n in range(300))
@@ -259,7 +257,7 @@ def test_a_classifier_tells_its_two_sets_apart(
     report = (tmp_path / "quality" / "report.md").read_text()
     assert "| area under the ROC curve | 1.0000 |" in report
     scorer = load_scorer(str(tmp_path / "quality"))
-    assert scorer("a proof of the lemma") > 0.6 > 0.4 > scorer("cheap offers in the newsletter")
+    assert scorer.score("a proof of the lemma") > 0.6 > 0.4 > scorer.score("cheap offers in the newsletter")
     mixed = write(
         [{"id": "g", "text": "the proof of the theorem"}, {"id": "w", "text": "subscribe to cheap offers"}],
         "mixed.jsonl",
@@ -267,5 +265,5 @@ def test_a_classifier_tells_its_two_sets_apart(
     block = f"{{kind: classifier, model: {tmp_path / 'quality'}, least: 0.5}}"
     assert [line["id"] for line in lines(curate(mixed, {"quality": block}) / "documents")] == ["g"]
     (tmp_path / "quality" / "classifier.json").write_text('{"bits": 60, "threshold": 0.5, "engine": "hashed"}')
-    with pytest.raises(ValueError, match="no classifier"):
+    with pytest.raises(ValueError, match="not a classifier"):
         load_scorer(str(tmp_path / "quality"))

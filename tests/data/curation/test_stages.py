@@ -1,4 +1,4 @@
-"""Stages by themselves, beside independent ways to the same answers."""
+"""Single stages compared with independent computations of the same result."""
 
 import json
 import random
@@ -16,13 +16,12 @@ from datatrove.pipeline.filters import (
     GopherQualityFilter,
     GopherRepetitionFilter,
 )
-from datatrove.utils.word_tokenizers import WhitespaceTokenizer
 
 from nemo_ext.data.curation.settings import KINDS
 from nemo_ext.data.curation.stage import Features
 from nemo_ext.data.curation.stages.buckets import Buckets
 from nemo_ext.data.curation.stages.personal import Personal
-from nemo_ext.data.text.user_files import TreeSource
+from nemo_ext.data.curation.stages.rules import _Spaces
 from nemo_ext.data.text.words import words_of
 
 Write = Callable[..., Path]
@@ -30,16 +29,9 @@ Curate = Callable[..., Path]
 Lines = Callable[[Path], list[dict[str, Any]]]
 
 
-class Spaces(WhitespaceTokenizer):
-    """Words between white space."""
-
-    def word_tokenize(self, text: str) -> list[str]:
-        return text.split()
-
-
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """Texts of files of the standard library, and of what is made of them."""
+    """Texts of standard library files, and prose made from their words."""
     files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:60]
     code = [text for path in files if (text := path.read_text(errors="ignore")).strip()]
     chance = random.Random(0)
@@ -62,7 +54,7 @@ def test_rules_decide_as_datatrove_does(
     kept = []
     for number, text in enumerate(texts):
         document = Document(text=text, id=str(number))
-        if block(language=Spaces()).filter(document) is True:
+        if block(language=_Spaces()).filter(document) is True:
             kept.append((document.id, document.text))
     source = write({"id": str(number), "text": text} for number, text in enumerate(texts))
     out = curate(source, {kind: f"{{kind: {kind}}}"})
@@ -70,14 +62,14 @@ def test_rules_decide_as_datatrove_does(
     assert 0 < len(kept) < len(texts)
 
 
-def test_thresholds_of_a_language_are_taken_for_its_documents(write: Write, curate: Curate, lines: Lines) -> None:
+def test_documents_are_judged_by_the_thresholds_of_their_language(write: Write, curate: Curate, lines: Lines) -> None:
     text = "many words that have been said of the pages " * 8
     records = [{"id": code, "text": text, "language": code} for code in ("en", "de", "it")]
     block = "{kind: gopher_quality, rules: {min_doc_words: 10}, by_language: {de: {min_doc_words: 100}}}"
     assert [line["id"] for line in lines(curate(write(records), {"quality": block}) / "documents")] == ["en", "it"]
 
 
-def test_same_texts_urls_and_paragraphs_are_those_that_came_before(write: Write, curate: Curate, lines: Lines) -> None:
+def test_repeated_texts_urls_and_paragraphs_are_removed(write: Write, curate: Curate, lines: Lines) -> None:
     chance = random.Random(1)
     paragraphs = [f"paragraph {number} of a page" for number in range(40)]
     records = [
@@ -96,12 +88,12 @@ def test_same_texts_urls_and_paragraphs_are_those_that_came_before(write: Write,
         if left:
             expected.append((record["id"], "\n".join(left)))
     stages = {name: f"{{kind: {name}}}" for name in ("same_url", "same_text", "same_paragraphs")}
-    # Memory for a few values at a time must not matter.
+    # Memory for only a few values at a time must not change the result.
     out = curate(write(records), stages, "curate.unit=3000", "curate.memory=400")
     assert [(line["id"], line["text"]) for line in lines(out / "documents")] == expected
 
 
-def test_same_passages_are_all_runs_of_words_that_came_before(write: Write, curate: Curate, lines: Lines) -> None:
+def test_all_repeated_runs_of_words_are_removed(write: Write, curate: Curate, lines: Lines) -> None:
     chance = random.Random(2)
     pool = [" ".join(chance.choices("abcdefghij", k=chance.randint(3, 9))) for _ in range(12)]
     records = [{"id": str(n), "text": " ".join(chance.choices(pool, k=6))} for n in range(40)]
@@ -119,7 +111,7 @@ def test_same_passages_are_all_runs_of_words_that_came_before(write: Write, cura
     assert [(line["id"], line["text"].split()) for line in lines(out / "documents")] == expected
 
 
-def test_near_duplicates_are_those_of_high_jaccard_similarity(write: Write, curate: Curate, lines: Lines) -> None:
+def test_near_duplicates_have_high_jaccard_similarity(write: Write, curate: Curate, lines: Lines) -> None:
     chance = random.Random(3)
     texts = []
     for _ in range(60):
@@ -145,7 +137,7 @@ def test_near_duplicates_are_those_of_high_jaccard_similarity(write: Write, cura
 
 
 @pytest.mark.parametrize("memory", [10**9, 60_000, 9_000])
-def test_buckets_are_the_same_in_any_memory(tmp_path: Path, memory: int) -> None:
+def test_buckets_do_not_depend_on_memory(tmp_path: Path, memory: int) -> None:
     chance = np.random.default_rng(0)
     scores = chance.choice([-1e300, -2.5, -0.0, 0.0, 0.25, 0.5, 7.0], 3000).astype(np.float64)
     scores[::3] = chance.normal(size=1000)
@@ -156,25 +148,25 @@ def test_buckets_are_the_same_in_any_memory(tmp_path: Path, memory: int) -> None
         rows[first : first + count].tofile(tmp_path / str(number))
         units.append(Features(tmp_path / str(number), 3 * count, count))
         first += count
-    found = [np.full(unit.documents, 255, np.uint8) for unit in units]
+    verdicts = [np.full(unit.documents, 255, np.uint8) for unit in units]
 
-    Buckets(buckets=7).decide(units, lambda unit, places, values: found[unit].__setitem__(places, values), memory)
+    Buckets(buckets=7).decide(units, lambda unit, places, values: verdicts[unit].__setitem__(places, values), memory)
 
-    wanted = np.empty(3000, np.uint8)
+    expected = np.empty(3000, np.uint8)
     for group in np.unique(groups):
-        mine = np.flatnonzero(groups == group)
-        order = mine[np.argsort(scores[mine], kind="stable")]
+        members = np.flatnonzero(groups == group)
+        order = members[np.argsort(scores[members], kind="stable")]
         middle = np.cumsum(sizes[order].astype(float)) - sizes[order] / 2
-        wanted[order] = np.minimum(7 * middle / sizes[order].sum(), 6).astype(np.uint8)
-    assert (np.concatenate(found) == wanted).all()
+        expected[order] = np.minimum(7 * middle / sizes[order].sum(), 6).astype(np.uint8)
+    assert (np.concatenate(verdicts) == expected).all()
 
 
-def test_buckets_have_equal_bytes_and_rates_of_the_wanted_mean(write: Write, curate: Curate, lines: Lines) -> None:
+def test_buckets_have_equal_bytes_and_rates_with_the_given_mean(write: Write, curate: Curate, lines: Lines) -> None:
     chance = random.Random(4)
     records = [{"id": str(n), "text": "x" * chance.randint(1, 99), "score": chance.random()} for n in range(500)]
     block = "{kind: buckets, key: score, buckets: 5, rate: 1.5, most: 4, throwaway: 0.2}"
     out = curate(write(records), {"buckets": block}, "curate.divide=[bucket]", "curate.unit=5000")
-    rates = Buckets(key="score", buckets=5, rate=1.5, most=4, throwaway=0.2).rates()
+    rates = Buckets(key="score", buckets=5, rate=1.5, most=4, throwaway=0.2).rates
     assert rates[0] == 0 and all(one < other for one, other in pairwise(rates[1:]))
     assert np.mean(rates) == pytest.approx(1.5) and rates[-1] <= 4
     sizes = {n: sum(len(line["text"]) for line in lines(out / "documents" / "text" / str(n))) for n in range(1, 5)}
@@ -184,10 +176,10 @@ def test_buckets_have_equal_bytes_and_rates_of_the_wanted_mean(write: Write, cur
     streams = (out / "conf" / "data" / "curated.yaml").read_text()
     assert f"weight: {round(sizes[4] * rates[4])}" in streams
     with pytest.raises(ValueError, match="raise most"):
-        Buckets(rate=3, most=4, throwaway=0.5).rates()
+        Buckets(rate=3, most=4, throwaway=0.5).check()
 
 
-def test_personal_data_is_replaced_and_much_of_it_drops_a_document() -> None:
+def test_personal_data_is_replaced_and_too_much_of_it_drops_a_document() -> None:
     judge = Personal(regions=("US",), most=3).start()
     text = "Call +39 06 6982 1234 or write to a.b@c.it from 8.8.8.8; see 192.168.0.1, version 1.2.3 and 2024-01-02."
     document = Document(text=text, id="a")
@@ -219,18 +211,18 @@ def test_personal_data_is_replaced_and_much_of_it_drops_a_document() -> None:
         ("a." * 100 + "b@" + "c." * 3 + "org", None),
     ],
 )
-def test_personal_data_is_told_from_other_numbers(text: str, left: str | None) -> None:
+def test_personal_data_is_distinguished_from_other_numbers(text: str, left: str | None) -> None:
     document = Document(text=f"see {text} there", id="a")
     assert Personal(regions=("IT", "FR", "DE", "ES", "US")).start()(document) is None
     assert document.text == f"see {text if left is None else left} there" or "b@" in text
 
 
-def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+def test_lists_include_subdomains_and_robots_txt(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
     (tmp_path / "domains").write_text("# bad ones\nhttps://www.Bad.com\nmüller.de\n")
     robots = "\ufeffUser-agent: GPTBot\nAllow: /\nDisallow: /private/\nDisallow: /*.pdf$\n"
     broken = "User-agent: *\nDisallow: //[x"
-    told = [{"domain": "news.org", "robots": robots}, {"domain": "odd.org", "robots": broken}]
-    (tmp_path / "robots.jsonl").write_text("".join(json.dumps(each) + "\n" for each in told))
+    rows = [{"domain": "news.org", "robots": robots}, {"domain": "odd.org", "robots": broken}]
+    (tmp_path / "robots.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "urls").write_text("https://www.site.net/page/\n")
     urls = {
         "kept": "https://notbad.com/",
@@ -246,8 +238,8 @@ def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curat
         "none": "",
     }
     records = [{"id": name, "text": "text", "metadata": {"url": url}} for name, url in urls.items()]
-    given = {"domains": "domains", "urls": "urls", "robots": "robots.jsonl"}
-    block = f"{{kind: listed, {', '.join(f'{key}: {tmp_path / name}' for key, name in given.items())}}}"
+    files = {"domains": "domains", "urls": "urls", "robots": "robots.jsonl"}
+    block = f"{{kind: listed, {', '.join(f'{key}: {tmp_path / name}' for key, name in files.items())}}}"
     out = curate(write(records), {"lists": block}, "curate.keep_dropped=all")
     assert [line["id"] for line in lines(out / "documents")] == ["kept", "odd", "allowed", "other host", "none"]
     reasons = {line["id"]: line["dropped"] for line in lines(out / "dropped")}
@@ -257,7 +249,7 @@ def test_lists_know_domains_below_and_robots(tmp_path: Path, write: Write, curat
     }
 
 
-def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
+def test_perplexity_equals_kenlms(tmp_path: Path, write: Write, curate: Curate, lines: Lines) -> None:
     kenlm = pytest.importorskip("kenlm", reason="pip install kenlm")
     grams = {1: ["-1.0\t<unk>", "0\t<s>\t0", "-0.5\t</s>", "-0.4\tgood\t-0.1", "-0.6\tword\t0"], 2: ["-0.2\tgood word"]}
     arpa = "\\data\\\n" + "".join(f"ngram {n}={len(entries)}\n" for n, entries in grams.items())
@@ -267,17 +259,17 @@ def test_perplexity_is_kenlms(tmp_path: Path, write: Write, curate: Curate, line
     records = [{"id": str(n), "text": text, "language": "en"} for n, text in enumerate(texts)]
     out = curate(write(records), {"lm": f"{{kind: perplexity, models: {{en: {tmp_path / 'en.arpa'}}}, most: 5}}"})
     model = kenlm.Model(str(tmp_path / "en.arpa"))
-    found = {line["id"]: line["perplexity"] for line in lines(out / "documents")}
-    assert set(found) == {"0", "1", "3"}
+    perplexities = {line["id"]: line["perplexity"] for line in lines(out / "documents")}
+    assert set(perplexities) == {"0", "1", "3"}
     for number in ("0", "1"):
-        assert found[number] == pytest.approx(model.perplexity(texts[int(number)]), abs=0.01)
+        assert perplexities[number] == pytest.approx(model.perplexity(texts[int(number)]), abs=0.01)
     shouted = write([{"id": "1", "text": "GÓOD word", "language": "en"}], "shouted.jsonl")
     block = f"{{kind: perplexity, models: {{en: {tmp_path / 'en.arpa'}}}, normalize: ccnet}}"
     (document,) = lines(curate(shouted, {"lm": block}, name="ccnet") / "documents")
     assert document["perplexity"] == pytest.approx(model.perplexity("good word"), abs=0.01)
 
 
-def test_broken_encodings_are_mended_before_they_are_counted(write: Write, curate: Curate, lines: Lines) -> None:
+def test_wrongly_decoded_text_is_repaired_before_it_is_judged(write: Write, curate: Curate, lines: Lines) -> None:
     text = "It’s a “quoted” café text – of the town. " * 20
     records = [{"id": "mended", "text": text.encode().decode("latin-1")}, {"id": "lost", "text": "a\ufffdb" * 30}]
     (document,) = lines(curate(write(records), {"encoding": "{kind: encoding}"}) / "documents")
@@ -285,6 +277,5 @@ def test_broken_encodings_are_mended_before_they_are_counted(write: Write, curat
 
 
 def test_every_kind_is_named_in_the_help(command: Callable[..., Any], tmp_path: Path) -> None:
-    told = command("curate", "--help", cwd=tmp_path).stdout
-    assert all(kind in words_of(told) for kind in KINDS)
-    assert TreeSource.kind  # the sources of `tokenize`
+    text = command("curate", "--help", cwd=tmp_path).stdout
+    assert all(kind in words_of(text) for kind in KINDS)

@@ -200,7 +200,7 @@ def test_inputs_in_the_folder_that_is_removed_are_refused(problems: Path) -> Non
     inside.parent.mkdir(parents=True)
     (problems / "prompts.jsonl").rename(inside)
 
-    with pytest.raises(ValueError, match=r"prompts\.jsonl lies in .*\.unpacked"):
+    with pytest.raises(ValueError, match=r"prompts\.jsonl is inside .*\.unpacked"):
         curriculum(problems, f"prompts={inside}")
 
     assert inside.exists()

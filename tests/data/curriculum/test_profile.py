@@ -109,7 +109,7 @@ def test_bad_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None:
     assert report.examples["malformed"][0].startswith(f"{path}:3: not JSON")
     assert report.examples["malformed"][3] == f"{path}:6: no 'reward', there are ['id']"
     assert rate_of(read_profile(tmp_path / "p.parquet"), "a") == (2, 1.0)
-    with pytest.raises(ValueError, match=r"6 of 8 records do not fit, more than max_bad_share=0.01: .*r.jsonl:3"):
+    with pytest.raises(ValueError, match=r"6 of 8 records are malformed, more than max_bad_share=0.01: .*r.jsonl:3"):
         write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
 
 

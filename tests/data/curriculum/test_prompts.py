@@ -84,7 +84,7 @@ def test_bad_and_repeated_records_are_counted(tmp_path: Path) -> None:
     assert [place.split(": ")[0] for place in prompts.report.examples["malformed"]] == [
         f"{path}:{n}" for n in (2, 4, 5)
     ]
-    with pytest.raises(ValueError, match="3 of 5 records do not fit"):
+    with pytest.raises(ValueError, match="3 of 5 records are malformed"):
         read_prompts([path], PromptKeys())
 
 

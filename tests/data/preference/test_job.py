@@ -247,7 +247,7 @@ def test_files_of_an_earlier_run_go_and_inputs_stay(data: Path) -> None:
     (data / "strong.jsonl").rename(data / "out/.work/strong.jsonl")
     inside = config(data)
     inside["sources"]["qwen"]["strong"] = str(data / "out/.work/strong.jsonl")
-    with pytest.raises(ValueError, match=r"strong\.jsonl lies in .*\.work, which is emptied"):
+    with pytest.raises(ValueError, match=r"strong\.jsonl is inside .*\.work, which the job empties"):
         job.run(inside)
     assert (data / "out/.work/strong.jsonl").exists()
 
@@ -261,7 +261,7 @@ def test_records_that_do_not_fit_are_said_and_many_are_an_error(
     given["sources"] = {"a": {"kind": "pairs", "path": str(jsonl_of(tmp_path / "a.jsonl", records))}}
 
     with pytest.raises(
-        ValueError, match=r"sources\.a: 2 of 102 records do not fit, more than max_bad_share=0\.01: .*rej"
+        ValueError, match=r"sources\.a: 2 of 102 records are malformed, more than max_bad_share=0\.01: .*rej"
     ):
         job.run(given)
     job.run(given | {"max_bad_share": 0.1})

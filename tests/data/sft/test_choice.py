@@ -146,7 +146,7 @@ def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: py
     for bad in records[:3]:
         bad["messages"][1]["role"] = "asistant"
 
-    with pytest.raises(ValueError, match=r"source a: 3 of 100 records do not fit, more than max_bad_share=0"):
+    with pytest.raises(ValueError, match=r"source a: 3 of 100 records are malformed, more than max_bad_share=0"):
         sft(records)
     sft([*records[2:], chat(200), chat(201)])
 

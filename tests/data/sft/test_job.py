@@ -195,7 +195,7 @@ def test_nothing_that_is_not_the_job_s_is_removed(prepared: Callable[..., dict[s
     run(prepared(validation_share=0.0))
     shutil.copy(tmp_path / "b.jsonl.gz", mine.parent / "b.jsonl.gz")
     inside = {"name": "b", "path": str(mine.parent / "b.jsonl.gz")}
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz lies in .*\.work, which is emptied"):
+    with pytest.raises(ValueError, match=r"b\.jsonl\.gz is inside .*\.work, which the job empties"):
         run(prepared(sources=[inside]))
     assert (mine.parent / "b.jsonl.gz").exists()
     assert (tmp_path / "out" / "valid.jsonl").exists() and (tmp_path / "out" / "valid.json").exists()

@@ -1,4 +1,4 @@
-"""The byte tokenizer as a folder, with the control tokens of a chat template."""
+"""The byte tokenizer as a Hugging Face folder, with the control tokens of a chat template."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ CHAT = Sample(id="a", messages=(Message(role="user", content="1 + 1?"), Message(
 
 
 @pytest.mark.parametrize("name", names())
-def test_it_has_the_templates_control_tokens_and_ends_with_its_turn(name: str, tmp_path: Path) -> None:
+def test_control_tokens_and_eos_come_from_the_template(name: str, tmp_path: Path) -> None:
     byte_tokenizer.run({"output": str(tmp_path), "template": name})
     tokenizer = HuggingFaceTokenizer(tmp_path)
     (encoded,) = ChatEncoder(Template.load(tmp_path), tokenizer).encode(CHAT)
@@ -25,9 +25,9 @@ def test_it_has_the_templates_control_tokens_and_ends_with_its_turn(name: str, t
     assert tokenizer.encode(["Zwölf"])[0].tolist() == ByteTokenizer().encode(["Zwölf"])[0].tolist()
 
 
-def test_without_a_template_it_is_the_byte_tokenizer(tmp_path: Path) -> None:
+def test_without_a_template_the_folder_equals_the_byte_tokenizer(tmp_path: Path) -> None:
     byte_tokenizer.run({"output": str(tmp_path), "template": None})
 
     assert HuggingFaceTokenizer(tmp_path).eod == ByteTokenizer.eod
-    with pytest.raises(ValueError, match="name a folder"):
+    with pytest.raises(ValueError, match="output=None: set it to a folder"):
         byte_tokenizer.run({"output": None, "template": None})

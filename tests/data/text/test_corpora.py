@@ -11,7 +11,7 @@ from nemo_ext.data.text.sources import load_source
 Read = Callable[[Source], tuple[list[Document], ReadReport]]
 
 
-def test_python_stdlib_is_its_code_in_a_fixed_order(read_all: Read) -> None:
+def test_python_stdlib_gives_its_code_in_a_fixed_order(read_all: Read) -> None:
     source = load_source({"kind": "python_stdlib"})
 
     documents, _ = read_all(source)
@@ -24,7 +24,7 @@ def test_python_stdlib_is_its_code_in_a_fixed_order(read_all: Read) -> None:
     assert sum(len(text) for text in texts.values()) > 5_000_000
 
 
-def test_docstrings_are_given_below_their_names(read_all: Read) -> None:
+def test_docstrings_follow_their_names(read_all: Read) -> None:
     source = load_source({"kind": "docstrings", "packages": ["pluggy"]})
 
     texts = {document.id: document.text for document in read_all(source)[0]}

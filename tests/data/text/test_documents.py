@@ -37,7 +37,7 @@ def test_the_longest_prefix_of_the_distinct_documents_within_max_bytes_is_admitt
         assert report.skipped.get("duplicate", 0) == len(texts) - len(kept)
 
 
-def test_a_report_counts_all_and_names_the_first_few() -> None:
+def test_a_report_counts_all_records_and_lists_the_first_few() -> None:
     report, later = ReadReport(records=3), ReadReport(records=9)
     report.skip("malformed", "a:1")
     report.skip("duplicate", count=1200)
@@ -55,6 +55,6 @@ def test_a_report_counts_all_and_names_the_first_few() -> None:
 
 
 def test_the_split_of_a_document_never_changes_between_versions() -> None:
-    # Another value here would move documents from training to validation in everybody's data.
+    # Any other value would move documents from training to validation in existing data.
     assert split_position(1234, "a.jsonl:1") == SPLIT_POSITION
     assert split_position(1234, "bad name \udcff:1") < 2**64

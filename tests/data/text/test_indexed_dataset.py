@@ -14,7 +14,7 @@ def test_ids_have_the_type_that_megatron_chooses(size: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [257, 131072])
-def test_the_index_is_byte_for_byte_that_of_megatrons_writer(tmp_path: Path, vocab_size: int) -> None:
+def test_the_index_equals_that_of_megatrons_writer_byte_for_byte(tmp_path: Path, vocab_size: int) -> None:
     indexed_dataset = pytest.importorskip("megatron.core.datasets.indexed_dataset")
     dtype = ids_type(vocab_size)
     lengths = np.array([3, 1, 70_000, 2], dtype=np.int64)
@@ -29,6 +29,6 @@ def test_the_index_is_byte_for_byte_that_of_megatrons_writer(tmp_path: Path, voc
 
 
 def test_a_document_that_the_format_cannot_hold_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"a document has 2,147,483,648 tokens, and Megatron's files hold fewer"):
+    with pytest.raises(ValueError, match=r"a document has 2,147,483,648 tokens, but Megatron's format allows fewer"):
         write_index(tmp_path / "x.idx", np.array([1, 1 << 31]), np.uint16)
     assert not (tmp_path / "x.idx").exists()

@@ -15,7 +15,7 @@ Write = Callable[..., Source]
 Texts = Callable[[Manifest, str, Tokenizer], list[str]]
 
 
-def test_the_manifest_says_what_was_made_from_what(tmp_path: Path, jsonl: Write) -> None:
+def test_the_manifest_records_source_tokenizer_and_counts(tmp_path: Path, jsonl: Write) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a", "b", "a", "  ", "c"], max_bad_share=0.5)
     with open(tmp_path / "in.jsonl", "a") as file:
         file.write("not json\n")
@@ -28,30 +28,30 @@ def test_the_manifest_says_what_was_made_from_what(tmp_path: Path, jsonl: Write)
     assert manifest.report.skipped == {"duplicate": 1, "empty": 1, "malformed": 1}
     assert manifest.report.examples["malformed"][0].startswith(f"{tmp_path / 'in.jsonl'}:6: not JSON")
     assert sum(counts.documents for counts in manifest.splits.values()) == 3
-    assert manifest.left_out().startswith("; skipped 1 duplicate, 1 empty (in.jsonl:4), 1 malformed (/")
+    assert manifest.skipped().startswith("; skipped 1 duplicate, 1 empty (in.jsonl:4), 1 malformed (/")
     assert (manifest.vocab_size, manifest.eod, manifest.tokenizer_identity) == (257, 256, "byte-257")
 
 
 @pytest.mark.parametrize(
-    ("texts", "share", "told"),
+    ("texts", "share", "contents"),
     [
         (["é"], 0.5, "1 document, 3 tokens; no validation files, because one document cannot be split"),
         (["a", "bc"], 0, "2 documents, 5 tokens; no validation files, because validation_share is 0"),
         (["a", "bc"], 0.01, "2 documents (1 for training, 1 for validation), 5 tokens"),
     ],
 )
-def test_the_contents_tell_how_much_there_is_and_why_there_is_no_validation(
-    tmp_path: Path, jsonl: Write, texts: list[str], share: float, told: str
+def test_the_contents_state_the_amount_and_why_there_is_no_validation(
+    tmp_path: Path, jsonl: Write, texts: list[str], share: float, contents: str
 ) -> None:
     source = jsonl(tmp_path / "in.jsonl", texts)
 
     manifest = tokenize_stream(source, ByteTokenizer(), tmp_path / "out", validation_share=share, workers=1)
 
-    assert manifest.contents() == told
-    assert manifest.left_out() == ""
+    assert manifest.contents() == contents
+    assert manifest.skipped() == ""
 
 
-def test_files_of_another_version_are_made_again(
+def test_files_of_another_version_are_replaced(
     tmp_path: Path, jsonl: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a", "b"])
@@ -87,7 +87,7 @@ def test_a_file_that_is_not_a_manifest_is_not_overwritten(tmp_path: Path, jsonl:
         read_manifest(tmp_path / "nothing")
 
 
-def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "web.json").write_text(json.dumps({"format_version": 2, "config_hash": "x"}))
 
     with pytest.raises(ValueError, match=r"web\.json is damaged .*: remove it and tokenise the stream again"):

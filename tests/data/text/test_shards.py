@@ -18,7 +18,7 @@ Files = Callable[[Path], dict[str, bytes]]
 
 
 def interrupted(source: Source, prefix: Path, **options: Any) -> Path:
-    """Leave a stream with all its shards but no output, as if killed in the last pass; returns the shards."""
+    """Leave a stream with all shards but no output, as if killed in the last pass; returns the shards' directory."""
     in_the_way = Path(f"{prefix}_train.bin")
     in_the_way.mkdir()
     with pytest.raises(IsADirectoryError):
@@ -30,7 +30,7 @@ def interrupted(source: Source, prefix: Path, **options: Any) -> Path:
 def test_finished_shards_are_used_again(tmp_path: Path, jsonl: Write, texts_in: Texts) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
     shards = interrupted(source, tmp_path / "out")
-    # A shard that says something else shows that it was not made again.
+    # If the shard were tokenised again, its copied content would be replaced.
     for name in ("tokens", "npz"):
         shutil.copy(shards / f"00002.{name}", shards / f"00000.{name}")
     for path in shards.glob("00001.*"):
@@ -60,7 +60,7 @@ def test_shards_of_other_settings_are_not_mixed_in(
     assert files_of(tmp_path / "out") == files_of(tmp_path / "fresh")
 
 
-def test_a_damaged_shard_is_an_error_that_says_what_to_remove(tmp_path: Path, jsonl: Write) -> None:
+def test_a_damaged_shard_is_an_error_that_names_what_to_remove(tmp_path: Path, jsonl: Write) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a", "b", "c"])
     shards = interrupted(source, tmp_path / "out")
     os.truncate(shards / "00001.npz", 100)

@@ -23,7 +23,7 @@ from nemo_ext.data.text.sources import load_source
         ({"kind": "tree", "path": ""}, "tree source: path=''"),
     ],
 )
-def test_a_wrong_config_is_an_error_that_names_the_key(config: dict[str, object], message: str) -> None:
+def test_an_invalid_config_is_an_error_that_names_the_key(config: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_source(config)
 

@@ -54,13 +54,13 @@ def test_another_seed_gives_another_split(tmp_path: Path, jsonl: Write, texts_of
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.999999999])
-def test_two_documents_are_one_for_each_split(tmp_path: Path, share: float, jsonl: Write, texts_in: Texts) -> None:
+def test_each_split_gets_one_of_two_documents(tmp_path: Path, share: float, jsonl: Write, texts_in: Texts) -> None:
     source = jsonl(tmp_path / "in.jsonl", ["a", "b"])
 
     manifest = tokenize_stream(source, ByteTokenizer(), tmp_path / "out", validation_share=share, workers=1)
 
-    found = [texts_in(manifest, split, ByteTokenizer()) for split in ("train", "valid")]
-    assert sorted(found) == [["a"], ["b"]]
+    splits = [texts_in(manifest, split, ByteTokenizer()) for split in ("train", "valid")]
+    assert sorted(splits) == [["a"], ["b"]]
 
 
 @pytest.mark.parametrize(("texts", "share"), [(["a"], 0.5), (["a", "b"], 0.0)])

@@ -47,7 +47,7 @@ def bpe_file(tmp_path: Path) -> Path:
 
 
 def megatron_tokenizer(tokenizer: Tokenizer, *, ids_only: bool = False) -> object:
-    """The tokenizer that Megatron builds from our arguments for it, all others at Megatron's defaults."""
+    """Tokenizer that Megatron builds from our arguments, with its own defaults for the rest."""
     build = pytest.importorskip("megatron.core.tokenizers.utils.build_tokenizer")
     config = pytest.importorskip("megatron.training.config.training_config")
     arguments = vars(config.TokenizerConfig()) | {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 1}
@@ -105,7 +105,7 @@ def test_truncation_padding_and_added_tokens_of_the_file_are_switched_off(tmp_pa
     assert ids.tolist() == plain
 
 
-def test_text_that_spells_a_special_token_stays_text_unless_asked(bpe_file: Path) -> None:
+def test_text_that_spells_a_special_token_is_text_by_default(bpe_file: Path) -> None:
     text = "a </s> b <|im_start|>"
     as_text, parsed = HuggingFaceTokenizer(bpe_file), HuggingFaceTokenizer(bpe_file, parse_special_tokens=True)
 
@@ -125,22 +125,22 @@ def test_eod_is_the_named_token_then_the_configured_one_then_a_common_one(bpe_fi
     assert HuggingFaceTokenizer(bpe_file, eod="<s>").eod == 1
 
 
-def test_an_eod_that_is_not_there_is_an_error(tmp_path: Path, bpe_file: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer\.json: no token '<im_start>' for eod; did you mean '<\|im_start"):
+def test_a_missing_eod_is_an_error(tmp_path: Path, bpe_file: Path) -> None:
+    with pytest.raises(ValueError, match=r"tokenizer\.json has no token '<im_start>' for eod; did you mean '<\|im_sta"):
         HuggingFaceTokenizer(bpe_file, eod="<im_start>")
     trained_bpe("<end>").save(str(tmp_path / "other.json"))
-    with pytest.raises(ValueError, match=r"other\.json: none of .*is in it: name its eod token"):
+    with pytest.raises(ValueError, match=r"other\.json has none of the tokens .*: set eod to one of its tokens"):
         HuggingFaceTokenizer(tmp_path / "other.json")
 
 
-def test_an_unusable_file_is_named(tmp_path: Path) -> None:
+def test_an_unusable_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
 
     with pytest.raises(ValueError, match=r"nowhere\.json: No such file.*: give the path of a tokenizer\.json"):
         HuggingFaceTokenizer(tmp_path / "nowhere.json")
     for path in (tmp_path, tmp_path / "bytes.json"):
-        with pytest.raises(ValueError, match=r"\.json: not a tokenizer\.json that the tokenizers library reads"):
+        with pytest.raises(ValueError, match=r"\.json: not a tokenizer\.json that the tokenizers library can read"):
             HuggingFaceTokenizer(path)
 
 
@@ -159,7 +159,7 @@ def test_describe_gives_the_tokenizer_back(bpe_file: Path) -> None:
         assert [ids.tolist() for ids in again.encode([TEXT])] == [ids.tolist() for ids in tokenizer.encode([TEXT])]
 
 
-def test_identity_follows_the_content_not_the_place(bpe_file: Path, tmp_path: Path) -> None:
+def test_identity_depends_on_the_content_not_on_the_path(bpe_file: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy.json"
     copy.write_bytes(bpe_file.read_bytes())
     other = tmp_path / "other.json"
@@ -184,7 +184,7 @@ def test_identity_follows_the_content_not_the_place(bpe_file: Path, tmp_path: Pa
         ({"kind": "huggingface", "path": "x", "parse_special_tokens": "no"}, "must be true or false, not 'no'"),
     ],
 )
-def test_a_wrong_config_is_an_error(config: dict[str, object], message: str) -> None:
+def test_an_invalid_config_is_an_error(config: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_tokenizer(config)
 
@@ -192,15 +192,15 @@ def test_a_wrong_config_is_an_error(config: dict[str, object], message: str) -> 
 # --------------------------------------------------------------------------------------- Megatron
 
 
-def test_padded_rows_are_no_tokens_for_a_tokenizer() -> None:
-    """`convert` cuts them: what they learned would be lost."""
+def test_padded_rows_do_not_count_as_tokens() -> None:
+    """`convert` removes them, so training on their ids would be lost."""
     rows = {"megatron": {"padded_vocab_size": 384}}
     check_vocabulary(384, rows)
     check_vocabulary(300, {**rows, "model": {"vocab_size": 300}})
     check_vocabulary(10**6, {"megatron": {}, "model": {}})
-    with pytest.raises(ValueError, match="the tokenizer has 301 ids, the model 300 "):
+    with pytest.raises(ValueError, match="the tokenizer has 301 ids, but the model has 300 "):
         check_vocabulary(301, {**rows, "model": {"vocab_size": 300}})
-    with pytest.raises(ValueError, match="the tokenizer has 385 ids, the model 384 "):
+    with pytest.raises(ValueError, match="the tokenizer has 385 ids, but the model has 384 "):
         check_vocabulary(385, {**rows, "model": {"vocab_size": 400}})
 
 
@@ -225,7 +225,7 @@ def test_megatron_agrees_on_ids_and_eod_when_it_loads_the_file(bpe_file: Path) -
 
 
 def test_arguments_under_which_megatron_would_disagree_are_refused(bpe_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*eos_token, which is None, but .*'</s>'"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: .*eos_token as eod, which is None, but .*'</s>'"):
         megatron_arguments(HuggingFaceTokenizer(bpe_file))
     (bpe_file.parent / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match="which is '</s>', but the data ends documents with '<s>'"):
@@ -252,7 +252,7 @@ def test_a_vocabulary_with_gaps_is_refused_where_megatron_would_count_tokens(tmp
     assert megatron_arguments(tokenizer, ids_only=True)["vocab_size"] == 10
 
 
-def other_library(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]) -> None:
+def replace_fastokens(monkeypatch: pytest.MonkeyPatch, read: Callable[[str], object]) -> None:
     monkeypatch.setitem(sys.modules, "fastokens", SimpleNamespace(Tokenizer=SimpleNamespace(from_json_str=read)))
 
 
@@ -270,18 +270,18 @@ def test_fastokens_gives_the_same_ids(parse: bool, monkeypatch: pytest.MonkeyPat
         assert fast(text).tolist() == plain(text).tolist()
 
 
-def test_a_tokenizer_that_fastokens_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_fastokens_does_not_support(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(text: str) -> object:
         raise ValueError("unsupported")
 
     tokenizer = trained_bpe()
-    other_library(monkeypatch, refuse)
+    replace_fastokens(monkeypatch, refuse)
     assert ids_of(tokenizer)(TEXT).tolist() == tokenizer.encode(TEXT).ids
 
 
-def test_other_ids_of_fastokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_ids_from_fastokens_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = np.array([0, 1], dtype=np.uint32).tobytes()
     encoder = SimpleNamespace(encode_batch_flat=lambda texts, split_special_tokens: (wrong, b""))
-    other_library(monkeypatch, lambda text: encoder)
+    replace_fastokens(monkeypatch, lambda text: encoder)
     with pytest.raises(RuntimeError, match="uninstall"):
         ids_of(trained_bpe())(TEXT)

@@ -30,7 +30,7 @@ def read(source: Source, part: Part) -> list[Document]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "text", "parquet"])
-def test_a_missing_file_is_named(tmp_path: Path, kind: str) -> None:
+def test_a_missing_file_is_an_error(tmp_path: Path, kind: str) -> None:
     source = load_source({"kind": kind, "path": str(tmp_path / "nowhere.x")})
 
     with pytest.raises(ValueError, match=r"nowhere\.x"):
@@ -80,7 +80,7 @@ def test_compressed_jsonl_reads_as_the_plain_file(tmp_path: Path, read_all: Read
     assert len(texts(str(plain))) == 1000
 
 
-def test_a_damaged_compressed_file_is_named(tmp_path: Path, read_all: Read) -> None:
+def test_a_damaged_compressed_file_is_an_error(tmp_path: Path, read_all: Read) -> None:
     line = json.dumps({"text": os.urandom(50_000).hex()}).encode() + b"\n"
     whole = gzip.compress(line)
     (tmp_path / "cut.json.gz").write_bytes(whole[:-1000])
@@ -98,7 +98,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, read_all: Read) -> N
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_another_encoding_of_unicode_is_named(tmp_path: Path, encoding: str, suffix: str) -> None:
+def test_another_unicode_encoding_is_an_error(tmp_path: Path, encoding: str, suffix: str) -> None:
     content = '{"text": "one"}\n{"text": "zwei \u00e9"}\n'.encode(encoding)
     path = tmp_path / f"a.jsonl{suffix}"
     path.write_bytes(gzip.compress(content) if suffix else content)
@@ -114,7 +114,7 @@ def test_another_encoding_of_unicode_is_named(tmp_path: Path, encoding: str, suf
         read(text, next(text.parts(max_documents=1, max_size=1)))
 
 
-def test_lines_of_another_encoding_in_a_file_are_malformed(tmp_path: Path, read_all: Read) -> None:
+def test_lines_in_another_encoding_are_malformed(tmp_path: Path, read_all: Read) -> None:
     other = '{"text": "two"}\n'
     content = b'{"text": "one"}\n' * 99 + other.encode("utf-16-le") + other.encode("latin-1")
     (tmp_path / "a.jsonl").write_bytes(content)
@@ -184,7 +184,7 @@ def test_malformed_lines_are_counted_with_their_place(tmp_path: Path, read_all: 
     assert report.records == 1000
     assert report.skipped == {"malformed": 6, "empty": 1}
     assert [example.split(":")[1] for example in report.examples["malformed"]] == ["7", "8", "9", "10", "11"]
-    assert "no key 'text', there are ['txt']: set text_key" in report.examples["malformed"][2]
+    assert "no key 'text', only ['txt']: set text_key" in report.examples["malformed"][2]
     assert report.examples["empty"] == ["a.jsonl:13"]
 
 
@@ -197,10 +197,10 @@ def test_too_many_malformed_lines_are_an_error(tmp_path: Path, read_all: Read) -
     assert len(read_all(load_source(config | {"max_bad_share": 0.02, "deduplicate": False}))[0]) == 98
 
 
-def test_check_finds_a_wrong_text_key_before_any_work(tmp_path: Path) -> None:
+def test_check_reports_a_wrong_text_key(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"content": "x", "id": 1}] * 5)
 
-    with pytest.raises(ValueError, match=r"no line has a text: .*no key 'text', there are \['content', 'id'\]"):
+    with pytest.raises(ValueError, match=r"no line has a text: .*no key 'text', only \['content', 'id'\]"):
         load_source({"kind": "jsonl", "path": str(path)}).check()
 
 
@@ -222,8 +222,8 @@ def test_parquet_is_read_by_row_group(tmp_path: Path, read_all: Read) -> None:
     assert report.records == 250
 
 
-def test_only_the_nulls_of_a_tables_structs_are_left_out(tmp_path: Path) -> None:
-    """A struct column gives every row all keys; in JSON a null is a value."""
+def test_only_nulls_inside_structs_of_a_table_are_dropped(tmp_path: Path) -> None:
+    """In a struct column each row has the keys of all rows; in JSON a null is a value."""
     schemas = [{"a": {"const": None, "type": ["string", "null"]}, "enum": [None, 1]}, {"b": {"type": "integer"}}]
     write_jsonl(tmp_path / "a.jsonl", [{"tools": schema, "note": None} for schema in schemas])
     rows = [{"tools": {"const": "x", "type": None}, "note": None}, {"tools": {"type": "integer"}, "note": "n"}]
@@ -279,21 +279,21 @@ def test_rows_of_all_files_come_with_their_places(tmp_path: Path, suffix: str) -
         pack = {".gz": gzip.compress, ".zst": zstandard.compress}.get(suffix, bytes)
         path.write_bytes(pack(lines))
 
-    found = list(record_source((str(path),), None, "rows").rows())
+    placed = list(record_source((str(path),), None, "rows").rows())
 
     places = [f"{path}: row 1", f"{path}: row 2"] if suffix == ".parquet" else [f"{path}:1", f"{path}:3"]
-    assert found == list(zip(places, rows, strict=True))
+    assert placed == list(zip(places, rows, strict=True))
 
 
 @pytest.mark.parametrize(("line", "strict"), [("[1]", False), ('{"a": 1', False), ('{"a": NaN}', True)])
-def test_a_malformed_row_is_named_with_what_to_do(tmp_path: Path, line: str, strict: bool) -> None:
+def test_a_malformed_row_is_an_error(tmp_path: Path, line: str, strict: bool) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n' + line)
 
-    with pytest.raises(ValueError, match=r"a\.jsonl:2: not .*: mend this row, or take it out"):
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: not .*: correct or remove this row"):
         list(record_source((str(tmp_path / "a.jsonl"),), None, "rows").rows(strict=strict))
 
 
-def test_a_wrong_parquet_column_or_file_is_named(tmp_path: Path) -> None:
+def test_an_invalid_parquet_column_or_file_is_an_error(tmp_path: Path) -> None:
     pq.write_table(pa.table({"texts": ["a"], "id": [1]}), tmp_path / "a.parquet")
     (tmp_path / "b.parquet").write_bytes(b"not parquet at all")
 
@@ -314,14 +314,14 @@ def test_text_files_are_one_document_each(tmp_path: Path, read_all: Read) -> Non
     assert read_all(source)[0] == [Document("a.txt", "first"), Document("b.txt", "second\r\nline")]
 
 
-def test_a_named_text_file_that_is_not_text_is_an_error(tmp_path: Path, read_all: Read) -> None:
+def test_a_text_file_that_is_not_utf8_is_an_error(tmp_path: Path, read_all: Read) -> None:
     (tmp_path / "a.txt").write_bytes("caf\u00e9".encode("latin-1"))
 
     with pytest.raises(ValueError, match=r"undecodable \(.*a\.txt: byte 3\): convert it to UTF-8"):
         read_all(load_source({"kind": "text", "path": str(tmp_path / "a.txt")}))
 
 
-def test_a_tree_reads_what_its_globs_choose_and_counts_the_rest(tmp_path: Path, read_all: Read) -> None:
+def test_a_tree_reads_the_files_its_globs_select_and_counts_unreadable_ones(tmp_path: Path, read_all: Read) -> None:
     files = {
         "main.py": b"print(1)\n",
         "pkg/module.py": b"x = 1\n",
@@ -354,7 +354,7 @@ def test_a_tree_without_a_matching_file_is_an_error(tmp_path: Path) -> None:
         load_source({"kind": "tree", "path": str(tmp_path), "include": ["*.py"]}).check()
 
 
-def test_the_fingerprint_tells_that_a_file_changed(tmp_path: Path) -> None:
+def test_the_fingerprint_detects_a_changed_file(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     source = load_source({"kind": "jsonl", "path": str(path)})
     before = source.fingerprint(source.inputs())

@@ -12,7 +12,7 @@ from nemo_ext.data.text.words import Words, ngram_hashes, word_hashes, words_of
 ANY = st.text(st.sampled_from("aAbß_1 .,-é大小ไ\u0301\n\ufb01"), max_size=40)
 
 
-def test_words_are_lower_case_and_a_character_each_without_spaces() -> None:
+def test_words_are_lower_case_and_single_characters_in_scripts_without_spaces() -> None:
     assert words_of("The x_1, isn't - 3.5!") == ["the", "x_1", "isn", "t", "3", "5"]
     assert words_of("Größe ＡＢ ﬁn 大小abc") == ["grösse", "ab", "fin", "大", "小", "abc"]
 
@@ -36,19 +36,21 @@ def test_ngram_hashes_are_equal_where_ngrams_are(words: list[str], length: int) 
 
 
 @given(st.lists(ANY, max_size=4), st.integers(1, 3), st.data())
-def test_ngrams_of_several_texts_are_those_of_each(texts: list[str], length: int, data: st.DataObject) -> None:
+def test_ngrams_of_several_texts_equal_those_of_single_texts(
+    texts: list[str], length: int, data: st.DataObject
+) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(texts))), unique=True).map(sorted)) if texts else []
     words = Words(texts)
 
     grams, places = words.ngrams(length, texts=chosen)
 
-    each = [ngram_hashes(word_hashes(texts[index]), length).tolist() for index in chosen]
-    assert grams.tolist() == [gram for own in each for gram in own]
+    expected = [ngram_hashes(word_hashes(texts[index]), length).tolist() for index in chosen]
+    assert grams.tolist() == [gram for text_grams in expected for gram in text_grams]
     assert all(
         words.hashes[place] == word_hashes(texts[index])[number]
         for place, (index, number) in zip(
             places.tolist(),
-            [(index, number) for index, own in zip(chosen, each, strict=True) for number in range(len(own))],
+            [(index, number) for index, own in zip(chosen, expected, strict=True) for number in range(len(own))],
             strict=True,
         )
     )

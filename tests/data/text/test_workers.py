@@ -41,7 +41,7 @@ def test_the_files_do_not_depend_on_workers_or_shards(
 ) -> None:
     texts = texts_of(120) + texts_of(20)
     source = jsonl(tmp_path / "in.jsonl", texts, max_bytes=60_000)
-    made = []
+    outputs = []
     for workers, documents_per_shard in ((1, 10**9), (1, 7), (2, 13)):
         prefix = tmp_path / f"{workers}-{documents_per_shard}" / "out"
         manifest = tokenize_stream(
@@ -52,18 +52,18 @@ def test_the_files_do_not_depend_on_workers_or_shards(
             documents_per_shard=documents_per_shard,
             progress=False,
         )
-        made.append({name: content for name, content in files_of(prefix).items() if name != ".json"})
+        outputs.append({name: content for name, content in files_of(prefix).items() if name != ".json"})
         assert manifest.reached_max_bytes
         assert sum(counts.text_bytes for counts in manifest.splits.values()) <= 60_000
 
-    assert sorted(made[0]) == ["_train.bin", "_train.idx", "_valid.bin", "_valid.idx"]
-    assert all(other == made[0] for other in made[1:])
+    assert sorted(outputs[0]) == ["_train.bin", "_train.idx", "_valid.bin", "_valid.idx"]
+    assert all(output == outputs[0] for output in outputs[1:])
 
 
 def stop_in_the_middle(
     tmp_path: Path, bpe_file: Path, prefix: Path, stop: Callable[[subprocess.Popen[bytes]], None]
 ) -> int:
-    """Start tokenising in a process of its own, stop it after its first shards; returns how many are finished."""
+    """Start tokenising in a separate process, stop it after its first shards; returns the number of finished shards."""
     script = tmp_path / "run.py"
     script.write_text(SCRIPT)
     with open(tmp_path / "stderr", "wb") as errors:
@@ -76,7 +76,7 @@ def stop_in_the_middle(
     shards = Path(f"{prefix}.shards")
     deadline = time.monotonic() + 300
     while len(list(shards.glob("*.npz"))) < 3:
-        assert process.poll() is None, "it ended before it could be stopped"
+        assert process.poll() is None, "the process ended before it could be stopped"
         assert time.monotonic() < deadline, "no shards after five minutes"
         time.sleep(0.002)
     workers = psutil.Process(process.pid).children(recursive=True)
@@ -91,7 +91,7 @@ def stop_in_the_middle(
 @pytest.mark.parametrize(
     "how", [pytest.param("kill -9", marks=pytest.mark.slow), pytest.param("ctrl-c", marks=pytest.mark.deep)]
 )
-def test_a_stopped_run_goes_on_and_gives_the_same_files(
+def test_a_stopped_run_resumes_and_gives_the_same_files(
     tmp_path: Path, bpe_file: Path, how: str, jsonl: Write, texts_of: Draw, files_of: Files
 ) -> None:
     source = jsonl(tmp_path / "in.jsonl", texts_of(2000))
@@ -107,7 +107,7 @@ def test_a_stopped_run_goes_on_and_gives_the_same_files(
     tokenize_stream(source, tokenizer, tmp_path / "stopped/out", workers=1, documents_per_shard=40, progress=False)
 
     assert files_of(tmp_path / "stopped/out") == files_of(tmp_path / "whole/out")
-    assert len(os.listdir(tmp_path / "stopped")) == 5, "nothing unfinished is left behind"
+    assert len(os.listdir(tmp_path / "stopped")) == 5, "unfinished files remain"
 
 
 def test_input_that_grows_while_it_is_read_is_an_error(
@@ -144,7 +144,7 @@ def test_ctrl_c_while_workers_start_reaches_none_of_them(tmp_path: Path) -> None
         "import os, signal\n"
         "from nemo_ext.job.workers import in_workers\n"
         "if __name__ == '__mp_main__':\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"  # a worker that has not come to prepare_worker yet
+        "    os.kill(os.getpid(), signal.SIGINT)\n"  # a worker that has not reached prepare_worker yet
         "if __name__ == '__main__':\n"
         "    print(sorted(result for _, result in in_workers(abs, range(-3, 0), workers=2)))\n"
         "    print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))\n"

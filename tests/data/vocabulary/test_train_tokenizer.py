@@ -1,4 +1,4 @@
-"""`nemo-ext train_tokenizer` as a user meets it: tokenizers that others load, and a report that counts right."""
+"""`nemo-ext train_tokenizer` end to end: tokenizers that other libraries load, and correct counts in the report."""
 
 import hashlib
 import json
@@ -39,10 +39,10 @@ SYLLABLES = [first + vowel + last for first in "bdklmst" for vowel in "aeiou" fo
 
 
 def text_of(number: int) -> str:
-    """200 words: fixed ones, and made ones of which some come again and again."""
+    """200 words: fixed words, and words of random syllables, many of them repeated."""
     chance = random.Random(number)
-    made = ["".join(chance.choices(SYLLABLES[:40], k=chance.randint(1, 3))) for _ in range(100)]
-    return " ".join(chance.choices([*WORDS, *made], k=200)) + f" {number}"
+    words = ["".join(chance.choices(SYLLABLES[:40], k=chance.randint(1, 3))) for _ in range(100)]
+    return " ".join(chance.choices([*WORDS, *words], k=200)) + f" {number}"
 
 
 @pytest.fixture
@@ -55,17 +55,19 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def train(tmp_path: Path, text: Path) -> Callable[..., Path]:
-    """Runs the job in this process and returns the folder."""
+    """Function that runs the job in this process and returns the output folder."""
 
-    def made(*words: str, vocab: int = 400, name: str = "made") -> Path:
+    def run_job(*words: str, vocab: int = 400, name: str = "made") -> Path:
         run(compose("train_tokenizer", [f"input={text}", f"vocab={vocab}", f"output={tmp_path / name}", *words]))
         return tmp_path / name
 
-    return made
+    return run_job
 
 
 @pytest.mark.parametrize("preset", ["domyn", "nemotron3", "llama_nemotron", "olmo1", "olmo3"])
-def test_a_preset_cuts_numbers_as_its_family_does_and_gives_text_back(preset: str, train: Callable[..., Path]) -> None:
+def test_a_preset_splits_numbers_as_its_family_does_and_decodes_losslessly(
+    preset: str, train: Callable[..., Path]
+) -> None:
     folder = train(f"preset={preset}")
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -79,7 +81,7 @@ def test_a_preset_cuts_numbers_as_its_family_does_and_gives_text_back(preset: st
     assert max(tokenizer.get_vocab().values()) == 399
 
 
-def test_the_folder_is_one_that_data_megatron_and_transformers_load(train: Callable[..., Path]) -> None:
+def test_the_folder_loads_for_data_jobs_megatron_and_transformers(train: Callable[..., Path]) -> None:
     from transformers import AutoTokenizer
 
     folder = train("preset=domyn", "template=domyn", 'special_tokens=["<|endoftext|>","<|mine|>"]')
@@ -94,48 +96,48 @@ def test_the_folder_is_one_that_data_megatron_and_transformers_load(train: Calla
     assert loaded(text_of(3), add_special_tokens=False)["input_ids"] == list(ours.encode([text_of(3)])[0])
 
 
-def test_the_report_counts_what_was_held_out_and_nothing_else(train: Callable[..., Path], text: Path) -> None:
+def test_the_report_counts_held_out_text_only(train: Callable[..., Path], text: Path) -> None:
     other = train(vocab=260, name="other")
     folder = train(f"compare=[{other}]", "held_out=1e5")
 
     counts = json.loads((folder / "report.json").read_text())["stream"]["text"]
     assert counts["this one"]["bytes"] == counts["other"]["bytes"] > 0
     assert counts["this one"]["tokens"] < counts["other"]["tokens"] <= counts["other"]["bytes"]
-    # 2 % of the documents, by the hash that the documentation tells of.
+    # 2 % of the documents, by the documented hash.
     documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
     held_out = [
-        each
-        for each in documents
-        if split_position(1234, hashlib.blake2b(each.encode(), digest_size=16).hexdigest()) < 0.02 * 2**64
+        document
+        for document in documents
+        if split_position(1234, hashlib.blake2b(document.encode(), digest_size=16).hexdigest()) < 0.02 * 2**64
     ]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert 1 < len(held_out) < 20
-    assert sum(len(each.encode()) for each in held_out) == counts["this one"]["bytes"]
-    assert sum(len(each.split()) for each in held_out) == counts["this one"]["words"]
-    assert sum(len(tokenizer.encode(each).ids) for each in held_out) == counts["this one"]["tokens"]
+    assert sum(len(document.encode()) for document in held_out) == counts["this one"]["bytes"]
+    assert sum(len(document.split()) for document in held_out) == counts["this one"]["words"]
+    assert sum(len(tokenizer.encode(document).ids) for document in held_out) == counts["this one"]["tokens"]
     report = (folder / "report.md").read_text()
-    left = sum(len(each.encode()) for each in documents if each not in held_out)
-    assert f"| text | 100.0% | {left:,} | {counts['this one']['bytes']:,} |" in report
+    trained_on = sum(len(document.encode()) for document in documents if document not in held_out)
+    assert f"| text | 100.0% | {trained_on:,} | {counts['this one']['bytes']:,} |" in report
     assert (folder / "report.html").is_file()
 
 
-def test_the_longest_tokens_and_those_that_the_sample_lacks(train: Callable[..., Path], text: Path) -> None:
+def test_the_report_has_the_longest_and_the_unused_tokens(train: Callable[..., Path], text: Path) -> None:
     folder = train("preset=olmo1", vocab=450)
 
     report = (folder / "report.md").read_text()
     assert "Longest: `'HTTPServer'`, " in report or "Longest: `' HTTPServer'`, " in report
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = [json.loads(line)["text"] for line in text.read_text().splitlines()]
-    used = {number for each in documents for number in tokenizer.encode(each).ids}
+    used = {number for document in documents for number in tokenizer.encode(document).ids}
     unused = [
         name for name, number in tokenizer.get_vocab().items() if number not in used and name[:2] != "<|" and name[1:]
     ]
-    # The report's are of the sample, which lacks what is held out, so that it has a few more.
+    # The report counts on the sample, without held-out text, so it has a few more.
     assert len(unused) <= json.loads((folder / "report.json").read_text())["unused"] <= len(unused) + 10
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
-def test_what_is_held_out_is_never_trained_on(deduplicate: bool, tmp_path: Path) -> None:
+def test_held_out_text_is_never_trained_on(deduplicate: bool, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text_of(number % 200)}) + "\n" for number in range(800)))
     stream = Weighted(name="a", source=JsonlSource(path=(str(path),), deduplicate=deduplicate), share=1.0)
@@ -146,7 +148,7 @@ def test_what_is_held_out_is_never_trained_on(deduplicate: bool, tmp_path: Path)
     assert len(sample.train) + len(sample.held_out) == (200 if deduplicate else 800)
 
 
-def test_a_source_ends_where_it_says(tmp_path: Path, text: Path) -> None:
+def test_sampling_respects_max_bytes(tmp_path: Path, text: Path) -> None:
     stream = Weighted(name="a", source=JsonlSource(path=(str(text),), max_bytes=20_000), share=1.0)
 
     sample = draw(stream, train=10**8, held_out=10**6, seed=1)
@@ -171,17 +173,17 @@ def test_weights_are_shares_of_the_sample(tmp_path: Path) -> None:
     assert "| a | 75.0% | 30,000 |" in report and "| b | 25.0% | 10,000 |" in report
 
 
-def test_the_same_again_does_nothing_and_other_settings_are_refused(
+def test_a_second_run_does_nothing_and_other_settings_are_refused(
     train: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = train("template=domyn")
     before = (folder / "tokenizer.json").read_bytes()
     capsys.readouterr()
     train("template=domyn")
-    assert "is there already" in capsys.readouterr().err
+    assert "is already complete" in capsys.readouterr().err
 
     for words, vocab, message in ((("template=domyn",), 500, "vocab: 400 -> 500"), ((), 400, "template: ")):
-        with pytest.raises(ValueError, match=rf"has a tokenizer already \({message}"):
+        with pytest.raises(ValueError, match=rf"already has a tokenizer \({message}"):
             train(*words, vocab=vocab)
     (folder / "report.html").unlink()
     train("template=domyn", f"compare=[{folder}]")
@@ -193,22 +195,22 @@ def test_the_same_again_does_nothing_and_other_settings_are_refused(
 
 def test_text_that_spells_a_special_token_is_text(tmp_path: Path) -> None:
     texts = [f"{text_of(number)} <|endoftext|> more" for number in range(100)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
     run(compose("train_tokenizer", [f"input={tmp_path}/text.jsonl", "vocab=400", f"output={tmp_path / 'made'}"]))
 
     tokenizer = HuggingFaceTokenizer(tmp_path / "made")
     (ids,) = tokenizer.encode([texts[0]])
     assert tokenizer.eod not in ids and tokenizer.decode(ids) == texts[0]
-    assert "does not give back" not in (tmp_path / "made" / "report.md").read_text()
+    assert "does not restore" not in (tmp_path / "made" / "report.md").read_text()
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["vocab=200"], "vocab"),
-        (["vocab=257", "template=domyn"], "256 bytes and 3 special tokens are 259"),
-        (["split=(unclosed"], "no regular expression"),
+        (["vocab=257", "template=domyn"], "256 bytes and 3 special tokens: set it to at least 259"),
+        (["split=(unclosed"], "not a valid Oniguruma regular expression"),
         (["end=<|nothing|>"], "not among the special tokens"),
         (["template=nobody"], "nobody"),
         (["compare=[/no/where]"], "/no/where"),
@@ -219,7 +221,7 @@ def test_text_that_spells_a_special_token_is_text(tmp_path: Path) -> None:
         (["normalizer=NFX"], "normalizer"),
     ],
 )
-def test_wrong_settings_are_refused_before_any_work(
+def test_invalid_settings_are_refused_before_any_work(
     words: list[str], message: str, train: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -232,5 +234,5 @@ def test_a_little_text_is_enough(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     run(compose("train_tokenizer", [f"input={tmp_path / 'one.txt'}", "vocab=500", f"output={tmp_path / 'made'}"]))
 
-    assert "give it more text" in capsys.readouterr().err
+    assert "provide more text" in capsys.readouterr().err
     assert "too little text" in (tmp_path / "made" / "report.md").read_text()

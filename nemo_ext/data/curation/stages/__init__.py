@@ -1,1 +1,1 @@
-"""Stages of curation."""
+"""Curation stages: filters of single documents, and barriers that compare all of them."""

@@ -1,4 +1,4 @@
-"""Documents by their address: blocklists, and what its owners do not want to be trained on."""
+"""Filters by URL and id: blocklists, and robots.txt files that refuse crawlers for training data."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -18,16 +18,16 @@ from nemo_ext.job.settings import STRICT, PlacesOrNone, StringsOrNone
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Listed(Stage):
-    """Documents on a list, by domain, address or id; lists are files (also .gz, .zst) of one entry a line, # a comment.
+    """Drops documents whose domain, URL or id is listed. List files have one entry per line; `#` begins a comment line.
 
     Attributes:
-        domains: files of domains; one stands for those below it too.
-        urls: files of addresses, compared without scheme, `www.`, fragment and a slash at the end.
-        ids: files of ids.
-        words: files of words that an address must not have between its punctuation.
-        robots: JSONL files of `{"domain": host, "robots": text of its robots.txt}`, read as RFC 9309 says.
-        agents: names of crawlers that a robots.txt may refuse.
-        without_url: what comes of a document that has no address.
+        domains: files of domains, which include their subdomains; this and the other lists may be .gz or .zst.
+        urls: files of URLs, compared without scheme, `www.`, fragment and trailing slash.
+        ids: files of document ids.
+        words: files of words; a URL that has one of them between its punctuation is dropped.
+        robots: JSONL files of `{"domain": host, "robots": text of its robots.txt}`, read according to RFC 9309.
+        agents: names of crawlers; a URL is dropped if its robots.txt refuses any of them.
+        without_url: whether to `keep` or `drop` documents without a URL.
     """
 
     kind: ClassVar[str] = "listed"
@@ -41,21 +41,21 @@ class Listed(Stage):
 
     def check(self) -> None:
         if not self.reads():
-            raise ValueError(f"{self.kind}: no list is given: set domains, urls, ids, words or robots")
+            raise ValueError(f"{self.kind}: requires at least one list: set domains, urls, ids, words or robots")
         if self.robots:
             _parser()
         dict(_robots(self.robots))
 
     def reads(self) -> list[Path]:
-        named = (self.domains, self.urls, self.ids, self.words, self.robots)
-        return [path for paths in named if paths for path in find_files(paths, self.kind)]
+        lists = (self.domains, self.urls, self.ids, self.words, self.robots)
+        return [path for paths in lists if paths for path in find_files(paths, self.kind)]
 
     def start(self) -> Judge:
         domains = frozenset(_host(entry) for entry in _entries(self.domains))
         urls, ids = frozenset(map(_plain, _entries(self.urls))), frozenset(_entries(self.ids))
         words = frozenset(map(str.lower, _entries(self.words)))
-        whole = [word for word in words if not word.isalnum()]  # such as words with a hyphen
-        refused = _refused(dict(_robots(self.robots)), self.agents)
+        punctuated = [word for word in words if not word.isalnum()]  # such as words with a hyphen
+        refusal_of = _refusals(dict(_robots(self.robots)), self.agents)
 
         def judge(document: Document) -> Drop | None:
             if document.id in ids:
@@ -66,12 +66,12 @@ class Listed(Stage):
             plain, host = _plain(url), _host(url)
             if plain in urls:
                 return Drop("url", url)
-            for domain in _above(host):
+            for domain in _with_parents(host):
                 if domain in domains:
                     return Drop("domain", url)
-            if refused(host)(url):
+            if refusal_of(host)(url):
                 return Drop("robots", url)
-            if words and (not words.isdisjoint(_pieces(plain)) or any(word in plain.lower() for word in whole)):
+            if words and (not words.isdisjoint(_pieces(plain)) or any(word in plain.lower() for word in punctuated)):
                 return Drop("word", url)
             return None
 
@@ -88,7 +88,7 @@ def _entries(paths: tuple[str, ...]) -> Iterator[str]:
 
 
 def _split(url: str) -> SplitResult | None:
-    """An address in its parts; None if it is none, as some of a crawl's are."""
+    """Parse a URL; None if it is malformed, as some URLs of a crawl are."""
     try:
         parts = urlsplit(url if "://" in url else f"//{url}")
         return parts if parts.hostname else None
@@ -97,7 +97,7 @@ def _split(url: str) -> SplitResult | None:
 
 
 def _host(url: str) -> str:
-    """Host of an address, or of a list's entry, without `www.`, in letters of ASCII."""
+    """Host of a URL or a list's entry, without `www.`, in its ASCII form (IDNA)."""
     parts = _split(url.strip().lstrip("."))
     host = (parts.hostname or "" if parts else "").strip(".").removeprefix("www.")
     try:
@@ -107,7 +107,7 @@ def _host(url: str) -> str:
 
 
 def _plain(url: str) -> str:
-    """An address without what does not matter to which page it is."""
+    """Normalised URL for comparison: host, path and query, without scheme, fragment and trailing slash."""
     parts = _split(url)
     if parts is None:
         return url.lower()
@@ -115,8 +115,8 @@ def _plain(url: str) -> str:
     return f"{_host(url)}{parts.path.rstrip('/')}{query}"
 
 
-def _above(host: str) -> Iterator[str]:
-    """A host and the domains that it is below."""
+def _with_parents(host: str) -> Iterator[str]:
+    """Yield a host and its parent domains."""
     while host:
         yield host
         host = host.partition(".")[2]
@@ -129,27 +129,27 @@ def _pieces(plain: str) -> list[str]:
 def _robots(paths: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     for place, record in JsonlSource(path=paths).rows() if paths else ():
         if not record.keys() >= {"domain", "robots"}:
-            raise ValueError(f"{place}: listed: robots: not {{'domain': ..., 'robots': ...}}: mend this row")
+            raise ValueError(f"{place}: listed: a row of robots must have the keys domain and robots: correct this row")
         yield _host(str(record["domain"])), str(record["robots"])
 
 
-def _refused(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
-    """A function from a host to whether its robots.txt refuses one of the agents an address."""
+def _refusals(texts: dict[str, str], agents: tuple[str, ...]) -> Callable[[str], Callable[[str], bool]]:
+    """Function from a host to its test of URLs: True if the host's robots.txt refuses a URL to any of the agents."""
 
     @lru_cache(maxsize=10_000)
-    def of(host: str) -> Callable[[str], bool]:
+    def refusal_of(host: str) -> Callable[[str], bool]:
         if (text := texts.get(host)) is None:
             return lambda url: False
         try:
             parser = _parser()(text.removeprefix("\ufeff"))
-        except (ValueError, RecursionError):  # what cannot be read is taken as a refusal
+        except (ValueError, RecursionError):  # an unreadable robots.txt counts as a refusal
             return lambda url: True
-        return lambda url: not all(_may(parser, url, agent) for agent in agents)
+        return lambda url: not all(_may_fetch(parser, url, agent) for agent in agents)
 
-    return of
+    return refusal_of
 
 
-def _may(parser: Any, url: str, agent: str) -> bool:
+def _may_fetch(parser: Any, url: str, agent: str) -> bool:
     try:
         return bool(parser.can_fetch(url if "://" in url else f"https://{url}", agent))
     except ValueError:
@@ -160,6 +160,6 @@ def _parser() -> Callable[[str], Any]:
     try:
         from protego import Protego
     except ImportError as error:
-        raise ValueError(f"listed: robots: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(f"listed: robots requires protego: pip install 'nemo_ext[curate]' ({error})") from error
     parse: Callable[[str], Any] = Protego.parse
     return parse

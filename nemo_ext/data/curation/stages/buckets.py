@@ -1,8 +1,8 @@
-"""Buckets of documents by quality, and how often each is repeated: the quality-aware up-sampling of Dolma 3."""
+"""Quality buckets of documents, and the repetition rate of each: the quality-aware up-sampling of Dolma 3."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -18,31 +18,30 @@ from nemo_ext.data.text.user_files import value_at
 from nemo_ext.job.settings import STRICT, Share
 
 BUCKET = "bucket"
-"""Key of a document that holds its bucket, from the worst, 0."""
+"""Key of a document's bucket number; 0 is the worst bucket."""
 _POWERS = np.linspace(2.0, 0.01, 20)
 _STEEPEST = 64.0
 _POINTS = 512
 _BYTES_A_DOCUMENT = 120
-"""Memory that deciding takes for a document of a part."""
+"""Memory per document while a part is decided."""
 _SAMPLE = 256
-"""Documents of a sample for each part."""
+"""Number of sampled documents per part, from which the bounds of the parts are estimated."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Buckets(Barrier):
-    """Buckets of equal size by a document's score, and a rate of repetition of each.
+    """Assigns documents to buckets of equal bytes by score, each bucket with a repetition rate.
 
-    The rate is 0 below a share of the data, and above it grows as C (x - a)^p e^(l (x - a)) with the share x of data
-    that is worse (allenai/dolma3, mixes/6T-1025): p as large as lets the best bucket's stay below `most`, and the mean
-    be `rate`.
+    A bucket's rate is C (x - a)^p e^(l (x - a)), where x is the share of worse data, and 0 below x = a
+    (allenai/dolma3, mixes/6T-1025). p is the largest for which the mean rate is `rate` and no rate exceeds `most`.
 
     Attributes:
-        key: key of the document's score, such as a classifier's.
+        key: key of a document's score, such as a classifier's.
         buckets: number of buckets.
-        within: key of the groups that are divided each by itself, such as a topic; null for none.
-        rate: bytes that are wanted, over bytes that there are; null to repeat nothing and drop nothing.
-        most: largest rate of a bucket.
-        throwaway: share of the worst data whose rate is 0.
+        within: key of groups, such as topics, that are divided into buckets separately; null for a single group.
+        rate: mean rate, which is the desired number of bytes over the available one; null for a rate of 1 everywhere.
+        most: maximum rate of a bucket.
+        throwaway: share of the worst data, whose rate is 0; a in the formula.
     """
 
     kind: ClassVar[str] = "buckets"
@@ -55,17 +54,15 @@ class Buckets(Barrier):
     throwaway: Annotated[Share, Field(lt=1)] = 0.4
 
     def check(self) -> None:
-        self.rates()
+        _ = self.rates
 
+    @cached_property
     def rates(self) -> list[float]:
-        """Rate of each bucket, from the worst.
+        """Rate of each bucket, from the worst to the best.
 
         Raises:
-            ValueError: no curve has this mean and largest rate.
+            ValueError: no curve has this mean and maximum rate.
         """
-        return _rates(self)
-
-    def _rates(self) -> list[float]:
         if self.rate is None:
             return [1.0] * self.buckets
         x = (np.arange(self.buckets * _POINTS) + 0.5) / (self.buckets * _POINTS) - self.throwaway
@@ -73,14 +70,14 @@ class Buckets(Barrier):
             low, high = 0.0, _STEEPEST
             if self._curve(x, power, low)[-1] > self.most:
                 continue
-            for _ in range(50):  # the steepest that stays below the largest rate
+            for _ in range(50):  # bisection for the steepest curve that stays below the maximum rate
                 steep = (low + high) / 2
                 low, high = (steep, high) if self._curve(x, power, steep)[-1] <= self.most else (low, steep)
             return [float(rate) for rate in self._curve(x, power, low)]
         least = self.rate / (1 - self.throwaway)
         raise ValueError(
-            f"buckets: most={self.most:g} is too little for rate={self.rate:g} of which throwaway={self.throwaway:g} "
-            f"is left out: {least:.2f} if all else were alike; raise most"
+            f"buckets: most={self.most:g} is too low for rate={self.rate:g} and throwaway={self.throwaway:g}, which "
+            f"require at least {least:.2f}: raise most"
         )
 
     def _curve(self, x: npt.NDArray[np.float64], power: float, steep: float) -> npt.NDArray[np.float64]:
@@ -89,69 +86,62 @@ class Buckets(Barrier):
         scaled: npt.NDArray[np.float64] = curve * float(self.rate or 1) / curve.mean()
         return scaled.reshape(self.buckets, _POINTS).mean(axis=1)
 
-    def noting(self) -> Callable[[Document], Values]:
-        def note(document: Document) -> Values:
-            score = value_at(document.metadata, self.key)
-            try:
-                sound = not isinstance(score, bool) and isinstance(score, int | float) and math.isfinite(score)
-            except OverflowError:
-                sound = False
-            if not sound:
-                raise ValueError(
-                    f"buckets: {document.id}: {self.key!r} is {score!r}: a stage before must score documents"
-                )
-            group = "" if self.within is None else str(value_at(document.metadata, self.within))
-            digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])
-            noted = np.array([0, len(document.text.encode()), digest], dtype=np.uint64)
-            noted[0] = np.array(float(score)).view(np.uint64)
-            return noted
-
-        return note
+    def features(self, document: Document) -> Values:
+        score = value_at(document.metadata, self.key)
+        try:
+            is_valid = not isinstance(score, bool) and isinstance(score, int | float) and math.isfinite(score)
+        except OverflowError:
+            is_valid = False
+        if not is_valid:
+            raise ValueError(
+                f"buckets: {document.id}: {self.key!r} is {score!r}, not a score: add a stage before this one that "
+                "scores documents"
+            )
+        group = "" if self.within is None else str(value_at(document.metadata, self.within))
+        digest = int.from_bytes(document_digest(group.encode(errors="replace"))[:8])
+        values = np.array([0, len(document.text.encode()), digest], dtype=np.uint64)
+        values[0] = np.array(float(score)).view(np.uint64)
+        return values
 
     def decide(self, units: Sequence[Features], mark: Mark, memory: int) -> None:
         totals, documents = _totals(units)
         parts = max(1, -(-documents * _BYTES_A_DOCUMENT // memory))
         ends = [*_ends(units, documents, parts), None]
-        before: dict[int, float] = {}  # bytes of each group that are worse than this part
+        before: dict[int, float] = {}  # by group, bytes with lower scores than this part
         start: tuple[int, ...] | None = None
         for end in ends:
             chosen = (_between(rows, start, end) for rows in _rows(units))
             rows = np.concatenate([np.empty((0, 4), np.uint64), *chosen])
             order = np.lexsort((rows[:, 3], rows[:, 1], rows[:, 0]))  # by group, score and place in the input
-            found = np.empty(len(rows), np.uint8)
-            for mine in np.split(order, np.flatnonzero(np.diff(rows[order, 0])) + 1 if len(rows) else []):
-                if len(mine):
-                    group, sizes = int(rows[mine[0], 0]), rows[mine, 2].astype(np.float64)
+            buckets = np.empty(len(rows), np.uint8)
+            for here in np.split(order, np.flatnonzero(np.diff(rows[order, 0])) + 1 if len(rows) else []):
+                if len(here):
+                    group, sizes = int(rows[here[0], 0]), rows[here, 2].astype(np.float64)
                     middle = before.get(group, 0.0) + np.cumsum(sizes) - sizes / 2
                     before[group] = before.get(group, 0.0) + float(sizes.sum())
                     share = middle / totals[group]
-                    found[mine] = np.minimum(share * self.buckets, self.buckets - 1).astype(np.uint8)
+                    buckets[here] = np.minimum(share * self.buckets, self.buckets - 1).astype(np.uint8)
             first = np.cumsum([0, *(unit.documents for unit in units)])
             numbers = np.searchsorted(first, rows[:, 3], side="right") - 1
             for number in np.unique(numbers):
-                mine = np.flatnonzero(numbers == number)
-                mark(int(number), rows[mine, 3].astype(np.int64) - first[number], found[mine])
+                here = np.flatnonzero(numbers == number)
+                mark(int(number), rows[here, 3].astype(np.int64) - first[number], buckets[here])
             start = end
 
     def apply(self, document: Document, verdicts: Verdicts) -> Drop | None:
         bucket = int(verdicts[0])
         document.metadata[BUCKET] = bucket
-        if self.rates()[bucket] > 0:
+        if self.rates[bucket] > 0:
             return None
         return Drop("worst", f"{self.key} {value_at(document.metadata, self.key)}, bucket {bucket}")
 
 
-@lru_cache(maxsize=8)
-def _rates(settings: Buckets) -> list[float]:
-    return settings._rates()
-
-
 def _rows(units: Sequence[Features]) -> Iterator[Values]:
-    """Group, score as a whole number of the same order, bytes, and place in the input of documents: [documents, 4]."""
+    """Group, score as an integer of the same order, bytes, and index in the input of each document: [documents, 4]."""
     first = 0
     for unit in units:
         for block in unit.blocks(3):
-            bits = (block[:, 0].view(np.float64) + 0.0).view(np.uint64)  # there is one zero
+            bits = (block[:, 0].view(np.float64) + 0.0).view(np.uint64)  # turns -0.0 into 0.0
             key = np.where(bits >> np.uint64(63), ~bits, bits | np.uint64(1 << 63))
             places = np.arange(first, first + len(block), dtype=np.uint64)
             first += len(block)
@@ -159,7 +149,7 @@ def _rows(units: Sequence[Features]) -> Iterator[Values]:
 
 
 def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
-    """Bytes of each group, and the number of all documents."""
+    """Bytes by group, and the total number of documents."""
     totals, documents = dict[int, float](), 0
     for rows in _rows(units):
         groups, inverse = np.unique(rows[:, 0], return_inverse=True)
@@ -170,7 +160,7 @@ def _totals(units: Sequence[Features]) -> tuple[dict[int, float], int]:
 
 
 def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[int, ...]]:
-    """Where parts of about the same number of documents end, by a sample: group, score and place, in this order."""
+    """Ends (group, score, index) of parts with about the same number of documents, estimated from a sample."""
     if parts == 1:
         return []
     step = max(1, documents // (_SAMPLE * parts))
@@ -180,17 +170,17 @@ def _ends(units: Sequence[Features], documents: int, parts: int) -> list[tuple[i
 
 
 def _between(rows: Values, start: tuple[int, ...] | None, end: tuple[int, ...] | None) -> Values:
-    """Rows from one end of a part to the next."""
-    wanted = np.ones(len(rows), bool)
+    """Rows from `start` (inclusive) to `end` (exclusive) in the order of group, score and index; None is unbounded."""
+    inside = np.ones(len(rows), bool)
     if start is not None:
-        wanted &= ~_below(rows, start)
+        inside &= ~_below(rows, start)
     if end is not None:
-        wanted &= _below(rows, end)
-    return rows[wanted]
+        inside &= _below(rows, end)
+    return rows[inside]
 
 
 def _below(rows: Values, end: tuple[int, ...]) -> npt.NDArray[np.bool_]:
-    group, score, place = (np.uint64(each) for each in end)
+    group, score, place = map(np.uint64, end)
     same = rows[:, 0] == group
     below: npt.NDArray[np.bool_] = (rows[:, 0] < group) | (
         same & ((rows[:, 1] < score) | ((rows[:, 1] == score) & (rows[:, 3] < place)))

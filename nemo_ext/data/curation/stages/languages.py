@@ -1,4 +1,4 @@
-"""Languages of documents: py3langid, or a fastText model of the user's such as lid.176.bin."""
+"""Language identification of documents by py3langid, or by the user's fastText model such as lid.176.bin."""
 
 import re
 from collections.abc import Callable
@@ -21,14 +21,14 @@ Identify = Callable[[str], tuple[str, float]]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Language(Stage):
-    """Language of a document: notes `language` and `language_score`, and drops those of others.
+    """Records `language` and `language_score` of a document, and drops documents in other languages.
 
     Attributes:
         languages: codes (ISO 639-1) to keep; empty for any.
-        least: least probability of the language.
-        by_language: code -> least probability, in place of `least`.
-        model: a fastText model's file; null for py3langid.
-        characters: number of characters that are examined, from the middle of the text's words.
+        least: minimum probability of the language.
+        by_language: code -> minimum probability, in place of `least`.
+        model: file of a fastText model; null for py3langid.
+        characters: number of characters to examine, from the middle of the text without digits and punctuation.
     """
 
     kind: ClassVar[str] = "language"
@@ -45,7 +45,7 @@ class Language(Stage):
         known = frozenset(identifier().labels)
         for code in (*self.languages, *self.by_language):
             if code not in known:
-                raise ValueError(f"language: {code!r}: {nearest(code, known)}")
+                raise ValueError(f"language: unknown code {code!r}: {nearest(code, known)}")
 
     def reads(self) -> list[Path]:
         return [] if self.model is None else [Path(self.model).expanduser()]
@@ -84,20 +84,20 @@ def _by_fasttext(model: Any) -> Identify:
 
 
 def fasttext_model(path: str) -> Any:
-    """A fastText model, whose file holds numbers alone.
+    """Load a fastText model, whose file holds no code.
 
     Raises:
-        ValueError: the library or the file is missing, or it is no model.
+        ValueError: the library or the file is missing, or the file is not a model.
     """
     place = Path(path).expanduser()
     try:
         import fasttext
     except ImportError as error:
-        raise ValueError(f"{path}: a fastText model needs `pip install fasttext-numpy2-wheel` ({error})") from error
+        raise ValueError(f"{path}: fastText models require: pip install fasttext-numpy2-wheel ({error})") from error
     if not place.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        fasttext.FastText.eprint = lambda *_, **__: None  # a notice about an old interface
+        fasttext.FastText.eprint = lambda *_, **__: None  # silences a deprecation notice
         return fasttext.load_model(str(place))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -1,4 +1,4 @@
-"""Stages that ask a model of the user's: perplexity by KenLM, classifiers; and test sets that must not be there."""
+"""Stages that use the user's models or data: perplexity by KenLM, classifiers, and decontamination by test sets."""
 
 import math
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from nemo_ext.job.settings import STRICT, Place, Share
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Perplexity(Stage):
-    """Perplexity a word by a KenLM model of the document's language: notes `perplexity`, drops what is out of bounds.
+    """Records the perplexity per word by a KenLM model of the document's language, and drops documents by it.
 
     Attributes:
-        models: code of a language -> its model (.bin or .arpa); documents of others are kept.
-        sentencepiece: code -> SentencePiece model whose pieces the KenLM model is of; none where it is of words.
-        normalize: `ccnet` brings lines to the form that CCNet's models are of: lower case, digits as 0, no accents,
-            ASCII punctuation.
-        least: least perplexity.
-        most: largest one.
+        models: language code -> KenLM model (.bin or .arpa); documents in other languages are kept.
+        sentencepiece: code -> SentencePiece model, for KenLM models over its pieces; omit for models over words.
+        normalize: `ccnet` normalises lines as CCNet's models require: lower case, digits as 0, no accents, ASCII
+            punctuation.
+        least: minimum perplexity.
+        most: maximum perplexity.
     """
 
     kind: ClassVar[str] = "perplexity"
@@ -64,7 +64,7 @@ class Perplexity(Stage):
         if self.normalize == "ccnet":
             from datatrove.utils.perplexity import KenlmModel
 
-            normal = KenlmModel("", language).normalize  # what it would download is not asked for
+            normal = KenlmModel("", language).normalize  # needs none of the models that KenlmModel can download
 
         def perplexity(text: str) -> float:
             score, number = 0.0, 0
@@ -84,25 +84,25 @@ class Perplexity(Stage):
             scorer = scorers.get(language_of(document) or next(iter(scorers)))
             if scorer is None:
                 return None
-            found = scorer(document.text)
-            document.metadata["perplexity"] = round(found, 2)
-            if self.least <= found <= self.most:
+            value = scorer(document.text)
+            document.metadata["perplexity"] = round(value, 2)
+            if self.least <= value <= self.most:
                 return None
-            return Drop("too-low" if found < self.least else "too-high", f"{found:.1f}: {shown(document.text)}")
+            return Drop("too-low" if value < self.least else "too-high", f"{value:.1f}: {shown(document.text)}")
 
         return judge
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Classifier(Stage):
-    """A classifier's probability: notes it, and drops documents by it.
+    """Records a classifier's probability for each document, and drops documents by it.
 
     Attributes:
-        model: folder that `nemo-ext curate_classifier` wrote, or a fastText model's file.
-        label: label of a fastText model whose probability counts, without `__label__`.
-        key: key of the document that holds the probability.
-        least: least probability; `recommended` for what the classifier's folder says.
-        most: largest one: for classifiers of what is not wanted.
+        model: folder written by `nemo-ext curate_classifier`, or the file of a fastText model.
+        label: label of a fastText model whose probability is used, without `__label__`.
+        key: key of the document in which to store the probability.
+        least: minimum probability; `recommended` for the threshold in the classifier's folder.
+        most: maximum probability, for classifiers that detect unwanted documents.
     """
 
     kind: ClassVar[str] = "classifier"
@@ -126,7 +126,7 @@ class Classifier(Stage):
         least = scorer.recommended if self.least == "recommended" else float(self.least)
 
         def judge(document: Document) -> Drop | None:
-            score = scorer(document.text)
+            score = scorer.score(document.text)
             document.metadata[self.key] = round(score, 5)
             if least <= score <= self.most:
                 return None
@@ -137,7 +137,7 @@ class Classifier(Stage):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Decontamination(TestSets, Stage):
-    """Documents that share word n-grams with test sets (`nemo_ext.data.text.test_sets`)."""
+    """Drops documents that share word n-grams with test sets (`nemo_ext.data.text.test_sets`)."""
 
     kind: ClassVar[str] = "decontamination"
 

@@ -1,4 +1,4 @@
-"""Personal data: e-mail and IP addresses, telephone, bank and tax numbers, by rule and by their check digits."""
+"""Personal data found by patterns and check digits: e-mail and IP addresses, telephone, bank, card and tax numbers."""
 
 import ipaddress
 import re
@@ -16,8 +16,8 @@ from nemo_ext.data.sft.filters.base import Drop
 from nemo_ext.job.settings import STRICT, StringsOrNone, nearest
 
 Find = Callable[[str], Iterator[tuple[int, int]]]
-"""Where a kind of personal data begins and ends in a text."""
-# The part before the @ is looked for from there: a pattern of the whole takes the square of a long text's time.
+"""Function that yields start and end of each occurrence of a kind of personal data in a text."""
+# The part before the @ is matched backwards from there: one pattern for the whole takes quadratic time on long texts.
 _DOMAIN = re.compile(r"@(?:[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?\.){1,8}[A-Za-z]{2,24}\b")
 _LOCAL = re.compile(r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+(?:\.[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+)*\Z")
 _LONGEST_LOCAL = 64
@@ -32,7 +32,7 @@ _CODICE_FISCALE = re.compile(r"\b[A-Z]{6}\d[0-9A-Z]{2}[A-Z]?\d[0-9A-Z][A-Z]\d[0-
 _SSN = re.compile(r"(?<![\d-])\d{3}-\d{2}-\d{4}(?![\d-])")
 _DIGITS = re.compile(r"\d+")
 _NO_PHONE = re.compile(r"\d{1,2}([./ -])\d{1,2}\1(?:\d\d|\d{4})|\d+\.\d+|\d{1,3}(?:[ .]000){2,}")
-"""A date, a decimal, a round number."""
+"""Dates, decimals and round numbers, which are not telephone numbers."""
 _OTHER_NUMBER = re.compile(r"(?:IS[BS]N|doi|DOI|VAT|IVA|#|№|https?:\S*)[\W\d]*\Z")
 _AROUND, _MOST_GROUPS, _MOST_MISSES = 20, 14, 300
 _DNI = re.compile(r"\b[0-9XYZ]\d{7}-?[A-Z]\b")
@@ -40,13 +40,13 @@ _DNI = re.compile(r"\b[0-9XYZ]\d{7}-?[A-Z]\b")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Personal(Stage):
-    """Personal data is replaced; a document with much of it is dropped.
+    """Replaces personal data, and drops documents with too many occurrences.
 
     Attributes:
-        kinds: what is looked for.
-        replacements: kind -> text in its place.
-        most: number of places above which a document is dropped; null to only replace.
-        regions: countries (ISO 3166) whose telephone numbers are known without the country's code.
+        kinds: kinds of personal data to find.
+        replacements: kind -> replacement text, in place of the default one.
+        most: maximum number of occurrences, above which a document is dropped; null to only replace.
+        regions: countries (ISO 3166) whose telephone numbers are recognised without a country code.
     """
 
     kind: ClassVar[str] = "personal"
@@ -58,25 +58,24 @@ class Personal(Stage):
     def check(self) -> None:
         for name in (*self.kinds, *self.replacements):
             if name not in _USUAL:
-                raise ValueError(f"personal: {name!r}: {nearest(name, _USUAL)}")
+                raise ValueError(f"personal: unknown kind {name!r}: {nearest(name, _USUAL)}")
         _finders(self.kinds, self.regions)
 
     def start(self) -> Judge:
-        found_by = _finders(self.kinds, self.regions)
-        instead = {**_USUAL, **self.replacements}
+        finders_of = _finders(self.kinds, self.regions)
+        replacements = {**_USUAL, **self.replacements}
 
         def judge(document: Document) -> Drop | None:
             counts: dict[str, int] = {}
             text = document.text
-            for name, finders in found_by.items():
+            for name, finders in finders_of.items():
                 for find in finders:
                     if spans := list(find(text)):
                         counts[name] = counts.get(name, 0) + len(spans)
-                        text = _replaced(text, spans, instead[name])
-            number = sum(counts.values())
-            if self.most is not None and number > self.most:
-                told = ", ".join(f"{count} {name}" for name, count in counts.items())
-                return Drop("much-of-it", f"{told}: {shown(text)}")
+                        text = _replace_spans(text, spans, replacements[name])
+            if self.most is not None and sum(counts.values()) > self.most:
+                detail = ", ".join(f"{count} {name}" for name, count in counts.items())
+                return Drop("much-of-it", f"{detail}: {shown(text)}")
             document.text = text
             return None
 
@@ -91,11 +90,11 @@ _USUAL = {
     "card": "|||CARD_NUMBER|||",
     "tax": "|||TAX_NUMBER|||",
 }
-"""Dolma's texts in place of e-mail addresses, telephone numbers and IP addresses; the others in their manner."""
+"""Default replacements: Dolma's for e-mail addresses, telephone numbers and IP addresses, and the rest in its style."""
 
 
 def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, list[Find]]:
-    """Functions that find each kind. The longest forms come first: digits of one may look like another."""
+    """Functions that find each kind, longest patterns first, since digits of one kind may look like another."""
     try:
         import phonenumbers
         from stdnum import iban, luhn
@@ -103,21 +102,21 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
         from stdnum.it import codicefiscale
         from stdnum.us import ssn
     except ImportError as error:
-        raise ValueError(f"personal: pip install 'nemo_ext[curate]' ({error})") from error
+        raise ValueError(f"personal requires: pip install 'nemo_ext[curate]' ({error})") from error
     for region in regions:
         if region not in phonenumbers.SUPPORTED_REGIONS:
-            raise ValueError(f"personal: regions: {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
+            raise ValueError(f"personal: unknown region {region!r}: {nearest(region, phonenumbers.SUPPORTED_REGIONS)}")
 
     @lru_cache(maxsize=10_000)
     def phones_in(around: str) -> tuple[tuple[int, int], ...]:
-        regions_too = (None, *regions) if "+" in around else regions
-        found = {
-            (each.start, each.end)
-            for region in regions_too
-            for each in phonenumbers.PhoneNumberMatcher(around, region)
-            if not _NO_PHONE.fullmatch(each.raw_string) and not _counts(each.raw_string)
+        regions_tried = (None, *regions) if "+" in around else regions
+        spans = {
+            (match.start, match.end)
+            for region in regions_tried
+            for match in phonenumbers.PhoneNumberMatcher(around, region)
+            if not _NO_PHONE.fullmatch(match.raw_string) and not _is_sequence(match.raw_string)
         }
-        return tuple(sorted(found))
+        return tuple(sorted(spans))
 
     def phones(text: str) -> Iterator[tuple[int, int]]:
         last, misses = 0, 0
@@ -129,7 +128,7 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
             before = text[first : match.start()]
             if _NO_PHONE.fullmatch(match.group()) or _OTHER_NUMBER.search(before):
                 continue
-            # The library's matcher looks around a number, to tell it from dates and times.
+            # The library's matcher needs the context of a number, to distinguish it from dates and times.
             spans = [span for span in phones_in(text[first : match.end() + _AROUND]) if first + span[1] > match.start()]
             misses = 0 if spans else misses + 1
             for start, end in spans:
@@ -137,16 +136,13 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
                     last = first + end
                     yield first + start, last
 
-    def found(pattern: re.Pattern[str], is_one: Callable[[re.Match[str]], bool]) -> Find:
-        return lambda text: (match.span() for match in pattern.finditer(text) if is_one(match))
-
-    def valid(pattern: re.Pattern[str], check: Callable[[str], bool]) -> Find:
-        return found(pattern, lambda match: check(match.group()))
+    def valid(pattern: re.Pattern[str], is_valid: Callable[[str], bool]) -> Find:
+        return lambda text: (match.span() for match in pattern.finditer(text) if is_valid(match.group()))
 
     every: dict[str, list[Find]] = {
         "email": [_emails],
         "ip": [valid(_IP, _is_public)],
-        # Not the country's own rules: lists of banks are never complete.
+        # Without the countries' own rules, since lists of banks are never complete.
         "iban": [lambda text: _ibans(text, partial(iban.is_valid, check_country=False))],
         "card": [valid(_CARD, lambda text: luhn.is_valid(re.sub("[ -]", "", text)))],
         "tax": [
@@ -161,16 +157,16 @@ def _finders(kinds: tuple[str, ...], regions: tuple[str, ...]) -> Mapping[str, l
 
 def _ibans(text: str, is_valid: Callable[[str], bool]) -> Iterator[tuple[int, int]]:
     for match in _IBAN.finditer(text):
-        found = match.group()
-        while len(found) > 14:  # a BIC may follow
-            if is_valid(found.replace("\u00a0", " ")):
-                yield match.start(), match.start() + len(found)
+        candidate = match.group()
+        while len(candidate) > 14:  # a BIC may follow
+            if is_valid(candidate.replace("\u00a0", " ")):
+                yield match.start(), match.start() + len(candidate)
                 break
-            found = re.sub(r"[ \u00a0]?[A-Z0-9]+\Z", "", found)
+            candidate = re.sub(r"[ \u00a0]?[A-Z0-9]+\Z", "", candidate)
 
 
-def _counts(text: str) -> bool:
-    """True for numbers that follow each other, such as 31 32 33 34 35."""
+def _is_sequence(text: str) -> bool:
+    """True for consecutive numbers, such as 31 32 33 34 35."""
     groups = [int(group) for group in _DIGITS.findall(text)]
     return len(groups) > 3 and all(after - before == 1 for before, after in pairwise(groups))
 
@@ -184,11 +180,11 @@ def _emails(text: str) -> Iterator[tuple[int, int]]:
             yield first + local.start(), end
 
 
-def _replaced(text: str, spans: list[tuple[int, int]], instead: str) -> str:
-    """The text with another in the place of each span."""
+def _replace_spans(text: str, spans: list[tuple[int, int]], replacement: str) -> str:
+    """Replace each span of a text."""
     pieces, last = [], 0
     for start, end in spans:
-        pieces += [text[last:start], instead]
+        pieces += [text[last:start], replacement]
         last = end
     return "".join([*pieces, text[last:]])
 

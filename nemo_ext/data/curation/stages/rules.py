@@ -1,4 +1,4 @@
-"""Rules of C4, Gopher and FineWeb: datatrove's own filters, with words and thresholds of each language."""
+"""Quality rules of C4, Gopher and FineWeb: datatrove's filters, with words and thresholds by language."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,19 +25,19 @@ from nemo_ext.job.settings import STRICT, nearest
 
 WordsOf = Literal["spaces", "characters", "datatrove"]
 _SAMPLE = "One of the lines that the rules are tried on, with words that are there and have an end.\n" * 3 + "The end."
-"""Text that gets as far as the rules go, to find values of the wrong kind before the work."""
+"""Text that reaches all rules, so that values of the wrong type are found before the work."""
 _NOT_SETTINGS = ("exclusion_writer", "language")
 
 
 class _Spaces(WhitespaceTokenizer):
-    """Words between white space, as in Gopher and Dolma."""
+    """Tokenizer of words separated by white space, as in Gopher and Dolma."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
 
 
 class _Characters(WhitespaceTokenizer):
-    """Words without punctuation; of scripts without spaces each character."""
+    """Tokenizer of words without punctuation; in scripts without spaces, each character is a word."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return words_of(text)
@@ -50,14 +50,14 @@ def _tokenizer(words: str) -> WhitespaceTokenizer:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class _Rules(Stage):
-    """A filter of datatrove's.
+    """Base class of stages that run a filter of datatrove.
 
     Attributes:
-        words: how texts become words: `spaces` between white space; `characters` for any script; `datatrove` by its
-            tokenizer of the language (spaCy and others), as `characters` for languages that it has none of.
-        language: code of documents of which no language is known.
-        rules: arguments of the filter by name; what is left out is as in datatrove.
-        by_language: code -> arguments in place of these.
+        words: how to split texts into words: `spaces` at white space; `characters` for any script; `datatrove` by its
+            tokenizer for the language (spaCy and others), or as `characters` where it has none.
+        language: code to use for documents whose language is unknown.
+        rules: arguments of the filter by name; the defaults are datatrove's.
+        by_language: code -> arguments that override `rules`.
     """
 
     block: ClassVar[type[BaseFilter]]
@@ -75,11 +75,11 @@ class _Rules(Stage):
                     raise ValueError(f"{where}: unknown key {name!r}: {nearest(name, known)}")
         for language in {self.language, *self.by_language}:
             try:
-                self._made(language).filter(Document(text=_SAMPLE, id="sample"))
+                self._block(language).filter(Document(text=_SAMPLE, id="sample"))
             except (TypeError, AttributeError) as error:
-                raise ValueError(f"rules or by_language.{language}: a value is of the wrong kind: {error}") from error
+                raise ValueError(f"rules or by_language.{language}: a value has the wrong type: {error}") from error
 
-    def _made(self, language: str) -> BaseFilter:
+    def _block(self, language: str) -> BaseFilter:
         arguments = {**self.rules, **self.by_language.get(language, {})}
         if "language" in inspect.signature(self.block).parameters:
             named = language in (self.language, *self.by_language)
@@ -91,11 +91,11 @@ class _Rules(Stage):
             raise ValueError(f"{type(self).kind}: {error}") from error
 
     def start(self) -> Judge:
-        made = lru_cache(maxsize=None)(self._made)
+        cached_block = lru_cache(maxsize=None)(self._block)
 
         def judge(document: Document) -> Drop | None:
-            block = made(language_of(document) or self.language)
-            # Words of an empty or silent document are none, which some of the rules divide by.
+            block = cached_block(language_of(document) or self.language)
+            # Some rules divide by the number of words, which is 0 for a document of punctuation.
             try:
                 kept, reason = get_filter_result(block.filter(document))
             except ZeroDivisionError:
@@ -106,21 +106,21 @@ class _Rules(Stage):
 
 
 def _words_for(language: str, *, named: bool) -> WhitespaceTokenizer:
-    """datatrove's tokenizer of a language; of characters where it has none, unless the settings name the language."""
+    """datatrove's tokenizer for a language; where it has none, an error if the settings name it, else `characters`."""
     try:
-        made = load_word_tokenizer(language)
-        made.word_tokenize("a b")
+        tokenizer = load_word_tokenizer(language)
+        tokenizer.word_tokenize("a b")
     except (ImportError, ValueError) as error:
         if named:
-            told = str(error).rstrip(".: ")
-            raise ValueError(f"words=datatrove: {told}; or choose words=spaces or words=characters") from error
+            reason = str(error).rstrip(".: ")
+            raise ValueError(f"words=datatrove: {reason}; or set words=spaces or words=characters") from error
         return _tokenizer("characters")
-    return made
+    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class C4(_Rules):
-    """C4's rules: drops lines that are no sentences, and documents with few sentences, braces or lorem ipsum."""
+    """C4's rules: remove lines that are not sentences; drop documents with few sentences, braces or lorem ipsum."""
 
     kind: ClassVar[str] = "c4"
     block: ClassVar[type[BaseFilter]] = C4QualityFilter
@@ -128,7 +128,7 @@ class C4(_Rules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class C4Paragraphs(_Rules):
-    """mC4's rule: at least three lines of 200 characters."""
+    """mC4's rule: drop documents with fewer than three lines of at least 200 characters."""
 
     kind: ClassVar[str] = "c4_paragraphs"
     block: ClassVar[type[BaseFilter]] = C4ParagraphFilter
@@ -136,7 +136,7 @@ class C4Paragraphs(_Rules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GopherQuality(_Rules):
-    """Gopher's rules of quality: numbers and lengths of words, symbols, bullets, stop words."""
+    """Gopher's quality rules: number and length of words, symbols, bullets, stop words."""
 
     kind: ClassVar[str] = "gopher_quality"
     block: ClassVar[type[BaseFilter]] = GopherQualityFilter
@@ -144,7 +144,7 @@ class GopherQuality(_Rules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GopherRepetition(_Rules):
-    """Gopher's rules of repetition: lines, paragraphs and n-grams that come again."""
+    """Gopher's repetition rules: repeated lines, paragraphs and n-grams."""
 
     kind: ClassVar[str] = "gopher_repetition"
     block: ClassVar[type[BaseFilter]] = GopherRepetitionFilter
@@ -152,7 +152,7 @@ class GopherRepetition(_Rules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class FineWeb(_Rules):
-    """FineWeb's rules: lines that end in punctuation, short lines, lines that come again, lists."""
+    """FineWeb's rules: shares of lines that end in punctuation, short lines, repeated lines, and lists."""
 
     kind: ClassVar[str] = "fineweb"
     block: ClassVar[type[BaseFilter]] = FineWebQualityFilter
@@ -160,11 +160,11 @@ class FineWeb(_Rules):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Length(Stage):
-    """Documents that are too short or too long.
+    """Drops documents that are too short or too long.
 
     Attributes:
-        least: least number of characters.
-        most: largest number of characters.
+        least: minimum number of characters.
+        most: maximum number of characters.
     """
 
     kind: ClassVar[str] = "length"
@@ -183,11 +183,11 @@ class Length(Stage):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Encoding(Stage):
-    """Broken encodings: mends what was decoded wrongly, by ftfy, and drops what is left.
+    """Repairs wrongly decoded text with ftfy, and drops documents that remain broken.
 
     Attributes:
-        mend: whether to mend.
-        most: share of replacement and control characters above which a document is dropped.
+        mend: whether to repair text.
+        most: maximum share of replacement and control characters, above which a document is dropped.
     """
 
     kind: ClassVar[str] = "encoding"
@@ -198,13 +198,19 @@ class Encoding(Stage):
         try:
             self.start()
         except ImportError as error:
-            raise ValueError(f"encoding: pip install 'nemo_ext[curate]' ({error}), or mend=false") from error
+            raise ValueError(
+                f"encoding requires ftfy: pip install 'nemo_ext[curate]' ({error}), or set mend=false"
+            ) from error
 
     def start(self) -> Judge:
-        fix = _fixer() if self.mend else None
+        fix: Callable[[str], str] = str
+        if self.mend:
+            from datatrove.pipeline.formatters import FTFYFormatter
+
+            fix = FTFYFormatter().format
 
         def judge(document: Document) -> Drop | None:
-            text = document.text if fix is None else fix(document.text)
+            text = fix(document.text)
             bad = sum(map(text.count, _BROKEN))
             if bad > self.most * len(text):
                 return Drop("broken-characters", f"{bad:,} of {len(text):,}: {shown(text)}")
@@ -215,13 +221,6 @@ class Encoding(Stage):
 
 
 _BROKEN = ["\ufffd", *(chr(code) for code in (*range(9), *range(14, 32), *range(127, 160)) if code != 0x85)]
-
-
-def _fixer() -> Callable[[str], str]:
-    from datatrove.pipeline.formatters import FTFYFormatter
-
-    fix: Callable[[str], str] = FTFYFormatter().format
-    return fix
 
 
 RULES: Mapping[str, type[Stage]] = {
