@@ -59,7 +59,7 @@ def test_texts_longer_than_a_pack_count_for_no_budget(sft: Run, tmp_path: Path) 
     table, chosen = sft(records, packing=packing, sampling={"tokens": 12_000})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.dropped == 0 and chosen.left.skipped == {"text longer than a pack": 40}
+    assert packed.dropped == 0 and chosen.skipped.skipped == {"text longer than a pack": 40}
     assert packed.tokens == table.lengths[chosen.train].sum() == pytest.approx(12_000, rel=0.03)
     with pytest.raises(ValueError, match="the sources have"):
         sft(packing=packing, sampling={"tokens": 100_000})
@@ -73,7 +73,7 @@ def test_texts_that_packing_cuts_are_as_long_as_they_are_cut(sft: Run, tmp_path:
     table, chosen = sft(records, packing={"capacity": 1400, "longer": "truncate"})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.truncated == 20 and not chosen.left.skipped
+    assert packed.truncated == 20 and not chosen.skipped.skipped
     assert packed.tokens == table.lengths[chosen.train].sum()
     assert packed.trained_tokens == table.trained[chosen.train].sum()
 
@@ -95,7 +95,7 @@ def test_shares_of_thinking_are_of_what_is_left_after_duplicates(sft: Run, reaso
     table, chosen = sft(on + off, thinking_shares={"math": 0.5}, reasoning=reasoning)
 
     assert modes(table, chosen) == {"off": 20, "on": 20}
-    assert chosen.left.skipped == {"near duplicate": 60, "thinking share": 40}
+    assert chosen.skipped.skipped == {"near duplicate": 60, "thinking share": 40}
     assert chosen.shares == {"math": (0.5, 20, 20)}
 
 
@@ -122,12 +122,12 @@ def test_a_pair_s_two_samples_are_balanced_apart(sft: Run) -> None:
 
 
 def test_an_unknown_task_of_a_share_is_refused_or_said(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"thinking_shares\.mth: no sample is of this task: did you mean 'math'\?"):
+    with pytest.raises(ValueError, match=r"thinking_shares\.mth: no sample has this task: did you mean 'math'\?"):
         sft([chat(n) for n in range(5)], thinking_shares={"mth": 0.1})
 
     sft(thinking_shares={"function_calling": 0.1}, preset="domyn")
 
-    assert "thinking_shares.function_calling: no sample is of this task" in capsys.readouterr().err
+    assert "thinking_shares.function_calling: no sample has this task" in capsys.readouterr().err
 
 
 def test_an_id_of_two_samples_is_warned_of(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,10 +135,10 @@ def test_an_id_of_two_samples_is_warned_of(sft: Run, capsys: pytest.CaptureFixtu
 
     _, chosen = sft(records)
 
-    assert chosen.left.skipped == {"duplicate id": 1, "duplicate id of another sample": 30}
+    assert chosen.skipped.skipped == {"duplicate id": 1, "duplicate id of another sample": 30}
     said = capsys.readouterr().err
-    assert "warning: 30 samples have the id of an earlier one of their source but say something else" in said
-    assert "left out: 1 duplicate id, 30 duplicate id of another sample" in said
+    assert "warning: 30 samples are skipped because they repeat the id of an earlier sample of their source" in said
+    assert "skipped: 1 duplicate id, 30 duplicate id of another sample" in said
 
 
 def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +150,7 @@ def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: py
         sft(records)
     sft([*records[2:], chat(200), chat(201)])
 
-    assert "left out: 1 schema" in capsys.readouterr().err
+    assert "skipped: 1 schema" in capsys.readouterr().err
 
 
 def test_nothing_that_was_left_out_is_validated_on(sft: Run) -> None:

@@ -100,8 +100,8 @@ def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str,
     written = made.read_text()
     assert "| a | 65 |" in written and "| b | 20 |" in written
     assert "a.jsonl:61" in written and "did you mean 'user'" in written
-    assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 is {tmp_path}/a.jsonl:5 |" in written
-    assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 is {tmp_path}/a.jsonl:4 |" in written
+    assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 repeats {tmp_path}/a.jsonl:5 |" in written
+    assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 repeats {tmp_path}/a.jsonl:4 |" in written
     assert (tmp_path / "out" / "report.png").stat().st_size > 2_000
     assert "samples stripped" in written
 
@@ -185,7 +185,7 @@ def test_nothing_that_is_not_the_job_s_is_removed(prepared: Callable[..., dict[s
     mine = tmp_path / "out" / ".work" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(ValueError, match=r"\.work: holds what this job did not make: move it"):
+    with pytest.raises(ValueError, match=r"\.work: holds files that this job did not write: move them"):
         run(prepared())
     assert mine.read_text() == "mine"
 
@@ -279,17 +279,17 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"template": None}, "template=null: say which chat template"),
+        ({"template": None}, "template=null: give a chat template"),
         ({"template": "nemotron"}, "nemotron"),
         ({"sources": []}, "sources is empty"),
         ({"filters": {"structure": {}}}, "unknown filter 'structure': did you mean 'structural'"),
         ({"turns": "all"}, "turns='all': input should be 'split', 'last' or 'whole'"),
         ({"packing": {"capacty": 4}}, r"unknown key 'packing\.capacty': did you mean 'capacity'"),
-        ({"duplicate_ids": "error"}, r"1 samples have the id of an earlier one"),
+        ({"duplicate_ids": "error"}, r"1 samples repeat the id of an earlier sample"),
         ({"sampling": {"tokens": 1e12}}, "at most"),
         ({"validation_share": 1.0}, "validation_share"),
         ({"thinking_shares": {"math": 15}}, r"thinking_shares\.math=15"),
-        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 of a band"),
+        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 must be at most slots"),
     ],
 )
 def test_mistakes_are_named(prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str) -> None:

@@ -33,7 +33,7 @@ def test_short_answers(chat: Make) -> None:
 
 
 def test_a_limit_in_tokens_needs_a_tokenizer_that_is_there() -> None:
-    with pytest.raises(ValueError, match="max_tokens needs tokenizer"):
+    with pytest.raises(ValueError, match="max_tokens requires tokenizer"):
         Length(max_tokens=32600)
     with pytest.raises(ValueError, match="nowhere"):
         Length(max_tokens=32600, tokenizer={"kind": "huggingface", "path": "nowhere"}).check()

@@ -47,10 +47,10 @@ def test_lists_come_from_files(tmp_path: Path, chat: Make) -> None:
     ("settings", "said"),
     [
         ({"patterns": "(a"}, r"patterns: '\(a' is not a regular expression"),
-        ({"patterns": "x|a*"}, "is found in every text"),
+        ({"patterns": "x|a*"}, "matches every text"),
         ({"patterns": r"(a)\1"}, "refers to a group"),
         ({"patterns": "(?i)a"}, "not a regular expression for a list: global flags"),
-        ({"patterns": (), "keywords": "!!"}, "'!!' has no word"),
+        ({"patterns": (), "keywords": "!!"}, "'!!' contains no word"),
         ({"patterns": ()}, "no patterns, keywords or files"),
         ({"files": "nowhere.txt"}, "nowhere.txt"),
     ],
@@ -62,5 +62,5 @@ def test_lists_that_cannot_be_used(settings: dict[str, str], said: str) -> None:
 
 def test_a_yaml_list_of_another_form_is_named(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("words: [x]\n")
-    with pytest.raises(ValueError, match=r"a\.yaml: expected the keys patterns and keywords"):
+    with pytest.raises(ValueError, match=r"a\.yaml: expected only the keys patterns and keywords"):
         Narrative(files=(str(tmp_path / "a.yaml"),)).check()

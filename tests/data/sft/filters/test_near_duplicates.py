@@ -134,5 +134,5 @@ def test_a_long_system_message_that_all_share_makes_nothing_alike(prose: Prose) 
 
 
 def test_more_rows_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows=40 of a band, but there are only slots=32"):
+    with pytest.raises(ValueError, match="rows=40 must be at most slots=32"):
         NearDuplicates(slots=32, rows=40)

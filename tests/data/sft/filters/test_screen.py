@@ -35,7 +35,7 @@ def test_a_typo_names_the_nearest() -> None:
         load_filters({"length": {"max_token": 1}})
     with pytest.raises(ValueError, match=r"filters.repetition: window_times=1: input should be greater"):
         load_filters({"repetition": {"window_times": 1}})
-    with pytest.raises(ValueError, match=r"filters\.length: max_tokens needs tokenizer"):
+    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
 
 
