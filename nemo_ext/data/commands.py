@@ -219,7 +219,7 @@ CURRICULUM = Job(
     group="reinforcement learning",
     help="order RL prompts from easy to hard, by measured pass rates",
     run="nemo_ext.data.curriculum.job:run",
-    check=reads("nemo_ext.data.curriculum.job:settings"),
+    check=reads("nemo_ext.data.curriculum.settings:settings"),
     script="task",
     grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings"),
 )

@@ -48,7 +48,7 @@ def rates_of(problems: Path) -> dict[str, float]:
 def test_without_pyarrow_it_says_how_to_get_it_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    with pytest.raises(ValueError, match=r"^pass rates are kept as Parquet.*pip install 'nemo_ext\[data\]'"):
+    with pytest.raises(ValueError, match=r"^pass rates are written to profile.parquet.*pip install 'nemo_ext\[data\]'"):
         curriculum(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -220,10 +220,10 @@ def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["domains={maths: 1}"], "domains: no prompt is of 'maths': did you mean 'math'"),
+        (["domains={maths: 1}"], "domains.maths: no prompt has this domain: did you mean 'math'"),
         (["domains={math: 0}"], "the shares sum to zero"),
         (["filters.drop_from=0"], "no prompt is left to train on: 300 pass rate 0 or more"),
-        (["rollout_keys.id=tokens"], "no id of the 300 prompts is among the 8 of the profile"),
+        (["rollout_keys.id=tokens"], "none of the 300 prompts has an id that is in the profile of 8 prompts"),
         (["rollout_keys.reward=score"], "no 'score', there are"),
         (["batch=400"], "too few prompts for a step of 400"),
         (["sigma=0"], "sigma=0"),
@@ -233,7 +233,7 @@ def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
         (["previous=/nowhere"], "has no curriculum.npz"),
         (["profile=a.parquet"], "rollouts and profile are both set"),
         (["prompts=none.jsonl"], "prompts: no such file: none.jsonl"),
-        (["thinking={off_share: 0.2, system_on: a}"], "need prompts that are lists of messages"),
+        (["thinking={off_share: 0.2, system_on: a}"], "require prompts that are lists of messages"),
     ],
 )
 def test_mistakes_are_refused_with_what_to_do(problems: Path, words: list[str], message: str) -> None:

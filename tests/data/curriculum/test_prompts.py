@@ -95,7 +95,7 @@ def test_a_key_that_is_no_domain_is_refused(tmp_path: Path, jsonl_of: Write, mon
 
     monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 8)
 
-    with pytest.raises(ValueError, match=r"keys\.domain=domain: more than 8 domains, such as 'd0' and 'd8'"):
+    with pytest.raises(ValueError, match=r"keys\.domain=domain has more than 8 values, such as 'd0' and 'd8'"):
         read_prompts([path], PromptKeys())
     monkeypatch.setattr(records, "PART_BYTES", 100)
     with pytest.raises(ValueError, match="more than 8 domains"):
