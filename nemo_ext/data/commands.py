@@ -179,7 +179,7 @@ SFT_DATA = Job(
 
 
 def _check_preference_data(config: Config, coming: Sequence[Path]) -> None:
-    from nemo_ext.data.preference.job import settings
+    from nemo_ext.data.preference.settings import settings
 
     tokenizer = config["tokenizer"]
     named = [tokenizer.get("path") if isinstance(tokenizer, dict) else None, config["template"]]

@@ -189,7 +189,7 @@ def test_limits_keep_a_part_and_count_the_rest(data: Path, lines_of: Lines) -> N
     left = json.loads((data / "out/report.json").read_text())["left_out"]
     assert len(pairs) == 30
     assert left["qwen"]["pairs"]["beyond the source's limit"] == 49
-    assert sum(one["pairs"]["beyond the limit of all"] for one in left.values()) == 10 + 104 - 30
+    assert sum(one["pairs"]["beyond the overall limit"] for one in left.values()) == 10 + 104 - 30
 
 
 def test_tools_make_a_prompt_another_for_the_limit(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
@@ -218,7 +218,7 @@ def test_an_answer_without_a_prompt_goes_to_none_of_several(tmp_path: Path, json
 
     assert [pair["id"] for pair in lines_of(tmp_path / "out/trl_train.jsonl")] == ["2/delta"]
     left = json.loads((tmp_path / "out/report.json").read_text())["left_out"]["a"]
-    assert left["records"] == {"answer without a prompt, where prompts with and without tools have its id": 1}
+    assert left["records"] == {"answer without a prompt, whose id has prompts with different tools": 1}
     assert left["groups"] == {"no weak answer": 2}
 
 
@@ -266,7 +266,7 @@ def test_records_that_do_not_fit_are_said_and_many_are_an_error(
         job.run(given)
     job.run(given | {"max_bad_share": 0.1})
 
-    assert "102 records, 100 prompts, 100 kept; left out: 2 schema" in capsys.readouterr().err
+    assert "102 records, 100 prompts, 100 kept; skipped: 2 schema" in capsys.readouterr().err
 
 
 def test_bad_records_are_counted_with_their_place(data: Path) -> None:
@@ -370,7 +370,7 @@ def test_the_command_without_torch(data: Path) -> None:
 
     assert made.returncode == 0, made.stderr
     assert (data / "pairs/report.md").read_text().startswith("# Preference data: olmo3_think\n")
-    assert "warning: NeMo-RL hands neither tools" in made.stderr
+    assert "warning: NeMo-RL passes neither tools" in made.stderr
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_the_command_without_torch(data: Path) -> None:
         (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
         (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr': did you mean 'trl'?"),
         (("preset=olmo3_think",), "not set: sources.qwen3.strong, sources.qwen3.weak"),
-        ((), "sources: name one at least"),
+        ((), "sources is empty"),
     ],
 )
 def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, data: Path, command: Command) -> None:
@@ -436,5 +436,5 @@ def test_files_that_cannot_be_read_to_their_end_are_errors(data: Path) -> None:
     assert left == {"malformed": 1}
 
     broken["sources"]["tools"]["path"] = str(data / "empty.jsonl")
-    with pytest.raises(ValueError, match=r"sources\.tools: the files hold no records"):
+    with pytest.raises(ValueError, match=r"sources\.tools: the files have no records"):
         job.run(broken | {"max_bad_share": 0.5})

@@ -41,7 +41,7 @@ def test_traces_are_read_as_everywhere_and_an_answer_cut_off_inside_one_is_left_
     assert [made.messages for made in group.generations] == [
         (Message(role="assistant", content="a", reasoning="t"),)
     ] * 2
-    assert report.skipped == {"answer whose trace does not end": 1}
+    assert report.skipped == {"answer with an unfinished trace": 1}
     with pytest.raises(FormatError, match=r"generations\[1\].text: messages\[0\].content: the trace does not end"):
         to_group(record, KEYS)
 
@@ -115,9 +115,12 @@ def test_pairs_made_elsewhere(record: dict[str, Any]) -> None:
             r"generations\[0\].score: expected a number",
         ),
         ({"prompt": "a", "generations": [{"text": "b", "correct": "yes"}]}, r"generations\[0\].correct='yes'"),
-        ({"prompt": "a", "generations": [{"messages": CHAT[:1]}]}, "expected the assistant's messages"),
-        ({"messages": CHAT[:2], "response": "b"}, "ends with the assistant"),
-        ({"messages": CHAT, "history": CHAT[:2], "response": "b"}, "has earlier turns already"),
+        (
+            {"prompt": "a", "generations": [{"messages": CHAT[:1]}]},
+            "the first and last message must be the assistant's",
+        ),
+        ({"messages": CHAT[:2], "response": "b"}, "the last message must be the user's or a tool's, not assistant"),
+        ({"messages": CHAT, "history": CHAT[:2], "response": "b"}, "already has earlier turns"),
     ],
 )
 def test_what_does_not_fit_names_its_place(record: dict[str, Any], message: str) -> None:
@@ -129,7 +132,7 @@ def test_conversations_that_part_too_early_are_no_pair() -> None:
     other = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No"}, CHAT[2]]
     end = {"role": "assistant", "content": "x"}
 
-    with pytest.raises(FormatError, match="part before the last user message"):
+    with pytest.raises(FormatError, match="differ before the last user message"):
         to_group({"chosen": [*CHAT, end], "rejected": [*other, end]}, KEYS, pairs=True)
 
 
