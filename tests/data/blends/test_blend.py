@@ -93,9 +93,9 @@ def test_notes_tell_what_shares_do_not_show(section: Section) -> None:
     assert notes == [
         "data.blend: the shares sum to 6 and are divided by it",
         "data.blend.passes: epochs are relative, in this run a 1 -> 2, b 2 -> 4",
-        "data.blend.tiers: a child of tier B gets more than one of tier A (0.9 of the tiers, 0.1)",
+        "data.blend.tiers: a child of tier B gets more than a child of tier A: 0.9 of the group, against 0.1",
         "sizes assumed, not counted: code",
-        "sizes not known (no files, no `tokens`), so their epochs are not either: x, y",
+        "sizes and epochs unknown, without files and `tokens`: x, y",
     ]
 
 
@@ -106,13 +106,13 @@ def test_tiers_that_give_all_children_the_same_have_no_note(section: Section) ->
 
 
 def test_an_empty_stream_is_an_error_with_its_place(section: Section) -> None:
-    with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.ita: .*web_ita: empty, no tokens to train on"):
+    with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.ita: .*web_ita has no training tokens"):
         plan_blend(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=0), tokens=1000)
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
 def test_a_run_has_tokens(section: Section, tokens: int) -> None:
-    with pytest.raises(ValueError, match="needs a positive number of tokens"):
+    with pytest.raises(ValueError, match="the number of tokens must be positive"):
         plan_blend(section({"code": 1}, code=5), tokens=tokens)
 
 
@@ -194,7 +194,7 @@ def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
     streams = [{"name": "web", "weight": 1, "source": source}]
     data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
 
-    with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
+    with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have no validation data"):
         with_data(config({**data, "validation_share": 0}, tokens=5))
     with pytest.raises(ValueError, match=r"web: 1 document, .*no validation files.* give the stream more documents"):
         tokenize_streams(data)

@@ -97,13 +97,13 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
             "{a: {share: 1, cap_epochs: 1}, b: 1}",
             {"a": 5},
             None,
-            r"data\.blend\.a: cap_epochs needs the number of tokens",
+            r"data\.blend\.a: cap_epochs requires the number of tokens",
         ),
         (
             "{a: {share: 1, cap_epochs: 2}, b: {share: 1, cap_epochs: 1}}",
             {"a": 100, "b": 300},
             1000,
-            "the blend's caps allow 500 tokens, the run takes 1,000",
+            "the blend's caps allow 500 tokens, but the run reads 1,000",
         ),
     ],
 )

@@ -101,7 +101,7 @@ def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path, b
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "Blend of mine, first+second (30 tokens)\n" in shown.stdout
     assert "Blend of mine, third (30 tokens)\n" in shown.stdout
-    assert "warning: read more than max_epochs in all phases together: a 4.5 times" in shown.stdout
+    assert "warning: read more than max_epochs times over all phases together: a 4.5 times" in shown.stdout
     assert (tmp_path / "out/first+second/blend.txt").read_text() == "1.0 d/a_train\n"
     assert (tmp_path / "out/third/blend.txt").read_text() == "0.5 d/a_train\n0.5 d/b_train\n"
 
@@ -126,12 +126,12 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "nothing to show: give data=NAME"),
-        (("data=mock",), "nothing to show"),
+        ((), "no blend to show: give data=NAME"),
+        (("data=mock",), "no blend to show"),
         (("data=domyn_foundation", "tokens=many"), "tokens=many: give the number of tokens"),
         (
             ("data=domyn_foundation", "require_files=true"),
-            "english_train.idx does not exist, nor do the files of 3 others",
+            "english_train.idx does not exist, nor do the files of 3 other streams",
         ),
         (("data.directory=d", "data.blend={a: 1, b: -1}"), "data.blend.b must be a number above 0, not -1"),
         (
