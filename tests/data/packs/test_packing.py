@@ -129,7 +129,7 @@ def test_the_seed_alone_decides_the_order() -> None:
     ("arguments", "message"),
     [
         (([3, 0], 8), "sample 1 has length 0"),
-        (([3, 9], 8), "sample 1 has 9 tokens, a pack 8"),
+        (([3, 9], 8), "sample 1 has 9 tokens, but a pack has 8"),
         (([3], 0), "capacity must be a whole number of at least 1"),
         (([[3]], 8), "shape"),
     ],
@@ -148,7 +148,7 @@ def test_longer_samples_are_dropped_cut_or_refused() -> None:
 
     assert dropped.samples.tolist() == [0, 2] and dropped.lengths.tolist() == [3, 8] and dropped.dropped == 2
     assert cut.lengths.tolist() == [3, 8, 8, 8] and (cut.truncated, cut.truncated_tokens) == (2, 5)
-    with pytest.raises(ValueError, match="2 of 4 samples are longer than 8 tokens, first number 1 with 12"):
+    with pytest.raises(ValueError, match="2 of 4 samples are longer than 8 tokens, first sample 1 with 12"):
         fit(lengths, 8, "error")
     with pytest.raises(ValueError, match="did you mean 'truncate'"):
         fit(lengths, 8, "truncat")  # type: ignore[arg-type]
@@ -218,8 +218,8 @@ def test_a_cut_sample_keeps_its_beginning(tmp_path: Path) -> None:
     dropped = write_packed(tmp_path / "dropped", files, PackingSettings(capacity=8), vocab_size=100, progress=False)
 
     assert sorted(row.tolist() for row in read(tmp_path / "cut")) == [list(range(8)), [50, 51]]
-    assert "1 samples cut, 4 tokens lost" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
-    assert "1 longer samples left out" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
+    assert "1 samples truncated by 4 tokens" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
+    assert "1 longer samples dropped" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
     with pytest.raises(ValueError, match="longer=drop"):
         write_packed(
             tmp_path / "no", files, PackingSettings(capacity=8, longer="error"), vocab_size=100, progress=False
@@ -296,8 +296,8 @@ def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
         ([([1, 2], [0, -1])], "other values than 0 and 1"),
         ([([1, 2], [0, 0.5])], "other values than 0 and 1"),
         ([([1.9, 2.7], [0, 1])], "ids of type float64: they must be integers"),
-        ([([1, 2], [1])], "equally long"),
-        ([([], [])], "equally long"),
+        ([([1, 2], [1])], "of the same length"),
+        ([([], [])], "of the same length"),
         ([([100], [1])], "ids outside 0 to 99"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -306,17 +306,17 @@ def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
         open_samples(tmp_path / "bad", vocab_size=100)
     (file,) = files_of(tmp_path, rows_of(3), files=1)
     file.tokens.write_bytes(b"\0")
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         open_samples(file.base, vocab_size=100)
     with pytest.raises(ValueError, match="no samples to pack"):
         write_packed(tmp_path / "none", [], PackingSettings(capacity=8), vocab_size=100, progress=False)
-    with pytest.raises(ValueError, match="no such packs"):
+    with pytest.raises(ValueError, match="does not exist: pack samples first"):
         read_packed_manifest(tmp_path / "none")
     (tmp_path / "cut.json").write_text(json.dumps({"kind": "packed sequences", "format_version": 1, "packs": 3}))
     with pytest.raises(ValueError, match=r"cut\.json is damaged"):
         read_packed_manifest(tmp_path / "cut")
     (tmp_path / "other.json").write_text(json.dumps({"kind": "else"}))
-    with pytest.raises(ValueError, match="not the manifest of packs"):
+    with pytest.raises(ValueError, match="not a manifest of packs"):
         read_packed_manifest(tmp_path / "other")
 
 
@@ -346,17 +346,17 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
 
     for overrides, message in (
         ((), "micro_batch_size=1"),
-        ((one, "megatron.seq_length=32"), "packs are for megatron.seq_length=64"),
-        ((one, "megatron.context_parallel_size=2"), "packs made with align=4"),
+        ((one, "megatron.seq_length=32"), "packs require megatron.seq_length=64"),
+        ((one, "megatron.context_parallel_size=2"), "packs with align=4"),
         ((one, "megatron.mtp_num_layers=1"), "mtp_num_layers"),
-        ((one, "megatron.calculate_per_token_loss=false"), "calculate_per_token_loss must be true"),
+        ((one, "megatron.calculate_per_token_loss=false"), "requires megatron.calculate_per_token_loss=true"),
         ((one, "megatron.padded_vocab_size=64"), "100 ids, the model 64 "),
     ):
         with pytest.raises(ValueError, match=message):
             with_data(config_of(tmp_path, *overrides))
     with pytest.raises(ValueError, match="did you mean 'valid'"):
         with_data(config_of(tmp_path, one, vald="x"))
-    with pytest.raises(ValueError, match="no such packs"):
+    with pytest.raises(ValueError, match="does not exist: pack samples first"):
         with_data(config_of(tmp_path, one, valid=str(tmp_path / "none")))
     nothing = config_of(tmp_path, one)
     nothing["data"] = {"packed": {"train": None, "valid": str(tmp_path / "packs")}}
@@ -367,10 +367,10 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
         settings = PackingSettings(capacity=64)
         write_packed(tmp_path / name, files, settings, vocab_size=100, tokenizer_identity=identity, progress=False)
     both = f"megatron.train_data_path=[3,{tmp_path / 'one'},1,{tmp_path / 'two'}]"
-    with pytest.raises(ValueError, match=r"one and .*two are packs of different tokenizers"):
+    with pytest.raises(ValueError, match=r"one and .*two are packed with different tokenizers"):
         with_data(config_of(tmp_path, one, both))
     (tmp_path / "packs.bin").write_bytes((tmp_path / "packs.bin").read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or cut short"):
+    with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or truncated"):
         with_data(config_of(tmp_path, one))
 
 
