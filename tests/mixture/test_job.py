@@ -225,7 +225,7 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
         (["train=model=olmo3_tiny scale=laptop data=mock"], "train: no streams to mix"),
         (
             ["train=model=olmo3_tiny scale=laptop data=local_text data_root=/nowhere"],
-            "_train.idx is not there; `nemo-ext",
+            "_train.idx does not exist: tokenise the stream",
         ),
         (["train=model=olmo3_tiny scale=laptop launcher.nodes=2 data=local_text"], r"train: launcher\.nodes=2"),
         (["train=model=olmo3_tony"], "train: .*olmo3_tony"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import rel_entr
 
-from nemo_ext.mixture.law import Law, fit, foreseen, optimum
+from nemo_ext.mixture.law import Law, cross_validate, fit, optimum
 from nemo_ext.mixture.sampling import sample
 
 CENTRE = np.array([0.6, 0.25, 0.1, 0.05])
@@ -33,7 +33,7 @@ def test_a_law_is_found_again_under_noise_and_one_broken_run(law: Law) -> None:
 def test_quality_is_of_runs_that_the_law_has_not_seen() -> None:
     noise = np.random.default_rng(0).normal(1, 0.1, len(SHARES))
 
-    real, chance = foreseen(SHARES, TRUE[0].at(SHARES)), foreseen(SHARES, noise)
+    real, chance = cross_validate(SHARES, TRUE[0].at(SHARES)), cross_validate(SHARES, noise)
 
     assert real.error < 0.05 * real.spread
     assert real.rank > 0.99
