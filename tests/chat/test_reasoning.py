@@ -195,10 +195,10 @@ def test_a_mode_that_was_not_decided_is_that_of_the_traces() -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="reasoning: unknown key 'budget': did you mean 'budgets'"):
-        ReasoningSettings.of({"budget": [1]})
+        ReasoningSettings.from_config({"budget": [1]})
     with pytest.raises(ValueError, match="reasoning: strip=10: "):
-        ReasoningSettings.of({"strip": 10})
+        ReasoningSettings.from_config({"strip": 10})
     with pytest.raises(ValueError, match=r"reasoning: budgets\.0=0: "):
-        ReasoningSettings.of({"budgets": [0]})
+        ReasoningSettings.from_config({"budgets": [0]})
     with pytest.raises(ValueError, match="requires a tokenizer"):
         Control(ReasoningSettings())
