@@ -59,7 +59,7 @@ def test_every_form_of_a_node_is_read() -> None:
     assert all(child.amount is None for child in group.children)
 
 
-def test_names_reach_down_until_a_group_has_its_own() -> None:
+def test_names_apply_to_nested_groups_without_names() -> None:
     root = tree(
         "{a: {share: 1, names: x_*, of: {b: {share: 1, of: [c]}, d: {share: 1, names: y_*, of: [c]}, e: 1}}, f: 1}"
     )
@@ -132,7 +132,7 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: {share: 1, by: tiers, of: {A: {share: 0.5, of: [b]}}}}", "the tiers sum to 0.5, not 1"),
     ],
 )
-def test_a_wrong_tree_is_an_error_that_names_its_place(text: str, message: str) -> None:
+def test_an_invalid_tree_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         tree(text)
 
@@ -152,6 +152,6 @@ def test_a_wrong_tree_is_an_error_that_names_its_place(text: str, message: str) 
         ({"directory": "d", "streams": ["a"]}, "data.streams[0] must be a mapping"),
     ],
 )
-def test_a_wrong_section_is_an_error(data: dict[str, Any], message: str) -> None:
+def test_an_invalid_section_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         read_tree(data)
