@@ -369,7 +369,7 @@ def _choose(plan: Plan) -> None:
 
     best = _rounded(best_by(laws), highest)
     name = f"best_{hashlib.sha256(best.tobytes()).hexdigest()[:8]}"
-    found = report.Found(
+    results = report.Results(
         streams=streams.names,
         sizes=streams.sizes,
         prior=streams.prior,
@@ -388,16 +388,16 @@ def _choose(plan: Plan) -> None:
         run=f"{RUNS}/{name}",
     )
     file = plan.settings.folder / CONF / "data" / f"{DATA}.yaml"
-    write_text(file, _data_file(streams, found))
+    write_text(file, _data_file(streams, results))
     if not plan.is_done(name):
         notice(f"optimum: {streams.describe(best)}")
         _train_and_evaluate(plan, name, best)
-    found = replace(found, measured=np.array(_losses(plan, name)))
-    write_text(file, _data_file(streams, found))
-    page = report.write(found, plan.settings.folder)
-    if (reason := report.doubt(found)) is not None:
+    results = replace(results, measured=np.array(_losses(plan, name)))
+    write_text(file, _data_file(streams, results))
+    page = report.write(results, plan.settings.folder)
+    if (reason := report.doubt(results)) is not None:
         notice(f"warning: {reason}")
-    print(f"{report.verdict(found)}: {page}")
+    print(f"{report.verdict(results)}: {page}")
 
 
 def _rounded(shares: Shares, highest: Shares) -> Shares:
@@ -408,13 +408,13 @@ def _rounded(shares: Shares, highest: Shares) -> Shares:
     return rounded
 
 
-def _data_file(streams: Streams, found: report.Found) -> str:
+def _data_file(streams: Streams, results: report.Results) -> str:
     """Contents of the optimum's data file, in the format of `hydra_conf/data`."""
     kept = {key: value for key, value in streams.data.items() if key not in ("streams", "blend") and value is not None}
     kept["directory"] = str(Path(str(streams.data["directory"])).absolute())
     path = Path(str(streams.data["tokenizer"].get("path") or "")).expanduser()
     if path.name and path.exists():
         kept["tokenizer"] = {**streams.data["tokenizer"], "path": str(path.absolute())}
-    data = {"data": {**kept, "streams": streams.written(found.best)}}
-    comment = f"# The optimal mixture by `nemo-ext mixture`. {report.verdict(found)}.\n"
+    data = {"data": {**kept, "streams": streams.written(results.best)}}
+    comment = f"# The optimal mixture by `nemo-ext mixture`. {report.verdict(results)}.\n"
     return f"# @package _global_\n{comment}{yaml.safe_dump(data, sort_keys=False)}"

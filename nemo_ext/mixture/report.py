@@ -20,7 +20,7 @@ _BLUE, _ORANGE, _GREY = "#1f77b4", "#d95f02", "#999999"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class Results:
     """Results: runs, laws and the optimum.
 
     Attributes:
@@ -65,18 +65,18 @@ class Found:
         return quality(predicted @ self.weights, self.values @ self.weights)
 
 
-def verdict(found: Found) -> str:
+def verdict(results: Results) -> str:
     """Sentence with the predicted and measured mean loss."""
-    before, after = float(found.values[0] @ found.weights), float(found.predicted @ found.weights)
+    before, after = float(results.values[0] @ results.weights), float(results.predicted @ results.weights)
     text = f"Mean bits per byte of small runs: {before:.4f} on the prior, {after:.4f} predicted for the optimum"
-    if found.measured is not None:
-        text += f", {float(found.measured @ found.weights):.4f} measured"
-    return f"{text} (error of predictions {found.mean_quality.error:.4f})"
+    if results.measured is not None:
+        text += f", {float(results.measured @ results.weights):.4f} measured"
+    return f"{text} (error of predictions {results.mean_quality.error:.4f})"
 
 
-def doubt(found: Found) -> str | None:
+def doubt(results: Results) -> str | None:
     """Reason not to trust the optimum; None if predictions are much better than predicting the mean of the runs."""
-    error, spread = found.mean_quality.error, found.mean_quality.spread
+    error, spread = results.mean_quality.error, results.mean_quality.spread
     if error < _GOOD * spread:
         return None
     return (
@@ -85,25 +85,28 @@ def doubt(found: Found) -> str | None:
     )
 
 
-def write(found: Found, folder: Path) -> Path:
+def write(results: Results, folder: Path) -> Path:
     """Write the report, as Markdown and HTML, and its numbers as JSON; returns the report's path."""
-    assert found.measured is not None
-    write_text(folder / RESULT, json.dumps(_as_json(found), indent=1) + "\n")
-    return _page(found).write(folder / REPORT, page=True)
+    assert results.measured is not None
+    write_text(folder / RESULT, json.dumps(_as_json(results), indent=1) + "\n")
+    return _page(results).write(folder / REPORT, page=True)
 
 
-def _as_json(found: Found) -> dict[str, object]:
-    assert found.measured is not None
+def _as_json(results: Results) -> dict[str, object]:
+    assert results.measured is not None
 
     def by_stream(values: Shares) -> dict[str, float]:
-        return dict(zip(found.streams, values.tolist(), strict=True))
+        return dict(zip(results.streams, values.tolist(), strict=True))
 
-    optimum = zip(found.tasks, found.values[0], found.predicted, found.measured, strict=True)
-    laws, runs = zip(found.tasks, found.laws, found.quality, strict=True), zip(found.shares, found.values, strict=True)
+    optimum = zip(results.tasks, results.values[0], results.predicted, results.measured, strict=True)
+    laws, runs = (
+        zip(results.tasks, results.laws, results.quality, strict=True),
+        zip(results.shares, results.values, strict=True),
+    )
     return {
-        "mixture": by_stream(found.best),
-        "prior": by_stream(found.prior),
-        "tokens": by_stream(found.sizes),
+        "mixture": by_stream(results.best),
+        "prior": by_stream(results.prior),
+        "tokens": by_stream(results.sizes),
         "bits_per_byte": {
             task: dict(zip(("prior", "predicted", "measured"), map(float, values), strict=True))
             for task, *values in optimum
@@ -115,41 +118,41 @@ def _as_json(found: Found) -> dict[str, object]:
         "runs": {
             name: {
                 "mixture": by_stream(shares),
-                "bits_per_byte": dict(zip(found.tasks, values.tolist(), strict=True)),
+                "bits_per_byte": dict(zip(results.tasks, values.tolist(), strict=True)),
             }
-            for name, (shares, values) in zip(found.names, runs, strict=True)
+            for name, (shares, values) in zip(results.names, runs, strict=True)
         },
     }
 
 
-def _page(found: Found) -> Report:
-    assert found.measured is not None
-    length = found.target or found.tokens
+def _page(results: Results) -> Report:
+    assert results.measured is not None
+    length = results.target or results.tokens
     streams = [
         [
             name,
-            f"{found.sizes[place]:,.0f}",
-            f"{100 * found.prior[place]:.2f}",
-            f"{100 * found.best[place]:.2f}",
-            f"{100 * found.others[:, place].min():.1f} to {100 * found.others[:, place].max():.1f}",
-            f"{100 * found.highest[place]:.1f}",
-            f"{found.best[place] * length / found.sizes[place]:.3g}",
+            f"{results.sizes[place]:,.0f}",
+            f"{100 * results.prior[place]:.2f}",
+            f"{100 * results.best[place]:.2f}",
+            f"{100 * results.others[:, place].min():.1f} to {100 * results.others[:, place].max():.1f}",
+            f"{100 * results.highest[place]:.1f}",
+            f"{results.best[place] * length / results.sizes[place]:.3g}",
         ]
-        for place, name in enumerate(found.streams)
+        for place, name in enumerate(results.streams)
     ]
-    columns = (found.tasks, found.values[0], found.predicted, found.measured, found.quality)
+    columns = (results.tasks, results.values[0], results.predicted, results.measured, results.quality)
     rows = [_row(task, *values, quality) for task, *values, quality in zip(*columns, strict=True)]
-    means = (float(values @ found.weights) for values in (found.values[0], found.predicted, found.measured))
-    rows.append(_row("mean", *means, found.mean_quality))
-    run = "the target run" if found.target else "a small run"
-    weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(found.tasks, found.weights, strict=True))
-    reason = doubt(found)
-    report = Report(f"Mixture of {len(found.streams)} streams", f"{verdict(found)}.", reason and f"**{reason}.**")
+    means = (float(values @ results.weights) for values in (results.values[0], results.predicted, results.measured))
+    rows.append(_row("mean", *means, results.mean_quality))
+    run = "the target run" if results.target else "a small run"
+    weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(results.tasks, results.weights, strict=True))
+    reason = doubt(results)
+    report = Report(f"Mixture of {len(results.streams)} streams", f"{verdict(results)}.", reason and f"**{reason}.**")
     report.add(
-        f"{len(found.names)} runs of {found.tokens:,} tokens, including the prior, and one on the optimum "
-        f"([{found.run}]({found.run}/report.md)). {_best_sample(found)}"
+        f"{len(results.names)} runs of {results.tokens:,} tokens, including the prior, and one on the optimum "
+        f"([{results.run}]({results.run}/report.md)). {_best_sample(results)}"
     )
-    _picture(report, found)
+    _picture(report, results)
     heading = ("stream", "tokens", "prior %", "optimum %", "by folds of the runs", "at most %", "passes")
     note = f"Passes are for {run} of {length:,.0f} tokens. As a data file: `--config-dir=OUTPUT/conf data=mixture`."
     report.table("Shares", heading, streams, note)
@@ -157,18 +160,18 @@ def _page(found: Found) -> Report:
     note = (
         "Error is the root mean squared error of predictions for held-out runs, spread the standard deviation of the "
         "runs: a law is useful if its error is much smaller than the spread. A change smaller than the error may be "
-        "due to chance." + (f" Weights in the mean: {weights}." if np.ptp(found.weights) else "")
+        "due to chance." + (f" Weights in the mean: {weights}." if np.ptp(results.weights) else "")
     )
     return report.table("Bits per byte", (*heading, "rank correlation"), rows, note)
 
 
-def _best_sample(found: Found) -> str:
+def _best_sample(results: Results) -> str:
     """Sentence about the best of the other runs, which the optimum should beat."""
-    means = found.values @ found.weights
+    means = results.values @ results.weights
     place = int(means.argmin())
-    shares = zip(found.streams, found.shares[place], strict=True)
+    shares = zip(results.streams, results.shares[place], strict=True)
     mixture = ", ".join(f"{name} {100 * share:.1f} %" for name, share in shares if share)
-    return f"The best other run is {found.names[place]} with {means[place]:.4f} ({mixture})."
+    return f"The best other run is {results.names[place]} with {means[place]:.4f} ({mixture})."
 
 
 def _row(name: str, prior: float, predicted: float, measured: float, quality: Quality) -> list[str]:
@@ -177,21 +180,21 @@ def _row(name: str, prior: float, predicted: float, measured: float, quality: Qu
     return [name, *values, f"{measured - prior:+.4f}", error, spread, f"{quality.rank:.2f}"]
 
 
-def _picture(report: Report, found: Found) -> None:
+def _picture(report: Report, results: Results) -> None:
     """Draw prior and optimal shares, predicted against measured means, and slopes by stream and benchmark."""
-    assert found.measured is not None
-    count = len(found.streams)
-    height = max(4.5, 1.5 + 0.28 * max(count, len(found.tasks)))
+    assert results.measured is not None
+    count = len(results.streams)
+    height = max(4.5, 1.5 + 0.28 * max(count, len(results.tasks)))
     left, middle, right = report.picture("shares", PICTURE, 15, height, columns=3)
     places = np.arange(count)
-    left.barh(places - 0.2, 100 * found.prior, 0.4, color=_GREY, label="prior")
-    left.barh(places + 0.2, 100 * found.best, 0.4, color=_BLUE, label="optimum")
-    left.set_yticks(places, found.streams)
+    left.barh(places - 0.2, 100 * results.prior, 0.4, color=_GREY, label="prior")
+    left.barh(places + 0.2, 100 * results.best, 0.4, color=_BLUE, label="optimum")
+    left.set_yticks(places, results.streams)
     left.invert_yaxis()
     legend = {"ncols": 2, "loc": "lower right", "bbox_to_anchor": (1, 1)}
     tidy(left, grid="x", title="shares", xlabel="share (%)", legend=legend)
-    predicted, values = found.mean_quality.predicted, found.values @ found.weights
-    best = float(found.predicted @ found.weights), float(found.measured @ found.weights)
+    predicted, values = results.mean_quality.predicted, results.values @ results.weights
+    best = float(results.predicted @ results.weights), float(results.measured @ results.weights)
     ends = [min(*predicted, *values, *best), max(*predicted, *values, *best)]
     middle.plot(ends, ends, "--", color=_GREY, linewidth=1)
     middle.plot(predicted[1:], values[1:], "o", color=_BLUE, markersize=4, label="samples")
@@ -201,11 +204,11 @@ def _picture(report: Report, found: Found) -> None:
     tidy(middle, title="mean of the benchmarks", xlabel=label, ylabel="measured", legend=True)
     # Derivative at the prior, when a stream's share grows at the expense of all streams in proportion.
     slopes = np.stack(
-        [(law.slopes - found.prior @ law.slopes) * np.exp(found.prior @ law.slopes) for law in found.laws]
+        [(law.slopes - results.prior @ law.slopes) * np.exp(results.prior @ law.slopes) for law in results.laws]
     )
     most = float(np.abs(slopes).max()) or 1.0
     image = right.imshow(slopes, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
-    right.set_xticks(places, found.streams, rotation=45, ha="right", fontsize=8)
-    right.set_yticks(range(len(found.tasks)), found.tasks, fontsize=8)
+    right.set_xticks(places, results.streams, rotation=45, ha="right", fontsize=8)
+    right.set_yticks(range(len(results.tasks)), results.tasks, fontsize=8)
     right.set_title("bits per byte by a stream's share, at the prior (blue: less)", loc="left", fontsize=10)
     right.figure.colorbar(image, ax=right)

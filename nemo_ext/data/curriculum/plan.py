@@ -118,18 +118,18 @@ def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, lev
         raise NoOrder(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
     targets = means(first=settings.mean_first, last=settings.mean_last, steps=steps)
     off_target = []
-    for count in _draw(candidates, pools, needed, targets, repeated, settings):
-        if isinstance(count, str):
-            stopped = count
+    for missed in _draw(candidates, pools, needed, targets, repeated, settings):
+        if isinstance(missed, str):
+            stopped = missed
             break
-        off_target.append(count)
+        off_target.append(missed)
     if not off_target:
         raise NoOrder(f"no step can be made: {stopped}")
-    made = len(off_target)
+    count = len(off_target)
     return Plan(
-        order=_order(pools, made, batch, candidates.key, first_step=first_step, seed=settings.seed),
+        order=_order(pools, count, batch, candidates.key, first_step=first_step, seed=settings.seed),
         first_step=first_step,
-        targets=targets[first_step : first_step + made],
+        targets=targets[first_step : first_step + count],
         off_target=np.array(off_target, dtype=np.int64),
         epochs=tuple(pool.begun_again for pool in pools),
         stopped=stopped,

@@ -35,7 +35,7 @@ def mixed(
         limit: limit of all sources together.
         reports: report of each source.
     """
-    kept: list[Line] = []
+    selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()
     for lines, most, report in zip(sources, limits, reports, strict=True):
         distinct: list[Line] = []
@@ -45,9 +45,11 @@ def mixed(
             else:
                 seen.add((line.row.content, line.row.genrm))
                 distinct.append(line)
-        kept += _limited(distinct, most, [report] * len(distinct), "beyond the source's limit")
-    kept = _limited(kept, limit, [reports[line.source] for line in kept], "beyond the overall limit", redraw=True)
-    return sorted(kept, key=_order)
+        selected += _limited(distinct, most, [report] * len(distinct), "beyond the source's limit")
+    selected = _limited(
+        selected, limit, [reports[line.source] for line in selected], "beyond the overall limit", redraw=True
+    )
+    return sorted(selected, key=_order)
 
 
 def is_validation(row: Row, share: float, seed: int) -> bool:
