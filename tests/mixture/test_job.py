@@ -207,7 +207,7 @@ def test_a_failed_run_ends_the_job(words: Callable[..., list[str]], monkeypatch:
         (["mixture.at_most.cod=0.1"], r"mixture\.at_most: no stream 'cod': .*'code'"),
         (
             ["mixture.at_least.code=0.6", "mixture.tokens=1e6"],
-            r"mixture\.at_least\.code=0\.6: at most 0\.0\d+ of 1,000,000",
+            r"mixture\.at_least\.code=0\.6: its share of 1,000,000 tokens can be at most 0\.0\d+",
         ),
         (["mixture.tokens=1e6"], r"at most 0\.\d+ together cannot sum to 1"),
         (["mixture.strengths=[0,1]"], r"mixture\.strengths\.0=0"),

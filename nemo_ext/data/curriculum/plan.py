@@ -179,8 +179,8 @@ def _draw(
                 )
                 if missing is None:
                     yield (
-                        f"{candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too few of them "
-                        f"have a text that step {first_step + begin + row} does not have yet"
+                        f"{candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too many of them "
+                        f"have a text that is already in step {first_step + begin + row}"
                     )
                     return
                 off_target += missing

@@ -63,7 +63,7 @@ def test_streams_read_too_often_cause_a_warning_or_an_error(section: Section) ->
 
     assert plan_blend(data, tokens=100).warning() is None
     assert str(plan_blend(data, tokens=1000).warning()).startswith(
-        "read more than max_epochs=4 times: web_spa 10 times; more"
+        "read more than max_epochs=4 times: web_spa 10 times; add text"
     )
     assert plan_blend({**data, "max_epochs": 10}, tokens=1000).warning() is None
     plan_blend({**data, "refuse_epochs": 10}, tokens=1000)

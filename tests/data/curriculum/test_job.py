@@ -224,7 +224,7 @@ def test_a_profile_can_be_made_first(problems: Path) -> None:
         (["domains={math: 0}"], "the shares sum to zero"),
         (["filters.drop_from=0"], "no prompt is left to train on: 300 pass rate 0 or more"),
         (["rollout_keys.id=tokens"], "none of the 300 prompts has an id that is in the profile of 8 prompts"),
-        (["rollout_keys.reward=score"], "no 'score', there are"),
+        (["rollout_keys.reward=score"], "no key 'score'; the keys are"),
         (["batch=400"], "too few prompts for a step of 400"),
         (["sigma=0"], "sigma=0"),
         (["+keys.tezt=a"], "unknown key 'keys.tezt'"),

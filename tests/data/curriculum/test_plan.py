@@ -173,8 +173,8 @@ def test_more_copies_of_a_text_than_steps_end_the_schedule() -> None:
     ("domains", "shares", "message"),
     [
         ([1] * 5, {"math": 1}, "too few prompts for a step of 8: code has 0, math has 5, stem has 0"),
-        ([1] * 6 + [0] * 9, {"math": 1}, "domain math has 6 different prompts"),
-        ([1] * 20, {"math": 1, "code": 1}, "domain code has 0 different prompts"),
+        ([1] * 6 + [0] * 9, {"math": 1}, "domain math has 6 distinct prompts"),
+        ([1] * 20, {"math": 1, "code": 1}, "domain code has 0 distinct prompts"),
     ],
 )
 def test_too_few_prompts_for_a_step_are_refused(domains: list[int], shares: dict[str, float], message: str) -> None:

@@ -100,5 +100,5 @@ def test_a_key_with_too_many_domains_is_refused(
     with pytest.raises(ValueError, match=r"keys\.domain=domain has more than 8 values, such as 'd0' and 'd8'"):
         read_prompts([path], PromptKeys())
     monkeypatch.setattr(records, "PART_BYTES", 100)
-    with pytest.raises(ValueError, match="more than 8 domains"):
+    with pytest.raises(ValueError, match="more than 8 values"):
         read_prompts([path], PromptKeys())

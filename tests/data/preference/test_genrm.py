@@ -67,7 +67,7 @@ def test_the_judge_sees_no_reasoning() -> None:
         ({"ranking": 1, "score_1": 6}, "helpfulness=6: expected 1 to 5"),
         ({"overall_preference": 4}, "overall_preference=4: expected -3 to 3"),
         ({}, "no key ranking or overall_preference"),
-        ({"ranking": 1, "response2": None}, "neither response_2 nor response2"),
+        ({"ranking": 1, "response2": None}, "no key response_2 or response2"),
         ({"ranking": 1, "context": None}, "no prompt"),
     ],
 )

@@ -66,7 +66,7 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrong", [{"seed": True}, {"limit": "7"}, {"swap": "on"}, {"max_bad_share": True}])
-def test_missing_settings_are_refused(data: Path, wrong: dict[str, Any]) -> None:
+def test_settings_are_not_coerced(data: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
         settings(config(data, **wrong))
 
