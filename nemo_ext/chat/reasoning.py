@@ -7,7 +7,7 @@ modes are known, `moves_to_share` computes the changes that bring a task to its 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.chat.sample import Message, Sample, has_reasoning
 from nemo_ext.job.report import markdown_table
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import STRICT, Share, checked
+from nemo_ext.job.settings import STRICT, Share
 
 ANY_TASK = "*"
 OFF = "#off"
@@ -46,15 +46,6 @@ class ReasoningSettings:
     def __post_init__(self) -> None:
         if not self.budgets and self.truncate:
             raise ValueError("reasoning.budgets is empty: list budgets in tokens, or set reasoning.truncate=0")
-
-    @classmethod
-    def from_config(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
-        """Read the settings from a config's section.
-
-        Raises:
-            ValueError: a setting is invalid; the message has the key, the value and the expected values.
-        """
-        return checked(cls, section, where="reasoning", strict=True)
 
 
 @dataclass

@@ -58,10 +58,7 @@ def parse_response(
     Args:
         text: generated text.
         thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
-        tool_calls: see `Response`.
-        tokens: see `Response`.
-        thinking_tokens: see `Response`.
-        finished: see `Response`.
+        tool_calls, tokens, thinking_tokens, finished: see `Response`.
     """
     body = text.lstrip()
     opened = body.startswith(OPEN)

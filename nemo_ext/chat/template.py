@@ -517,10 +517,9 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: word for name, word in words.items() if isinstance(word, str)}
 
 
-def _not_known(name: str) -> jinja2.StrictUndefined:
-    return jinja2.StrictUndefined(
+_UNKNOWN: dict[str, Any] = {
+    name: jinja2.StrictUndefined(
         f"{name} is unknown: pass the tokenizer's directory, or put {TOKENIZER_CONFIG} next to the file"
     )
-
-
-_UNKNOWN: dict[str, Any] = {name: _not_known(name) for name in ("bos_token", "eos_token")}
+    for name in ("bos_token", "eos_token")
+}

@@ -230,23 +230,21 @@ class _Scanner:
 def _reader(
     tag: str, style: str, scanner: _Scanner
 ) -> Callable[[_Scanner, Sequence[Mapping[str, Any]]], list[ToolCall]]:
+    scanner.skip_space()
     if tag == "<TOOLCALL>":
         return _json_calls
     if tag == "<function_calls>":
         return _function_calls
-    scanner.skip_space()
     if style == "nemotron3_nano" or (style == "any" and scanner.at("<function=")):
         return _xml_call
     return _json_call
 
 
 def _json_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
     return [_call_from_object(scanner.json())]
 
 
 def _json_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
     listed = scanner.json()
     if not isinstance(listed, list):
         raise _Malformed("expected a list of calls")
@@ -285,7 +283,6 @@ def _as_json(text: str) -> str:
 
 
 def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
     scanner.expect("<function=")
     declared = _parameters(tools)
     name = scanner.name(">", declared)

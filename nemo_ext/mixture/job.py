@@ -89,14 +89,13 @@ class Plan:
     """Plan of the runs, made before the first one.
 
     Attributes:
-        settings, mixture: settings of the job.
+        settings: settings of the job.
         streams: streams to mix.
         mixtures: name of each run -> its shares, [streams]; the prior first.
         benchmarks: names of the benchmarks in bits per byte.
     """
 
     settings: Settings
-    mixture: Mixture
     streams: Streams
     mixtures: Mapping[str, Shares]
     benchmarks: Sequence[str]
@@ -137,9 +136,9 @@ def check(config: Mapping[str, Any], *, files: bool = True) -> None:
     if files:
         _check_benchmarks(_planned(config), config)
         return
-    settings, mixture = read_settings(config)
+    settings = read_settings(config)
     training_of(config)
-    mixture.weights_of(_in_bits(chosen(_evaluation(config)), settings))
+    settings.mixture.weights_of(_in_bits(chosen(_evaluation(config)), settings))
 
 
 def run(config: Mapping[str, Any]) -> None:
@@ -150,7 +149,7 @@ def run(config: Mapping[str, Any]) -> None:
         SystemExit: a run failed.
         KeyboardInterrupt: a run was interrupted, after saving.
     """
-    settings, _ = read_settings(config)
+    settings = read_settings(config)
     with settings.claim():
         with settings.lock():
             plan = _planned(config)
@@ -178,12 +177,12 @@ def _planned(config: Mapping[str, Any]) -> Plan:
     Raises:
         ValueError: see `check`.
     """
-    settings, mixture = read_settings(config)
-    streams = _streams(training_of(config), mixture)
+    settings = read_settings(config)
+    streams = _streams(training_of(config), settings.mixture)
     names = _in_bits(chosen(_evaluation(config)), settings)
-    mixture.weights_of(names)
-    _limits(streams, mixture)
-    plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
+    settings.mixture.weights_of(names)
+    _limits(streams, settings.mixture)
+    plan = Plan(settings=settings, streams=streams, mixtures={}, benchmarks=names)
     settings.check_same(plan.made_of)
     return replace(plan, mixtures=_mixtures(plan))
 
@@ -265,7 +264,7 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
     """Shares of each run, by name; the mixtures of an earlier start are kept."""
-    mixture, streams = plan.mixture, plan.streams
+    mixture, streams = plan.settings.mixture, plan.streams
     count = mixture.runs or RUNS_PER_STREAM * len(streams.leaves)
     before = noted(plan.settings.own / _MIXTURES) or {}
     mixtures = sample(
@@ -355,7 +354,7 @@ def _losses(plan: Plan, name: str) -> list[float]:
 
 def _choose(plan: Plan) -> None:
     """Fit the laws, compute the optimum, train on it, and write its data file and the report."""
-    streams, mixture = plan.streams, plan.mixture
+    streams, mixture = plan.streams, plan.settings.mixture
     weights = mixture.weights_of(plan.benchmarks)
     shares = np.stack(list(plan.mixtures.values()))
     values = np.array([_losses(plan, name) for name in plan.mixtures])

@@ -101,7 +101,7 @@ class Settings(OutputFolder):
         return Path(self.output).expanduser().absolute()
 
 
-def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
+def read_settings(config: Mapping[str, Any]) -> Settings:
     """Check a composed config and return the settings; data and models are not read.
 
     Raises:
@@ -116,7 +116,7 @@ def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
         for word in words:
             if (name := word.partition("=")[0]) in taken:
                 raise ValueError(f"{key}: {word}: each run has its own {name}: remove {word}")
-    return settings, settings.mixture
+    return settings
 
 
 def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -134,7 +134,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: its arguments are invalid, it requires several nodes, or it has no streams to mix.
     """
-    settings, _ = read_settings(config)
+    settings = read_settings(config)
     try:
         training = compose("train", [f"run_dir={hydra_value(str(settings.folder / _CHECKED_RUN))}", *settings.train])
     except ValueError as error:
@@ -160,7 +160,7 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: its arguments are invalid, or require more than one server.
     """
-    settings, _ = read_settings(config)
+    settings = read_settings(config)
     run = settings.folder / _CHECKED_RUN
     words = [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate]
     try:

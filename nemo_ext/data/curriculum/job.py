@@ -95,9 +95,13 @@ def _make(
     used = _used(settings)
     selection = select(prompts, profile, rows_of(profile.key, prompts.key), settings, used)
     candidates = selection.candidates
+    shares = settings.domains
+    if shares is None:
+        counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
+        shares = dict(zip(candidates.domains, counts, strict=True))
     plan = make_plan(
         candidates,
-        fixed(adapted(_shares(settings, candidates), candidates, settings.adapt), candidates.domains),
+        fixed(adapted(shares, candidates, settings.adapt), candidates.domains),
         settings,
         levels=settings.levels or profile.levels(MOST_LEVELS),
     )
@@ -113,14 +117,6 @@ def _make(
     if separate:
         save_order(output, separate, candidates.domain[plan.order])
     _describe(settings, plan, selection, prompts, output)
-
-
-def _shares(settings: Settings, candidates: Candidates) -> dict[str, float]:
-    """Shares of the domains: by default their numbers of prompts."""
-    if settings.domains is None:
-        counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
-        return dict(zip(candidates.domains, counts, strict=True))
-    return settings.domains
 
 
 def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:

@@ -51,11 +51,6 @@ class Filters:
     declared_calls: bool = True
     same_mode: bool = True
 
-    @property
-    def need_tokens(self) -> bool:
-        """True if a limit is in tokens."""
-        return not (self.max_length_difference is self.max_prompt_tokens is self.max_tokens is None)
-
     def reason(self, pair: Pair, lengths: Lengths) -> str | None:
         """Reason why a pair is dropped; None if it is kept."""
         chosen, rejected = pair.chosen.messages, pair.rejected.messages

@@ -110,7 +110,9 @@ class Settings:
             if name not in OUTPUTS:
                 raise ValueError(f"outputs: unknown format {name!r}: {nearest(name, OUTPUTS)}")
         for source in self.sources:
-            if self.tokenizer is None and source.filters.need_tokens:
+            filters = source.filters
+            limits = (filters.max_length_difference, filters.max_prompt_tokens, filters.max_tokens)
+            if self.tokenizer is None and limits != (None, None, None):
                 raise ValueError(
                     f"sources.{source.name}: the filters count tokens: set tokenizer={{kind: huggingface, path: ...}}, "
                     "or set filters.max_length_difference, max_prompt_tokens and max_tokens to null"

@@ -53,13 +53,6 @@ class Table:
     task_names: list[str]
     language_names: list[str]
 
-    def all_skipped(self, later: ReadReport) -> ConversationReport:
-        """Counts of the records skipped while reading, over all sources, plus the samples skipped `later`."""
-        total = ConversationReport()
-        for report in (later, *self.reports.values()):
-            total.add(report)
-        return total
-
 
 @dataclass(frozen=True)
 class Chosen:
@@ -148,7 +141,9 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
         draws = [digest(settings.seed, "again", int(identity)) for identity in table.ids[members]]
         times[members] = copies(source_passes, np.array(draws, dtype=np.uint64), tokens[members])
     train = np.repeat(train, times[table.samples[train]])
-    all_skipped = table.all_skipped(skipped)
+    all_skipped = ConversationReport()
+    for report in (skipped, *table.reports.values()):
+        all_skipped.add(report)
     if not len(train):
         raise ValueError(f"no sample is left to train on; skipped: {all_skipped.summary(examples=1)}")
     return Chosen(train, valid, passes, skipped, all_skipped, changed, shares)

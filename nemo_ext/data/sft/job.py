@@ -61,7 +61,12 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
         )
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
-    pieces = _pieces(settings)
+    parts = [
+        (number, part)
+        for number, source in enumerate(settings.sources)
+        for part in source.parts(max_documents=PART_RECORDS, max_size=PART_BYTES)
+    ]
+    pieces = [Piece(index, number, part) for index, (number, part) in enumerate(parts)]
     _prepare_folder(config, work, inputs)
     workers, total = settings.workers or usable_cores(), sum(piece.size for piece in pieces)
     work.units.run(partial(make_shard, work), pieces, workers=workers, label="conversations", total=total)
@@ -74,15 +79,6 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     if chosen.all_skipped.skipped:
         notice(f"skipped: {chosen.all_skipped.summary(examples=0)}")
     return report
-
-
-def _pieces(settings: SftSettings) -> list[Piece]:
-    parts = [
-        (number, part)
-        for number, source in enumerate(settings.sources)
-        for part in source.parts(max_documents=PART_RECORDS, max_size=PART_BYTES)
-    ]
-    return [Piece(index, number, part) for index, (number, part) in enumerate(parts)]
 
 
 def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.data.sft.filters.base import Drop, Filter, Text, Texts
+from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.job.settings import STRICT, Strings, nearest
 
 # Languages that identifiers cannot distinguish in a few sentences.
@@ -93,7 +93,8 @@ class Language(Filter):
                 continue
             code = self._foreign(text.text, allowed)
             if code is not None:
-                return Drop(f"language-{_part(text)}", f"{code}, not {'/'.join(sorted(allowed))}: {text.text[:60]!r}")
+                part = "prompt" if text.role == "user" else "reasoning" if text.is_reasoning else "answer"
+                return Drop(f"language-{part}", f"{code}, not {'/'.join(sorted(allowed))}: {text.text[:60]!r}")
         return None
 
     def _foreign(self, text: str, allowed: set[str]) -> str | None:
@@ -122,17 +123,13 @@ class Language(Filter):
         return max(set(others), key=others.count) if 2 * len(others) > pieces else None
 
 
-def _part(text: Text) -> str:
-    return "prompt" if text.role == "user" else "reasoning" if text.is_reasoning else "answer"
+def _probability(piece: str, codes: frozenset[str]) -> float:
+    return sum(probability for code, probability in identifier().rank(piece) if code in codes)
 
 
 def _is_english(piece: str) -> bool:
     words = piece.lower().split()
     return sum(map(_ENGLISH.__contains__, words)) >= _ENGLISH_SHARE * len(words)
-
-
-def _probability(piece: str, codes: frozenset[str]) -> float:
-    return sum(probability for code, probability in identifier().rank(piece) if code in codes)
 
 
 def _weight(piece: str) -> int:

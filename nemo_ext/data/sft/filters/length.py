@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.sample import Sample, spoken
+from nemo_ext.chat.sample import spoken
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nemo_ext.job.settings import STRICT
@@ -54,7 +54,8 @@ class Length(Filter):
             return Drop("too-short", f"{answered} characters")
         if self.max_tokens is None and self.max_characters is None:
             return None
-        parts = _parts(sample)
+        declared = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
+        parts = spoken(sample.messages) + declared
         characters = sum(map(len, parts))
         if self.max_characters is not None and characters > self.max_characters:
             return Drop("too-long", f"{characters} characters")
@@ -66,11 +67,6 @@ class Length(Filter):
             if count > self.max_tokens:
                 return Drop("too-long", f"{count} tokens")
         return None
-
-
-def _parts(sample: Sample) -> list[str]:
-    declared = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
-    return spoken(sample.messages) + declared
 
 
 @lru_cache(maxsize=2)
