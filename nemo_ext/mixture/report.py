@@ -141,9 +141,9 @@ def _page(results: Results) -> Report:
         for place, name in enumerate(results.streams)
     ]
     columns = (results.tasks, results.values[0], results.predicted, results.measured, results.quality)
-    rows = [_row(task, *values, quality) for task, *values, quality in zip(*columns, strict=True)]
+    rows = [_row(task, *values, quality=quality) for task, *values, quality in zip(*columns, strict=True)]
     means = (float(values @ results.weights) for values in (results.values[0], results.predicted, results.measured))
-    rows.append(_row("mean", *means, results.mean_quality))
+    rows.append(_row("mean", *means, quality=results.mean_quality))
     run = "the target run" if results.target else "a small run"
     weights = ", ".join(f"{task} {weight:.3g}" for task, weight in zip(results.tasks, results.weights, strict=True))
     reason = doubt(results)
@@ -174,7 +174,7 @@ def _best_sample(results: Results) -> str:
     return f"The best other run is {results.names[place]} with {means[place]:.4f} ({mixture})."
 
 
-def _row(name: str, prior: float, predicted: float, measured: float, quality: Quality) -> list[str]:
+def _row(name: str, prior: float, predicted: float, measured: float, *, quality: Quality) -> list[str]:
     numbers = (prior, predicted, measured, quality.error, quality.spread)
     *values, error, spread = (f"{number:.4f}" for number in numbers)
     return [name, *values, f"{measured - prior:+.4f}", error, spread, f"{quality.rank:.2f}"]

@@ -135,10 +135,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: its arguments are invalid, it requires several nodes, or it has no streams to mix.
     """
     settings = read_settings(config)
-    try:
-        training = compose("train", [f"run_dir={hydra_value(str(settings.folder / _CHECKED_RUN))}", *settings.train])
-    except ValueError as error:
-        raise ValueError(f"train: {error}") from error
+    training = _composed("train", [f"run_dir={hydra_value(str(settings.folder / _CHECKED_RUN))}", *settings.train])
     if int(training["launcher"]["nodes"]) != 1:
         raise ValueError(f"train: launcher.nodes={training['launcher']['nodes']}: small runs must use one node")
     if phases := [name for name, phase in (training.get("phases") or {}).items() if (phase or {}).get("data")]:
@@ -162,14 +159,17 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     settings = read_settings(config)
     run = settings.folder / _CHECKED_RUN
-    words = [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate]
-    try:
-        evaluation = compose("evaluate", words)
-    except ValueError as error:
-        raise ValueError(f"evaluate: {error}") from error
+    evaluation = _composed("evaluate", [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate])
     for key in ("replicas", "nodes"):
         if (number := evaluation["serving"][key]) != 1:
             raise ValueError(
                 f"evaluate: serving.{key}={number}: a small model is served once, on one node: set it to 1"
             )
     return evaluation
+
+
+def _composed(job: str, words: Sequence[str]) -> dict[str, Any]:
+    try:
+        return compose(job, words)
+    except ValueError as error:
+        raise ValueError(f"{job}: {error}") from error

@@ -194,7 +194,7 @@ def test_packs_of_validation_have_the_length_of_every_phase(tmp_path: Path) -> N
 def test_rows_of_many_samples_are_one_to_a_micro_batch_whether_they_are_made_or_not(place: str, data: object) -> None:
     flags = {"seq_length": 64, "global_batch_size": 4, "micro_batch_size": 2}
     asked = {"data": data} if place == "run" else {"phases": {"packs": {"tokens": 25600, "data": data}}}
-    with pytest.raises(ValueError, match=r"data\.(packed|mixed_lengths): set megatron\.micro_batch_size=1"):
+    with pytest.raises(ValueError, match=r"data\.(packed|mixed_lengths) requires megatron\.micro_batch_size=1"):
         check_settings({**asked, "megatron": flags})
     check_settings({**asked, "megatron": {**flags, "micro_batch_size": 1}})
 

@@ -76,7 +76,7 @@ def indexed_tokens(index: Path) -> int:
             size = start + length * _WIDTHS[code]
     data = index.with_suffix(".bin")
     if sequences and not data.is_file():
-        raise ValueError(f"{data} does not exist, but its index {index} does")
+        raise ValueError(f"{data} does not exist, but its index {index} does: copy both")
     if sequences and data.stat().st_size != size:
         raise ValueError(f"{data} has {data.stat().st_size:,} bytes, but {index} lists {size:,}: copy both again")
     return int(size // _WIDTHS[code])

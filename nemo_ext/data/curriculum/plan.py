@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
-from nemo_ext.data.curriculum.schedule import Floats, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.schedule import Floats, means, quotas, wanted
 from nemo_ext.data.curriculum.settings import Settings
-from nemo_ext.job.seeds import digest
+from nemo_ext.job.seeds import digest, uniform
 
 BLOCK = 4096
 
@@ -146,7 +146,7 @@ def _draw(
 ) -> Iterator[int | str]:
     """Draw step by step; yields the number of prompts off target, or a final reason why no further step is possible."""
     first_step = settings.first_step
-    starts = [start_of(settings.seed, name) for name in candidates.domains]
+    starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
         block = slice(begin, min(begin + BLOCK, len(needed)))
         step = first_step + begin

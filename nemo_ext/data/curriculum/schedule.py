@@ -5,8 +5,6 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from nemo_ext.job.seeds import uniform
-
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 GOLDEN = (5**0.5 - 1) / 2
@@ -73,7 +71,7 @@ def wanted(
         first_step: number of the first of these steps in the schedule.
         present: [levels], True if the domain has prompts of the level.
         sigma: standard deviation of the Gaussian.
-        start: start of the sampling in step 0, in [0, 1).
+        start: random start of the sampling in step 0, in [0, 1).
     """
     levels = np.linspace(0, 1, len(present))
     exponent = -((levels - means_of_steps[:, None]) ** 2) / (2 * sigma**2)
@@ -89,11 +87,6 @@ def wanted(
     counts = np.diff(marks, axis=1, prepend=0)
     assert (counts >= 0).all() and (counts.sum(axis=1) == quota).all()
     return counts
-
-
-def start_of(seed: int, domain: str) -> float:
-    """Start of the systematic sampling for a domain, in [0, 1)."""
-    return uniform(seed, "curriculum", "levels", domain)
 
 
 def from_the_largest(left: Counts, short: int) -> Counts:

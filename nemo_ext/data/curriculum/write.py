@@ -6,6 +6,7 @@ done for very many files, since each map keeps its file open.
 """
 
 import contextlib
+import functools
 import mmap
 import re
 import shutil
@@ -31,6 +32,7 @@ AS_IT_IS, ON, OFF = 0, 1, 2
 Rows = npt.NDArray[np.int64]
 Modes = npt.NDArray[np.int8]
 Change = Callable[[bytes, int], bytes]
+Maps = Callable[[int], mmap.mmap]
 
 
 def write_ordered(
@@ -120,10 +122,9 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
     """Yield the records in order, in lists of up to `ROWS`."""
-    with contextlib.ExitStack() as stack:
-        maps = _Maps(prompts.files, stack, mmap.MADV_RANDOM)
-        for begin in range(0, len(rows), ROWS):
-            yield _slices(prompts, rows[begin : begin + ROWS], maps)
+    maps = _maps(prompts.files, mmap.MADV_RANDOM)
+    for begin in range(0, len(rows), ROWS):
+        yield _slices(prompts, rows[begin : begin + ROWS], maps)
 
 
 def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
@@ -137,8 +138,8 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     folder.mkdir()
     by_source = np.lexsort((prompts.offset[rows], prompts.file[rows]))
     places: list[list[Rows]] = [[] for _ in range(count)]
+    maps = _maps(prompts.files, mmap.MADV_SEQUENTIAL)
     with contextlib.ExitStack() as stack:
-        maps = _Maps(prompts.files, stack, mmap.MADV_SEQUENTIAL)
         files = [stack.enter_context(open(folder / str(bucket), "wb")) for bucket in range(count)]
         for begin in range(0, len(rows), ROWS):
             at = by_source[begin : begin + ROWS]
@@ -163,39 +164,23 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     folder.rmdir()
 
 
-class _Maps:
-    """Memory maps of the files, opened on demand; the `MOST_OPEN` most recently used ones remain open."""
+def _maps(files: Sequence[Path], advice: int) -> Maps:
+    """Return a function that maps a file to memory; the `MOST_OPEN` most recently used maps remain open."""
 
-    def __init__(self, files: Sequence[Path], stack: contextlib.ExitStack, advice: int) -> None:
-        self._files, self._advice = files, advice
-        self._open: dict[int, mmap.mmap] = {}  # in the order of their last use
-        stack.callback(self._close)
+    @functools.lru_cache(maxsize=MOST_OPEN)
+    def mapped(number: int) -> mmap.mmap:
+        with open(files[number], "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory.madvise(advice)
+        return memory
 
-    def __getitem__(self, number: int) -> mmap.mmap:
-        mapped = self._open.pop(number, None)
-        if mapped is None:
-            if len(self._open) >= MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            with open(self._files[number], "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            mapped.madvise(self._advice)
-        self._open[number] = mapped
-        return mapped
-
-    def _close(self) -> None:
-        for mapped in self._open.values():
-            mapped.close()
+    return mapped
 
 
-def _slices(prompts: Prompts, rows: Rows, maps: _Maps) -> list[bytes]:
+def _slices(prompts: Prompts, rows: Rows, maps: Maps) -> list[bytes]:
     starts = prompts.offset[rows]
-    ends = (starts + prompts.length[rows]).tolist()
-    if len(prompts.files) == 1:
-        only = maps[0]
-        lines = [only[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-    else:
-        files = prompts.file[rows].tolist()
-        lines = [maps[file][start:end] for file, start, end in zip(files, starts.tolist(), ends, strict=True)]
+    places = zip(prompts.file[rows].tolist(), starts.tolist(), (starts + prompts.length[rows]).tolist(), strict=True)
+    lines = [maps(file)[start:end] for file, start, end in places]
     for line, row in zip(lines, rows, strict=True) if b"" in lines else ():
         if not line:
             raise ValueError(f"{prompts.files[prompts.file[row]]} was changed while it was read: run again")

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_ext.chat.formats import FormatError
-from nemo_ext.chat.sample import has_reasoning, openai_messages
+from nemo_ext.chat.sample import Sample, has_reasoning, openai_messages
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.filters import Lengths
 from nemo_ext.data.preference.genrm import GenrmSample, from_pair, genrm_record, swapped, to_genrm
 from nemo_ext.data.preference.group import Group, Pair, json_digest, pair_digest, prompt_digest
 from nemo_ext.data.preference.hallucination import tool_hallucination
-from nemo_ext.data.preference.measure import Texts, lengths_of, texts_of
+from nemo_ext.data.preference.measure import Texts, lengths_of, rendered_pair
 from nemo_ext.data.preference.pairs import delta, judged, ready, safety
 from nemo_ext.data.preference.records import merged, to_group
 from nemo_ext.data.preference.settings import SourceSettings
@@ -218,7 +218,8 @@ def _measured(pair: Pair, work: Work, counts: Counts) -> tuple[Lengths | None, T
     texts = None
     if template is not None:
         try:
-            texts = texts_of(pair, template)
+            question = Sample(id=pair.id, messages=pair.group.prompt, tools=pair.group.tools)
+            texts = rendered_pair(question, pair.chosen.messages, pair.rejected.messages, template)
         except ValueError as error:
             counts.pairs.skip("chat template", f"{work.source.name}: {error}")
             return None, None

@@ -60,7 +60,8 @@ class Filters:
                     return f"empty {side} answer"
         if self.different_answers and _content(chosen) == _content(rejected):
             return "equal answers"
-        if self.declared_calls and _undeclared(pair):
+        called = {call.name for message in chosen for call in message.tool_calls}
+        if self.declared_calls and called - {tool["function"]["name"] for tool in pair.group.tools}:
             return "chosen answer calls an undeclared tool"
         if self.same_mode and has_reasoning(chosen) != has_reasoning(rejected):
             return "reasoning in one answer only"
@@ -84,8 +85,3 @@ def _content(messages: Sequence[Message]) -> str:
     for record in records:
         record.pop("reasoning_content", None)
     return json.dumps(records, sort_keys=True)
-
-
-def _undeclared(pair: Pair) -> bool:
-    called = {call.name for message in pair.chosen.messages for call in message.tool_calls}
-    return bool(called - {tool["function"]["name"] for tool in pair.group.tools})

@@ -12,12 +12,6 @@ from nemo_ext.data.text.tokenizers import Tokenizer
 Texts = tuple[str, str, str]
 
 
-def texts_of(pair: Pair, template: Template) -> Texts:
-    """Rendered texts of a pair; raises the errors of `rendered_pair`."""
-    question = Sample(id=pair.id, messages=pair.group.prompt, tools=pair.group.tools)
-    return rendered_pair(question, pair.chosen.messages, pair.rejected.messages, template)
-
-
 def rendered_pair(
     question: Sample, chosen: tuple[Message, ...], rejected: tuple[Message, ...], template: Template
 ) -> Texts:

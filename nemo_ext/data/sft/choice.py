@@ -142,8 +142,8 @@ def choose(table: Table, settings: SftSettings) -> Chosen:
         times[members] = copies(source_passes, np.array(draws, dtype=np.uint64), tokens[members])
     train = np.repeat(train, times[table.samples[train]])
     all_skipped = ConversationReport()
-    for report in (skipped, *table.reports.values()):
-        all_skipped.add(report)
+    for counts in (skipped, *table.reports.values()):
+        all_skipped.add(counts)
     if not len(train):
         raise ValueError(f"no sample is left to train on; skipped: {all_skipped.summary(examples=1)}")
     return Chosen(train, valid, passes, skipped, all_skipped, changed, shares)

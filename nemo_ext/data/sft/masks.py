@@ -103,10 +103,6 @@ class ChatEncoder:
         """True if the template ends a turn with a control token, or with the byte tokenizer, which has none."""
         return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
 
-    def count(self, text: str) -> int:
-        """Number of tokens of a text, read as ordinary text without control tokens."""
-        return len(self._ends(text)[0])
-
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
         """Truncate the text to each token budget that it exceeds, without a partial character at the end."""
         starts, ends = self._ends(text)

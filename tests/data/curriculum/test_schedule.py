@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.curriculum.schedule import fixed, from_the_largest, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.schedule import fixed, from_the_largest, means, quotas, wanted
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda shares: sum(shares) > 0.01)
 
@@ -37,7 +37,7 @@ def test_levels_sum_to_the_quota_and_are_present(
         first_step=first,
         present=np.array(present),
         sigma=sigma,
-        start=start_of(1, "math"),
+        start=0.7,
     )
 
     assert counts.sum() == quota and (counts >= 0).all()

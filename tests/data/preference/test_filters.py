@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.chat.template import Template, names
 from nemo_ext.data.preference.filters import Filters, Lengths
 from nemo_ext.data.preference.group import Generation, Group, Pair
-from nemo_ext.data.preference.measure import lengths_of, texts_of
+from nemo_ext.data.preference.measure import lengths_of, rendered_pair
 from nemo_ext.data.text.tokenizers import ByteTokenizer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}
@@ -107,7 +107,8 @@ def test_a_template_renders_one_prompt_and_the_answers_after_it(name: str) -> No
     template = Template.load(name)
     rendered = pair(said("yes", reasoning="t"), said("no", reasoning="u"))
 
-    prompt, chosen, rejected = texts_of(rendered, template)
+    question = Sample(id="q", messages=rendered.group.prompt)
+    prompt, chosen, rejected = rendered_pair(question, rendered.chosen.messages, rendered.rejected.messages, template)
 
     assert "Why?" in prompt and "yes" not in prompt
     assert "yes" in chosen and "t" in chosen and chosen == chosen.rstrip("\n")
