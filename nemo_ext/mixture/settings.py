@@ -139,9 +139,7 @@ def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if int(training["launcher"]["nodes"]) != 1:
         raise ValueError(f"train: launcher.nodes={training['launcher']['nodes']}: small runs must use one node")
     if phases := [name for name, phase in (training.get("phases") or {}).items() if (phase or {}).get("data")]:
-        raise ValueError(
-            f"train: phases.{phases[0]}.data: a small run has one mixture: choose a recipe without data in phases"
-        )
+        raise ValueError(f"train: phases.{phases[0]}.data: a small run has one mixture: remove data from phases")
     flags = training["megatron"]
     if paths := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
         raise ValueError(f"train: megatron.{paths[0]}: each run has its own mixture: set data or streams instead")
@@ -162,9 +160,7 @@ def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = _composed("evaluate", [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate])
     for key in ("replicas", "nodes"):
         if (number := evaluation["serving"][key]) != 1:
-            raise ValueError(
-                f"evaluate: serving.{key}={number}: a small model is served once, on one node: set it to 1"
-            )
+            raise ValueError(f"evaluate: serving.{key}={number}: a small model requires one server: set it to 1")
     return evaluation
 
 

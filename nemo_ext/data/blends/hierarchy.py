@@ -172,9 +172,7 @@ class _Reader:
             raise ValueError(f"{where}: a tier must be a list of names, or a mapping with `of`, not {section!r}")
         amounts = _AMOUNTS[parent]
         if section is not None and not amounts:
-            raise ValueError(
-                f"{where}: children of a group divided by {parent} have no number; remove {section!r}, or use a mapping"
-            )
+            raise ValueError(f"{where}: children of a group divided by {parent} have no number: remove {section!r}")
         values = {} if section is None else {amounts[0]: section}
         return self._leaf(str(key), where, self._amount(where, values, parent, short=True), {})
 
@@ -212,9 +210,7 @@ class _Reader:
                 raise ValueError(f"{where}: tiers must be a mapping, such as {{A: [spa, ita], others: [mlt]}}")
             for number, key in enumerate(section):
                 if not isinstance(key, str):
-                    raise ValueError(
-                        f"{where}[{number}] must be a name, not {key!r}; use a mapping for children with settings"
-                    )
+                    raise ValueError(f"{where}[{number}] must be a name, not {key!r}; use a mapping for settings")
             # Children in a list all get the same amount.
             alike = None if by == "temperature" else 1
             return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in section)
@@ -284,13 +280,10 @@ def _check_tiers(group: Group) -> None:
     if len(amounts) < len(group.children):
         if total >= 1:
             raise ValueError(
-                f"{group.where}: tiers with a share sum to {float(total):g}, which leaves nothing for the other tiers: "
-                "lower them below 1"
+                f"{group.where}: the shares of tiers sum to {float(total):g}: leave some for the other tiers"
             )
     elif total != 1:
-        raise ValueError(
-            f"{group.where}: the tiers sum to {float(total):g}, not 1: remove the share of one, for the rest"
-        )
+        raise ValueError(f"{group.where}: the tiers sum to {float(total):g}, not 1: remove one share, for the rest")
 
 
 def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:

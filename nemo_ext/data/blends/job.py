@@ -19,7 +19,7 @@ def audit(config: Mapping[str, Any]) -> None:
     Phases with separate data are separate blends, each with a separate folder in `output`.
 
     Raises:
-        ValueError: There is no blend, it is invalid, or a stream is read more than `refuse_epochs` times.
+        ValueError: The blend is missing or invalid, or a stream is read more than `refuse_epochs` times.
     """
     data = config.get("data")
     if data is not None and data.get("packed") is not None:

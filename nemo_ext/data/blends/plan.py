@@ -53,7 +53,7 @@ class BlendPlan:
         sizes: Known sizes of streams, by name.
         shares: Shares of all streams, by name, with a sum of exactly 1.
         tokens: Number of tokens of the run; None if unknown.
-        max_epochs: Number of passes over a stream above which there is a warning.
+        max_epochs: Number of passes over a stream above which `warning` names it.
     """
 
     root: Group
@@ -93,9 +93,7 @@ class BlendPlan:
         if not often:
             return None
         names = some_of([f"{leaf.name} {part.epochs:.3g} times" for part in often for leaf in part.node.leaves()])
-        return (
-            f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares, or set cap_epochs"
-        )
+        return f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or set caps"
 
     def notes(self) -> list[str]:
         """Notes on normalised shares, tiers out of order, epochs that differ from the config, and unknown sizes."""

@@ -42,14 +42,11 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
     """
     for leaf in plan.root.leaves():
         if len(str(leaf.prefix).split()) != 1:
-            raise ValueError(
-                f"{leaf.where}: the prefix {str(leaf.prefix)!r} has white space, which Megatron's lists do not "
-                "support: rename the folder or the files"
-            )
+            raise ValueError(f"{leaf.where}: rename {str(leaf.prefix)!r}: Megatron's lists do not support white space")
     train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
     pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]
     write_text(folder / "blend.txt", "\n".join(pairs) + "\n")
-    # Both readers require every key, and there is no test split.
+    # Both readers require every key, although we do not have a test split.
     write_text(folder / "blend.json", json.dumps({"train": train, "valid": valid, "test": None}, indent=1) + "\n")
     paths = {"train": train, "validation": valid, "test": valid}
     write_text(folder / "nemo_paths.json", json.dumps(paths, indent=1) + "\n")

@@ -98,7 +98,7 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """Summary in one line, for the user."""
+        """One-line summary for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
             f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
@@ -220,9 +220,9 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
 
 
 def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's data and tokenizer arguments for a config's `data.packed`, except those that the user has set.
+    """Megatron's data and tokenizer arguments for a config's `data.packed`, without arguments that the user has set.
 
-    `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid` there is no evaluation. `data.tokenizer` must be
+    `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid`, evaluation is disabled. `data.tokenizer` must be
     the tokenizer of the packs; by default the vocabulary size is read from the packs.
 
     Args:
@@ -277,15 +277,10 @@ def check_packed(config: Mapping[str, Any]) -> None:
     if int(megatron.get("micro_batch_size") or 1) != 1:
         raise ValueError("data.packed requires megatron.micro_batch_size=1; use longer packs instead of several")
     if megatron.get("mtp_num_layers"):
-        raise ValueError(
-            "data.packed: multi-token prediction would predict across samples: remove megatron.mtp_num_layers"
-        )
+        raise ValueError("data.packed: multi-token prediction would cross samples: remove megatron.mtp_num_layers")
     # Packs differ in their number of tokens in the loss, and every token of a global batch should have the same weight.
     if megatron.get("calculate_per_token_loss", True) is not True:
-        raise ValueError(
-            "data.packed requires megatron.calculate_per_token_loss=true, since packs have different numbers of tokens "
-            "in the loss"
-        )
+        raise ValueError("data.packed requires megatron.calculate_per_token_loss=true, to weight all tokens equally")
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
@@ -302,24 +297,18 @@ def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
-        raise ValueError(
-            f"{' and '.join(known.values())} are packed with different tokenizers: pack them with the model's tokenizer"
-        )
+        raise ValueError(f"{' and '.join(known.values())} are packed with different tokenizers: use one for all")
 
 
-def _use_tokenizer(
-    config: Mapping[str, Any], megatron: ChainMap[str, Any], manifests: Sequence[PackedManifest]
-) -> None:
-    one_tokenizer(manifests)
-    data, vocab_size = config["data"], max(manifest.vocab_size for manifest in manifests)
+def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], packs: Sequence[PackedManifest]) -> None:
+    one_tokenizer(packs)
+    data, vocab_size = config["data"], max(manifest.vocab_size for manifest in packs)
     check_vocabulary(vocab_size, config)
     if data.get("tokenizer") is not None:
         tokenizer = load_tokenizer(data["tokenizer"])
-        for manifest in manifests:
+        for manifest in packs:
             if manifest.tokenizer_identity not in ("", tokenizer.identity):
-                raise ValueError(
-                    f"{manifest.prefix} was packed with another tokenizer than data.tokenizer: set data.tokenizer to it"
-                )
+                raise ValueError(f"{manifest.prefix} was packed with another tokenizer than data.tokenizer: change it")
         if megatron.get("tokenizer_type") is None:
             megatron.update(megatron_arguments(tokenizer, ids_only=True))
     elif megatron.get("tokenizer_type") is None:

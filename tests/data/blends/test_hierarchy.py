@@ -127,7 +127,7 @@ def test_the_root_may_have_a_rule() -> None:
         ),
         (
             "{a: {share: 1, by: tiers, of: {A: {share: 1, of: [b]}, B: [c]}}}",
-            "tiers with a share sum to 1, which leaves nothing for the other tiers",
+            "the shares of tiers sum to 1: leave some for the other tiers",
         ),
         ("{a: {share: 1, by: tiers, of: {A: {share: 0.5, of: [b]}}}}", "the tiers sum to 0.5, not 1"),
     ],
