@@ -270,4 +270,4 @@ def test_the_command_imports_no_torch(problems: Path) -> None:
     assert (full.returncode, full.stderr.splitlines()[-1]) == (1, "error: File too large"), full.stderr
     assert "Traceback" not in full.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "error: not set: rollouts (files of rollouts) or profile (pass rates made before)\n"
+    assert refused.stderr == "error: set rollouts (files of rollouts) or profile (pass rates from an earlier run)\n"
