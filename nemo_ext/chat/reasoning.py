@@ -1,13 +1,13 @@
 """Control of reasoning: which samples have a trace, and how long it is; a function of only the seed and the sample.
 
-`Control` works on one sample at a time: it pairs, strips and truncates, and sets the sample's mode. Once all modes are
-known, `moves_to_share` computes the changes with which a task reaches its share of samples with thinking on.
+`Control` works on one sample at a time: it pairs, strips and truncates traces, and sets the sample's mode. Once all
+modes are known, `moves_to_share` computes the changes that bring a task to its share of samples with thinking on.
 """
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.chat.sample import Message, Sample, has_reasoning
 from nemo_ext.job.report import markdown_table
 from nemo_ext.job.seeds import uniform
-from nemo_ext.job.settings import STRICT, Share, checked
+from nemo_ext.job.settings import STRICT, Share
 
 ANY_TASK = "*"
 OFF = "#off"
@@ -47,19 +47,10 @@ class ReasoningSettings:
         if not self.budgets and self.truncate:
             raise ValueError("reasoning.budgets is empty: list budgets in tokens, or set reasoning.truncate=0")
 
-    @classmethod
-    def of(cls, section: Mapping[str, Any]) -> "ReasoningSettings":
-        """Read the settings from a config's section.
-
-        Raises:
-            ValueError: a setting is invalid; the message has the key, the value and the expected values.
-        """
-        return checked(cls, section, where="reasoning", strict=True)
-
 
 @dataclass
 class ReasoningReport:
-    """Counts of the changes by `Control`.
+    """Counts of the changes made by `Control`.
 
     Attributes:
         counts: numbers of samples read and written, and of traces, by change.
@@ -73,7 +64,7 @@ class ReasoningReport:
         """Format the counts as a Markdown table."""
         rows = sorted(self.counts.items())
         rows += [(f"traces cut to {budget:,} tokens", count) for budget, count in sorted(self.truncated.items())]
-        return markdown_table(("what", "count"), rows)
+        return markdown_table(("change", "count"), rows)
 
 
 class Control:
@@ -167,7 +158,7 @@ def stripped(sample: Sample) -> Sample:
 
 
 def mode_of(sample: Sample) -> Mode:
-    """Mode of a sample, by its traces if `thinking` is None; `fixed` means on, but its traces cannot be stripped."""
+    """Mode of a sample, by its traces if `thinking` is None; `fixed` means on, with traces that cannot be stripped."""
     if not (has_reasoning(sample.messages) if sample.thinking is None else sample.thinking):
         return "off"
     return "on" if can_strip(sample) else "fixed"

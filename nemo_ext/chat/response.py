@@ -19,7 +19,7 @@ class Response:
         tool_calls: calls of the answer, if an engine or `nemo_ext.chat.tool_calls` has parsed them.
         tokens: number of generated tokens; None if not counted.
         thinking_tokens: number of tokens of the trace; None if not counted.
-        finished: True if the model ended the response, False if it was truncated at the length limit.
+        finished: True if the model ended the response; False if it was truncated at the length limit.
     """
 
     text: str
@@ -33,11 +33,11 @@ class Response:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """An engine's answer in the form that verifiers expect.
+    """An engine's response and its unparsable tool calls, as verifiers expect them.
 
     Attributes:
         response: the response.
-        unreadable: reasons why calls cannot be parsed, by the id of the call.
+        unreadable: id of a call -> reason why it cannot be parsed.
     """
 
     response: Response
@@ -58,10 +58,7 @@ def parse_response(
     Args:
         text: generated text.
         thinking_opened: True if the prompt ends inside a trace (chat templates that write `<think>` themselves).
-        tool_calls: see `Response`.
-        tokens: see `Response`.
-        thinking_tokens: see `Response`.
-        finished: see `Response`.
+        tool_calls, tokens, thinking_tokens, finished: see `Response`.
     """
     body = text.lstrip()
     opened = body.startswith(OPEN)

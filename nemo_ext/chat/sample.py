@@ -15,7 +15,7 @@ class ToolCall:
     Attributes:
         name: name of the tool.
         arguments: decoded arguments, by name.
-        id: identifier by which the tool's answer refers to the call; None if the data do not have one.
+        id: identifier by which the tool's answer refers to the call; None if unknown.
     """
 
     name: str

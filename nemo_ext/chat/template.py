@@ -114,9 +114,8 @@ class Template:
         environment = _environment()
         try:
             self._template = environment.from_string(source)
-            self._template.globals = dict(
-                self._template.globals
-            )  # copied in each rendering, which is slow for a ChainMap
+            # Each rendering copies the globals, which is slow for a ChainMap.
+            self._template.globals = dict(self._template.globals)
             parsed = environment.parse(source)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template {name}, line {error.lineno}: {error.message}") from error
@@ -142,7 +141,7 @@ class Template:
             return cls(name, (FOLDER / f"{name}.jinja").read_text())
         path = Path(name).expanduser()
         if path.is_dir():
-            return _of_folder(path)
+            return _load_folder(path)
         if path.is_file():
             config = path.parent / TOKENIZER_CONFIG
             return cls(name, path.read_text(), _tokens(_config(config)) if config.is_file() else None)
@@ -157,7 +156,7 @@ class Template:
         """
         source = getattr(tokenizer, "chat_template", None)
         if not isinstance(source, str):
-            raise ValueError("the tokenizer has no chat template: set template=")
+            raise ValueError("the tokenizer has no chat template: give one with template=")
         special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
         return cls("of the tokenizer", source, special)
 
@@ -173,7 +172,7 @@ class Template:
         """Render the conversation as text.
 
         Args:
-            sample: conversation; its `thinking` sets the mode, by default that of its last turn (`thinks`).
+            sample: conversation; its `thinking` sets the mode, by default the mode of its last turn (`thinks`).
             thinking: mode that overrides the sample's.
             train: spans to train on: all that the template marks, or only spans after the last user message.
             control: control tokens; spans of the data that spell one are listed in `quoted`.
@@ -216,9 +215,9 @@ class Template:
         Args:
             turns: treatment of earlier turns whose reasoning the template drops, since "for a given generation, only
                 reasoning content from the current turn is materialized into the prompt" (Nemotron 3 Nano, figure 4).
-                split: one text per turn, which ends with that turn and trains only on it; every answer is trained on
-                once, and prompts repeat. last: only the last turn. whole: one text, trained on where the template marks
-                it.
+                split: one text per turn, which ends with the turn and is trained on only in it; every answer is trained
+                on once, and prompts repeat. last: only the last turn. whole: one text, trained on where the template
+                marks it.
             control: see `render`.
 
         For a template without marks, the prompt of each answer is rendered, and the text after it is trained on: in one
@@ -356,7 +355,7 @@ def end_tokens(tokenizer: Any, template: Template | None = None, generation: Any
 
 
 def thinks(sample: Sample) -> bool:
-    """Mode of a sample: its `thinking`, or if that is None, True if its last turn has reasoning."""
+    """Mode of a sample: its `thinking`, or if this is None, True if its last turn has reasoning."""
     return has_reasoning(last_turn(sample.messages)) if sample.thinking is None else sample.thinking
 
 
@@ -491,7 +490,7 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _of_folder(folder: Path) -> Template:
+def _load_folder(folder: Path) -> Template:
     """Load the template from a Hugging Face tokenizer's directory."""
     config_file, template_file = folder / TOKENIZER_CONFIG, folder / "chat_template.jinja"
     config = _config(config_file) if config_file.is_file() else {}
@@ -518,10 +517,9 @@ def _tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: word for name, word in words.items() if isinstance(word, str)}
 
 
-def _not_known(name: str) -> jinja2.StrictUndefined:
-    return jinja2.StrictUndefined(
+_UNKNOWN: dict[str, Any] = {
+    name: jinja2.StrictUndefined(
         f"{name} is unknown: pass the tokenizer's directory, or put {TOKENIZER_CONFIG} next to the file"
     )
-
-
-_UNKNOWN: dict[str, Any] = {name: _not_known(name) for name in ("bos_token", "eos_token")}
+    for name in ("bos_token", "eos_token")
+}

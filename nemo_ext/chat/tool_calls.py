@@ -28,7 +28,7 @@ Style = Literal["any", "nemotron3_nano", "domyn", "hermes", "llama_nemotron", "o
 STYLES: tuple[str, ...] = get_args(Style)
 
 MAX_CALLS = 64
-"""Maximum number of calls in one answer; correct answers in all environments here have far fewer."""
+"""Maximum number of calls in one answer; correct answers in all our environments have far fewer."""
 
 _SPACE = re.compile(r"\s*")
 _MAX_NAME = 1000
@@ -100,18 +100,18 @@ def parse_tool_calls(text: str, style: Style = "any", tools: Sequence[Mapping[st
     return ParsedCalls("".join(plain).strip(), tuple(calls), tuple(problems))
 
 
-def read_openai_calls(given: Any) -> ParsedCalls:
+def read_openai_calls(items: Any) -> ParsedCalls:
     """Read the structured calls of an OpenAI message (`tool_calls`) or response (items of type `function_call`).
 
     Args:
-        given: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
+        items: list of {id, function: {name, arguments}} or of {call_id, name, arguments}; arguments are JSON text or
             an object.
     """
-    if given is None:
+    if items is None:
         return ParsedCalls("")
     calls: list[ToolCall] = []
     problems: list[str] = []
-    for index, item in enumerate(given if isinstance(given, list | tuple) else [given]):
+    for index, item in enumerate(items if isinstance(items, list | tuple) else [items]):
         try:
             calls.append(_openai_call(item))
         except _Malformed as problem:
@@ -230,27 +230,25 @@ class _Scanner:
 def _reader(
     tag: str, style: str, scanner: _Scanner
 ) -> Callable[[_Scanner, Sequence[Mapping[str, Any]]], list[ToolCall]]:
+    scanner.skip_space()
     if tag == "<TOOLCALL>":
         return _json_calls
     if tag == "<function_calls>":
         return _function_calls
-    scanner.skip_space()
     if style == "nemotron3_nano" or (style == "any" and scanner.at("<function=")):
         return _xml_call
     return _json_call
 
 
 def _json_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
-    return [_of_object(scanner.json())]
+    return [_call_from_object(scanner.json())]
 
 
 def _json_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
     listed = scanner.json()
     if not isinstance(listed, list):
         raise _Malformed("expected a list of calls")
-    return [_of_object(item) for item in listed]
+    return [_call_from_object(item) for item in listed]
 
 
 def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
@@ -280,12 +278,11 @@ def _function_calls(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> li
 
 
 def _as_json(text: str) -> str:
-    """Copy of the text with True, False and None outside of quotation marks as JSON's true, false and null."""
+    """Copy of the text with Python's True, False and None, outside of strings, replaced by true, false and null."""
     return _PYTHON.sub(lambda found: _JSON_WORDS.get(found[0], found[0]), text)
 
 
 def _xml_call(scanner: _Scanner, tools: Sequence[Mapping[str, Any]]) -> list[ToolCall]:
-    scanner.skip_space()
     scanner.expect("<function=")
     declared = _parameters(tools)
     name = scanner.name(">", declared)
@@ -357,11 +354,11 @@ def _openai_call(item: Any) -> ToolCall:
         if problem or text[end:].strip():
             raise _Malformed(f"arguments: {problem or 'more than one JSON value'}")
     identifier = item.get("id") if "function" in item else item.get("call_id", item.get("id"))
-    call = _of_object({"name": name, "arguments": {} if arguments is None else arguments})
+    call = _call_from_object({"name": name, "arguments": {} if arguments is None else arguments})
     return replace(call, id=identifier) if isinstance(identifier, str) else call
 
 
-def _of_object(value: Any) -> ToolCall:
+def _call_from_object(value: Any) -> ToolCall:
     if not isinstance(value, Mapping) or set(value) != {"name", "arguments"}:
         raise _Malformed("expected an object with name and arguments")
     return _call(value["name"], value["arguments"])

@@ -179,7 +179,7 @@ SFT_DATA = Job(
 
 
 def _check_preference_data(config: Config, coming: Sequence[Path]) -> None:
-    from nemo_ext.data.preference.job import settings
+    from nemo_ext.data.preference.settings import settings
 
     tokenizer = config["tokenizer"]
     named = [tokenizer.get("path") if isinstance(tokenizer, dict) else None, config["template"]]
@@ -219,7 +219,7 @@ CURRICULUM = Job(
     group="reinforcement learning",
     help="order RL prompts from easy to hard, by measured pass rates",
     run="nemo_ext.data.curriculum.job:run",
-    check=reads("nemo_ext.data.curriculum.job:settings"),
+    check=reads("nemo_ext.data.curriculum.settings:settings"),
     script="task",
     grammar=Grammar(settings="nemo_ext.data.curriculum.settings:Settings"),
 )

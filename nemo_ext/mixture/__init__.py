@@ -1,1 +1,1 @@
-"""Shares of streams by the losses of many small models trained on sampled mixtures (docs/data/mixtures.md)."""
+"""Optimal shares of streams, by training many small models on sampled mixtures (docs/data/mixtures.md)."""

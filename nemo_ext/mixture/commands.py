@@ -17,7 +17,7 @@ def _check(config: Config, coming: Sequence[Path]) -> None:
 
 
 def _size(config: Config, settings: Any) -> tuple[int, int]:
-    """A node with the GPUs that a small training or its evaluation takes."""
+    """Number of nodes and GPUs per node for a run: one node, with the GPUs for its training or its evaluation."""
     runs = {"train": strings(config["train"]), "evaluate": ["model=small", *strings(config["evaluate"])]}
     return 1, max(invoke(job(name).size, compose(name, words), settings)[1] for name, words in runs.items())
 
@@ -25,14 +25,14 @@ def _size(config: Config, settings: Any) -> tuple[int, int]:
 MIXTURE = Job(
     name="mixture",
     group="data",
-    help="shares of streams by small runs on sampled mixtures: losses fitted, and the best one trained",
+    help="optimal shares of streams, from the losses of small runs on sampled mixtures",
     run="nemo_ext.mixture.job:run",
     resumable=True,
     check=_check,
     started="nemo_ext.mixture.settings:runs_of",
     script="task",
     size=_size,
-    # All runs in one array, then the optimum in one task.
+    # First an array of all runs, then one task for the optimum.
     array=Array(
         key="shard", words=("shard={number}/{count}",), tasks=lambda config, shards: 1, rounds=lambda config: 2
     ),

@@ -1,7 +1,7 @@
-"""The job `nemo-ext mixture`: small models on sampled mixtures, their losses, and the mixture that follows from them.
+"""Job `nemo-ext mixture`: trains small models on sampled mixtures, fits their losses, and computes the optimal mixture.
 
-conf/pipeline/NAME.yaml   each run as a pipeline of two stages, training and evaluation, which can be run by hand too
-runs/NAME                 its folder: prior, sample_001 and so on, and best_HASH, trained on the optimum
+conf/pipeline/NAME.yaml   each run as a pipeline of two stages, training and evaluation, which can also be run by hand
+runs/NAME                 folder of a run: prior, sample_001 and so on, and best_HASH, trained on the optimum
 conf/data/mixture.yaml    the optimum as a data file
 mixture.json, report.md, report.html, mixture.png
 """
@@ -30,9 +30,9 @@ from nemo_ext.job.made_of import digest, note, noted
 from nemo_ext.job.progress import notice
 from nemo_ext.job.settings import checked
 from nemo_ext.mixture import report
-from nemo_ext.mixture.law import Law, fit, foreseen, optimum
+from nemo_ext.mixture.law import Law, cross_validate, fit, optimum
 from nemo_ext.mixture.sampling import Shares, sample
-from nemo_ext.mixture.settings import RUNS_A_STREAM, Mixture, Settings, evaluation_of, read_settings, training_of
+from nemo_ext.mixture.settings import RUNS_PER_STREAM, Mixture, Settings, evaluation_of, read_settings, training_of
 from nemo_ext.pipeline.run import run as run_pipeline
 from nemo_ext.pipeline.stages import EVALUATION
 from nemo_ext.slurm import attempts
@@ -48,15 +48,15 @@ _DIGITS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Streams:
-    """What is mixed.
+    """Streams to mix.
 
     Attributes:
-        leaves: the streams.
-        sizes: tokens of each, [streams].
-        prior: share of each that mixtures are sampled around, [streams].
-        repeats: most passes over each, [streams].
-        tokens: tokens of a small run.
-        data: the data section that they stand in.
+        leaves: the streams, as leaves of the blend.
+        sizes: number of tokens of each stream, [streams].
+        prior: shares around which mixtures are sampled, [streams].
+        repeats: maximum number of passes over each stream, [streams].
+        tokens: number of tokens of a small run.
+        data: `data` section of the training config.
     """
 
     leaves: Sequence[Leaf]
@@ -72,47 +72,45 @@ class Streams:
         return [leaf.name for leaf in self.leaves]
 
     def written(self, shares: Shares) -> list[dict[str, Any]]:
-        """Streams with a share as a list for `streams`."""
+        """Streams with a positive share, as a list for `data.streams`."""
         return [
             {"name": leaf.name, "weight": float(share), "prefix": str(leaf.prefix.absolute())}
             for leaf, share in zip(self.leaves, shares, strict=True)
             if share > 0
         ]
 
-    def told(self, shares: Shares) -> str:
-        """Streams with a share in one line."""
+    def describe(self, shares: Shares) -> str:
+        """Summary of a mixture for a message: the streams with a positive share."""
         return ", ".join(f"{name} {share:.3f}" for name, share in zip(self.names, shares, strict=True) if share > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is known before the first run.
+    """Plan of the runs, made before the first one.
 
     Attributes:
-        settings, mixture: the config's.
-        streams: what is mixed.
-        mixtures: name of each run -> its shares, [streams]; the prior's first.
-        benchmarks: those in bits per byte.
+        settings: settings of the job.
+        streams: streams to mix.
+        mixtures: name of each run -> its shares, [streams]; the prior first.
+        benchmarks: names of the benchmarks in bits per byte.
     """
 
     settings: Settings
-    mixture: Mixture
     streams: Streams
     mixtures: Mapping[str, Shares]
     benchmarks: Sequence[str]
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """What runs depend on: more of them, other benchmarks and another optimum go on with what is there."""
+        """Settings on which runs depend; the number of runs, benchmarks and limits may change when a job is resumed."""
         streams = zip(self.streams.names, self.streams.sizes.tolist(), self.streams.prior.tolist(), strict=True)
-        found: dict[str, Any] = json.loads(
-            json.dumps({"train": self.settings.train, "streams": list(streams), "tokens": self.streams.tokens})
-        )
-        return found
+        values = {"train": self.settings.train, "streams": list(streams), "tokens": self.streams.tokens}
+        normalised: dict[str, Any] = json.loads(json.dumps(values))
+        return normalised
 
     @property
     def evaluation(self) -> str:
-        """Name of the stage that evaluates a run with the benchmarks asked for."""
+        """Name of the stage that evaluates a run, by the settings of the evaluation."""
         return f"{EVALUATION}{digest(self.settings.evaluate)[:8]}"
 
     def results(self, name: str) -> Path:
@@ -120,37 +118,38 @@ class Plan:
         return self.settings.folder / RUNS / name / self.evaluation / RESULTS
 
     def is_done(self, name: str) -> bool:
-        """Whether a run is trained and evaluated."""
+        """True if a run is trained and evaluated."""
         return attempts.finished(self.results(name).parent) is not None
 
 
 def check(config: Mapping[str, Any], *, files: bool = True) -> None:
-    """Refuse what the job would refuse before its first run.
+    """Make the checks that the job makes before its first run.
 
     Args:
         config: composed config.
-        files: whether the streams' tokens must be there.
+        files: True if the streams' tokenised files must exist.
 
     Raises:
-        ValueError: a setting is wrong, streams are not tokenised, benchmarks cannot be asked, or there are no mixtures.
+        ValueError: a setting is invalid, streams are not tokenised, the data of a benchmark is missing, or no mixture
+            satisfies the limits.
     """
     if files:
         _check_benchmarks(_planned(config), config)
         return
-    settings, mixture = read_settings(config)
+    settings = read_settings(config)
     training_of(config)
-    mixture.weights_of(_in_bits(chosen(_evaluation(config)), settings))
+    settings.mixture.weights_of(_in_bits(chosen(_evaluation(config)), settings))
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Do this shard's runs, and with all of them done fit, choose and measure; goes on with what is there.
+    """Do the unfinished runs of this shard; once all shards are done, compute the optimum and train on it.
 
     Raises:
-        ValueError: a setting is wrong, or the folder has runs of other settings.
+        ValueError: a setting is invalid, or the folder has runs of other settings.
         SystemExit: a run failed.
-        KeyboardInterrupt: a run was interrupted; it has saved.
+        KeyboardInterrupt: a run was interrupted, after saving.
     """
-    settings, _ = read_settings(config)
+    settings = read_settings(config)
     with settings.claim():
         with settings.lock():
             plan = _planned(config)
@@ -160,27 +159,30 @@ def run(config: Mapping[str, Any]) -> None:
         mine = settings.mine(list(plan.mixtures))
         for place, name in enumerate(mine, 1):
             if not plan.is_done(name):
-                notice(f"run {place} of {len(mine)}: {name}: {plan.streams.told(plan.mixtures[name])}")
+                notice(f"run {place} of {len(mine)}: {name}: {plan.streams.describe(plan.mixtures[name])}")
                 _train_and_evaluate(plan, name, plan.mixtures[name])
             _losses(plan, name)
-        if left := [name for name in plan.mixtures if not plan.is_done(name)]:
-            notice(f"shard {settings.shard} is done, {len(left)} of {len(plan.mixtures)} runs are not; shard 0 goes on")
+        if unfinished := [name for name in plan.mixtures if not plan.is_done(name)]:
+            notice(
+                f"shard {settings.shard} is done, but {len(unfinished)} of {len(plan.mixtures)} runs are not; once all "
+                "are, run shard 0 again for the optimum"
+            )
         elif PRIOR in mine:
             _choose(plan)
 
 
 def _planned(config: Mapping[str, Any]) -> Plan:
-    """All that is known before the first run.
+    """Make the plan of the runs.
 
     Raises:
         ValueError: see `check`.
     """
-    settings, mixture = read_settings(config)
-    streams = _streams(training_of(config), mixture)
+    settings = read_settings(config)
+    streams = _streams(training_of(config), settings.mixture)
     names = _in_bits(chosen(_evaluation(config)), settings)
-    mixture.weights_of(names)
-    _limits(streams, mixture)
-    plan = Plan(settings=settings, mixture=mixture, streams=streams, mixtures={}, benchmarks=names)
+    settings.mixture.weights_of(names)
+    _limits(streams, settings.mixture)
+    plan = Plan(settings=settings, streams=streams, mixtures={}, benchmarks=names)
     settings.check_same(plan.made_of)
     return replace(plan, mixtures=_mixtures(plan))
 
@@ -190,10 +192,10 @@ def _evaluation(config: Mapping[str, Any]) -> EvaluateSettings:
 
 
 def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
-    """Refuse benchmarks whose data are missing, where they are still to be asked.
+    """Check that the data of all benchmarks exists, unless all runs are already evaluated.
 
     Raises:
-        ValueError: naming them.
+        ValueError: the data of a benchmark is missing.
     """
     if all(plan.is_done(name) for name in plan.mixtures):
         return
@@ -202,46 +204,48 @@ def _check_benchmarks(plan: Plan, config: Mapping[str, Any]) -> None:
     for scorer in prepared.scorers.values():
         scorer.close()
     if missing := [why for name, why in prepared.missing.items() if name in plan.benchmarks]:
-        why = "; ".join(missing)
-        raise ValueError(f"evaluate: {why}: mend it, or name the benchmarks to ask with evaluate.benchmarks=[...]")
+        reasons = "; ".join(missing)
+        raise ValueError(f"evaluate: {reasons}: provide the data, or select benchmarks with evaluate.benchmarks=[...]")
 
 
 def _in_bits(benchmarks: Sequence[Benchmark], settings: Settings) -> list[str]:
     """Names of the benchmarks in bits per byte.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no benchmark is in bits per byte.
     """
-    found = [each.name for each in benchmarks if each.kind == "bits" or each.settings.get("headline") == BITS]
-    if not found:
+    names = [task.name for task in benchmarks if task.kind == "bits" or task.settings.get("headline") == BITS]
+    if not names:
         raise ValueError(
-            f"evaluate={' '.join(settings.evaluate)}: no benchmark is in bits per byte; take suite=olmo3_base_easy"
+            f"evaluate={' '.join(settings.evaluate)}: no benchmark is in bits per byte: use suite=olmo3_base_easy"
         )
-    return found
+    return names
 
 
 def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
-    """What is mixed, with sizes from the files.
+    """Streams of a training config, with sizes from their files.
 
     Raises:
-        ValueError: files are missing, there is one stream alone, or limits name no stream.
+        ValueError: files are missing, there is only one stream, or a limit is for an unknown stream.
     """
     tokens = tokens_of_run(training)
     if tokens is None:
-        raise ValueError("train: the length of the runs is not known: give train.tokens")
+        raise ValueError("train: the length of the runs is unknown: set train.tokens")
     plan = plan_blend(training["data"], tokens)
     leaves = list(plan.root.leaves())
     for leaf in leaves:
         size = plan.sizes.get(leaf.name)
         if size is None or size.known != "files":
-            raise ValueError(f"train: {leaf.prefix}_train.idx is not there; `nemo-ext tokenize` writes it")
+            raise ValueError(
+                f"train: {leaf.prefix}_train.idx does not exist: tokenise the stream (`nemo-ext tokenize`)"
+            )
     if len(leaves) < 2:
-        raise ValueError("train: one stream alone is no mixture: give two or more")
+        raise ValueError("train: a mixture requires at least two streams")
     mixture.check_names(leaf.name for leaf in leaves)
     sizes = np.array([float(plan.sizes[leaf.name].tokens) for leaf in leaves])
     weights = np.array([float(plan.shares[leaf.name]) for leaf in leaves])
     most = min(mixture.repeats, float(training["data"].get("refuse_epochs") or mixture.repeats))
-    found = Streams(
+    streams = Streams(
         leaves=leaves,
         sizes=sizes,
         prior=sizes / sizes.sum() if mixture.prior == "sizes" else weights,
@@ -249,21 +253,21 @@ def _streams(training: Mapping[str, Any], mixture: Mixture) -> Streams:
         tokens=tokens,
         data=training["data"],
     )
-    for name, passes, limit in zip(found.names, found.prior * tokens / sizes, found.repeats, strict=True):
+    for name, passes, limit in zip(streams.names, streams.prior * tokens / sizes, streams.repeats, strict=True):
         if passes > limit + 1e-9:
             raise ValueError(
-                f"mixture.prior={mixture.prior}: a run of {tokens:,} tokens reads {name} {passes:.3g} times, above "
+                f"mixture.prior={mixture.prior}: a run of {tokens:,} tokens reads {name} {passes:.3g} times, more than "
                 f"{limit:g}: raise mixture.repeats, or lower train.tokens"
             )
-    return found
+    return streams
 
 
 def _mixtures(plan: Plan) -> dict[str, Shares]:
-    """Shares of each run by its name; those of runs that were begun stay as they are."""
-    mixture, streams = plan.mixture, plan.streams
-    count = mixture.runs or RUNS_A_STREAM * len(streams.leaves)
+    """Shares of each run, by name; the mixtures of an earlier start are kept."""
+    mixture, streams = plan.settings.mixture, plan.streams
+    count = mixture.runs or RUNS_PER_STREAM * len(streams.leaves)
     before = noted(plan.settings.own / _MIXTURES) or {}
-    found = sample(
+    mixtures = sample(
         count,
         streams.prior,
         strengths=mixture.strengths,
@@ -272,46 +276,46 @@ def _mixtures(plan: Plan) -> dict[str, Shares]:
         seed=mixture.seed,
         before=[np.array(shares) for shares in before.values()],
     )
-    names = [PRIOR, *(f"sample_{number:03d}" for number in range(1, len(found)))]
-    return dict(zip(names, found, strict=True))
+    names = [PRIOR, *(f"sample_{number:03d}" for number in range(1, len(mixtures)))]
+    return dict(zip(names, mixtures, strict=True))
 
 
 def _limits(streams: Streams, mixture: Mixture) -> tuple[Shares, Shares]:
-    """Least and most share of each stream in the optimum, which is trained small and for the run that it is for."""
+    """Minimum and maximum share of each stream in the optimum, for both the small run and the target run."""
     lowest = np.array([mixture.at_least.get(name, 0.0) for name in streams.names])
     longest = max(streams.tokens, mixture.tokens or 0)
-    often = np.minimum(1, streams.repeats * streams.sizes / longest)
-    highest = np.minimum(often, [mixture.at_most.get(name, 1.0) for name in streams.names])
+    by_repeats = np.minimum(1, streams.repeats * streams.sizes / longest)
+    highest = np.minimum(by_repeats, [mixture.at_most.get(name, 1.0) for name in streams.names])
     for name, low, high in zip(streams.names, lowest, highest, strict=True):
         if low > high:
             raise ValueError(
-                f"mixture.at_least.{name}={low:g}: at most {high:.3g} of {longest:,.0f} tokens can be of it "
-                "(mixture.at_most, or mixture.repeats passes)"
+                f"mixture.at_least.{name}={low:g}: its share of {longest:,.0f} tokens can be at most {high:.3g} "
+                "(mixture.at_most, or mixture.repeats passes): lower it"
             )
     if highest.sum() < 1 - 1e-9 or lowest.sum() > 1 + 1e-9:
         raise ValueError(
             f"mixture: shares of at least {lowest.sum():.3g} and at most {highest.sum():.3g} together cannot sum to 1: "
-            "mend mixture.at_least, at_most, tokens or repeats"
+            "change mixture.at_least, at_most, tokens or repeats"
         )
     return lowest, highest
 
 
 def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
-    """A run of its own as a pipeline.
+    """Run the training and the evaluation of a mixture as a pipeline.
 
     Raises:
-        ValueError: its words are wrong.
+        ValueError: its words are invalid.
         SystemExit: it failed.
         KeyboardInterrupt: it was interrupted.
     """
     conf, run_dir = plan.settings.folder / CONF, plan.settings.folder / RUNS / name
-    mixed = ", ".join(
-        f"{{name: {hydra_value(each['name'])}, weight: {each['weight']!r}, prefix: {hydra_value(each['prefix'])}}}"
-        for each in plan.streams.written(shares)
+    streams = ", ".join(
+        f"{{name: {hydra_value(row['name'])}, weight: {row['weight']!r}, prefix: {hydra_value(row['prefix'])}}}"
+        for row in plan.streams.written(shares)
     )
-    given = [word for word in plan.settings.train if word.partition("=")[0] not in ("streams", "data.directory")]
+    train = [word for word in plan.settings.train if word.partition("=")[0] not in ("streams", "data.directory")]
     stages = {
-        _TRAIN: {"job": "train", "words": [*given, f"streams=[{mixed}]"]},
+        _TRAIN: {"job": "train", "words": [*train, f"streams=[{streams}]"]},
         plan.evaluation: {"job": "evaluate", "parent": _TRAIN, "words": list(plan.settings.evaluate)},
     }
     text = yaml.safe_dump({"pipeline": name, "stages": stages}, sort_keys=False, width=1000)
@@ -323,54 +327,54 @@ def _train_and_evaluate(plan: Plan, name: str, shares: Shares) -> None:
     if code == USER_ERROR:
         raise ValueError(f"{run_dir}: nothing was started, for the reason above")
     if code:
-        print(f"error: {run_dir}: this run failed, as said above; the same command goes on", file=sys.stderr)
+        print(f"error: {run_dir}: this run failed, see above; the same command resumes", file=sys.stderr)
         sys.exit(FAILED)
 
 
 def _losses(plan: Plan, name: str) -> list[float]:
-    """Bits per byte of a run's benchmarks.
+    """Bits per byte of a run on each benchmark.
 
     Raises:
-        ValueError: some have not all of their answers.
+        ValueError: a benchmark has problems without an answer or a score.
     """
     path = plan.results(name)
-    entries, found = json.loads(path.read_text())["benchmarks"], list[float]()
+    entries, losses = json.loads(path.read_text())["benchmarks"], list[float]()
     for benchmark in plan.benchmarks:
         entry = entries.get(benchmark) or {}
         value = entry.get("accuracy")
         short = sum(int(entry.get(key) or 0) for key in ("failed", "unscored", "missing"))
         if value is None or not 0 < value < float("inf") or short:
             raise ValueError(
-                f"{path.parent}: {benchmark} has {f'{short} problems without a score' if short else 'no value'}: "
-                f"report.md there says why; remove the folder, and the same command asks again"
+                f"{path.parent}: {benchmark} has {f'{short} problems without a score' if short else 'no value'}; "
+                f"report.md there has the reason: remove the folder, then run the same command to evaluate again"
             )
-        found.append(float(value))
-    return found
+        losses.append(float(value))
+    return losses
 
 
 def _choose(plan: Plan) -> None:
-    """Fit the laws, find the optimum, train on it, and write all of it."""
-    streams, mixture = plan.streams, plan.mixture
+    """Fit the laws, compute the optimum, train on it, and write its data file and the report."""
+    streams, mixture = plan.streams, plan.settings.mixture
     weights = mixture.weights_of(plan.benchmarks)
     shares = np.stack(list(plan.mixtures.values()))
     values = np.array([_losses(plan, name) for name in plan.mixtures])
     lowest, highest = _limits(streams, mixture)
-    laws = [fit(shares, each) for each in values.T]
-    quality = [foreseen(shares, each) for each in values.T]
+    laws = [fit(shares, losses) for losses in values.T]
+    quality = [cross_validate(shares, losses) for losses in values.T]
 
-    def best_of(laws: Sequence[Law]) -> Shares:
-        within = {"lowest": lowest, "highest": highest}
-        return optimum(laws, weights, streams.prior, kl=mixture.kl, least=mixture.least, **within)
+    def best_by(laws: Sequence[Law]) -> Shares:
+        limits = {"lowest": lowest, "highest": highest}
+        return optimum(laws, weights, streams.prior, kl=mixture.kl, least=mixture.least, **limits)
 
-    best = _rounded(best_of(laws), highest)
+    best = _rounded(best_by(laws), highest)
     name = f"best_{hashlib.sha256(best.tobytes()).hexdigest()[:8]}"
-    found = report.Found(
+    results = report.Results(
         streams=streams.names,
         sizes=streams.sizes,
         prior=streams.prior,
         best=best,
         highest=highest,
-        others=np.stack([best_of(each) for each in zip(*(one.laws for one in quality), strict=True)]),
+        others=np.stack([best_by(fold) for fold in zip(*(task.laws for task in quality), strict=True)]),
         tasks=plan.benchmarks,
         weights=weights,
         names=list(plan.mixtures),
@@ -383,33 +387,33 @@ def _choose(plan: Plan) -> None:
         run=f"{RUNS}/{name}",
     )
     file = plan.settings.folder / CONF / "data" / f"{DATA}.yaml"
-    write_text(file, _data_file(streams, found))
+    write_text(file, _data_file(streams, results))
     if not plan.is_done(name):
-        notice(f"the optimum: {streams.told(best)}")
+        notice(f"optimum: {streams.describe(best)}")
         _train_and_evaluate(plan, name, best)
-    found = replace(found, measured=np.array(_losses(plan, name)))
-    write_text(file, _data_file(streams, found))
-    page = report.write(found, plan.settings.folder)
-    if (why := report.doubt(found)) is not None:
-        notice(f"warning: {why}")
-    print(f"{report.verdict(found)}: {page}")
+    results = replace(results, measured=np.array(_losses(plan, name)))
+    write_text(file, _data_file(streams, results))
+    page = report.write(results, plan.settings.folder)
+    if (reason := report.doubt(results)) is not None:
+        notice(f"warning: {reason}")
+    print(f"{report.verdict(results)}: {page}")
 
 
 def _rounded(shares: Shares, highest: Shares) -> Shares:
-    """Shares of a few digits with sum 1, none above its limit."""
-    found: Shares = np.floor(shares * 10**_DIGITS + 1e-3) / 10**_DIGITS  # 0.29 is a little less than that
-    place = int(np.argmax(np.where(found > 0, highest - found, -1)))
-    found[place] = round(found[place] + 1 - found.sum(), _DIGITS)
-    return found
+    """Shares rounded to `_DIGITS` digits, with sum 1 and none above its limit."""
+    rounded: Shares = np.floor(shares * 10**_DIGITS + 1e-3) / 10**_DIGITS  # + 1e-3, since 0.29 * 100 is below 29
+    place = int(np.argmax(np.where(rounded > 0, highest - rounded, -1)))
+    rounded[place] = round(rounded[place] + 1 - rounded.sum(), _DIGITS)
+    return rounded
 
 
-def _data_file(streams: Streams, found: report.Found) -> str:
-    """The optimum as a file of `hydra_conf/data`."""
+def _data_file(streams: Streams, results: report.Results) -> str:
+    """Contents of the optimum's data file, in the format of `hydra_conf/data`."""
     kept = {key: value for key, value in streams.data.items() if key not in ("streams", "blend") and value is not None}
     kept["directory"] = str(Path(str(streams.data["directory"])).absolute())
     path = Path(str(streams.data["tokenizer"].get("path") or "")).expanduser()
     if path.name and path.exists():
         kept["tokenizer"] = {**streams.data["tokenizer"], "path": str(path.absolute())}
-    data = {"data": {**kept, "streams": streams.written(found.best)}}
-    about = f"# The mixture that `nemo-ext mixture` chose. {report.verdict(found)}.\n"
-    return f"# @package _global_\n{about}{yaml.safe_dump(data, sort_keys=False)}"
+    data = {"data": {**kept, "streams": streams.written(results.best)}}
+    comment = f"# The optimal mixture by `nemo-ext mixture`. {report.verdict(results)}.\n"
+    return f"# @package _global_\n{comment}{yaml.safe_dump(data, sort_keys=False)}"

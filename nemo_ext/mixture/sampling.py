@@ -1,4 +1,4 @@
-"""Mixtures sampled around a prior, each by its own number."""
+"""Mixtures sampled around a prior, each from a separate random generator."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from nemo_ext.job.seeds import generator
 
 _TRIES = 10_000
 _DIGITS = 3
-"""Digits to which two mixtures are the same."""
+"""Number of digits in which two mixtures must differ."""
 
 Shares = npt.NDArray[np.float64]
 
@@ -24,27 +24,27 @@ def sample(
     seed: int,
     before: Sequence[Shares] = (),
 ) -> list[Shares]:
-    """Mixtures of streams; the first is the prior, and more of them begin with the same ones.
+    """Sample mixtures of streams; the first is the prior, and a larger `count` only adds mixtures.
 
-    Each is drawn from a Dirichlet distribution around the prior (RegMix, arXiv 2407.01492), until it keeps to `most`
-    and is another than those before it.
+    Each mixture is drawn from a Dirichlet distribution around the prior (RegMix, arXiv 2407.01492) until it satisfies
+    `most` and differs from all earlier mixtures.
 
     Args:
-        count: number of mixtures beside the prior.
+        count: number of mixtures in addition to the prior.
         prior: shares of the streams, [streams], with sum 1.
-        strengths: ends of the range of concentrations.
-        least: share below which a stream is left out.
-        most: most of each stream, [streams].
+        strengths: range of the concentration.
+        least: streams with a share below this are excluded.
+        most: maximum share of each stream, [streams].
         seed: seed of all draws.
-        before: mixtures that are there already, the prior among them, which stay.
+        before: existing mixtures, including the prior, which are kept.
 
     Raises:
         ValueError: ten thousand draws gave no further mixture.
     """
-    found = list(before) or [prior]
-    seen = {_rounded(each) for each in found}
+    mixtures = list(before) or [prior]
+    seen = {_rounded(mixture) for mixture in mixtures}
     low, high = np.log(strengths)
-    for number in range(len(found), count + 1):
+    for number in range(len(mixtures), count + 1):
         random = generator(seed, "mixture", number)
         for _ in range(_TRIES):
             drawn = random.dirichlet(prior * np.exp(random.uniform(low, high)))
@@ -56,12 +56,12 @@ def sample(
                 break
         else:
             raise ValueError(
-                f"mixture: {_TRIES:,} draws gave no mixture {number} that is new and reads no stream too often: raise "
-                "mixture.repeats or mixture.strengths, or lower mixture.runs or the runs' train.tokens"
+                f"mixture: {_TRIES:,} draws gave no new mixture {number} that keeps all streams within their passes: "
+                "raise mixture.repeats or mixture.strengths, or lower mixture.runs or train.tokens of the runs"
             )
-        found.append(drawn)
+        mixtures.append(drawn)
         seen.add(_rounded(drawn))
-    return found
+    return mixtures
 
 
 def _rounded(shares: Shares) -> tuple[float, ...]:

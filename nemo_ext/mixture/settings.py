@@ -15,10 +15,10 @@ from nemo_ext.job.run_directory import OWN
 from nemo_ext.job.settings import REPLACED, STRICT, WORDS, Count, Place, Shard, Share, Strings, checked, nearest
 from nemo_ext.job.units import OutputFolder
 
-RUNS_A_STREAM = 5
-"""Runs for each stream where their number is not given (OLMo 3)."""
-_OF_CHECKS = Path(OWN, "run")
-"""Folder of a run that is only checked."""
+RUNS_PER_STREAM = 5
+"""Default number of runs per stream (OLMo 3)."""
+_CHECKED_RUN = Path(OWN, "run")
+"""Folder in the configs of runs that are only checked."""
 _Positive = Annotated[float, Field(gt=0)]
 
 
@@ -27,16 +27,16 @@ class Mixture:
     """Section `mixture` of the config.
 
     Attributes:
-        runs: number of sampled mixtures, beside the prior; null for five for each stream.
-        prior: centre of the samples: by the streams' tokens (`sizes`) or as the training's data weigh them (`weights`).
-        strengths: ends of the range of concentrations of the Dirichlet distribution, from which each sample draws its
-            own on a logarithmic scale: low ones give few streams, high ones mixtures near the prior.
-        least: share below which a stream is left out.
-        repeats: most passes over a stream, in the small runs and in the run that the mixture is for.
-        tokens: tokens of that run; null to limit nothing there.
-        kl: weight of the mixture's divergence from the prior, in bits per byte a nat.
+        runs: number of sampled mixtures, in addition to the prior; null for five per stream.
+        prior: centre of the samples: shares by the streams' tokens (`sizes`) or the blend's shares (`weights`).
+        strengths: range of the Dirichlet distribution's concentration, which is drawn log-uniformly for each sample:
+            low values give few streams, high values mixtures near the prior.
+        least: streams with a share below this are excluded.
+        repeats: maximum number of passes over a stream, in the small runs and in the target run.
+        tokens: number of tokens of the target run; null for no limits from it.
+        kl: weight of the mixture's KL divergence from the prior, in bits per byte per nat.
         at_least, at_most: limits of shares, by stream.
-        weights: weight of benchmarks in the mean that is minimised, by name; those not named weigh 1.
+        weights: weights of benchmarks in the mean to minimise, by name; 1 for other benchmarks.
         seed: seed of the samples.
     """
 
@@ -53,40 +53,40 @@ class Mixture:
     seed: int
 
     def check_names(self, streams: Iterable[str]) -> None:
-        """Refuse limits of streams that are not there.
+        """Check that all limits are for existing streams.
 
         Raises:
-            ValueError: naming the nearest stream.
+            ValueError: a stream does not exist; the message suggests the nearest name.
         """
         known = list(streams)
-        for key, given in (("at_least", self.at_least), ("at_most", self.at_most)):
-            for name in given.keys() - set(known):
+        for key, limits in (("at_least", self.at_least), ("at_most", self.at_most)):
+            for name in limits.keys() - set(known):
                 raise ValueError(f"mixture.{key}: no stream {name!r}: {nearest(name, known)}")
 
     def weights_of(self, benchmarks: Sequence[str]) -> npt.NDArray[np.float64]:
         """Weights of benchmarks in their mean, with sum 1.
 
         Raises:
-            ValueError: one that has a weight is not among them, or none weighs anything.
+            ValueError: a weight is for an unknown benchmark, or all weights are 0.
         """
         for name in self.weights.keys() - set(benchmarks):
             raise ValueError(f"mixture.weights: no benchmark {name!r} in bits per byte: {nearest(name, benchmarks)}")
-        found = np.array([self.weights.get(name, 1.0) for name in benchmarks])
-        if not found.sum():
-            raise ValueError("mixture.weights: all are 0")
-        return found / found.sum()
+        weights = np.array([self.weights.get(name, 1.0) for name in benchmarks])
+        if not weights.sum():
+            raise ValueError("mixture.weights: all weights are 0: give at least one benchmark a positive weight")
+        return weights / weights.sum()
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings(OutputFolder):
-    """Settings of the job but for the section `mixture`.
+    """Settings of the job.
 
     Attributes:
-        train: words of `nemo-ext train` of a small model, with the streams to mix as its data.
-        evaluate: words of `nemo-ext evaluate`, with benchmarks in bits per byte.
-        output: folder to write.
-        shard: this process's share of the runs, as 0/40; null for all of them.
-        mixture: sampled mixtures, the fit, and limits of the optimum.
+        train: arguments of `nemo-ext train` for a small model, with the streams to mix as its data.
+        evaluate: arguments of `nemo-ext evaluate`, with benchmarks in bits per byte.
+        output: output folder.
+        shard: shard of the runs for this process, such as 0/40; null for all runs.
+        mixture: settings of the samples, the fit, and the limits of the optimum.
     """
 
     train: Annotated[Strings, Field(min_length=1), WORDS]
@@ -97,79 +97,75 @@ class Settings(OutputFolder):
 
     @property
     def folder(self) -> Path:
-        """Folder to write."""
+        """Absolute path of the output folder."""
         return Path(self.output).expanduser().absolute()
 
 
-def read_settings(config: Mapping[str, Any]) -> tuple[Settings, Mixture]:
-    """Settings of a composed config; data and models are not looked at.
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Check a composed config and return the settings; data and models are not read.
 
     Raises:
-        ValueError: a setting is wrong.
+        ValueError: a setting is invalid.
     """
     check_place("output", config["output"])
-    settings = checked(Settings, {each.name: config[each.name] for each in dataclasses.fields(Settings)})
+    settings = checked(Settings, {field.name: config[field.name] for field in dataclasses.fields(Settings)})
     for key, words, taken in (
         ("train", settings.train, ("run_dir",)),
         ("evaluate", settings.evaluate, ("run_dir", "model", "served", "endpoint")),
     ):
         for word in words:
             if (name := word.partition("=")[0]) in taken:
-                raise ValueError(f"{key}: {word}: each run has its own {name}: take the word away")
-    return settings, settings.mixture
+                raise ValueError(f"{key}: {word}: each run has its own {name}: remove {word}")
+    return settings
 
 
 def runs_of(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Jobs and composed configs of one small run: its training and its evaluation.
+    """Jobs of one small run with their composed configs: training and evaluation.
 
     Raises:
-        ValueError: words are wrong.
+        ValueError: their arguments are invalid.
     """
     return [("train", training_of(config)), ("evaluate", evaluation_of(config))]
 
 
 def training_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Composed config of a small training.
+    """Composed config of the training of a small model.
 
     Raises:
-        ValueError: its words are wrong, it takes several nodes, or its length is not in tokens.
+        ValueError: its arguments are invalid, it requires several nodes, or it has no streams to mix.
     """
-    settings, _ = read_settings(config)
-    try:
-        found = compose("train", [f"run_dir={hydra_value(str(settings.folder / _OF_CHECKS))}", *settings.train])
-    except ValueError as error:
-        raise ValueError(f"train: {error}") from error
-    if int(found["launcher"]["nodes"]) != 1:
-        raise ValueError(f"train: launcher.nodes={found['launcher']['nodes']}: a small run takes one node")
-    if own := [name for name, phase in (found.get("phases") or {}).items() if (phase or {}).get("data")]:
-        raise ValueError(
-            f"train: phases.{own[0]}.data: a small run has one mixture: choose a recipe without such phases"
-        )
-    flags = found["megatron"]
-    if own := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
-        raise ValueError(f"train: megatron.{own[0]}: each run has its own mixture: give the streams as data")
-    data = found.get("data") or {}
+    settings = read_settings(config)
+    training = _composed("train", [f"run_dir={hydra_value(str(settings.folder / _CHECKED_RUN))}", *settings.train])
+    if int(training["launcher"]["nodes"]) != 1:
+        raise ValueError(f"train: launcher.nodes={training['launcher']['nodes']}: small runs must use one node")
+    if phases := [name for name, phase in (training.get("phases") or {}).items() if (phase or {}).get("data")]:
+        raise ValueError(f"train: phases.{phases[0]}.data: a small run has one mixture: remove data from phases")
+    flags = training["megatron"]
+    if paths := [key for key in ("data_path", "train_data_path", "data_args_path") if flags.get(key)]:
+        raise ValueError(f"train: megatron.{paths[0]}: each run has its own mixture: set data or streams instead")
+    data = training.get("data") or {}
     if data.get("packed") or not (data.get("blend") or data.get("streams")):
         raise ValueError("train: no streams to mix: add data=NAME, or 'streams=[{name: web, weight: 1}, ...]'")
-    return found
+    return training
 
 
 def evaluation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Composed config of the evaluation of a small model.
 
     Raises:
-        ValueError: its words are wrong, or want more than one server.
+        ValueError: its arguments are invalid, or require more than one server.
     """
-    settings, _ = read_settings(config)
-    place = settings.folder / _OF_CHECKS
-    own = [f"model={place}", f"run_dir={hydra_value(str(place))}"]
-    try:
-        found = compose("evaluate", [*own, *settings.evaluate])
-    except ValueError as error:
-        raise ValueError(f"evaluate: {error}") from error
+    settings = read_settings(config)
+    run = settings.folder / _CHECKED_RUN
+    evaluation = _composed("evaluate", [f"model={run}", f"run_dir={hydra_value(str(run))}", *settings.evaluate])
     for key in ("replicas", "nodes"):
-        if (number := found["serving"][key]) != 1:
-            raise ValueError(
-                f"evaluate: serving.{key}={number}: a small model is served once, on one node: leave it at 1"
-            )
-    return found
+        if (number := evaluation["serving"][key]) != 1:
+            raise ValueError(f"evaluate: serving.{key}={number}: a small model requires one server: set it to 1")
+    return evaluation
+
+
+def _composed(job: str, words: Sequence[str]) -> dict[str, Any]:
+    try:
+        return compose(job, words)
+    except ValueError as error:
+        raise ValueError(f"{job}: {error}") from error

@@ -73,7 +73,7 @@ def test_openai_messages_with_a_trace_and_a_call_whose_arguments_are_text_or_an_
     )
 
 
-def test_sharegpt_calls_join_the_assistant_s_message_and_tools_may_be_text() -> None:
+def test_sharegpt_calls_are_added_to_the_assistant_s_message_and_tools_may_be_text() -> None:
     record = {
         "system": "Be brief.",
         "conversations": [
@@ -103,7 +103,7 @@ def test_sharegpt_calls_join_the_assistant_s_message_and_tools_may_be_text() -> 
     )
 
 
-def test_nemo_s_chat_format_and_what_tells_the_formats_apart() -> None:
+def test_nemo_s_chat_format_and_detection_of_formats() -> None:
     turns = [{"from": "User", "value": "q"}, {"from": "Assistant", "value": "a"}]
     record = {"system": "", "mask": "User", "conversations": turns}
 
@@ -165,12 +165,12 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
         ("hi", r"messages\[1\]: expected an object, not a str"),
     ],
 )
-def test_an_error_names_the_place_in_the_record(turn: object, said: str) -> None:
+def test_an_error_has_the_path_in_the_record(turn: object, said: str) -> None:
     with pytest.raises(FormatError, match=said):
         to_sample({"messages": [{"role": "user", "content": "q"}, turn]}, id="1")
 
 
-def test_records_that_are_no_conversation() -> None:
+def test_invalid_records_are_refused() -> None:
     with pytest.raises(
         FormatError, match=r"expected a list in messages or conversations; the record's keys are \['text'\]"
     ):
@@ -183,7 +183,7 @@ def test_records_that_are_no_conversation() -> None:
         to_sample({"messages": [{"role": "user", "content": "q"}]}, id="1", format="sharegpt")
 
 
-def test_empty_traces_are_none_and_counted() -> None:
+def test_empty_traces_are_removed_and_counted() -> None:
     changed: Counter[str] = Counter()
     turns: list[dict[str, Any]] = [
         {"role": "assistant", "content": "a", "reasoning_content": ""},
@@ -201,7 +201,7 @@ def test_empty_traces_are_none_and_counted() -> None:
     assert changed == {"empty traces removed": 2, "traces without an opening tag": 1}
 
 
-def test_keys_that_mean_nothing_are_counted() -> None:
+def test_ignored_keys_are_counted() -> None:
     ignored: Counter[str] = Counter()
     to_sample({"messages": [{"role": "user", "content": "q", "name": "Ann", "score": None}]}, id="1", ignored=ignored)
     to_sample({"conversations": [{"from": "User", "value": "q", "label": "x"}]}, id="1", ignored=ignored)
@@ -209,7 +209,7 @@ def test_keys_that_mean_nothing_are_counted() -> None:
     assert ignored == {"messages[].name": 1, "conversations[].label": 1}
 
 
-def test_modes_as_data_sets_spell_them() -> None:
+def test_spellings_of_modes() -> None:
     assert [thinking_mode(mode, "m") for mode in (None, True, "on", "Thinking Off", "detailed thinking on")] == [
         None,
         True,
@@ -263,7 +263,7 @@ SAMPLES = st.builds(
 
 
 @given(SAMPLES)
-def test_a_sample_comes_back_from_its_record(sample: Sample) -> None:
+def test_to_record_is_the_inverse_of_to_sample(sample: Sample) -> None:
     changed: Counter[str] = Counter()
 
     normal = to_sample(json.loads(json.dumps(to_record(sample))), id=sample.id, changed=changed)
@@ -295,7 +295,7 @@ def answer_of(name: str | None, content: str = "") -> dict[str, Any]:
         ([], [None], ["in None"], {}),
     ],
 )
-def test_answers_of_tools_stand_in_the_order_of_their_calls(
+def test_answers_of_tools_are_sorted_by_their_calls(
     calls: list[Any], answers: list[str | None], read: list[str], counted: dict[str, int]
 ) -> None:
     turns = [{"role": "user", "content": "q"}, *({"role": "assistant", "tool_calls": each} for each in calls)]
@@ -314,7 +314,7 @@ def test_answers_of_tools_stand_in_the_order_of_their_calls(
             messages({"messages": turns})
 
 
-def test_a_call_without_an_answer_before_one_that_has_is_left_out() -> None:
+def test_an_unanswered_call_before_an_answered_one_is_removed() -> None:
     turns = [
         {"role": "assistant", "content": "Let me see.", "tool_calls": WEATHER[:1]},
         {"role": "assistant", "content": "", "tool_calls": WEATHER},
@@ -332,7 +332,7 @@ def test_a_call_without_an_answer_before_one_that_has_is_left_out() -> None:
         messages({"messages": turns})
 
 
-def test_messages_of_a_request_are_the_same_and_keep_other_keys() -> None:
+def test_template_messages_are_normalised_and_keep_other_keys() -> None:
     turns = [
         {"role": "developer", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
         {"role": "user", "content": "Weather?", "name": "Ann"},
@@ -364,7 +364,7 @@ def test_messages_of_a_request_are_the_same_and_keep_other_keys() -> None:
 
 
 @pytest.mark.parametrize("content", ["<think>and then", "\n<think>\nand then </thin"])
-def test_a_trace_that_does_not_end_is_no_answer(content: str) -> None:
+def test_an_unfinished_trace_is_refused(content: str) -> None:
     with pytest.raises(FormatError, match=r"messages\[0\].content: the trace does not end"):
         messages({"messages": [{"role": "assistant", "content": content}]})
     with pytest.raises(FormatError, match=r"conversations\[0\].value: the trace does not end"):
@@ -372,13 +372,13 @@ def test_a_trace_that_does_not_end_is_no_answer(content: str) -> None:
 
 
 @given(VALUES | st.fixed_dictionaries({"messages": VALUES, "conversations": VALUES, "tools": VALUES}))
-def test_whatever_a_record_holds_it_is_a_sample_or_a_format_error(record: Any) -> None:
+def test_any_record_gives_a_sample_or_a_format_error(record: Any) -> None:
     if isinstance(record, dict):
         with contextlib.suppress(FormatError):
             assert to_sample(record, id="1").messages
 
 
-def test_a_number_that_json_does_not_have_is_refused_in_arguments() -> None:
+def test_arguments_that_are_not_json_numbers_are_refused() -> None:
     call = {"function": {"name": "f", "arguments": '{"x": NaN}'}}
 
     with pytest.raises(FormatError, match=r"messages\[1\].tool_calls\[0\].arguments: Out of range float"):

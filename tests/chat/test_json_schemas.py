@@ -1,4 +1,4 @@
-"""JSON schemas by their standard, where Python's floats and regular expressions differ."""
+"""JSON schemas by the standard, where Python's floats and regular expressions differ from it."""
 
 import json
 from typing import Any
@@ -39,7 +39,7 @@ def is_valid(schema: Any, value: Any) -> bool:
         ("a", 2, True),
     ],
 )
-def test_multiples_are_decimal(number: Any, unit: float, valid: bool) -> None:
+def test_multiples_are_computed_in_decimal(number: Any, unit: float, valid: bool) -> None:
     assert is_valid({"multipleOf": unit}, number) == valid
     # Behind a reference to the root, with the draft named.
     draft = "https://json-schema.org/draft/2020-12/schema"
@@ -48,7 +48,7 @@ def test_multiples_are_decimal(number: Any, unit: float, valid: bool) -> None:
 
 
 @given(st.integers(-(10**6), 10**6), st.integers(1, 10**4), st.integers(0, 4))
-def test_what_is_written_in_units_is_a_multiple(count: int, unit: int, places: int) -> None:
+def test_decimal_multiples_of_a_unit_are_valid(count: int, unit: int, places: int) -> None:
     of = float(f"{unit}e-{places}")
 
     assert is_valid({"multipleOf": of}, float(f"{count * unit}e-{places}"))
@@ -97,19 +97,19 @@ def test_what_is_written_in_units_is_a_multiple(count: int, unit: int, places: i
         (r"\ba\b", "\u00e9a", True),
     ],
 )
-def test_patterns_are_of_ecma_262(pattern: str, text: str, valid: bool) -> None:
+def test_patterns_follow_ecma_262(pattern: str, text: str, valid: bool) -> None:
     assert is_valid({"type": "string", "pattern": pattern}, text) == valid
     assert is_valid({"patternProperties": {pattern: {}}, "additionalProperties": False}, {text: 1}) == valid
     assert is_valid({"const": {"pattern": pattern}}, {"pattern": pattern})
 
 
 @pytest.mark.parametrize("pattern", [r"\Aa\Z", "(?P<a>b)", "(?i)a", r"\p{L}", "a++", "(?>a)", "a(", "[b-a]", "(?#a)"])
-def test_other_patterns_are_refused(pattern: str) -> None:
+def test_unsupported_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(ValueError, match="ECMA 262"):
         validator(json.dumps({"properties": {"x": {"pattern": pattern}}}))
 
 
-def test_a_property_named_as_a_keyword_is_checked() -> None:
+def test_a_property_with_the_name_of_a_keyword_is_checked() -> None:
     schema = {"properties": {"pattern": {"type": "string"}, "patternProperties": {"type": "integer"}}}
 
     assert not validator(json.dumps(schema), quick=True).is_valid({"pattern": 1})

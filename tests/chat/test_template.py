@@ -32,7 +32,7 @@ MODES = {"domyn": "thinking {}", "llama_nemotron": "detailed thinking {}"}
 
 
 def marked(sample: Sample, template: str, **options: object) -> str:
-    """The text with [[ and ]] around what is trained on."""
+    """The text with [[ and ]] around the trained spans."""
     segments = load(template).render(sample, **options).segments  # type: ignore[arg-type]
     return "".join(f"[[{text}]]" if trained else text for text, trained in segments)
 
@@ -129,7 +129,7 @@ def test_olmo_calls_functions_as_code(tool_chat: Sample) -> None:
 
 @pytest.mark.parametrize("template", sorted(MODES))
 @pytest.mark.parametrize("given", ["on", "off"])
-def test_a_toggle_in_the_data_does_not_stand_there_twice(template: str, given: str) -> None:
+def test_a_toggle_in_the_data_is_not_repeated(template: str, given: str) -> None:
     toggle = MODES[template]
     text = marked(ask(reasoning="Add.", system=f"{toggle.format(given)}\n\nBe brief."), template)
 
@@ -140,7 +140,7 @@ def test_a_toggle_in_the_data_does_not_stand_there_twice(template: str, given: s
 
 
 @pytest.mark.parametrize("template", sorted(MODES))
-def test_a_server_may_give_the_toggle_in_the_system_message_alone(template: str) -> None:
+def test_the_toggle_may_be_in_the_system_message_only(template: str) -> None:
     chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
     toggle = MODES[template].format("off")
     messages = [{"role": "system", "content": toggle}, {"role": "user", "content": "2+2?"}]
@@ -154,7 +154,7 @@ def test_a_server_may_give_the_toggle_in_the_system_message_alone(template: str)
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-def test_text_and_marks_are_those_of_transformers(
+def test_text_and_mask_match_transformers(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:
     chat_template_utils = pytest.importorskip("transformers.utils.chat_template_utils")
@@ -188,7 +188,7 @@ def test_each_answer_is_trained_on_once_and_after_the_prompt_that_generates_it(
         assert len(rendered.trained) == len(places)
         for (start, end), place in zip(rendered.trained, places, strict=True):
             message = piece.messages[place]
-            # Nano's mode shows in the prompt of each step, the others' in the system message.
+            # Nano's mode is in the generation prompt of each step, the other templates' in the system message.
             on = message.reasoning is not None if template == "nemotron3_nano" else thinks(piece)
             prompt = loaded.render(
                 replace(piece, messages=piece.messages[:place]), thinking=on, add_generation_prompt=True
@@ -201,7 +201,7 @@ def test_each_answer_is_trained_on_once_and_after_the_prompt_that_generates_it(
     assert answers == [message for message in sample.messages if message.role == "assistant"]
 
 
-def test_ways_to_train_on_several_turns(tool_chat: Sample) -> None:
+def test_turns_split_last_and_whole(tool_chat: Sample) -> None:
     template = Template.load("domyn")
 
     split, last, whole = (template.renderings(tool_chat, turns=turns) for turns in ("split", "last", "whole"))  # type: ignore[arg-type]
@@ -215,7 +215,7 @@ def test_ways_to_train_on_several_turns(tool_chat: Sample) -> None:
     assert [len(text.trained) for text in template.renderings(no_reasoning, turns="last")] == [2]
 
 
-def test_a_conversation_is_divided_into_its_turns(tool_chat: Sample) -> None:
+def test_a_conversation_is_split_into_its_turns(tool_chat: Sample) -> None:
     start, answered = tool_chat.messages, Message(role="assistant", content="Bye.")
     sample = replace(tool_chat, messages=(*start, Message(role="user", content="Thanks."), answered))
 
@@ -247,7 +247,7 @@ def test_a_template_that_keeps_reasoning_is_not_split(tool_chat: Sample) -> None
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-def test_without_marks_the_prompts_say_what_is_trained_on(
+def test_without_marks_the_text_after_each_prompt_is_trained_on(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:
     sample = draw.draw(samples_of())
@@ -262,7 +262,7 @@ def unmarked(template: str) -> Template:
     return made
 
 
-def test_a_template_that_does_not_know_reasoning_is_refused() -> None:
+def test_a_template_without_reasoning_is_refused() -> None:
     source = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     source += "{% if add_generation_prompt %}assistant: {% endif %}"
 
@@ -283,7 +283,7 @@ def rendered_by_transformers(template: str, messages: list[dict[str, Any]], **va
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_packaged_file_alone_takes_messages_as_clients_send_them(template: str, tool_chat: Sample) -> None:
+def test_a_template_file_renders_messages_as_clients_send_them(template: str, tool_chat: Sample) -> None:
     normal = openai_messages(tool_chat.messages)
     sent = json.loads(json.dumps(normal))
     for message in sent:
@@ -314,7 +314,7 @@ def test_a_packaged_file_alone_takes_messages_as_clients_send_them(template: str
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_arguments_that_are_json_text_are_written_as_they_are_or_refused(template: str, tool_chat: Sample) -> None:
+def test_arguments_as_json_text_are_written_verbatim_or_refused(template: str, tool_chat: Sample) -> None:
     normal = openai_messages(tool_chat.messages)
     sent = openai_messages(tool_chat.messages, arguments_as_text=True)
     flat = json.loads(json.dumps(normal))
@@ -340,7 +340,7 @@ FROM_ELSEWHERE = ["cohere", "gemma3", "gptoss", "llama3", "qwen2_5", "qwen3", "q
 
 
 def from_elsewhere(name: str) -> Template:
-    """A published template as TRL has it, most of them without marks."""
+    """A published template, as packaged by TRL; most of them have no marks."""
     (folder,) = getattr(find_spec("trl"), "submodule_search_locations", None) or [pytest.skip("no trl")]
     source = (Path(folder) / "chat_templates" / f"{name}.jinja").read_text()
     return Template(name, source, {"bos_token": "<s>", "eos_token": "</s>"})
@@ -362,7 +362,7 @@ def test_every_answer_without_reasoning_is_trained_on_once(name: str) -> None:
         assert f"assistant {number}" in text and re.search("<[^<]*>$", text) and "user" not in text
 
 
-def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> None:
+def test_an_answer_that_is_rendered_differently_later_gets_a_separate_text() -> None:
     template, sample = from_elsewhere("qwen3"), Sample(id="s", messages=CHAT)
 
     texts = template.renderings(sample)
@@ -376,7 +376,7 @@ def test_an_answer_that_later_texts_show_otherwise_gets_a_text_of_its_own() -> N
 
 
 @pytest.mark.parametrize("template", ["domyn", "olmo3"])
-def test_a_mode_with_reasoning_that_a_sample_lacks_loses_no_answer(template: str) -> None:
+def test_mode_on_without_reasoning_in_the_sample_keeps_all_answers(template: str) -> None:
     sample = Sample(id="s", messages=CHAT, thinking=True)
 
     texts = load(template).renderings(sample)
@@ -390,7 +390,7 @@ def test_a_mode_with_reasoning_that_a_sample_lacks_loses_no_answer(template: str
     assert unmarked(template).renderings(sample) == texts
 
 
-def test_a_template_that_writes_arguments_as_they_are_gets_json_text(tool_chat: Sample) -> None:
+def test_a_template_that_writes_arguments_verbatim_gets_json_text(tool_chat: Sample) -> None:
     tool_chat = replace(tool_chat, tools=(), messages=tuple(replace(m, reasoning=None) for m in tool_chat.messages))
     plain = Template(
         "plain", "{% for m in messages %}{% for c in m['tool_calls'] %}{{ c['function'] }}{% endfor %}{% endfor %}"
@@ -404,7 +404,7 @@ def test_a_template_that_writes_arguments_as_they_are_gets_json_text(tool_chat: 
     assert not any(template.takes_argument_text for template in others)
 
 
-def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
+def test_answers_of_tools_have_the_tools_names() -> None:
     calls = tuple(ToolCall(name=name, id=name) for name in ("first", "second"))
     answers = [Message(role="tool", content=f"of {call.name}", tool_call_id=call.id) for call in calls]
     asked = (Message(role="user", content="a"), Message(role="assistant", tool_calls=calls))
@@ -417,7 +417,7 @@ def test_answers_of_tools_have_the_names_that_some_templates_write() -> None:
     assert Template("names", source).render(Sample(id="s", messages=(*asked, *unnamed))).text == text
 
 
-def test_a_template_that_keeps_reasoning_takes_a_last_turn_without_any() -> None:
+def test_a_template_that_keeps_reasoning_accepts_a_last_turn_without_reasoning() -> None:
     template, turns = from_elsewhere("qwen3_8"), list(CHAT[:4])
     turns[1] = replace(turns[1], reasoning="So.")
     assert not template.drops_reasoning
@@ -454,9 +454,7 @@ CHATML = (
         ),
     ],
 )
-def test_a_template_that_leaves_something_out_is_refused(
-    tool_chat: Sample, source: str, left_out: str, marks: bool
-) -> None:
+def test_a_template_that_omits_a_part_is_refused(tool_chat: Sample, source: str, left_out: str, marks: bool) -> None:
     source = source if marks else re.sub("{% (end)?generation %}", "", source)
     turn = tuple(replace(m, reasoning=None) for m in (tool_chat.messages[0], *tool_chat.messages[3:]))
 
@@ -467,7 +465,7 @@ def test_a_template_that_leaves_something_out_is_refused(
 
 
 @pytest.mark.parametrize("marks", [True, False])
-def test_a_short_trace_that_stands_elsewhere_is_no_written_trace(marks: bool) -> None:
+def test_a_short_trace_that_occurs_elsewhere_does_not_count_as_written(marks: bool) -> None:
     source = CHATML if marks else re.sub("{% (end)?generation %}", "", CHATML)
 
     with pytest.raises(ValueError, match="chat template mine omits reasoning_content"):
@@ -484,7 +482,7 @@ NASTY = st.lists(
 
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
-def test_quoting_changes_no_text_and_finds_all_that_data_spell(
+def test_quoting_keeps_the_text_and_finds_every_token_in_the_data(
     template: str, samples_of: Callable[..., st.SearchStrategy[Sample]], draw: st.DataObject
 ) -> None:
     sample = draw.draw(samples_of(NASTY))
@@ -505,13 +503,13 @@ def test_quoting_changes_no_text_and_finds_all_that_data_spell(
     assert len(quoted.quoted) >= sum(m.content.count("<|im_") for m in said)
 
 
-def test_a_template_survives_pickling(tool_chat: Sample) -> None:
+def test_a_template_can_be_pickled(tool_chat: Sample) -> None:
     template = Template.load("domyn")
 
     assert pickle.loads(pickle.dumps(template)).render(tool_chat) == template.render(tool_chat)
 
 
-def test_the_folder_of_a_tokenizer_gives_its_own_template(tmp_path: Path) -> None:
+def test_a_template_is_loaded_from_a_tokenizer_s_folder(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(
         '{"chat_template": "{{ bos_token }}hi", "bos_token": {"content": "<s>"}}'
     )
@@ -522,8 +520,8 @@ def test_the_folder_of_a_tokenizer_gives_its_own_template(tmp_path: Path) -> Non
     assert Template.load(FOLDER / "olmo3.jinja").render(ask()) == Template.load("olmo3").render(ask())
 
 
-def test_a_file_takes_the_tokens_of_the_tokenizer_config_beside_it(tmp_path: Path) -> None:
-    """Without it `</s>` would be missing after each answer that is trained on."""
+def test_a_file_uses_the_tokens_of_the_tokenizer_config_next_to_it(tmp_path: Path) -> None:
+    """Without the config, `</s>` would be missing after each trained answer."""
     file, config = tmp_path / "own.jinja", tmp_path / "tokenizer_config.json"
     file.write_text("{% for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}")
 
@@ -535,7 +533,7 @@ def test_a_file_takes_the_tokens_of_the_tokenizer_config_beside_it(tmp_path: Pat
     assert Template.load(file).render(ask()).text == "2+2?</s>4</s>"
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_invalid_templates_and_samples_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="did you mean 'olmo3'"):
         Template.load("olmo_3")
     with pytest.raises(ValueError, match="neither a chat_template"):
@@ -557,14 +555,14 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ("{{ 1 % (messages | length - messages | length) }}", "zero: fix the template"),
     ],
 )
-def test_a_template_that_counts_too_far_is_refused_at_once(source: str, said: str) -> None:
+def test_a_template_with_a_huge_range_is_refused_at_once(source: str, said: str) -> None:
     sample = Sample(source="made", id="a", messages=(Message(role="user", content="question"),))
 
     with pytest.raises(ValueError, match=f"sample a: chat template mine: .*{said}"):
         Template("mine", source).render(sample)
 
 
-def test_the_last_turn_begins_after_the_last_user_message() -> None:
+def test_the_last_turn_starts_after_the_last_user_message() -> None:
     messages = [Message(role=role, content=f"{role} {turn}") for turn in (1, 2) for role in ("user", "assistant")]
 
     assert [message.content for message in last_turn(messages)] == ["assistant 2"]
@@ -608,7 +606,7 @@ def test_tokens_that_end_an_answer(template: str | None, listed: str | list[str]
         assert found == end_tokens(tokenizer, Template("other", template), generation)
 
 
-def test_what_ends_a_turn() -> None:
+def test_the_closing_text_of_a_turn() -> None:
     ends = {name: load(name).closing.strip() for name in TEMPLATES}
 
     assert ends == dict.fromkeys(TEMPLATES, "<|im_end|>") | {"llama_nemotron": "<|eot_id|>"}
@@ -619,11 +617,11 @@ PARTS_ONLY = """{% for message in messages %}<|im_start|>{{ message.role }}
 {% endfor %}"""
 
 
-def test_a_template_that_writes_no_text_says_nothing_of_the_end_of_a_turn() -> None:
+def test_a_template_that_writes_no_text_has_no_closing() -> None:
     assert Template("parts", PARTS_ONLY).closing == ""
 
 
-def test_a_template_that_refuses_conversations_refuses_a_sample_by_its_name() -> None:
+def test_a_template_that_refuses_a_sample_names_it() -> None:
     once = "{% if messages | length > 2 %}{{ raise_exception('one turn') }}{% endif %}"
     template = Template("one", once + CHATML + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 

@@ -1,4 +1,4 @@
-"""Tool calls in text: what the templates write is read back, and nothing that a model writes raises."""
+"""Tool calls in text: everything that templates write is parsed, and no model output raises an error."""
 
 import json
 from typing import Any, cast
@@ -58,7 +58,7 @@ WRITTEN: dict[Style, str] = {
 CALL = ToolCall(name="book_room", arguments={"guest": "Ada", "nights": 2})
 
 characters = st.characters(exclude_categories=("Cs", "Cn"))
-# What an XML-style value cannot hold is its own end.
+# An XML-style value cannot contain its closing tag.
 texts = st.text(characters, max_size=30).filter(lambda text: "</parameter>" not in text)
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 nested = st.recursive(
@@ -88,7 +88,7 @@ calls = st.lists(
 
 @pytest.mark.parametrize("style", names())
 @given(made=calls, content=st.sampled_from(["", "I book it.", "Two\n\nlines <b> & more"]))
-def test_what_a_template_writes_is_read_back(style: str, made: list[ToolCall], content: str) -> None:
+def test_calls_written_by_templates_are_parsed(style: str, made: list[ToolCall], content: str) -> None:
     template = Template.load(style)
     answer = Message(role="assistant", content=content, tool_calls=tuple(made))
     sample = Sample(id="0", messages=(Message(role="user", content="A room?"), answer), tools=TOOLS, thinking=False)
@@ -112,7 +112,7 @@ any_name = st.sampled_from(["$filter", "file name", "srv:list/items", "a>b", "a=
 
 @pytest.mark.parametrize("style", names())
 @given(name=any_name, keys=st.lists(any_name, max_size=3, unique=True), value=texts | st.just("None"))
-def test_any_name_is_read_back(style: str, name: str, keys: list[str], value: str) -> None:
+def test_any_name_of_a_parameter_is_parsed(style: str, name: str, keys: list[str], value: str) -> None:
     kinds = [{"$ref": "#/$defs/text"}, {"$ref": "#/$defs/list"}, {"type": ["boolean", "null"]}]
     parameters = {
         "type": "object",
@@ -134,7 +134,7 @@ def test_any_name_is_read_back(style: str, name: str, keys: list[str], value: st
 
 @pytest.mark.parametrize("name", ["$filter", "file name", "srv:list/items"])
 @pytest.mark.parametrize("style", ["nemotron3_nano", "olmo3"])
-def test_a_name_that_is_not_declared_is_read(style: Style, name: str) -> None:
+def test_an_undeclared_name_is_parsed(style: Style, name: str) -> None:
     texts: dict[str, str] = {
         "nemotron3_nano": f"<tool_call><function={name}><parameter={name}>\n1\n</parameter></function></tool_call>",
         "olmo3": f'<function_calls>{name}({name}="1")</function_calls>',
@@ -157,7 +157,7 @@ def test_a_name_that_is_not_declared_is_read(style: Style, name: str) -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "None", None),
     ],
 )
-def test_an_xml_value_is_read_as_the_whole_schema_says(schema: dict[str, Any], written: str, value: Any) -> None:
+def test_an_xml_value_is_decoded_by_the_whole_schema(schema: dict[str, Any], written: str, value: Any) -> None:
     defs = {"size": {"enum": ["large", "5"]}, "flag": {"type": "boolean"}}
     parameters = {"type": "object", "properties": {"value": schema}, "$defs": defs}
     tools = check_tools([{"name": "f", "parameters": parameters}], "tools")
@@ -176,7 +176,7 @@ def test_each_style(style: Style) -> None:
     assert (parsed.answer, parsed.calls, parsed.problems) == ("Well.", (CALL,), ())
 
 
-def test_a_style_does_not_read_anothers_tags() -> None:
+def test_a_style_ignores_the_tags_of_other_styles() -> None:
     parsed = parse_tool_calls(WRITTEN["llama_nemotron"], "olmo3", TOOLS)
 
     assert not parsed.calls and not parsed.problems and parsed.answer == WRITTEN["llama_nemotron"]
@@ -195,13 +195,13 @@ def test_an_xml_value_keeps_its_white_space(value: str) -> None:
     assert parse_tool_calls(text, tools=TOOLS).calls == (ToolCall(name="book_room", arguments={"guest": value}),)
 
 
-def test_a_broken_call_ends_at_its_own_end() -> None:
+def test_a_malformed_call_ends_at_its_closing_tag() -> None:
     text = '<tool_call>{"name": "a", "arguments": {"b": "</tool_call>x"},}</tool_call>after'
 
     assert parse_tool_calls(text).answer == "after"
 
 
-def test_calls_around_a_broken_one_are_read() -> None:
+def test_calls_around_a_malformed_one_are_parsed() -> None:
     broken = HERMES.replace('"guest":', "guest:")
     parsed = parse_tool_calls(f"a{HERMES}b{broken}c{HERMES}", "hermes")
 
@@ -229,7 +229,7 @@ def test_calls_around_a_broken_one_are_read() -> None:
         ("<function_calls>a(1)</function_calls>", "="),
     ],
 )
-def test_a_broken_call_is_a_problem(written: str, problem: str) -> None:
+def test_a_malformed_call_is_a_problem(written: str, problem: str) -> None:
     parsed = parse_tool_calls(written)
 
     assert not parsed.calls
@@ -252,7 +252,7 @@ pieces = st.sampled_from(
 @example(text="<tool_call><function=a><parameter=b>" * 20_000, style="any")
 @example(text="<function_calls>a(" * 50_000, style="olmo3")
 @example(text="<tool_call>" + " " * 500_000, style="any")
-def test_any_text_is_read(text: str, style: Style) -> None:
+def test_any_text_can_be_parsed(text: str, style: Style) -> None:
     parsed = parse_tool_calls(text, style, TOOLS)
 
     assert len(parsed.calls) <= MAX_CALLS
@@ -284,13 +284,13 @@ json_values = st.recursive(
         st.fixed_dictionaries({"function": st.fixed_dictionaries({"name": json_values, "arguments": json_values})})
     )
 )
-def test_any_structure_is_read(given: Any) -> None:
+def test_any_structure_can_be_parsed(given: Any) -> None:
     parsed = read_openai_calls(given)
 
     assert all(isinstance(call.name, str) for call in parsed.calls)
 
 
-def test_the_engines_calls_come_first_and_the_reasoning_never_counts() -> None:
+def test_the_engine_s_calls_have_priority_and_reasoning_is_ignored() -> None:
     thought = parse_response(f"<think>{HERMES}</think>Hello")
     given = Response(text="", answer=HERMES, tool_calls=(ToolCall(name="ring", id="7"),))
 
@@ -308,7 +308,7 @@ def test_the_engines_calls_come_first_and_the_reasoning_never_counts() -> None:
         (ToolCall(name="book_room", arguments={"guest": "a", "bed": "round"}), "bed"),
     ],
 )
-def test_calls_against_declared_tools(call: ToolCall, problem: str) -> None:
+def test_calls_are_checked_against_declared_tools(call: ToolCall, problem: str) -> None:
     found = call_problem(call, TOOLS)
 
     assert problem in found and bool(found) == bool(problem)
@@ -323,12 +323,12 @@ def test_a_schemas_pattern_cannot_hang(slow: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("tools", ["f", [{}], [{"function": {"name": "f", "parameters": {"type": "text"}}}], [3]])
-def test_tools_that_are_none(tools: Any) -> None:
+def test_invalid_tools_are_refused(tools: Any) -> None:
     with pytest.raises(ValueError, match=r"reference\.tools"):
         check_tools(tools, "reference.tools")
 
 
-def test_an_unknown_style() -> None:
+def test_an_unknown_style_is_refused() -> None:
     with pytest.raises(ValueError, match="hermes"):
         parse_tool_calls("", cast(Style, "harmes"))
 

@@ -194,10 +194,10 @@ def test_validation_packs_require_the_same_length_in_all_phases(tmp_path: Path) 
 )
 def test_rows_of_many_samples_require_a_microbatch_of_one_even_before_they_exist(place: str, data: object) -> None:
     flags = {"seq_length": 64, "global_batch_size": 4, "micro_batch_size": 2}
-    sections = {"data": data} if place == "run" else {"phases": {"packs": {"tokens": 25600, "data": data}}}
-    with pytest.raises(ValueError, match=r"data\.(packed|mixed_lengths): set megatron\.micro_batch_size=1"):
-        check_settings({**sections, "megatron": flags})
-    check_settings({**sections, "megatron": {**flags, "micro_batch_size": 1}})
+    asked = {"data": data} if place == "run" else {"phases": {"packs": {"tokens": 25600, "data": data}}}
+    with pytest.raises(ValueError, match=r"data\.(packed|mixed_lengths) requires megatron\.micro_batch_size=1"):
+        check_settings({**asked, "megatron": flags})
+    check_settings({**asked, "megatron": {**flags, "micro_batch_size": 1}})
 
 
 def test_a_phase_can_name_its_data() -> None:

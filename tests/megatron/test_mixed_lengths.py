@@ -56,7 +56,7 @@ def config_with(**mixed: object) -> dict[str, Any]:
         ({"short": 16}, "'short_share' is missing"),
         ({"short": 16, "short_shar": 0.5}, "did you mean 'short_share'"),
         ({"short": 24, "short_share": 0.5}, "short=24 must divide megatron.seq_length=64"),
-        ({"short": 64, "short_share": 0.5}, "several sequences"),
+        ({"short": 64, "short_share": 0.5}, "and be smaller"),
         ({"short": 16, "short_share": 1.5}, "short_share=1.5"),
         ({"short": 16, "short_share": 0.5, "rows_together": 0}, "rows_together=0"),
         ({"short": 16, "short_share": 0.5, "micro": 2}, "micro_batch_size=1"),

@@ -288,7 +288,7 @@ def test_packs_of_two_tokenizers_do_not_blend(megatron: None, tmp_path: Path) ->
         write_packed(prefix, [file], settings, vocab_size=257, tokenizer_identity=name, progress=False)
 
     assert all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packs")])  # of one it is not known
-    with pytest.raises(ValueError, match="packs of different tokenizers: a model has one"):
+    with pytest.raises(ValueError, match="packed with different tokenizers"):
         all_packed([str(tmp_path / "packsbyte-257"), str(tmp_path / "packsother")])
 
 

@@ -1,4 +1,4 @@
-"""`nemo-ext mixture`: runs in shards, the optimum, its data file and report; real small runs where marked slow."""
+"""`nemo-ext mixture`: runs in shards, the optimum, its data file and report."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ EVALUATE = "evaluate=suite=quick evaluate.benchmarks=[python_bits,docstring_bits
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the standard library, which benchmarks are made of: each check would look through all of it."""
+    """Limit the modules of the standard library from which benchmarks are made, since each check reads all of them."""
     names = ("argparse", "difflib", "doctest", "heapq", "pickletools", "statistics", "tarfile", "threading")
     monkeypatch.setattr(sources, "_in_random_order", lambda folder, seed: tuple(folder / f"{n}.py" for n in names))
 
@@ -48,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(data: Path, tmp_path: Path) -> Callable[..., list[str]]:
-    """Words of the job, with more of its own."""
+    """Arguments of the job, followed by further ones."""
 
     both = "[{name: web, weight: 1}, {name: code, weight: 1}]"
 
@@ -63,7 +63,7 @@ def words(data: Path, tmp_path: Path) -> Callable[..., list[str]]:
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of runs, whose losses are computed by laws in place of training."""
+    """Names of the started runs; their losses are computed by laws instead of training."""
     names: list[str] = []
 
     def run(given: Sequence[str], *, dry_run: bool) -> int:
@@ -133,7 +133,7 @@ def test_a_run_trains_with_its_mixture(
     assert [Path(each["prefix"]) for each in streams] == [data / "web", data / "code"]
 
 
-def test_shards_share_the_runs_and_the_first_ends_the_work(
+def test_shards_divide_the_runs_and_the_first_finishes_the_job(
     words: Callable[..., list[str]], ran: list[str], tmp_path: Path
 ) -> None:
     job.run(compose("mixture", words("mixture.runs=5", "shard=0/2")))
@@ -146,7 +146,7 @@ def test_shards_share_the_runs_and_the_first_ends_the_work(
     assert (tmp_path / "mix" / "mixture.json").exists()
 
 
-def test_a_second_run_does_what_is_new(words: Callable[..., list[str]], ran: list[str], tmp_path: Path) -> None:
+def test_a_second_run_does_only_new_work(words: Callable[..., list[str]], ran: list[str], tmp_path: Path) -> None:
     job.run(compose("mixture", words("mixture.runs=6")))
     before = len(ran)
 
@@ -158,7 +158,7 @@ def test_a_second_run_does_what_is_new(words: Callable[..., list[str]], ran: lis
     assert json.loads((tmp_path / "mix" / "mixture.json").read_text())["mixture"]["code"] >= 0.6
     job.run(compose("mixture", words("mixture.runs=8", "mixture.seed=7")))
     assert len(ran) == before + 4, (
-        "what is there stays, whatever is asked of new samples; the optimum is that of kl=0.05"
+        "existing samples are kept with another seed; the only new run is the optimum for kl=0.05"
     )
     with pytest.raises(ValueError, match=r"was begun with other settings .*tokens: 20480 -> 40960"):
         job.run(compose("mixture", words(tokens="4e4")))
@@ -166,7 +166,7 @@ def test_a_second_run_does_what_is_new(words: Callable[..., list[str]], ran: lis
         job.run(compose("mixture", words(streams="[{name: code, weight: 1}, {name: web, weight: 1}]")))
 
 
-def test_other_benchmarks_are_asked_of_the_models_that_are_there(
+def test_other_benchmarks_are_evaluated_on_existing_models(
     words: Callable[..., list[str]], ran: list[str], tmp_path: Path
 ) -> None:
     job.run(compose("mixture", words("mixture.runs=4")))
@@ -181,7 +181,7 @@ def test_other_benchmarks_are_asked_of_the_models_that_are_there(
     assert file["stages"]["train"]["words"][-1].startswith("streams=")
 
 
-def test_answers_that_are_missing_are_no_loss(words: Callable[..., list[str]], ran: list[str], tmp_path: Path) -> None:
+def test_missing_answers_are_an_error(words: Callable[..., list[str]], ran: list[str], tmp_path: Path) -> None:
     job.run(compose("mixture", words("mixture.runs=2", "shard=0/2")))
     (results,) = (tmp_path / "mix" / "runs" / "sample_002").glob("evaluate_*/results.json")
     found = json.loads(results.read_text())
@@ -193,7 +193,7 @@ def test_answers_that_are_missing_are_no_loss(words: Callable[..., list[str]], r
             job.run(compose("mixture", words("mixture.runs=2", "shard=0/2")))
 
 
-def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_ends_the_job(words: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for code, error in ((FAILED, SystemExit), (USER_ERROR, ValueError), (INTERRUPTED, KeyboardInterrupt)):
         monkeypatch.setattr(job, "run_pipeline", lambda given, *, dry_run, code=code: code)
 
@@ -207,7 +207,7 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
         (["mixture.at_most.cod=0.1"], r"mixture\.at_most: no stream 'cod': .*'code'"),
         (
             ["mixture.at_least.code=0.6", "mixture.tokens=1e6"],
-            r"mixture\.at_least\.code=0\.6: at most 0\.0\d+ of 1,000,000",
+            r"mixture\.at_least\.code=0\.6: its share of 1,000,000 tokens can be at most 0\.0\d+",
         ),
         (["mixture.tokens=1e6"], r"at most 0\.\d+ together cannot sum to 1"),
         (["mixture.strengths=[0,1]"], r"mixture\.strengths\.0=0"),
@@ -225,13 +225,13 @@ def test_a_run_that_does_not_end_ends_the_job(words: Callable[..., list[str]], m
         (["train=model=olmo3_tiny scale=laptop data=mock"], "train: no streams to mix"),
         (
             ["train=model=olmo3_tiny scale=laptop data=local_text data_root=/nowhere"],
-            "_train.idx is not there; `nemo-ext",
+            "_train.idx does not exist: tokenise the stream",
         ),
         (["train=model=olmo3_tiny scale=laptop launcher.nodes=2 data=local_text"], r"train: launcher\.nodes=2"),
         (["train=model=olmo3_tony"], "train: .*olmo3_tony"),
     ],
 )
-def test_mistakes_are_found_before_the_first_run(
+def test_invalid_settings_are_refused_before_the_first_run(
     words: Callable[..., list[str]], ran: list[str], more: list[str], message: str
 ) -> None:
     kept = [word for word in words() if word.partition("=")[0] not in {each.partition("=")[0] for each in more}]

@@ -1,4 +1,4 @@
-"""Laws of losses by shares, and optima against every mixture of a grid."""
+"""Laws of losses by shares, and optima compared with every mixture on a grid."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.special import rel_entr
 
-from nemo_ext.mixture.law import Law, fit, foreseen, optimum
+from nemo_ext.mixture.law import Law, cross_validate, fit, optimum
 from nemo_ext.mixture.sampling import sample
 
 CENTRE = np.array([0.6, 0.25, 0.1, 0.05])
@@ -19,7 +19,7 @@ SHARES = np.stack(sample(24, CENTRE, strengths=(0.5, 5), least=0.002, most=np.on
 
 
 @pytest.mark.parametrize("law", TRUE)
-def test_a_law_is_found_again_under_noise_and_one_broken_run(law: Law) -> None:
+def test_a_law_is_recovered_under_noise_and_one_outlier(law: Law) -> None:
     values = law.at(SHARES) + np.random.default_rng(0).normal(0, 0.003, len(SHARES))
     values[5] += 1.0
 
@@ -30,10 +30,10 @@ def test_a_law_is_found_again_under_noise_and_one_broken_run(law: Law) -> None:
     assert np.sqrt(np.mean((found.at(others) - law.at(others)) ** 2)) < 0.01
 
 
-def test_quality_is_of_runs_that_the_law_has_not_seen() -> None:
+def test_quality_is_measured_on_held_out_runs() -> None:
     noise = np.random.default_rng(0).normal(1, 0.1, len(SHARES))
 
-    real, chance = foreseen(SHARES, TRUE[0].at(SHARES)), foreseen(SHARES, noise)
+    real, chance = cross_validate(SHARES, TRUE[0].at(SHARES)), cross_validate(SHARES, noise)
 
     assert real.error < 0.05 * real.spread
     assert real.rank > 0.99
@@ -46,7 +46,7 @@ def test_quality_is_of_runs_that_the_law_has_not_seen() -> None:
     ("lowest", "highest"),
     [([0, 0, 0, 0], [1, 1, 1, 1]), ([0, 0, 0.2, 0], [1, 0.3, 1, 0.1]), ([0.5, 0, 0, 0], [0.8, 0.2, 0.2, 0.06])],
 )
-def test_no_mixture_of_a_grid_is_better(kl: float, lowest: list[float], highest: list[float]) -> None:
+def test_no_mixture_on_a_grid_is_better(kl: float, lowest: list[float], highest: list[float]) -> None:
     low, high, weights = np.array(lowest, float), np.array(highest, float), np.array([0.5, 0.3, 0.2])
 
     found = optimum(TRUE, weights, CENTRE, kl=kl, lowest=low, highest=high, least=0.0)
@@ -64,7 +64,7 @@ def test_no_mixture_of_a_grid_is_better(kl: float, lowest: list[float], highest:
     assert goal(found) <= goal(grid).min() + 1e-9
 
 
-def test_small_shares_are_left_out_and_the_rest_is_an_optimum_again() -> None:
+def test_small_shares_are_excluded_and_the_rest_is_optimal() -> None:
     weights, low, high = np.ones(3) / 3, np.zeros(4), np.ones(4)
     free = optimum(TRUE, weights, CENTRE, kl=0.5, lowest=low, highest=high, least=0.0)
     assert 0.01 < 1.01 * free.min() < sorted(free)[1]
@@ -76,6 +76,6 @@ def test_small_shares_are_left_out_and_the_rest_is_an_optimum_again() -> None:
     assert found.min() == 0
 
 
-def test_limits_that_cannot_be_met() -> None:
+def test_contradictory_limits_are_refused() -> None:
     with pytest.raises(ValueError, match=r"at most 0\.8 together"):
         optimum(TRUE, np.ones(3) / 3, CENTRE, kl=0.05, lowest=np.zeros(4), highest=np.full(4, 0.2), least=0.0)

@@ -1,4 +1,4 @@
-"""Sampled mixtures: those of a number stay when more are drawn, and none reads a stream too often."""
+"""Sampled mixtures: a larger number keeps the earlier mixtures, and no stream is read too often."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,7 @@ PRIOR = np.array([0.7, 0.2, 0.1])
 OPEN = np.ones(3)
 
 
-def test_more_of_them_begin_with_the_same_ones() -> None:
+def test_more_mixtures_start_with_the_same_ones() -> None:
     few, many = (sample(n, PRIOR, strengths=(0.1, 5), least=0.002, most=OPEN, seed=1) for n in (5, 40))
 
     assert len(many) == 41
@@ -35,6 +35,6 @@ def test_no_stream_is_read_too_often() -> None:
     assert max(one[2] for one in found) <= 0.12
 
 
-def test_where_there_are_no_more() -> None:
-    with pytest.raises(ValueError, match=r"no mixture 1 that is new.*mixture\.repeats"):
+def test_an_exhausted_set_of_mixtures_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"no new mixture 1.*mixture\.repeats"):
         sample(1, PRIOR, strengths=(1, 5), least=0.002, most=np.full(3, 0.2), seed=1)

@@ -149,7 +149,7 @@ def test_conversations_that_a_template_cannot_render_are_reported(
 def test_reasoning_on_one_side_is_refused_where_the_prompt_opens_a_trace(jsonl: Callable[..., Path]) -> None:
     path = jsonl("pairs.jsonl", [pair(said("assistant", "4", reasoning_content="hm"), said("assistant", "5"))])
 
-    with pytest.raises(ValueError, match="begins an answer otherwise than its prompt ends"):
+    with pytest.raises(ValueError, match="does not start answers with its generation prompt"):
         read_pairs(path, Prompts.load("nemotron3_nano"))
 
 

@@ -146,7 +146,7 @@ def test_rollouts_of_other_tasks_are_an_error(tmp_path: Path) -> None:
     curricula.begin(Change(step=2, drawn=4, why="2 steps", checkpoint="checkpoint-2"))
     (curricula.of_number(1) / ROLLOUTS).write_text('{"id": "other", "reward": 1.0}\n')
 
-    with pytest.raises(ValueError, match="no id of the 12 prompts is among"):
+    with pytest.raises(ValueError, match="none of the 12 prompts has an id that is in the profile"):
         curricula.make(1)
     assert curricula.result(1) is None
 

@@ -1,4 +1,4 @@
-"""Conversion of the config's blend to Megatron's data arguments."""
+"""Conversion of a config's blend to Megatron's data arguments."""
 
 import math
 from collections import ChainMap
@@ -19,11 +19,11 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
     """Return the `data` section with its blend as a flat list of `streams`.
 
     Args:
-        data: A `data` section; one with `streams` stays as it is, without what only a blend's plan reads.
-        shares: Weights of the streams; without them all are 1, which is enough for tokenising.
+        data: A `data` section. If it already has `streams`, only the limits for planning are removed.
+        shares: Weights of the streams; None for equal weights, which are enough for tokenising.
 
     Raises:
-        ValueError: The blend is wrong.
+        ValueError: The blend is invalid.
     """
     rest = {key: value for key, value in data.items() if key not in ("blend", *LIMITS)}
     if data.get("blend") is None:
@@ -38,14 +38,15 @@ def flattened(data: Mapping[str, Any], shares: Mapping[str, float] | None = None
 
 
 def tokens_of_run(config: Mapping[str, Any]) -> int | None:
-    """Number of tokens that a training run reads from `data`, or None if the config does not say.
+    """Number of tokens that a training run reads from `data`; None if the config does not determine it.
 
-    Steps x batch x length, else `train.tokens`; if phases have data of their own, the sum over the others.
+    Steps x batch size x sequence length, else `train.tokens`. If some phases have separate data, the sum over the other
+    phases.
     """
     phases = [phase for phase in (config.get("phases") or {}).values() if isinstance(phase, Mapping)]
     if any(phase.get("data") is not None for phase in phases):
         tokens = [phase.get("tokens") for phase in phases if phase.get("data") is None]
-        return round(sum(float(each) for each in tokens if isinstance(each, int | float))) or None
+        return round(sum(float(number) for number in tokens if isinstance(number, int | float))) or None
     megatron = config.get("megatron") or {}
     sizes = [megatron.get(key) for key in ("train_iters", "global_batch_size", "seq_length")]
     if all(sizes):
@@ -56,23 +57,24 @@ def tokens_of_run(config: Mapping[str, Any]) -> int | None:
 
 
 def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The flat blend that is planned for a run, as its section `data`, and Megatron's data and tokenizer arguments.
+    """Plan the blend of a run: its `data` section as a flat blend, and Megatron's data and tokenizer arguments.
 
-    Those that the user set are left out. Streams that will be read more often than `max_epochs` are warned of.
+    Arguments that the user has set are not returned. Streams that will be read more than `max_epochs` times cause a
+    warning.
 
     Args:
         config: resolved config of a training run.
-        tokens: number of tokens read from this blend; None: those of the whole run.
+        tokens: number of tokens read from this blend; None for the tokens of the whole run.
 
     Raises:
-        ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is wrong
-            (see `plan_blend`), the share for validation is 0, or see `check_vocabulary`.
+        ValueError: a stream without source has no tokenised files or files of another tokenizer, the blend is invalid
+            (see `plan_blend`), the share for validation is 0, or the vocabulary is (see `check_vocabulary`).
     """
     data, megatron = config["data"], ChainMap[str, Any]({}, config["megatron"])
     tokenizer = load_tokenizer(data["tokenizer"])
     for leaf in read_tree(data).leaves():
         if leaf.source is not None and data.get("validation_share") == 0:
-            raise ValueError(f"data.validation_share=0: {leaf.name} would have nothing to validate on: set it above 0")
+            raise ValueError(f"data.validation_share=0: {leaf.name} would have no validation data: set it above 0")
         if leaf.source is None:
             for split in ("train", "valid"):
                 missing = Path(f"{leaf.prefix}_{split}.idx")
@@ -95,13 +97,13 @@ def planned(config: Mapping[str, Any], *, tokens: int | None = None) -> tuple[di
 
 
 def shares_of(words: Sequence[object]) -> dict[str, float]:
-    """Shares of a blend by prefix; they sum to one.
+    """Shares of a blend by prefix, with sum 1.
 
     Args:
         words: Megatron's list: weight, prefix, weight, prefix, ..., or one prefix.
 
     Raises:
-        ValueError: there are several prefixes without weights, whose shares Megatron takes from their sizes.
+        ValueError: there are several prefixes without weights, for which Megatron computes shares from the sizes.
     """
     words = [words] if isinstance(words, str) else words
     if len(words) == 1:
@@ -112,13 +114,13 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
             shares[str(prefix)] = shares.get(str(prefix), 0.0) + float(str(weight))
     except ValueError:
         raise ValueError(
-            f"train_data_path={list(words)}: a run with phases wants a weight before each prefix"
+            f"train_data_path={list(words)}: a run with phases requires a weight before each prefix"
         ) from None
     return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
-    """Refuses files of another tokenizer by their manifest; files made elsewhere have none and pass."""
+    """Refuse files of another tokenizer, by their manifest; files made elsewhere do not have one and are accepted."""
     if not Path(f"{leaf.prefix}.json").is_file():
         return
     manifest = read_manifest(leaf.prefix)
@@ -130,14 +132,14 @@ def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:
 
 
 def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | None:
-    """One line on the streams that Megatron orders anew in a resumed run; None if all keep their order.
+    """Warning about streams whose order differs from the order before the run was resumed; None if none differs.
 
-    Megatron's GPTDataset shuffles all epochs of a run together, so a run that reads a different number of epochs of a
-    stream has a different order of all of them. Packs, mixed lengths and phases keep their order.
+    Megatron's GPTDataset shuffles all epochs of a run together, so the order of a stream depends on the number of its
+    epochs. Packs, mixed lengths and phases keep their order.
 
     Args:
-        before: config that the run was started with, its data arguments filled in.
-        config: config that it is resumed with.
+        before: config with which the run was started, with data arguments.
+        config: config with which the run is resumed.
     """
     old, new = _epochs(before), _epochs(config)
     changed = [
@@ -148,15 +150,16 @@ def other_order(before: Mapping[str, Any], config: Mapping[str, Any]) -> str | N
     if not changed:
         return None
     return (
-        f"other epochs than when this run began, so that Megatron orders streams anew: {some_of(changed)}. Sequences "
-        "that were read may come again and others not at all; a run in phases keeps its order (docs/phases.md)"
+        f"the number of epochs differs from the start of this run, so Megatron shuffles these streams differently: "
+        f"{some_of(changed)}. Some sequences may be read again and others never; a run in phases keeps its order "
+        "(docs/phases.md)"
     )
 
 
 def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool]]]:
-    """Epochs of each training stream, and what determines Megatron's order of it.
+    """Number of epochs of each training stream, and the values on which Megatron's order of it depends.
 
-    The latter is the number of epochs begun, and whether the last is shuffled by itself
+    These are the number of epochs begun, and whether the last one is shuffled separately
     (megatron/core/datasets/gpt_dataset.py, `_build_document_sample_shuffle_indices`).
     """
     megatron = config["megatron"]
@@ -167,18 +170,18 @@ def _epochs(config: Mapping[str, Any]) -> dict[str, tuple[float, tuple[int, bool
     try:
         shares = shares_of(words)
     except ValueError:
-        return {}  # Megatron takes the shares from the sizes
-    found = {}
+        return {}  # Megatron computes the shares from the sizes
+    epochs = {}
     for prefix, share in shares.items():
         if not Path(f"{prefix}.idx").is_file() or is_packed(prefix):
             continue
         tokens, sequences = indexed_tokens(Path(f"{prefix}.idx")), int(steps) * int(batch)
         read = sequences * int(length) * share / tokens
         if len(shares) > 1:
-            # Megatron's builder of blends takes half a percent more of each stream (`mid_level_dataset_surplus`).
+            # Megatron's blended dataset takes half a percent more of each stream (`mid_level_dataset_surplus`).
             sequences = math.ceil(math.ceil(sequences * share) * 1.005)
-        found[prefix] = read, _order(sequences, int(length), tokens)
-    return found
+        epochs[prefix] = read, _order(sequences, int(length), tokens)
+    return epochs
 
 
 def _order(sequences: int, length: int, tokens: int) -> tuple[int, bool]:

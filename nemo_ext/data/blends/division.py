@@ -1,6 +1,6 @@
-"""Division of a blend's tokens down its tree: the rules of groups, and caps.
+"""Division of a run's tokens among the streams of a blend's tree, by the groups' rules and within caps.
 
-Shares are exact fractions, so those of a blend sum to one however deep it is.
+Shares are exact fractions, so the shares of a blend sum to 1 however deep it is.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,34 +11,34 @@ from nemo_ext.data.blends.sizes import Size
 
 
 def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None) -> dict[str, Fraction]:
-    """Share of the tokens of each stream, by name; the shares sum to one.
+    """Share of each stream in the tokens, by name, with sum 1.
 
     A group's tokens are divided by its rule: `shares` in proportion to the children's shares; `epochs` in proportion to
     epochs x size; `temperature` to size^alpha (Conneau et al. 2020, section 3.1, on sentences; here on tokens); `tiers`
-    gives each tier its share, and what is left to the other tiers in proportion to children x decay^k, where k counts
-    those tiers from zero: each of their children gets `decay` times what a child of the tier above gets.
+    gives tiers with a share their share, and the remainder to the other tiers in proportion to children x decay^k,
+    where k counts these tiers from 0, so that a child gets `decay` times as much as a child of the tier above.
 
-    A child that would get more than its cap gets the cap, and the excess goes to its siblings in proportion to what
-    they have, until none exceeds its cap. A group can take no more than its children together, so where all of them
-    are capped the excess goes to the group's siblings.
+    A child that would exceed its cap gets the cap, and the excess goes to its siblings in proportion to their parts,
+    until no child exceeds its cap. A group is limited to the sum of its children's limits: if all children are capped,
+    the excess goes to the group's siblings.
 
     Args:
         root: The tree.
-        sizes: Sizes of streams, by name; those that rules and caps need must be there.
-        tokens: Number of tokens of the run; only caps need it.
+        sizes: Sizes of streams, by name; required for streams under rules and caps that depend on sizes.
+        tokens: Number of tokens of the run; required only for caps.
 
     Raises:
-        ValueError: A rule or cap needs a size, or caps need `tokens`; or the caps together are below `tokens`.
+        ValueError: A size or `tokens` is required but missing, or the caps together are below `tokens`.
     """
     capped = _first_cap(root)
     if capped and tokens is None:
-        raise ValueError(f"{capped}: cap_epochs needs the number of tokens of the run: give tokens=...")
+        raise ValueError(f"{capped}: cap_epochs requires the number of tokens of the run: set tokens=...")
     budget = Fraction(tokens) if tokens is not None and capped else Fraction(1)
     most = _capacity(root, sizes)
     if most is not None and most < budget:
         raise ValueError(
-            f"the blend's caps allow {int(most):,} tokens, the run takes {tokens:,}: raise cap_epochs, add streams, or "
-            "train on fewer tokens"
+            f"the blend's caps allow {int(most):,} tokens, but the run reads {tokens:,}: raise cap_epochs, add streams "
+            "or train on fewer tokens"
         )
     shares: dict[str, Fraction] = {}
     _allot(root, budget, sizes, shares)
@@ -46,20 +46,20 @@ def divide(root: Group, sizes: Mapping[str, Size], *, tokens: int | None = None)
 
 
 def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
-    """Parts that the group's rule alone gives its children, without caps; they sum to one.
+    """Parts of the children by the group's rule, ignoring caps, with sum 1.
 
     Raises:
-        ValueError: The rule needs a size that is not known.
+        ValueError: The rule requires a size that is unknown.
     """
     if group.by == "tiers":
         return _tiers(group)
     if group.by == "shares":
-        parts = [_given(child) for child in group.children]
+        parts = [_amount(child) for child in group.children]
     else:
         why = f"its group divides by {group.by}"
         measured = [Fraction(tokens_in(child, sizes, why=why)) for child in group.children]
         if group.by == "epochs":
-            parts = [_given(child) * size for child, size in zip(group.children, measured, strict=True)]
+            parts = [_amount(child) * size for child, size in zip(group.children, measured, strict=True)]
         else:
             assert group.setting is not None
             most, alpha = max(measured), float(group.setting)
@@ -68,30 +68,30 @@ def proportions(group: Group, sizes: Mapping[str, Size]) -> list[Fraction]:
 
 
 def tokens_in(node: Node, sizes: Mapping[str, Size], *, why: str) -> int:
-    """Size of a node in tokens: that of its stream, or of all its streams together.
+    """Size of a node in tokens: the total of its streams.
 
     Raises:
-        ValueError: A size is not known; the message says `why` it is needed.
+        ValueError: A size is unknown; the message includes `why` it is needed.
     """
     for leaf in node.leaves():
         if leaf.name not in sizes:
             raise ValueError(
-                f"{leaf.where}: the size of {leaf.name} is needed, because {why}, but there is no "
-                f"{leaf.prefix}_train.idx: tokenise it first (`nemo-ext tokenize`), or give `tokens` to plan with"
+                f"{leaf.where}: the size of {leaf.name} is needed, because {why}, but {leaf.prefix}_train.idx does not "
+                "exist: tokenise the stream first (`nemo-ext tokenize`), or give `tokens` as its assumed size"
             )
     return sum(sizes[leaf.name].tokens for leaf in node.leaves())
 
 
 def _tiers(group: Group) -> list[Fraction]:
     assert group.setting is not None
-    left = 1 - sum(child.amount for child in group.children if child.amount is not None)
+    rest = 1 - sum(child.amount for child in group.children if child.amount is not None)
     decaying = [child for child in group.children if child.amount is None]
     weights = _scaled([max(1, len(child.children)) * group.setting**number for number, child in enumerate(decaying)])
     parts = iter(weights)
-    return [left * next(parts) if child.amount is None else child.amount for child in group.children]
+    return [rest * next(parts) if child.amount is None else child.amount for child in group.children]
 
 
-def _given(node: Node) -> Fraction:
+def _amount(node: Node) -> Fraction:
     assert node.amount is not None, node.where
     return node.amount
 
@@ -108,7 +108,7 @@ def _first_cap(node: Node) -> str | None:
 
 
 def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
-    """Most tokens that the caps let a node take; None if there is no limit."""
+    """Maximum number of tokens of a node under its caps; None without a limit."""
     most = None
     if isinstance(node, Group):
         parts = [_capacity(child, sizes) for child in node.children]
@@ -116,8 +116,8 @@ def _capacity(node: Node, sizes: Mapping[str, Size]) -> Fraction | None:
         if len(bounded) == len(parts):
             most = sum(bounded, start=Fraction(0))
     if node.cap_epochs is not None:
-        own = node.cap_epochs * tokens_in(node, sizes, why="it is under cap_epochs")
-        most = own if most is None else min(own, most)
+        cap = node.cap_epochs * tokens_in(node, sizes, why="it is under cap_epochs")
+        most = cap if most is None else min(cap, most)
     return most
 
 
@@ -131,12 +131,12 @@ def _allot(node: Node, budget: Fraction, sizes: Mapping[str, Size], shares: dict
 
 
 def fill(budget: Fraction, parts: Sequence[Fraction], limits: Sequence[Fraction | None]) -> list[Fraction]:
-    """Divide `budget` in proportion to `parts`, none above its limit.
+    """Divide `budget` in proportion to `parts`, with no result above its limit.
 
     Args:
-        budget: Amount to divide; at most the sum of the limits, if all have one.
-        parts: Weights above zero.
-        limits: Limits; None for no limit.
+        budget: Amount to divide; at most the sum of the limits, if every part has one.
+        parts: Positive weights.
+        limits: Limit of each part; None for no limit.
     """
     full: dict[int, Fraction] = {}
     rate = Fraction(0)

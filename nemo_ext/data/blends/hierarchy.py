@@ -1,8 +1,8 @@
 """A blend as a tree: groups divide their share among their children by a rule, leaves are streams.
 
-    blend:                                     # the root is a group too; without `by` it divides by shares
+    blend:                                     # the root is a group, too; by default it divides by shares
       code: 20                                 # a leaf is a stream; shares are divided by their sum
-      web: {share: 60, cap_epochs: 2}          # or with more to say of it
+      web: {share: 60, cap_epochs: 2}          # a leaf with more settings
       books: {share: 10, by: temperature, alpha: 0.5, of: [fiction, science]}
       multilingual:
         share: 10
@@ -10,7 +10,7 @@
         names: multilingual_*                  # leaf `spa` is the stream multilingual_spa
         of: {A: {each: 0.1, of: [spa, ita, fra, deu]}, B: [por, nld], others: [mlt, gle]}
 
-Reading checks what can be checked without sizes; `nemo_ext.data.blends.division` divides.
+Reading makes all checks that do not depend on sizes; `nemo_ext.data.blends.division` computes the shares.
 """
 
 import math
@@ -24,7 +24,7 @@ from nemo_ext.job.settings import check_keys, nearest
 
 DECAY = Fraction(1, 2)  # (choice)
 
-# Settings that a rule takes from the group, and from each child.
+# Keys that a rule reads from the group, and from each child.
 _SETTINGS = {"shares": (), "epochs": (), "temperature": ("alpha",), "tiers": ("decay",)}
 _AMOUNTS = {"shares": ("share",), "epochs": ("epochs",), "temperature": (), "tiers": ("each", "share")}
 _LEAF = ("prefix", "source", "tokens", "cap_epochs")
@@ -39,11 +39,11 @@ class Leaf:
         key: Name of the stream in its group.
         where: Place of the stream in the config.
         name: Name of the stream in the blend, and of its files.
-        amount: Share or epochs in the group's terms; None where the rule takes neither.
+        amount: Share or epochs, by the group's rule; None if the rule reads neither.
         prefix: Prefix of the stream's files.
         source: Source to tokenise; None if the files are made elsewhere.
-        tokens: Assumed size in tokens, for a plan before there are files.
-        cap_epochs: Largest number of passes; the excess goes to the stream's siblings.
+        tokens: Assumed size in tokens, for planning before the files exist.
+        cap_epochs: Maximum number of passes; the excess goes to the stream's siblings.
     """
 
     key: str
@@ -57,23 +57,23 @@ class Leaf:
 
     @property
     def children(self) -> tuple["Node", ...]:
-        """None: a stream is where the tree ends."""
+        """Empty, since a stream is a leaf of the tree."""
         return ()
 
     def leaves(self) -> Iterator["Leaf"]:
-        """Iterate over the stream itself, as over those of a group."""
+        """Yield the stream itself, like the streams of a group."""
         yield self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Children of a blend and the rule that divides the group's share among them.
+    """Group of a blend: children, and the rule that divides the group's share among them.
 
     Attributes:
         key, where, cap_epochs: See `Leaf`; the cap is on passes over all streams of the group together.
-        amount: Share or epochs in the parent's terms; a tier's part of 1, None for tiers that decay over the rest.
+        amount: Share or epochs, by the parent's rule; a tier's part of 1, or None for tiers that divide the remainder.
         by: Rule: `shares`, `epochs`, `temperature` or `tiers`.
-        setting: Alpha of temperature, decay of tiers.
+        setting: Alpha of `temperature` or decay of `tiers`.
         children: Children in the config's order.
     """
 
@@ -86,7 +86,7 @@ class Group:
     cap_epochs: Fraction | None = None
 
     def leaves(self) -> Iterator[Leaf]:
-        """Iterate over all streams of the group, in order."""
+        """Yield all streams of the group, in order."""
         for child in self.children:
             yield from child.leaves()
 
@@ -98,15 +98,15 @@ def read_tree(data: Mapping[str, object]) -> Group:
     """Read the tree that a `data` section describes: `blend`, or a flat list of `streams`.
 
     Args:
-        data: `directory` and either `blend`, a group or a mapping of the nodes of a group that divides by shares, or
-            `streams`, a list of mappings with `name`, `weight` and, if wanted, `prefix` and `source`.
+        data: `directory`, and either `blend`, a group or the children of a group that divides by shares, or `streams`,
+            a list of mappings with `name`, `weight` and optionally `prefix` and `source`.
 
     Raises:
-        ValueError: The blend is wrong; the message names the place in the config.
+        ValueError: The blend is invalid; the message has the place in the config.
     """
     blend, streams = data.get("blend"), data.get("streams")
     if blend is not None and streams is not None:
-        raise ValueError("data has a blend and streams: choose one (data=null, or data.blend=null, takes one away)")
+        raise ValueError("data.blend and data.streams are both set: remove one (data=null or data.blend=null does)")
     directory = data.get("directory")
     if not isinstance(directory, str | Path) or not str(directory):
         raise ValueError(f"data.directory must be a path, not {directory!r}")
@@ -116,7 +116,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
     files: dict[Path, str] = {}
     for leaf in root.leaves():
         if leaf.name in seen:
-            raise ValueError(f"{leaf.where}: the name {leaf.name!r} is taken by {seen[leaf.name]}: see `names`")
+            raise ValueError(f"{leaf.where}: the name {leaf.name!r} is taken by {seen[leaf.name]}: rename it (`names`)")
         if leaf.prefix in files:
             raise ValueError(f"{leaf.where}: the prefix {leaf.prefix} is taken by {files[leaf.prefix]}")
         seen[leaf.name] = files[leaf.prefix] = leaf.where
@@ -125,7 +125,7 @@ def read_tree(data: Mapping[str, object]) -> Group:
 
 @dataclass(frozen=True)
 class _Reader:
-    """Reader of a tree, with what its nodes have in common."""
+    """Reader of a tree, with the directory and the pattern of names at the current node."""
 
     directory: Path
     names: str = "*"
@@ -144,109 +144,105 @@ class _Reader:
             leaves.append(leaf)
         return Group(key="", where="data.streams", amount=None, by="shares", setting=None, children=tuple(leaves))
 
-    def root(self, given: object) -> Group:
+    def root(self, section: object) -> Group:
         where = "data.blend"
-        if not isinstance(given, Mapping):
-            raise ValueError(f"{where} must be a mapping of nodes, not {given!r}")
-        if "of" not in given:
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{where} must be a mapping of nodes, not {section!r}")
+        if "of" not in section:
             for key in _GROUP:
-                if key in given:
-                    raise ValueError(f"{where}: {key} belongs to a group, whose children stand under `of`")
-            given = {"of": given}
-        return self._group("", where, given, parent=None)
+                if key in section:
+                    raise ValueError(f"{where}: {key} is a key of a group, whose children must be under `of`")
+            section = {"of": section}
+        return self._group("", where, section, parent=None)
 
-    def _node(self, key: object, where: str, given: object, *, parent: str) -> Node:
+    def _node(self, key: object, where: str, section: object, *, parent: str) -> Node:
         if isinstance(key, bool):
             raise ValueError(f"{where}: YAML reads an unquoted yes, no, on or off as {key}: put the name in quotes")
-        if isinstance(given, Mapping):
-            # Only groups have these keys, so a misspelt `of` is reported as a group's.
-            if any(word in given for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
-                return self._group(str(key), where, given, parent=parent)
+        if isinstance(section, Mapping):
+            # Only groups have these keys, so with one of them a misspelt `of` is reported as a key of a group.
+            if any(word in section for word in ("of", "by", "names", "alpha", "decay")) or parent == "tiers":
+                return self._group(str(key), where, section, parent=parent)
             allowed = _AMOUNTS[parent]
-            check_keys(given, (*allowed, "of", *_LEAF), required=(), where=where)
-            rest = {name: value for name, value in given.items() if name not in allowed}
-            return self._leaf(str(key), where, self._amount(where, given, parent), rest)
-        if isinstance(given, Sequence) and not isinstance(given, str):
-            return self._group(str(key), where, {"of": given}, parent=parent)
+            check_keys(section, (*allowed, "of", *_LEAF), required=(), where=where)
+            rest = {name: value for name, value in section.items() if name not in allowed}
+            return self._leaf(str(key), where, self._amount(where, section, parent), rest)
+        if isinstance(section, Sequence) and not isinstance(section, str):
+            return self._group(str(key), where, {"of": section}, parent=parent)
         if parent == "tiers":
-            raise ValueError(f"{where}: a tier is a list of names, or a mapping with `of`, not {given!r}")
+            raise ValueError(f"{where}: a tier must be a list of names, or a mapping with `of`, not {section!r}")
         amounts = _AMOUNTS[parent]
-        if given is not None and not amounts:
-            raise ValueError(f"{where}: a group divided by {parent} takes no number of its children, not {given!r}")
-        values = {} if given is None else {amounts[0]: given}
+        if section is not None and not amounts:
+            raise ValueError(f"{where}: children of a group divided by {parent} have no number: remove {section!r}")
+        values = {} if section is None else {amounts[0]: section}
         return self._leaf(str(key), where, self._amount(where, values, parent, short=True), {})
 
-    def _group(self, key: str, where: str, given: Mapping[str, object], *, parent: str | None) -> Group:
-        by = given.get("by", "shares")
+    def _group(self, key: str, where: str, section: Mapping[str, object], *, parent: str | None) -> Group:
+        by = section.get("by", "shares")
         if not isinstance(by, str) or by not in _SETTINGS:
             raise ValueError(f"{where}.by: unknown rule {by!r}: {nearest(str(by), _SETTINGS)}")
         amounts = () if parent is None else _AMOUNTS[parent]
-        check_keys(given, (*_GROUP, *_SETTINGS[by], *amounts), required=("of",), where=where)
+        check_keys(section, (*_GROUP, *_SETTINGS[by], *amounts), required=("of",), where=where)
         reader = self
-        if "names" in given:
-            names = given["names"]
+        if "names" in section:
+            names = section["names"]
             if not isinstance(names, str) or names.count("*") != 1:
-                raise ValueError(f"{where}.names must hold one *, where a child's name goes, not {names!r}")
+                raise ValueError(f"{where}.names must contain one *, which stands for a child's name, not {names!r}")
             reader = replace(self, names=names)
-        children = reader._children(f"{where}.of" if key or parent else where, given["of"], by)
+        children = reader._children(f"{where}.of" if key or parent else where, section["of"], by)
         group = Group(
             key=key,
             where=where,
-            amount=None if parent is None else self._amount(where, given, parent, children=len(children)),
+            amount=None if parent is None else self._amount(where, section, parent, children=len(children)),
             by=by,
-            setting=_setting(where, given, by),
+            setting=_setting(where, section, by),
             children=children,
-            cap_epochs=_cap(where, given),
+            cap_epochs=_cap(where, section),
         )
         if by == "tiers":
             _check_tiers(group)
         return group
 
-    def _children(self, where: str, given: object, by: str) -> tuple[Node, ...]:
-        if isinstance(given, Mapping) and given:
-            return tuple(self._node(key, f"{where}.{key}", value, parent=by) for key, value in given.items())
-        if isinstance(given, Sequence) and not isinstance(given, str) and given:
+    def _children(self, where: str, section: object, by: str) -> tuple[Node, ...]:
+        if isinstance(section, Mapping) and section:
+            return tuple(self._node(key, f"{where}.{key}", value, parent=by) for key, value in section.items())
+        if isinstance(section, Sequence) and not isinstance(section, str) and section:
             if by == "tiers":
-                raise ValueError(f"{where}: tiers are a mapping, such as {{A: [spa, ita], others: [mlt]}}")
-            for number, key in enumerate(given):
+                raise ValueError(f"{where}: tiers must be a mapping, such as {{A: [spa, ita], others: [mlt]}}")
+            for number, key in enumerate(section):
                 if not isinstance(key, str):
-                    raise ValueError(
-                        f"{where}[{number}] must be a name, not {key!r}; a child with settings stands in a mapping"
-                    )
+                    raise ValueError(f"{where}[{number}] must be a name, not {key!r}; use a mapping for settings")
             # Children in a list all get the same amount.
             alike = None if by == "temperature" else 1
-            return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in given)
-        raise ValueError(f"{where} must be a mapping or a list of at least one child, not {given!r}")
+            return tuple(self._node(key, f"{where}.{key}", alike, parent=by) for key in section)
+        raise ValueError(f"{where} must be a mapping or a list of at least one child, not {section!r}")
 
     def _amount(
-        self, where: str, given: Mapping[str, object], parent: str, *, short: bool = False, children: int = 1
+        self, where: str, section: Mapping[str, object], parent: str, *, short: bool = False, children: int = 1
     ) -> Fraction | None:
         if parent == "temperature":
             return None
         if parent == "tiers":
-            if "each" in given and "share" in given:
+            if "each" in section and "share" in section:
                 raise ValueError(f"{where}: give `each` (of every child) or `share` (of the tier), not both")
             for key, times in (("each", children), ("share", 1)):
-                if key in given:
-                    amount = positive(f"{where}.{key}", given[key])
+                if key in section:
+                    amount = positive(f"{where}.{key}", section[key])
                     if amount * times > 1:
-                        raise ValueError(
-                            f"{where}.{key}={given[key]}: tiers are parts of 1, and this takes more than 1"
-                        )
+                        raise ValueError(f"{where}.{key}={section[key]}: the tier would get more than 1 in total")
                     return amount * times
             return None
         (key,) = _AMOUNTS[parent]
-        if key not in given:
+        if key not in section:
             if parent == "epochs":
                 return Fraction(1)
-            raise ValueError(f"{where}: its {key} is missing: its group divides by {parent}")
-        return positive(where if short else f"{where}.{key}", given[key])
+            raise ValueError(f"{where}: {key} is missing, which its group, divided by {parent}, requires")
+        return positive(where if short else f"{where}.{key}", section[key])
 
-    def _leaf(self, key: object, where: str, amount: Fraction | None, given: Mapping[str, object]) -> Leaf:
+    def _leaf(self, key: object, where: str, amount: Fraction | None, section: Mapping[str, object]) -> Leaf:
         name = self.names.replace("*", key) if isinstance(key, str) else key
         if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
             raise ValueError(f"{where}: name must be letters, digits, '.', '_' and '-' (it names files), not {name!r}")
-        tokens, prefix = given.get("tokens"), given.get("prefix")
+        tokens, prefix = section.get("tokens"), section.get("prefix")
         if tokens is not None:
             tokens = math.ceil(positive(f"{where}.tokens", tokens))
         if prefix is not None and (not isinstance(prefix, str | Path) or not str(prefix)):
@@ -257,44 +253,44 @@ class _Reader:
             name=name,
             amount=amount,
             prefix=self.directory / name if prefix is None else Path(prefix),
-            source=given.get("source"),
+            source=section.get("source"),
             tokens=tokens,
-            cap_epochs=_cap(where, given),
+            cap_epochs=_cap(where, section),
         )
 
 
-def _setting(where: str, given: Mapping[str, object], by: str) -> Fraction | None:
+def _setting(where: str, section: Mapping[str, object], by: str) -> Fraction | None:
     if by == "temperature":
-        if "alpha" not in given:
-            raise ValueError(f"{where}: alpha is missing: 1 is in proportion to tokens, 0 is all alike")
-        return positive(f"{where}.alpha", given["alpha"], zero=True, most=1)
+        if "alpha" not in section:
+            raise ValueError(f"{where}: alpha is missing: 1 for shares in proportion to tokens, 0 for equal shares")
+        return positive(f"{where}.alpha", section["alpha"], zero=True, most=1)
     if by == "tiers":
-        return positive(f"{where}.decay", given["decay"], most=1) if "decay" in given else DECAY
+        return positive(f"{where}.decay", section["decay"], most=1) if "decay" in section else DECAY
     return None
 
 
-def _cap(where: str, given: Mapping[str, object]) -> Fraction | None:
-    cap = given.get("cap_epochs")
+def _cap(where: str, section: Mapping[str, object]) -> Fraction | None:
+    cap = section.get("cap_epochs")
     return None if cap is None else positive(f"{where}.cap_epochs", cap)
 
 
 def _check_tiers(group: Group) -> None:
-    given = [child.amount for child in group.children if child.amount is not None]
-    taken = sum(given)
-    if len(given) < len(group.children):
-        if taken >= 1:
+    amounts = [child.amount for child in group.children if child.amount is not None]
+    total = sum(amounts)
+    if len(amounts) < len(group.children):
+        if total >= 1:
             raise ValueError(
-                f"{group.where}: the given tiers take {float(taken):g} of 1: nothing is left for the others"
+                f"{group.where}: the shares of tiers sum to {float(total):g}: leave some for the other tiers"
             )
-    elif taken != 1:
-        raise ValueError(f"{group.where}: the tiers take {float(taken):g}, not 1: give one no share, for the rest")
+    elif total != 1:
+        raise ValueError(f"{group.where}: the tiers sum to {float(total):g}, not 1: remove one share, for the rest")
 
 
 def positive(where: str, value: object, *, zero: bool = False, most: int | None = None) -> Fraction:
-    """Return a setting's number exactly as written: 0.1 is a tenth.
+    """Return a setting's number as an exact fraction of its decimal digits: 0.1 is 1/10.
 
     Raises:
-        ValueError: It is not a number within the limits.
+        ValueError: The value is not a number within the limits.
     """
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if number:
@@ -302,5 +298,5 @@ def positive(where: str, value: object, *, zero: bool = False, most: int | None 
         if (exact > 0 or (zero and exact == 0)) and (most is None or exact <= most):
             return exact
     limits = f"from 0 to {most}" if zero else "above 0" + ("" if most is None else f" and at most {most}")
-    hint = ": to leave a part out, take it away" if value == 0 else ""
+    hint = ": to exclude it, remove it from the blend" if value == 0 else ""
     raise ValueError(f"{where} must be a number {limits}, not {value!r}{hint}")

@@ -14,23 +14,23 @@ from nemo_ext.data.phases import sections_of
 
 
 def audit(config: Mapping[str, Any]) -> None:
-    """Prints the share of every stream and warnings; with `output` writes report and blend files there.
+    """Print the share of every stream and warnings; with `output`, also write the report and blend files.
 
-    A recipe's phases with data of their own are separate blends, with separate folders in `output`.
+    Phases with separate data are separate blends, each with a separate folder in `output`.
 
     Raises:
-        ValueError: There is no blend, it is wrong, or a stream is read more often than `refuse_epochs`.
+        ValueError: The blend is missing or invalid, or a stream is read more than `refuse_epochs` times.
     """
     data = config.get("data")
     if data is not None and data.get("packed") is not None:
-        raise ValueError("this recipe reads packs, not a blend: report.md of `nemo-ext sft_data` has shares")
+        raise ValueError("this recipe reads packs, not a blend; their shares are in report.md of `nemo-ext sft_data`")
     if data is None or (data.get("blend") is None and data.get("streams") is None):
-        raise ValueError("nothing to show: give data=NAME, recipe=NAME, or a blend in data.blend")
+        raise ValueError("no blend to show: give data=NAME, recipe=NAME, or a blend in data.blend")
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = 160  # no need to fit a terminal
     limits = {key: config[key] for key in ("max_epochs", "refuse_epochs") if config.get(key) is not None}
-    plans = [(name, plan_blend({**own, **limits}, tokens)) for name, own, tokens in _blends(config)]
+    plans = [(name, plan_blend({**section, **limits}, tokens)) for name, section, tokens in _blends(config)]
     for name, plan in plans:
         if config["require_files"]:
             _check_files(plan)
@@ -44,16 +44,16 @@ def audit(config: Mapping[str, Any]) -> None:
             except OSError as error:
                 raise ValueError(f"output={config['output']}: {error.strerror}: choose another directory") from error
             console.print(f"report: {report}", soft_wrap=True)
-    if often := _often_in_all([plan for _, plan in plans]):
+    if often := _often_in_total([plan for _, plan in plans]):
         console.print(
-            f"warning: read more than max_epochs in all phases together: {often}", style="red", soft_wrap=True
+            f"warning: read more than max_epochs times over all phases together: {often}", style="red", soft_wrap=True
         )
 
 
 def _blends(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any], int | None]]:
-    """Name, section and tokens of each blend: that of `data`, and those of phases with data of their own.
+    """Yield the name, section and tokens of each blend: `data`, and phases with separate data.
 
-    If `tokens` gives another length of the run, its phases are scaled in proportion.
+    If `tokens` overrides the length of the run, phases are scaled in proportion.
     """
     tokens = config["tokens"]
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float)):
@@ -80,7 +80,7 @@ def _show(plan: BlendPlan, console: Console, title: str) -> None:
     for note in plan.notes():
         console.print(f"note: {note}", soft_wrap=True)
     if plan.tokens is None:
-        console.print("note: no epochs without the run's length: tokens=... or recipe=...", soft_wrap=True)
+        console.print("note: epochs require the length of the run: set tokens=... or recipe=...", soft_wrap=True)
 
 
 def _check_files(plan: BlendPlan) -> None:
@@ -89,13 +89,13 @@ def _check_files(plan: BlendPlan) -> None:
     if missing:
         raise ValueError(
             f"{missing[0].where}: {missing[0].prefix}_train.idx does not exist"
-            + (f", nor do the files of {len(missing) - 1} others" if len(missing) > 1 else "")
-            + ": tokenise the streams first, or leave out require_files to plan without them"
+            + (f", nor do the files of {len(missing) - 1} other streams" if len(missing) > 1 else "")
+            + ": tokenise the streams first, or plan without files by removing require_files"
         )
 
 
-def _often_in_all(plans: Sequence[BlendPlan]) -> str:
-    """Streams that no single blend reads too often, but all blends together do."""
+def _often_in_total(plans: Sequence[BlendPlan]) -> str:
+    """Streams that are not read too often in any single blend, but in all blends together."""
     total: dict[Path, float] = {}
     alone: set[Path] = set()
     for plan in plans:

@@ -1,4 +1,4 @@
-"""A blend against real sizes: each stream's share of a run's tokens, its epochs, warnings and notes."""
+"""Plan of a blend: each stream's share of a run's tokens and, from its size, its epochs, with warnings and notes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from nemo_ext.data.blends.hierarchy import Group, Leaf, Node, positive, read_tre
 from nemo_ext.data.blends.sizes import Size, size_of
 
 MAX_EPOCHS = 4.0
-"""Passes up to which repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
+"""Passes up to which repeated text is about as good as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
 
 LIMITS = ("max_epochs", "refuse_epochs")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A node of a blend and its part of the run.
+    """A node of a blend with its part of the run's tokens.
 
     Attributes:
         node: The group or stream.
-        depth: 0 for the root.
+        depth: Depth in the tree; 0 for the root.
         share: Exact share of the run's tokens.
-        size: Number of tokens available, None where the size of a stream is not known.
-        assumed: True if some of `size` is assumed, not counted in files.
-        tokens: Number of the run's tokens, None if its length is not known.
-        capped: True if its cap sets the share.
+        size: Number of available tokens; None if the size of a stream is unknown.
+        assumed: True if `size` includes assumed sizes.
+        tokens: Number of the run's tokens from this node; None if the length of the run is unknown.
+        capped: True if the share is limited by the cap.
     """
 
     node: Node
@@ -40,20 +40,20 @@ class Part:
 
     @property
     def epochs(self) -> float | None:
-        """Number of passes over the node in the run; None if not known."""
+        """Number of passes over the node in the run; None if unknown."""
         return None if self.size is None or self.tokens is None else self.tokens / self.size
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPlan:
-    """A blend against the sizes of its streams and the length of a run.
+    """Plan of a blend for a run.
 
     Attributes:
         root: The tree.
-        sizes: Sizes of the streams whose size is known, by name.
-        shares: Shares of all streams, by name; they sum to one exactly.
-        tokens: Number of tokens of the run; None if not known.
-        max_epochs: Number of passes above which a stream is warned of.
+        sizes: Known sizes of streams, by name.
+        shares: Shares of all streams, by name, with a sum of exactly 1.
+        tokens: Number of tokens of the run; None if unknown.
+        max_epochs: Number of passes over a stream above which `warning` names it.
     """
 
     root: Group
@@ -64,14 +64,14 @@ class BlendPlan:
 
     @cached_property
     def parts(self) -> list[Part]:
-        """Parts of all nodes from the root down, a group before its children."""
+        """Parts of all nodes, each group before its children."""
         return list(self._described(self.root, 0))
 
     def part(self, *path: str) -> Part:
-        """Part at the given keys from the root down: `part("multilingual", "A")`.
+        """Part of the node at a path of keys from the root: `part("multilingual", "A")`.
 
         Raises:
-            KeyError: There is no such part.
+            KeyError: There is no such node.
         """
         node: Node = self.root
         for key in path:
@@ -84,21 +84,19 @@ class BlendPlan:
         return [word for leaf in self.root.leaves() for word in (weights[leaf.name], f"{leaf.prefix}_{split}")]
 
     def too_often(self, part: Part) -> bool:
-        """True if a part is a stream that is read more often than `max_epochs`."""
+        """True if a part is a stream that is read more than `max_epochs` times."""
         return isinstance(part.node, Leaf) and (part.epochs or 0) > self.max_epochs
 
     def warning(self) -> str | None:
-        """One line on the streams read more often than `max_epochs`, the worst first; None if there are none."""
+        """Warning about streams that are read more than `max_epochs` times, the worst first; None if there are none."""
         often = sorted((part for part in self.parts if self.too_often(part)), key=lambda part: -(part.epochs or 0))
         if not often:
             return None
-        told = some_of([f"{leaf.name} {part.epochs:.3g} times" for part in often for leaf in part.node.leaves()])
-        return (
-            f"read more than max_epochs={self.max_epochs:g} times: {told}; more text, smaller shares or cap_epochs help"
-        )
+        names = some_of([f"{leaf.name} {part.epochs:.3g} times" for part in often for leaf in part.node.leaves()])
+        return f"read more than max_epochs={self.max_epochs:g} times: {names}; add text, lower shares or set caps"
 
     def notes(self) -> list[str]:
-        """Notes on what the shares do not show: normalised sums, epochs that are not met, assumed sizes."""
+        """Notes on normalised shares, tiers out of order, epochs that differ from the config, and unknown sizes."""
         notes = []
         for part in self.parts:
             node = part.node
@@ -109,21 +107,21 @@ class BlendPlan:
         if assumed:
             notes.append(f"sizes assumed, not counted: {some_of(assumed)}")
         if unknown:
-            notes.append(f"sizes not known (no files, no `tokens`), so their epochs are not either: {some_of(unknown)}")
+            notes.append(f"sizes and epochs unknown, without files and `tokens`: {some_of(unknown)}")
         return notes
 
     def _described(self, node: Node, depth: int) -> Iterator[Part]:
         leaves = list(node.leaves())
-        found = [self.sizes[leaf.name] for leaf in leaves if leaf.name in self.sizes]
+        sizes = [self.sizes[leaf.name] for leaf in leaves if leaf.name in self.sizes]
         share = sum((self.shares[leaf.name] for leaf in leaves), start=Fraction(0))
-        size = sum(size.tokens for size in found) if len(found) == len(leaves) else None
+        size = sum(size.tokens for size in sizes) if len(sizes) == len(leaves) else None
         most = None if node.cap_epochs is None or size is None else node.cap_epochs * size
         yield Part(
             node=node,
             depth=depth,
             share=share,
             size=size,
-            assumed=any(size.known == "assumed" for size in found),
+            assumed=any(size.known == "assumed" for size in sizes),
             tokens=None if self.tokens is None else float(share * self.tokens),
             capped=self.tokens is not None and share * self.tokens == most,
         )
@@ -138,45 +136,46 @@ class BlendPlan:
         return [f"{group.where}: the shares sum to {float(total):g} and are divided by it"]
 
     def _rising(self, group: Group) -> list[str]:
-        """Notes on tiers whose children get more than those of the tier above."""
+        """Notes on tiers whose children get more than the children of the tier above."""
         if group.by != "tiers":
             return []
         parts = zip(proportions(group, self.sizes), group.children, strict=True)
-        each = [part / max(1, len(child.children)) for part, child in parts]
+        per_child = [part / max(1, len(child.children)) for part, child in parts]
+        neighbours = zip(group.children, group.children[1:], per_child, per_child[1:], strict=False)
         return [
-            f"{group.where}: a child of tier {below.key} gets more than one of tier {above.key} "
-            f"({float(low):.3g} of the tiers, {float(high):.3g})"
-            for above, below, high, low in zip(group.children, group.children[1:], each, each[1:], strict=False)
+            f"{group.where}: a child of tier {below.key} gets more than a child of tier {above.key}: {float(low):.3g} "
+            f"of the group, against {float(high):.3g}"
+            for above, below, high, low in neighbours
             if low > high
         ]
 
     def _other_epochs(self, group: Group) -> list[str]:
-        """Notes on requested epochs that the run's length does not give, since epochs are relative."""
+        """Note on epochs that differ from the config's by more than 5 %, since the config's epochs are relative."""
         if group.by != "epochs" or self.tokens is None:
             return []
-        own = [part for part in self.parts if part.node in group.children]
-        off = [p for p in own if p.epochs and p.node.amount and abs(p.epochs / float(p.node.amount) - 1) > 0.05]
+        parts = [part for part in self.parts if part.node in group.children]
+        off = [p for p in parts if p.epochs and p.node.amount and abs(p.epochs / float(p.node.amount) - 1) > 0.05]
         if not off:
             return []
-        told = [f"{part.node.key} {float(part.node.amount or 0):g} -> {part.epochs:.3g}" for part in off]
-        return [f"{group.where}: epochs are relative, in this run {some_of(told)}"]
+        changes = [f"{part.node.key} {float(part.node.amount or 0):g} -> {part.epochs:.3g}" for part in off]
+        return [f"{group.where}: epochs are relative, in this run {some_of(changes)}"]
 
 
 def plan_blend(data: Mapping[str, Any], tokens: int | None = None, *, before_tokenising: bool = False) -> BlendPlan:
     """Plan the shares of a blend from the sizes of the tokenised files.
 
     Args:
-        data: A `data` section, see `read_tree`; `max_epochs` (default 4) warns of streams that are read more often,
-            `refuse_epochs` (default none) refuses them.
+        data: A `data` section, see `read_tree`. Streams that are read more than `max_epochs` times (default 4) cause a
+            warning, more than `refuse_epochs` times (default: no limit) an error.
         tokens: Number of tokens of the run.
         before_tokenising: True to ignore damaged files of streams with a source, which will be tokenised anyway.
 
     Raises:
-        ValueError: The blend is wrong, a stream is empty, or one is read more often than `refuse_epochs`.
+        ValueError: The blend is invalid, a stream is empty, or a stream is read more than `refuse_epochs` times.
     """
     root = read_tree(data)
     if tokens is not None and tokens <= 0:
-        raise ValueError(f"tokens={tokens}: a blend needs a positive number of tokens")
+        raise ValueError(f"tokens={tokens}: the number of tokens must be positive")
     limits = {key: float(positive(f"data.{key}", data[key])) for key in LIMITS if data.get(key) is not None}
     sizes = {}
     for leaf in root.leaves():
@@ -205,5 +204,5 @@ def _count(tokens: float | None) -> str:
 
 
 def some_of(names: list[str], most: int = 8) -> str:
-    """Join the first names and say how many more there are."""
+    """Join the first names, followed by the number of further names."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,4 +1,4 @@
-"""Audit of a blend: a table, a page with a plot, and the blend in the formats that trainers read. No torch."""
+"""Audit of a blend: a table, a page with a plot, and the blend in the formats of trainers. No torch."""
 
 import json
 from pathlib import Path
@@ -15,10 +15,10 @@ _UNITS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def print_table(plan: BlendPlan, console: Console) -> None:
-    """Prints a table of the share, tokens, size and epochs of every group and stream."""
+    """Print a table of the share, tokens, size and epochs of every group and stream."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("stream", overflow="fold")
-    for name in ("share", "tokens", "there are", "epochs"):
+    for name in ("share", "tokens", "available", "epochs"):
         table.add_column(name, justify="right", overflow="fold")
     table.add_column("divided by", overflow="fold")
     for part in plan.parts:
@@ -28,27 +28,25 @@ def print_table(plan: BlendPlan, console: Console) -> None:
 
 
 def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
-    """Writes the audit and the blend's files into a folder; returns the audit's path.
+    """Write the audit and the blend's files into a folder; returns the audit's path.
 
     - `report.md`, `blend.png`: the audit.
     - `blend.json`: lists for train, valid and test. Megatron-LM and Megatron-Bridge read it as
       `--per-split-data-args-path` or `per_split_data_args_path` (checked: megatron-core 0.19.2, Bridge's
       `data/loaders.py` of 2026).
-    - `blend.txt`: the training list alone, as `--data-args-path` takes it; also to paste after `--train-data-path`.
+    - `blend.txt`: only the training list, for `--data-args-path`, or to paste after `--train-data-path`.
     - `nemo_paths.json`: the same lists under the keys of NeMo 2's `PreTrainingDataModule(paths=...)`.
 
     Raises:
-        ValueError: A prefix has white space, at which Megatron would cut `blend.txt`.
+        ValueError: A prefix has white space, at which Megatron would split `blend.txt`.
     """
     for leaf in plan.root.leaves():
         if len(str(leaf.prefix).split()) != 1:
-            raise ValueError(
-                f"{leaf.where}: the prefix {str(leaf.prefix)!r} has white space, which Megatron's lists cannot"
-            )
+            raise ValueError(f"{leaf.where}: rename {str(leaf.prefix)!r}: Megatron's lists do not support white space")
     train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
     pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]
     write_text(folder / "blend.txt", "\n".join(pairs) + "\n")
-    # Both readers want every key, and there is no test split.
+    # Both readers require every key, although we do not have a test split.
     write_text(folder / "blend.json", json.dumps({"train": train, "valid": valid, "test": None}, indent=1) + "\n")
     paths = {"train": train, "validation": valid, "test": valid}
     write_text(folder / "nemo_paths.json", json.dumps(paths, indent=1) + "\n")
@@ -56,7 +54,7 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
 
 
 def page(plan: BlendPlan, title: str) -> Report:
-    """The audit."""
+    """Report of the audit: warnings, notes, the plot, and a table of shares."""
     length = "a run of unknown length" if plan.tokens is None else f"{plan.tokens:,} tokens"
     report = Report(title, f"{sum(isinstance(part.node, Leaf) for part in plan.parts)} streams for {length}.")
     if warning := plan.warning():
@@ -69,15 +67,15 @@ def page(plan: BlendPlan, title: str) -> Report:
         for name, part in zip(names, plan.parts, strict=True)
     ]
     note = (
-        f"Epochs are passes over a stream's training tokens, warned of above {plan.max_epochs:g}: up to four, "
-        "repeated text trains about as well as new text (Muennighoff et al. 2023, arXiv 2305.16264). * is an assumed "
+        f"Epochs are passes over a stream's training tokens, with a warning above {plan.max_epochs:g}: up to four, "
+        "repeated text is about as good as new text (Muennighoff et al. 2023, arXiv 2305.16264). * marks an assumed "
         "size, † a share at its cap."
     )
-    return report.table("Shares", ("stream", "share:", "tokens:", "there are:", "epochs:", "divided by"), rows, note)
+    return report.table("Shares", ("stream", "share:", "tokens:", "available:", "epochs:", "divided by"), rows, note)
 
 
 def _plot(report: Report, plan: BlendPlan, title: str) -> None:
-    """Draws shares as bars down the tree and, where sizes and the run's length are known, epochs beside them."""
+    """Draw shares as bars in the order of the tree and, if any are known, epochs next to them."""
     parts = plan.parts[1:]
     epochs = any(part.epochs is not None for part in parts)
     size = (10 if epochs else 7, 1.4 + 0.24 * len(parts))
@@ -101,10 +99,10 @@ def _plot(report: Report, plan: BlendPlan, title: str) -> None:
         white = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}
         bars = axes[1].barh(rows, [part.epochs or 0 for part in parts], color=colours, height=0.7)
         axes[1].bar_label(bars, [_cells(part)[3] for part in parts], padding=3, fontsize=8, bbox=white)
-        # Drawn behind the numbers, which stay legible.
+        # Drawn behind the numbers, to keep them legible.
         axes[1].axvline(plan.max_epochs, color="#d1495b", linewidth=1, linestyle="--", zorder=0.5)
         axes[1].margins(x=0.16)
-        axes[1].set_xlabel(f"epochs (dashed: warned of above {plan.max_epochs:g})")
+        axes[1].set_xlabel(f"epochs (dashed: warning above {plan.max_epochs:g})")
         axes[1].tick_params(axis="y", length=0)
     axes[0].figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     tidy(*axes, grid="x")
@@ -123,7 +121,7 @@ def _cells(part: Part) -> tuple[str, str, str, str]:
 
 
 def _tokens(number: float) -> str:
-    unit, name = next((each for each in _UNITS if number >= each[0]), (1.0, ""))
+    unit, name = next((entry for entry in _UNITS if number >= entry[0]), (1.0, ""))
     return f"{number / unit:.4g}{name}"
 
 

@@ -1,4 +1,4 @@
-"""Number of training tokens of a stream: counted in its files, or assumed by the config before there are any."""
+"""Number of training tokens of a stream: read from its files, or assumed by the config before they exist."""
 
 import struct
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Number of tokens to train on, counted in `files` or `assumed` by the config."""
+    """Number of training tokens, and whether it is from the `files` or `assumed` by the config."""
 
     tokens: int
     known: Literal["files", "assumed"]
@@ -26,14 +26,14 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
 
     Args:
         prefix: prefix of the stream's files: `<prefix>_train.idx`, `<prefix>_train.bin`, and a manifest
-            `<prefix>.json` where this project made them.
-        assumed: number of tokens to assume where there are no files.
+            `<prefix>.json` if this package wrote them.
+        assumed: number of tokens to assume if the files do not exist.
 
     Returns:
         None if there are neither files nor an assumption.
 
     Raises:
-        ValueError: The files are empty, cut short, or no Megatron files.
+        ValueError: The files are empty, truncated, or not Megatron's.
     """
     index = Path(f"{prefix}_train.idx")
     if index.is_file():
@@ -41,32 +41,34 @@ def size_of(prefix: Path, *, assumed: int | None = None) -> Size | None:
     elif Path(f"{prefix}.json").is_file():
         tokens = read_manifest(prefix).splits["train"].tokens
         if tokens:
-            raise ValueError(f"{prefix}.json tells of {tokens:,} training tokens, but {index} does not exist")
+            raise ValueError(
+                f"{prefix}.json lists {tokens:,} training tokens, but {index} does not exist: copy it, too"
+            )
     else:
         return None if assumed is None else Size(tokens=assumed, known="assumed")
     if not tokens:
-        raise ValueError(f"{prefix}: empty, no tokens to train on: leave it out, or tokenise text into it")
+        raise ValueError(f"{prefix} has no training tokens: remove the stream, or tokenise text for it")
     return Size(tokens=tokens, known="files")
 
 
 def indexed_tokens(index: Path) -> int:
-    """Number of tokens of a Megatron .bin, read from its .idx in constant time, whoever wrote them.
+    """Number of tokens of a Megatron .bin, read from its .idx in constant time; the files may be made elsewhere.
 
     Raises:
-        ValueError: The file is no .idx or is cut short, or the .bin beside it is missing or of another size.
+        ValueError: The file is not an .idx or is truncated, or its .bin is missing or of another size.
     """
     with open(index, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         if len(head) < len(_MAGIC) + _HEADER.size or not head.startswith(_MAGIC):
-            raise ValueError(f"{index}: not an index of Megatron's .bin/.idx files")
+            raise ValueError(f"{index} is not an index of Megatron's .bin/.idx files")
         version, code, sequences, documents = _HEADER.unpack(head[len(_MAGIC) :])
         if version != 1 or code not in _WIDTHS:
             raise ValueError(f"{index}: version {version} with ids of type {code}, which Megatron does not read")
         if index.stat().st_size < len(head) + 12 * sequences + 8 * documents:
-            raise ValueError(f"{index}: cut short: tokenise or copy it again")
+            raise ValueError(f"{index} is truncated: tokenise or copy it again")
         size = 0
         if sequences:
-            # Lengths of all sequences in ids, then their first bytes in the .bin; the last sequence ends the .bin.
+            # The index has each sequence's length in ids, then each one's offset in the .bin, which the last one ends.
             file.seek(len(head) + 4 * (sequences - 1))
             (length,) = struct.unpack("<i", file.read(4))
             file.seek(len(head) + 4 * sequences + 8 * (sequences - 1))
@@ -74,7 +76,7 @@ def indexed_tokens(index: Path) -> int:
             size = start + length * _WIDTHS[code]
     data = index.with_suffix(".bin")
     if sequences and not data.is_file():
-        raise ValueError(f"{data} does not exist, but its index {index} does")
+        raise ValueError(f"{data} does not exist, but its index {index} does: copy both")
     if sequences and data.stat().st_size != size:
-        raise ValueError(f"{data} has {data.stat().st_size:,} bytes, {index} tells of {size:,}: copy them again")
+        raise ValueError(f"{data} has {data.stat().st_size:,} bytes, but {index} lists {size:,}: copy both again")
     return int(size // _WIDTHS[code])

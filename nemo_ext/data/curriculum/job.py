@@ -1,4 +1,4 @@
-"""Job `nemo-ext curriculum`: rollouts -> profile -> filters -> plan -> files."""
+"""Job `nemo-ext curriculum`: rollouts -> profile of pass rates -> filters -> plan -> files."""
 
 import dataclasses
 import json
@@ -28,7 +28,8 @@ from nemo_ext.data.curriculum.records import unpacked
 from nemo_ext.data.curriculum.report import LATE, Steps, as_json, page, steps_of
 from nemo_ext.data.curriculum.schedule import fixed
 from nemo_ext.data.curriculum.select import Selection, select
-from nemo_ext.data.curriculum.settings import Settings, settings
+from nemo_ext.data.curriculum.settings import Settings
+from nemo_ext.data.curriculum.settings import settings as read_settings
 from nemo_ext.data.curriculum.write import OFF, marker, write_ordered
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.data.text.user_files import find_files, outside, pyarrow_module
@@ -37,7 +38,7 @@ from nemo_ext.job.progress import notice
 from nemo_ext.job.workers import usable_cores
 
 LEAST_TO_TEACH = 0.05
-"""Least value of a domain in `adapted`."""
+"""Minimum factor of a domain in `adapted`."""
 MOST_LEVELS = 64
 
 
@@ -45,120 +46,118 @@ def run(config: Mapping[str, Any]) -> None:
     """Run the job that the composed config describes.
 
     Raises:
-        ValueError: a setting or a file is at fault.
+        ValueError: a setting or an input file is invalid.
     """
-    given = settings(config)
-    output = Path(given.output).expanduser()
-    if given.previous and Path(given.previous).expanduser().resolve() == output.resolve():
-        raise ValueError(f"output={given.output}: is the previous curriculum's directory; give another")
+    settings = read_settings(config)
+    output = Path(settings.output).expanduser()
+    if settings.previous and Path(settings.previous).expanduser().resolve() == output.resolve():
+        raise ValueError(f"output={settings.output} is the previous curriculum's directory: choose another")
     # Fail now if it is missing, not after hours of reading rollouts.
-    pyarrow_module("pass rates are kept as Parquet (profile.parquet), whatever the rollouts are, and need")
+    pyarrow_module("pass rates are written to profile.parquet, whatever the format of the rollouts, which requires")
     with only_run_in(output, "output"):
-        _run(given, output)
+        _run(settings, output)
 
 
-def _run(given: Settings, output: Path) -> None:
-    workers = given.workers or usable_cores()
-    profile_path = Path(given.profile).expanduser() if given.profile else output / PROFILE
-    if given.rollouts:
-        files = find_files(given.rollouts, "rollouts")
+def _run(settings: Settings, output: Path) -> None:
+    workers = settings.workers or usable_cores()
+    profile_path = Path(settings.profile).expanduser() if settings.profile else output / PROFILE
+    if settings.rollouts:
+        files = find_files(settings.rollouts, "rollouts")
         report = write_profile(
             files,
             profile_path,
-            keys=given.rollout_keys,
-            success=given.success,
-            max_bad_share=given.max_bad_share,
+            keys=settings.rollout_keys,
+            success=settings.success,
+            max_bad_share=settings.max_bad_share,
             workers=workers,
         )
-        _tell_malformed("rollouts", report)
+        _report_malformed("rollouts", report)
     profile = read_profile(profile_path)
     notice(f"profile: {len(profile):,} prompts, {int(profile.rollouts.sum()):,} rollouts: {profile_path}")
-    if not given.prompts:
+    if not settings.prompts:
         return
     scratch = output / ".unpacked"
-    found = find_files(given.prompts, "prompts")
-    outside(scratch, found)
+    files = find_files(settings.prompts, "prompts")
+    outside(scratch, files)
     try:
-        _make(given, output, profile, found, scratch, workers)
+        _make(settings, output, profile, files, scratch, workers)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _make(given: Settings, output: Path, profile: Profile, found: Sequence[Path], scratch: Path, workers: int) -> None:
+def _make(
+    settings: Settings, output: Path, profile: Profile, files: Sequence[Path], scratch: Path, workers: int
+) -> None:
     scratch.mkdir(exist_ok=True)
-    files = unpacked(found, scratch)
-    prompts = read_prompts(files, given.keys, max_bad_share=given.max_bad_share, workers=workers)
-    _tell_malformed("prompts", prompts.report)
-    used = _used(given)
-    selection = select(prompts, profile, rows_of(profile.key, prompts.key), given, used)
+    files = unpacked(files, scratch)
+    prompts = read_prompts(files, settings.keys, max_bad_share=settings.max_bad_share, workers=workers)
+    _report_malformed("prompts", prompts.report)
+    used = _used(settings)
+    selection = select(prompts, profile, rows_of(profile.key, prompts.key), settings, used)
     candidates = selection.candidates
+    shares = settings.domains
+    if shares is None:
+        counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
+        shares = dict(zip(candidates.domains, counts, strict=True))
     plan = make_plan(
         candidates,
-        fixed(adapted(_shares(given, candidates), candidates, given.adapt), candidates.domains),
-        given,
-        levels=given.levels or profile.levels(MOST_LEVELS),
+        fixed(adapted(shares, candidates, settings.adapt), candidates.domains),
+        settings,
+        levels=settings.levels or profile.levels(MOST_LEVELS),
     )
     order = plan.order.ravel()
     rows, modes = selection.row[order], selection.mode[order]
     separate: dict[int, Path] = {}
-    remove_order(output)  # even if this run fails, an earlier one's domains no longer match the curriculum
-    if given.split_domains:
+    remove_order(output)  # even if this run fails, an earlier run's domain files no longer match the curriculum
+    if settings.split_domains:
         separate = domain_files(output, prompts.domains, candidates.domain[plan.order])
-    change = marker(given.thinking, given.keys.prompt) if given.thinking.off_share else None
+    change = marker(settings.thinking, settings.keys.prompt) if settings.thinking.off_share else None
     write_ordered(prompts, rows, output / CURRICULUM, change=change, modes=modes, domain_files=separate)
     _save(plan, selection, output, used)
     if separate:
         save_order(output, separate, candidates.domain[plan.order])
-    _describe(given, plan, selection, prompts, output)
-
-
-def _shares(given: Settings, candidates: Candidates) -> dict[str, float]:
-    """Shares of the domains: those given, else the numbers of their prompts."""
-    if given.domains is None:
-        counts = np.bincount(candidates.domain, minlength=len(candidates.domains)).tolist()
-        return dict(zip(candidates.domains, counts, strict=True))
-    return given.domains
+    _describe(settings, plan, selection, prompts, output)
 
 
 def adapted(shares: Mapping[str, float], candidates: Candidates, power: float) -> dict[str, float]:
-    """Weight each domain's share by what it can still teach, to a power: adaptive weights of multi-environment RL.
+    """Weight each domain's share by its remaining learning signal to a power: adaptive weights of multi-environment RL.
 
-    A prompt that is solved with probability p teaches in proportion to 4 p (1 - p), the variance of its reward, which
-    is what an advantage without division by the deviation scales with. A domain has the mean of its prompts, at least
-    LEAST_TO_TEACH, so that none is forgotten. Profiled again, the next curriculum has the next weights. OLMo 3's slides
-    name adaptive weights of datasets and do not describe them: all of this is a (choice).
+    The learning signal of a prompt that is solved with probability p is 4 p (1 - p), proportional to the variance of
+    its reward and so to advantages that are not divided by the standard deviation. A domain has the mean of its
+    prompts, at least LEAST_TO_TEACH, so that no domain is forgotten. The next curriculum, made from a new profile, has
+    new weights. OLMo 3's slides mention adaptive weights of datasets without details: all of this is a (choice).
     """
     if not power:
         return dict(shares)
-    teaches = 4 * candidates.rate * (1 - candidates.rate)
+    signal = 4 * candidates.rate * (1 - candidates.rate)
     counts = np.bincount(candidates.domain, minlength=len(candidates.domains))
-    means = np.bincount(candidates.domain, weights=teaches, minlength=len(candidates.domains)) / np.maximum(counts, 1)
+    means = np.bincount(candidates.domain, weights=signal, minlength=len(candidates.domains)) / np.maximum(counts, 1)
     factors = dict(zip(candidates.domains, np.maximum(means, LEAST_TO_TEACH).tolist(), strict=True))
-    made = {name: share * factors.get(name, 1.0) ** power for name, share in shares.items()}
-    total = sum(made.values())
-    notice("adapted shares: " + ", ".join(f"{name} {share / total:.3f}" for name, share in made.items()))
-    return made
+    weights = {name: share * factors.get(name, 1.0) ** power for name, share in shares.items()}
+    total = sum(weights.values())
+    notice("adapted shares: " + ", ".join(f"{name} {weight / total:.3f}" for name, weight in weights.items()))
+    return weights
 
 
-def _used(given: Settings) -> tuple[Keys, Numbers]:
-    """Sorted keys that the previous curricula trained on, and their counts."""
-    if given.previous is None:
+def _used(settings: Settings) -> tuple[Keys, Numbers]:
+    """Sorted keys of the prompts that previous curricula trained on, and how often."""
+    if settings.previous is None:
         return np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64)
-    path = Path(given.previous).expanduser() / ARRAYS
+    path = Path(settings.previous).expanduser() / ARRAYS
     if not path.is_file():
-        raise ValueError(f"previous={given.previous}: has no {ARRAYS}; name the directory of a curriculum")
+        raise ValueError(f"previous={settings.previous} has no {ARRAYS}: give the directory of a curriculum")
     key, used_key, used = stored_arrays(path, "key", "used_key", "used")
     steps = len(key)
-    taken = steps if given.previous_steps is None else given.previous_steps
-    if taken > steps:
-        raise ValueError(f"previous_steps={taken}: {path} has {steps} steps")
-    keys, counts = np.unique(key[:taken], return_counts=True)
-    found, at = np.unique(np.concatenate([used_key, keys]), return_inverse=True)
-    return found, np.bincount(at, weights=np.concatenate([used, counts])).astype(np.int64)
+    trained = steps if settings.previous_steps is None else settings.previous_steps
+    if trained > steps:
+        raise ValueError(f"previous_steps={trained}: {path} has only {steps} steps")
+    keys, counts = np.unique(key[:trained], return_counts=True)
+    all_keys, at = np.unique(np.concatenate([used_key, keys]), return_inverse=True)
+    return all_keys, np.bincount(at, weights=np.concatenate([used, counts])).astype(np.int64)
 
 
 def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numbers]) -> None:
-    """Save the arrays from which the next curriculum knows what was trained on."""
+    """Save the plan's arrays, from which the next curriculum reads which prompts were trained on."""
     candidates = selection.candidates
     with complete_file(output / ARRAYS) as file:
         np.savez(
@@ -172,36 +171,35 @@ def _save(plan: Plan, selection: Selection, output: Path, used: tuple[Keys, Numb
         )
 
 
-def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompts, output: Path) -> None:
+def _describe(settings: Settings, plan: Plan, selection: Selection, prompts: Prompts, output: Path) -> None:
     """Write curriculum.json, plot.png and report.md, and print a summary."""
-    candidates, batch = selection.candidates, given.batch
+    candidates, batch = selection.candidates, settings.batch
     steps = steps_of(plan, candidates)
     times = np.bincount(plan.order.ravel(), minlength=len(candidates))
-    left = prompts.report.skipped | selection.left
-    never = int((times == 0).sum())
-    if never:
-        left["left over at the end"] = never
+    unused = prompts.report.skipped | selection.left
+    if not_drawn := int((times == 0).sum()):
+        unused["left over at the end"] = not_drawn
     first, last = plan.first_step, plan.first_step + len(plan.order) - 1
     off_target = float(steps.off_target.mean())
-    copies, again = int((selection.mode == OFF).sum()), int((times > 1).sum())
+    copies, repeated = int((selection.mode == OFF).sum()), int((times > 1).sum())
     facts = {
-        "steps": f"{len(plan.order):,} of {batch:,} prompts" + (f" (from step {first:,} on)" if first else ""),
+        "steps": f"{len(plan.order):,} of {batch:,} prompts" + (f" (starting at step {first:,})" if first else ""),
         "prompts read": f"{prompts.report.records:,}",
         "to train on": f"{len(candidates):,}" + (f", {copies:,} with thinking off" if copies else ""),
-        "drawn": f"{int((times > 0).sum()):,}" + (f", {again:,} repeatedly" if again else ""),
+        "drawn": f"{int((times > 0).sum()):,}" + (f", {repeated:,} repeatedly" if repeated else ""),
         "mean pass rate": f"{steps.mean[0]:.3f} in step {first:,}, {steps.mean[-1]:.3f} in step {last:,} "
         f"(target {steps.target[0]:.3f}, {steps.target[-1]:.3f})",
-        "spread in a step": f"{steps.spread.mean():.3f} on average",
+        "spread per step": f"{steps.spread.mean():.3f} on average",
         "off target": f"{off_target:.1%} of the prompts",
     }
     if plan.stopped:
         facts["stopped"] = plan.stopped
     domains = _domain_rows(candidates, plan, steps, times, batch)
-    page(facts, domains, left, plan, steps).write(output / REPORT)
+    page(facts, domains, unused, plan, steps).write(output / REPORT)
     stats = {
-        "settings": dataclasses.asdict(given),
+        "settings": dataclasses.asdict(settings),
         "steps": len(plan.order),
-        "left_out": left,
+        "left_out": unused,
         "examples": prompts.report.examples,
         "stopped": plan.stopped,
         "begun_again": dict(zip(candidates.domains, plan.epochs, strict=True)),
@@ -210,8 +208,8 @@ def _describe(given: Settings, plan: Plan, selection: Selection, prompts: Prompt
     write_text(output / STATS, json.dumps(stats) + "\n")
     for name, value in facts.items():
         print(f"{name + ':':<18}{value}")
-    if left:
-        print(f"{'left out:':<18}{', '.join(f'{count:,} {reason}' for reason, count in left.items())}")
+    if unused:
+        print(f"{'not used:':<18}{', '.join(f'{count:,} {reason}' for reason, count in unused.items())}")
     print(f"{output / CURRICULUM}, {output / REPORT}")
     _warn(plan, candidates, steps)
 
@@ -230,21 +228,22 @@ def _domain_rows(
 
 
 def _warn(plan: Plan, candidates: Candidates, steps: Steps) -> None:
-    """Warn of what the user may not have wanted."""
+    """Warn of an early stop, repeated prompts, and steps whose mean pass rate misses the target."""
     if plan.stopped:
-        notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; exhausted=repeat would begin it again")
-    for name, again in zip(candidates.domains, plan.epochs, strict=True):
-        if again:
-            notice(f"{name}: all prompts were drawn and begun again {again} times")
-    away = np.abs(steps.mean - steps.target) > LATE
-    if away.any():
-        at = plan.first_step + int(np.argmax(away))
+        notice(f"stopped after {len(plan.order):,} steps: {plan.stopped}; exhausted=repeat would reuse prompts")
+    for name, repeats in zip(candidates.domains, plan.epochs, strict=True):
+        if repeats:
+            notice(f"{name}: all prompts were drawn, and drawing started over {repeats} times")
+    missed = np.abs(steps.mean - steps.target) > LATE
+    if missed.any():
+        first = plan.first_step + int(np.argmax(missed))
         notice(
-            f"in {int(away.sum()):,} steps, the first of them {at:,}, the mean pass rate is more than {LATE} from the "
-            "target, for want of prompts of that pass rate: fewer steps, other means or a larger sigma come nearer"
+            f"in {int(missed.sum()):,} steps, beginning with step {first:,}, the mean pass rate is more than {LATE} "
+            "from the target, because prompts of that pass rate are exhausted: use fewer steps, other means, or a "
+            "larger sigma"
         )
 
 
-def _tell_malformed(what: str, report: ReadReport) -> None:
+def _report_malformed(what: str, report: ReadReport) -> None:
     if report.skipped:
-        notice(f"{what}: left out {report.summary(examples=3)}")
+        notice(f"{what}: skipped {report.summary(examples=3)}")

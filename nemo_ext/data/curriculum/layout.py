@@ -1,4 +1,4 @@
-"""Files of a curriculum's directory, and the files of its domains, one for each dataloader."""
+"""Files of a curriculum's directory, including one file per domain for dataloaders that read domains separately."""
 
 import re
 import zipfile
@@ -23,10 +23,10 @@ class Order:
     """Domain of each prompt of each step.
 
     Attributes:
-        names: names of the domains' files, without the ending.
+        names: names of the domains' files, without suffix.
         domain: [steps, batch], index into `names`.
-        before: [steps + 1, domains], number of prompts of each domain in all steps before.
-        anchor: index of a domain of which every step has a prompt.
+        before: [steps + 1, domains], number of prompts of each domain in all earlier steps.
+        anchor: index of a domain that has a prompt in every step.
     """
 
     names: tuple[str, ...]
@@ -39,35 +39,35 @@ def stored_arrays(path: Path, *names: str) -> tuple[npt.NDArray[Any], ...]:
     """Load the named arrays from an .npz file of a curriculum.
 
     Raises:
-        ValueError: the file is something else, or is damaged.
+        ValueError: the file is not a curriculum's or is damaged.
     """
     try:
         with np.load(path) as stored:
             return tuple(stored[name] for name in names)
     except (KeyError, TypeError, AttributeError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
-            f"{path} is not a curriculum's, or is damaged: it has no readable {', '.join(names)}; name the directory "
-            "that `nemo-ext curriculum` wrote, or make it again"
+            f"{path} is not a file of a curriculum, or is damaged: {', '.join(names)} cannot be read from it: give the "
+            "directory that `nemo-ext curriculum` wrote, or make the curriculum again"
         ) from error
 
 
 def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int16]) -> dict[int, Path]:
-    """Path of the file of each domain that was drawn from, by the domain's number; makes the folder.
+    """Path of the file of each domain with drawn prompts, by the domain's number; makes the folder.
 
     Raises:
-        ValueError: two names make the same file, or no domain is in every step.
+        ValueError: two domains would have the same file name, or no domain is in every step.
     """
     files: dict[int, Path] = {}
     for number in np.unique(drawn).tolist():
         path = output / DOMAINS / f"{re.sub(r'[^A-Za-z0-9_-]', '_', domains[number])}.jsonl"
         if path in files.values():
             raise ValueError(
-                f"split_domains: the file of {domains[number]!r} is that of another domain, too: rename it"
+                f"split_domains: domain {domains[number]!r} would have the same file as another one: rename it"
             )
         files[number] = path
     if not any((drawn == number).any(axis=1).all() for number in files):
         raise ValueError(
-            "split_domains: no domain is in every step, so a dataloader cannot tell the step by it: larger batches"
+            "split_domains: no domain has a prompt in every step, from which dataloaders count the steps: raise batch"
         )
     (output / DOMAINS).mkdir(parents=True, exist_ok=True)
     for old in (output / DOMAINS).glob("*.jsonl"):
@@ -77,7 +77,7 @@ def domain_files(output: Path, domains: Sequence[str], drawn: npt.NDArray[np.int
 
 
 def remove_order(output: Path) -> None:
-    """Remove the domains' files of an earlier curriculum that its order file names."""
+    """Remove an earlier curriculum's order file and the domain files that it lists."""
     path = output / DOMAINS / ORDER
     if not path.is_file():
         return
@@ -90,7 +90,7 @@ def remove_order(output: Path) -> None:
 
 
 def save_order(output: Path, files: Mapping[int, Path], drawn: npt.NDArray[np.int16]) -> None:
-    """Write the order file beside the domains' files: the domain of each prompt of each step."""
+    """Write the order file next to the domains' files: the domain of each prompt of each step."""
     number = np.full(max(files) + 1, -1, dtype=np.int16)
     number[list(files)] = np.arange(len(files))
     with complete_file(output / DOMAINS / ORDER) as file:
@@ -101,11 +101,11 @@ def read_order(directory: Path) -> Order:
     """Read the order of a curriculum made with `split_domains=true`.
 
     Raises:
-        ValueError: the curriculum was made without it.
+        ValueError: the curriculum was made without `split_domains`.
     """
     path = directory / DOMAINS / ORDER
     if not path.is_file():
-        raise ValueError(f"{path} is not there: make the curriculum with split_domains=true")
+        raise ValueError(f"{path} does not exist: make the curriculum with split_domains=true")
     domain, stems = stored_arrays(path, "domain", "names")
     names = tuple(stems.tolist())
     counts = np.stack([(domain == number).sum(axis=1) for number in range(len(names))], axis=1)

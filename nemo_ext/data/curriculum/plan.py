@@ -1,11 +1,11 @@
-"""The order in which a run trains on prompts: every step draws its domains' quotas from pools by pass rate.
+"""Order in which a run trains on prompts: every step draws its domains' quotas from pools by pass rate.
 
-A pool holds the prompts of one domain and one level of pass rate that were not drawn yet, in an order that depends on
-the seed and their ids alone. A step takes from the front of each pool as many as the Gaussian asks for or there are,
-and what is then missing from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt
-whose text is in the step already stays at the front for the next one. So the state after a step is just how often each
-prompt was used: a plan made from there with the same settings and the same shares of the domains (the default shares
-change once some prompts are used) is the rest of the whole plan.
+A pool has the undrawn prompts of one domain and one level of pass rate, in an order that depends on the seed and their
+ids alone. A step takes from the front of each pool the number set by the Gaussian, or all that are left, and fills
+the rest from the largest pools (Llama-Nemotron, section 5.1; Nemotron 3 Nano, section 3.2.2). A prompt whose text is
+already in the step stays at the front for the next step. So the state after a step is only how often each prompt was
+used: a plan made from that state with the same settings and the same shares of the domains (the default shares change
+as prompts are used) equals the rest of the original plan.
 """
 
 from collections.abc import Iterator
@@ -16,27 +16,27 @@ import numpy.typing as npt
 
 from nemo_ext.data.curriculum.pools import DomainPools, ordering_keys
 from nemo_ext.data.curriculum.prompts import Keys, Numbers
-from nemo_ext.data.curriculum.schedule import Floats, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.schedule import Floats, means, quotas, wanted
 from nemo_ext.data.curriculum.settings import Settings
-from nemo_ext.job.seeds import digest
+from nemo_ext.job.seeds import digest, uniform
 
 BLOCK = 4096
 
 
 class NoOrder(ValueError):
-    """No order can be made of the prompts there are."""
+    """Error for prompts from which no order can be made, such as too few for one step."""
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Prompts that may be trained on, one entry of every array each.
+    """Prompts that may be trained on; every array has one entry per prompt.
 
     Attributes:
-        key: key of the id; no two are equal.
-        text: key of the text; equal for identical prompts, which are never in one step.
+        key: key of the id, unique.
+        text: key of the text; equal for identical prompts, which are never in the same step.
         domain: index into `domains`.
         rate: pass rate.
-        used: number of times that the prompt was trained on before.
+        used: number of times that previous curricula trained on the prompt.
         domains: names of the domains.
     """
 
@@ -56,12 +56,12 @@ class Plan:
     """Prompts to train on, step by step.
 
     Attributes:
-        order: [steps, batch], indices into the candidates, shuffled inside a step.
+        order: [steps, batch], indices into the candidates, shuffled within each step.
         first_step: number of the first step in the schedule.
-        targets: [steps], mean pass rate that each step aims at.
-        off_target: [steps], number of prompts from the largest pools for want of the right pass rate.
-        epochs: number of times that each domain was begun again.
-        stopped: reason why there are fewer steps than asked for, or "".
+        targets: [steps], target mean pass rate of each step.
+        off_target: [steps], number of prompts of other levels, taken because the requested ones were exhausted.
+        epochs: number of times that each domain was started over.
+        stopped: reason why there are fewer steps than requested, or "".
     """
 
     order: npt.NDArray[np.int64]
@@ -72,19 +72,19 @@ class Plan:
     stopped: str
 
 
-def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels: int) -> Plan:
+def make_plan(candidates: Candidates, shares: Floats, settings: Settings, *, levels: int) -> Plan:
     """Plan the steps of a curriculum.
 
     Args:
-        candidates: prompts to choose from; `used` counts the steps before the first one.
+        candidates: prompts to choose from; `used` counts their uses before the first step.
         shares: shares of the domains in every step.
-        given: settings of the schedule.
-        levels: number of equal parts of pass rates, which are rounded to multiples of 1/levels.
+        settings: settings of the job.
+        levels: pass rates are rounded to multiples of 1/levels.
 
     Raises:
-        NoOrder: there are too few prompts for one step, or too few different ones.
+        NoOrder: there are too few prompts for one step, or too few distinct ones.
     """
-    batch, first_step, asked = given.batch, given.first_step, given.steps
+    batch, first_step, requested = settings.batch, settings.first_step, settings.steps
     domains = [np.flatnonzero(candidates.domain == number) for number in range(len(candidates.domains))]
     pools = [
         DomainPools(
@@ -93,43 +93,43 @@ def make_plan(candidates: Candidates, shares: Floats, given: Settings, *, levels
             levels=levels + 1,
             key=candidates.key,
             used=candidates.used[members],
-            repeat=given.exhausted == "repeat",
-            seed=digest(given.seed, "curriculum", "order"),
+            repeat=settings.exhausted == "repeat",
+            seed=digest(settings.seed, "curriculum", "order"),
         )
         for members in domains
     ]
-    steps = first_step + len(candidates) // batch + 1 if asked is None else asked
+    steps = first_step + len(candidates) // batch + 1 if requested is None else requested
     if len(candidates) < batch:
         raise NoOrder(f"there are too few prompts for a step of {batch}: {_sizes(candidates, domains)}")
     needed = quotas(shares, batch=batch, steps=steps)[first_step:]
-    marks = _repeated(candidates.text)
-    _check_domains(candidates, domains, needed, marks)
+    repeated = _repeated(candidates.text)
+    _check_domains(candidates, domains, needed, repeated)
     stopped = ""
-    if given.exhausted == "stop" or asked is None:
-        there = np.array([pool.left.sum() for pool in pools])
-        short = np.cumsum(needed, axis=0) > there
+    if settings.exhausted == "stop" or requested is None:
+        available = np.array([pool.left.sum() for pool in pools])
+        short = np.cumsum(needed, axis=0) > available
         if short.any():
             last = int(np.argmax(short.any(axis=1)))
             name = candidates.domains[int(np.argmax(short[last]))]
             needed = needed[:last]
-            stopped = f"{name} has too few prompts left for step {first_step + last}" if asked is not None else ""
+            stopped = f"{name} has too few prompts left for step {first_step + last}" if requested is not None else ""
             steps = first_step + last
     if not len(needed):
         raise NoOrder(f"there are too few prompts for a step of {batch}: {stopped or _sizes(candidates, domains)}")
-    targets = means(first=given.mean_first, last=given.mean_last, steps=steps)
+    targets = means(first=settings.mean_first, last=settings.mean_last, steps=steps)
     off_target = []
-    for count in _draw(candidates, pools, needed, targets, marks, given):
-        if isinstance(count, str):
-            stopped = count
+    for missed in _draw(candidates, pools, needed, targets, repeated, settings):
+        if isinstance(missed, str):
+            stopped = missed
             break
-        off_target.append(count)
+        off_target.append(missed)
     if not off_target:
         raise NoOrder(f"no step can be made: {stopped}")
-    made = len(off_target)
+    count = len(off_target)
     return Plan(
-        order=_order(pools, made, batch, candidates.key, first_step=first_step, seed=given.seed),
+        order=_order(pools, count, batch, candidates.key, first_step=first_step, seed=settings.seed),
         first_step=first_step,
-        targets=targets[first_step : first_step + made],
+        targets=targets[first_step : first_step + count],
         off_target=np.array(off_target, dtype=np.int64),
         epochs=tuple(pool.begun_again for pool in pools),
         stopped=stopped,
@@ -142,21 +142,21 @@ def _draw(
     needed: Numbers,
     targets: Floats,
     repeated: npt.NDArray[np.bool_] | None,
-    given: Settings,
+    settings: Settings,
 ) -> Iterator[int | str]:
-    """Draw step by step; yields the number off target, or at last the reason why no further step can be made."""
-    first_step = given.first_step
-    starts = [start_of(given.seed, name) for name in candidates.domains]
+    """Draw step by step; yields the number of prompts off target, or a final reason why no further step is possible."""
+    first_step = settings.first_step
+    starts = [uniform(settings.seed, "curriculum", "levels", name) for name in candidates.domains]
     for begin in range(0, len(needed), BLOCK):
         block = slice(begin, min(begin + BLOCK, len(needed)))
         step = first_step + begin
-        asked = [
+        requested = [
             wanted(
                 targets[first_step:][block],
                 needed[block, number],
                 first_step=step,
                 present=pool.present,
-                sigma=given.sigma,
+                sigma=settings.sigma,
                 start=starts[number],
             )
             if len(pool.members)
@@ -164,9 +164,9 @@ def _draw(
             for number, pool in enumerate(pools)
         ]
         for row in range(block.stop - block.start):
-            in_step: set[int] | None = None if repeated is None and given.exhausted == "stop" else set()
+            in_step: set[int] | None = None if repeated is None and settings.exhausted == "stop" else set()
             off_target = 0
-            for number, (pool, want) in enumerate(zip(pools, asked, strict=True)):
+            for number, (pool, want) in enumerate(zip(pools, requested, strict=True)):
                 if want is None or not (quota := int(needed[begin + row, number])):
                     continue
                 missing = pool.draw(
@@ -179,8 +179,8 @@ def _draw(
                 )
                 if missing is None:
                     yield (
-                        f"{candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too few whose text "
-                        f"is not in step {first_step + begin + row} already"
+                        f"{candidates.domains[number]} has {int(pool.left.sum())} prompts left, but too many of them "
+                        f"have a text that is already in step {first_step + begin + row}"
                     )
                     return
                 off_target += missing
@@ -208,7 +208,7 @@ def _order(
 
 
 def _repeated(texts: Keys) -> npt.NDArray[np.bool_] | None:
-    """Mask of the candidates that share their text with others; None if there are none."""
+    """Mask of the candidates that share their text with another candidate; None if no candidates do."""
     _, text, counts = np.unique(texts, return_inverse=True, return_counts=True)
     return counts[text] > 1 if (counts > 1).any() else None
 
@@ -227,8 +227,8 @@ def _check_domains(
             different += len(np.unique(candidates.text[copies])) - len(copies)
         if different < most:
             raise NoOrder(
-                f"domain {candidates.domains[number]} has {different} different prompts to train on, and its share "
-                f"asks for {most} in a step: give it a smaller share, or make the batch smaller"
+                f"domain {candidates.domains[number]} has {different} distinct prompts to train on, but its share "
+                f"requires {most} per step: lower its share, or reduce batch"
             )
 
 

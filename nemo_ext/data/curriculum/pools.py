@@ -1,4 +1,4 @@
-"""Pools of the prompts of one domain that are still to be drawn, by level of pass rate."""
+"""Pools of one domain's undrawn prompts, by level of pass rate."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ from nemo_ext.data.curriculum.schedule import from_the_largest
 
 
 def ordering_keys(keys: Keys, seed: int) -> Keys:
-    """Hash each key with a seed (the finaliser of SplitMix64): ten million in a fraction of a second."""
+    """Hash each key with a seed, by the finaliser of SplitMix64; fast enough for ten million keys."""
     mixed = keys ^ np.uint64(seed)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
@@ -19,7 +19,7 @@ def ordering_keys(keys: Keys, seed: int) -> Keys:
 
 @dataclass
 class _Epoch:
-    """One pass over the domain: the prompts by level, and the number that every step took from each level."""
+    """One pass over the domain: its prompts by level, and the number that each step took from each level."""
 
     items: Numbers
     begin: Numbers
@@ -30,7 +30,7 @@ class _Epoch:
 class DomainPools:
     """Pools of one domain, one per level.
 
-    The first pass goes over the prompts that were not used before, or if they may be repeated, over those used least.
+    The first pass is over the prompts that were not used before, or with `repeat`, over the least used ones.
 
     Args:
         members: candidates of the domain.
@@ -38,7 +38,7 @@ class DomainPools:
         levels: number of levels.
         key: keys of all candidates.
         used: number of times that each member was used before.
-        repeat: True to begin a new pass when all are drawn.
+        repeat: True to start a new pass when all members are drawn.
         seed: seed of the order in a pool.
     """
 
@@ -56,7 +56,7 @@ class DomainPools:
         self._begin(members[which], level[which])
 
     def _begin(self, members: Numbers, level: Numbers, *, carried: int = 0) -> None:
-        """Begin a pass over these candidates, the first `carried` of them at the front."""
+        """Start a pass over these candidates; the first `carried` come first in their levels."""
         keys = ordering_keys(ordering_keys(self._key[members], self._seed), self._pass)
         order = np.lexsort((keys, np.arange(len(members)) >= carried, level))
         sizes = np.bincount(level, minlength=self._levels)
@@ -82,22 +82,22 @@ class DomainPools:
             quota: sum of `want`.
             step: number of the step, from 0.
             texts: text keys of all candidates.
-            repeated: mask of candidates that share their text with others; None if none do.
-            in_step: texts that the step has already and must not get again; texts drawn are added. None if that cannot
-                happen.
+            repeated: mask of the candidates that share their text with another candidate; None if no candidates do.
+            in_step: texts that are already in the step and must not be drawn again; drawn texts are added. None if no
+                text can be drawn twice.
 
         Returns:
-            Number of prompts from other levels than asked for, or None if there are not enough.
+            Number of prompts from other levels than requested, or None if there are not enough prompts.
         """
         off_target = 0
         check, refilled = repeated, False
         blocked = np.zeros(len(want), dtype=np.bool_)
         while True:
-            there = self.left if not blocked.any() else np.where(blocked, 0, self.left)
-            take = np.minimum(want, there)
+            available = self.left if not blocked.any() else np.where(blocked, 0, self.left)
+            take = np.minimum(want, available)
             short = quota - int(take.sum())
             if short:
-                rest = there - take
+                rest = available - take
                 from_others = min(short, int(rest.sum()))
                 if from_others:
                     take = take + from_the_largest(rest, from_others)
@@ -107,7 +107,7 @@ class DomainPools:
             if not quota:
                 return off_target
             if got < int(take.sum()):
-                # Some level has only prompts left whose text is in the step already: ask the others.
+                # All prompts left in some level repeat a text of the step: draw from other levels.
                 blocked |= self._last_taken < take
                 want = _still_wanted(want, self._last_taken, quota)
                 continue
@@ -116,13 +116,13 @@ class DomainPools:
             want = _still_wanted(want, self._last_taken, quota)
             in_step |= self._texts_of(step, texts)
             self._begin_again()
-            # The new pass may begin with prompts that ended the old one.
+            # The new pass may start with prompts that the step drew at the end of the last pass.
             check = np.ones(len(texts), dtype=np.bool_)
             blocked[:] = False
             refilled = True
 
     def _begin_again(self) -> None:
-        """Begin a pass over all members; prompts left from the last pass come first."""
+        """Start a pass over all members; prompts left from the last pass come first."""
         epoch = self._epochs[-1]
         left = [epoch.items[front : front + count] for front, count in zip(self._front, self.left, strict=True)]
         carried = np.concatenate(left)
@@ -139,7 +139,7 @@ class DomainPools:
         check: npt.NDArray[np.bool_] | None,
         in_step: set[int] | None,
     ) -> int:
-        """Take from the front of each level; returns the number taken, fewer where texts are in the step already."""
+        """Take prompts from the front of each level; returns their number, lower if texts are already in the step."""
         epoch = self._epochs[-1]
         if check is not None and in_step is not None:
             take = take.copy()
@@ -158,7 +158,7 @@ class DomainPools:
     def _bring_forward(
         self, level: int, count: int, texts: Keys, check: npt.NDArray[np.bool_], in_step: set[int]
     ) -> int:
-        """Put prompts that the step may have at the front of a level, the others behind; returns their number."""
+        """Move up to `count` prompts whose text is not in the step to a level's front; returns their number."""
         items, front = self._epochs[-1].items, int(self._front[level])
         marked = check[items[front : front + count]]
         if not marked.any():
@@ -180,7 +180,7 @@ class DomainPools:
         return len(chosen)
 
     def _texts_of(self, step: int, texts: Keys) -> set[int]:
-        """Texts that the last pass gave to a step."""
+        """Texts that a step drew from the current pass."""
         epoch = self._epochs[-1]
         if not epoch.steps or epoch.steps[-1] != step:
             return set()
@@ -189,7 +189,7 @@ class DomainPools:
         return set(texts[np.concatenate(pieces)].tolist()) if pieces else set()
 
     def drawn(self, steps: int) -> list[tuple[Numbers, Numbers]]:
-        """Candidates drawn in the first `steps` steps, and the step of each."""
+        """Candidates drawn in the first `steps` steps, with the step of each, as pairs of arrays."""
         pieces = []
         for epoch in self._epochs:
             numbers = np.array(epoch.steps, dtype=np.int64)
@@ -205,7 +205,7 @@ class DomainPools:
 
 
 def _still_wanted(want: Numbers, taken: Numbers, quota: int) -> Numbers:
-    """Number still wanted of each level beyond what was taken, at most `quota` in all."""
+    """Number still wanted from each level, at most `quota` in total."""
     rest = np.maximum(want - taken, 0)
     over = int(rest.sum()) - quota
     return rest - from_the_largest(rest, over) if over > 0 else rest

@@ -1,7 +1,7 @@
-"""Profiles: pass rate, mean reward and mean tokens of the rollouts of every prompt.
+"""Profiles: pass rate, mean reward and mean tokens of each prompt's rollouts.
 
-Rollouts are grouped part by part and the groups merged now and then, so memory follows the number of prompts, not of
-rollouts; each process holds the records of one part besides.
+Rollouts are summed per prompt, part by part, and the sums are merged from time to time, so memory is proportional to
+the number of prompts and not of rollouts, plus the records of one part per process.
 """
 
 import functools
@@ -40,11 +40,11 @@ SUMS = ("rollouts", "successes", "reward", "tokens", "with_tokens")
 
 @dataclass(frozen=True)
 class Profile:
-    """Pass rates of prompts, one entry each, sorted by key.
+    """Pass rates of prompts; every array has one entry per prompt, sorted by key.
 
     Attributes:
         key: key of the prompt's id.
-        rollouts: number of rollouts; 1 if not known.
+        rollouts: number of rollouts; 1 if unknown.
         counted: True if the number of rollouts is known.
         pass_rate: share of the rollouts that succeeded.
     """
@@ -58,18 +58,19 @@ class Profile:
         return len(self.key)
 
     def levels(self, most: int) -> int:
-        """Number of equal steps from 0 to 1 that tell pass rates apart: the most rollouts of a prompt, at most `most`.
+        """Number of equal steps from 0 to 1 that distinguish the pass rates, at most `most`.
 
-        Where rollouts are not counted, the fewest steps of which all pass rates are multiples, at most `most`.
+        This is the largest number of rollouts of a prompt, or, if rollouts are not counted, the smallest n for which
+        all pass rates are multiples of 1/n.
         """
         if self.counted:
             return min(most, int(self.rollouts.max()))
         rates = np.unique(self.pass_rate)
         if len(rates) > most + 1:
             return most
-        off = (np.abs(rates * number - np.rint(rates * number)).max() for number in range(1, most + 1))
-        # Tolerance of a hundredth of a part, since rates are written with about three digits.
-        return next((number for number, most_off in enumerate(off, start=1) if most_off < 0.01), most)
+        errors = (np.abs(rates * number - np.rint(rates * number)).max() for number in range(1, most + 1))
+        # The tolerance is a hundredth of a step, since rates are written with about three digits.
+        return next((number for number, error in enumerate(errors, start=1) if error < 0.01), most)
 
 
 def write_profile(
@@ -83,21 +84,21 @@ def write_profile(
 ) -> ReadReport:
     """Group rollouts by prompt into a Parquet file, sorted by id.
 
-    Columns: id, key, rollouts, successes, pass_rate, mean_reward, mean_tokens (null where no rollout says).
+    Columns: id, key, rollouts, successes, pass_rate, mean_reward, mean_tokens (null if no rollout has tokens).
 
     Args:
-        files: JSONL (plain, .gz, .zst) or Parquet, one rollout a record, in any order.
-        success: least reward of a success.
+        files: JSONL (plain, .gz, .zst) or Parquet, one rollout per record, in any order.
+        success: minimum reward of a success.
 
     Raises:
-        ValueError: a file is damaged, there is no record, or too many are malformed.
+        ValueError: a file is damaged, there are no records, or too many are malformed.
     """
     arrow = pyarrow_module()
     report = ReadReport()
     merged, pending, rows = None, list[Any](), 0
     read = functools.partial(_read_part, keys=keys, success=success)
-    for table, own in read_parts(parts_of(files), read, workers=workers, label="rollouts"):
-        report.add(own)
+    for table, part_report in read_parts(parts_of(files), read, workers=workers, label="rollouts"):
+        report.add(part_report)
         pending.append(table)
         rows += table.num_rows
         if rows > max(MERGE_ROWS, 0 if merged is None else merged.num_rows):
@@ -123,27 +124,25 @@ def write_profile(
 
 
 def read_profile(path: Path) -> Profile:
-    """Read what `write_profile` wrote, or a Parquet or JSONL file of one's own with id, pass_rate, rollouts.
-
-    `rollouts` may be missing: it is then 1.
+    """Read a profile from `write_profile`, or a user's Parquet or JSONL file with id, pass_rate and optional rollouts.
 
     Raises:
-        ValueError: the file, a column or its type is missing or wrong, a pass rate is not in 0 to 1, or an id comes
-            twice.
+        ValueError: the file or a column is missing or has the wrong type, a pass rate is not from 0 to 1, or an id is
+            repeated.
     """
     arrow = pyarrow_module()
     if not path.is_file():
-        raise ValueError(f"profile: no such file: {path}")
+        raise ValueError(f"profile={path} does not exist: give the file of an earlier profile, or rollouts")
     if path.suffix == ".parquet":
         try:
             table = arrow.parquet.read_table(path)
         except (OSError, arrow.ArrowInvalid) as error:
-            raise ValueError(f"{path}: not a readable Parquet file ({error}): make it again") from None
+            raise ValueError(f"{path} is not a readable Parquet file ({error}): make the profile again") from None
     else:
         table = _table_of_lines(path)
     for name in ("id", "pass_rate"):
         if name not in table.column_names:
-            raise ValueError(f"{path}: no column {name!r}, there are {table.column_names}")
+            raise ValueError(f"{path} has no column {name!r}; its columns are {table.column_names}")
     try:
         rates = table["pass_rate"].to_numpy().astype(np.float64)
         counts = np.ones(len(rates), dtype=np.int64)
@@ -151,16 +150,16 @@ def read_profile(path: Path) -> Profile:
             counts = table["rollouts"].to_numpy().astype(np.int64)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: pass_rate and rollouts must be numbers in every row ({error})") from None
-    wrong = ~((rates >= 0) & (rates <= 1))
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        raise ValueError(f"{path}: row {row + 1}: pass_rate is {rates[row]}, not a number from 0 to 1")
+    invalid = ~((rates >= 0) & (rates <= 1))
+    if invalid.any():
+        row = int(np.argmax(invalid))
+        raise ValueError(f"{path}: row {row + 1}: pass_rate is {rates[row]}, expected a number from 0 to 1")
     keys = table["key"].to_numpy() if "key" in table.column_names else _keys_of(table["id"].cast("string"))
     order = np.argsort(keys)
     keys = keys[order].astype(np.uint64)
     same = keys[1:] == keys[:-1]
     if same.any():
-        raise ValueError(f"{path}: an id stands there twice: {table['id'][int(order[np.argmax(same)])]}")
+        raise ValueError(f"{path}: id {table['id'][int(order[np.argmax(same)])]} is repeated: remove one of its rows")
     return Profile(
         key=keys,
         rollouts=counts[order],
@@ -170,10 +169,10 @@ def read_profile(path: Path) -> Profile:
 
 
 def rows_of(known: Keys, keys: Keys) -> Numbers:
-    """Index of every key among sorted ones, such as a profile's; -1 where it is not among them."""
+    """Index of every key in the sorted `known` keys, such as a profile's; -1 if it is not known."""
     if not len(known):
         return np.full(len(keys), -1)
-    # In sorted order the search reads memory from front to back.
+    # Searching in sorted order reads memory sequentially.
     order = np.argsort(keys)
     rows = np.empty(len(keys), dtype=np.int64)
     rows[order] = np.searchsorted(known, keys[order])
@@ -183,7 +182,7 @@ def rows_of(known: Keys, keys: Keys) -> Numbers:
 
 
 def _read_part(part: Part, *, keys: RolloutKeys, success: float) -> tuple[Any, ReadReport]:
-    """Read a part's sums by prompt as a table, and the report of what was left out."""
+    """Read a part's sums per prompt as a table, with the report of records read and skipped."""
     ids, rewards, tokens, report = list[str](), list[float](), list[int | None](), ReadReport()
     for offset, line in lines_of(part):
         report.records += 1
@@ -220,25 +219,25 @@ def _reward(value: Any, path: str) -> float:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if not isinstance(value, int | float) or not math.isfinite(value):
-        raise Malformed(f"{path!r} is {value!r}, not a number")
+        raise Malformed(f"{path!r} is {value!r}, expected a number")
     return float(value)
 
 
 def _tokens(value: Any, path: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 40:
-        raise Malformed(f"{path!r} is {value!r}, not a number of tokens")
+        raise Malformed(f"{path!r} is {value!r}, expected a number of tokens")
     return int(value)
 
 
 def _grouped(tables: Sequence[Any]) -> Any:
-    """Sum several tables, one row per id; one thread, so that sums of floats do not depend on the machine."""
+    """Sum tables into one row per id, in one thread, so that sums of floats are the same on every machine."""
     whole = pyarrow_module().concat_tables([table for table in tables if table is not None])
     grouped = whole.group_by("id", use_threads=False).aggregate([(name, "sum") for name in SUMS])
     return grouped.rename_columns([name.removesuffix("_sum") for name in grouped.column_names]).select(["id", *SUMS])
 
 
 def _keys_of(ids: Any) -> Keys:
-    """Keys of a column of ids: `digest` of each, without a function call per id."""
+    """Keys of a column of ids: the `digest` of each id, inlined for speed."""
     blake2b = hashlib.blake2b
     pieces = [
         b"".join([blake2b(identity, digest_size=8).digest() for identity in chunk.cast("binary").to_pylist()])
@@ -257,5 +256,5 @@ def _table_of_lines(path: Path) -> Any:
             raise ValueError(f"{place}: {problem}") from None
         records.append({**record, "id": identity})
     if not records:
-        raise ValueError(f"{path}: has no records")
+        raise ValueError(f"{path} has no records")
     return pyarrow_module().Table.from_pylist(records)

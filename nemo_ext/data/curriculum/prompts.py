@@ -1,4 +1,4 @@
-"""Prompts as arrays: the place of each record, and eight bytes for its id and for its text."""
+"""Prompts as arrays: the place of each record, and eight-byte keys of its id and its text."""
 
 import functools
 import hashlib
@@ -39,18 +39,18 @@ DUPLICATE = "id seen before"
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts, one entry of every array each, in the order of the files; about 36 bytes per prompt.
+    """All prompts; every array has one entry per prompt, in the order of the files. About 36 bytes per prompt.
 
     Attributes:
         files: plain JSONL files.
         file: index into `files`.
-        offset: first byte of the record.
-        length: number of bytes of the record, without the line's end.
+        offset: byte offset of the record.
+        length: number of bytes of the record, without the line break.
         key: key of the id.
-        text: key of the prompt; equal for identical ones.
+        text: key of the prompt's text; equal for identical prompts.
         domain: index into `domains`.
         domains: names of the domains, sorted.
-        report: records read and left out.
+        report: counts of the records read and skipped.
     """
 
     files: tuple[Path, ...]
@@ -73,10 +73,10 @@ def key_of(identity: str) -> np.uint64:
 
 
 def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: float = 0.01, workers: int = 1) -> Prompts:
-    """Read plain JSONL files; of several records with one id the first is kept.
+    """Read plain JSONL files; of several records with the same id, the first is kept.
 
     Raises:
-        ValueError: a file is damaged, there is no record, too many are malformed, or there are too many domains.
+        ValueError: a file is damaged, there are no records, too many are malformed, or there are too many domains.
     """
     parts = parts_of(files)
     firsts = [0] * len(parts)
@@ -99,7 +99,7 @@ def read_prompts(files: Sequence[Path], keys: PromptKeys, *, max_bad_share: floa
         np.array([numbers[part.path] for part in parts], dtype=np.int32), [len(piece[0]) for piece in pieces]
     )
     offsets, lengths, ids, texts, domains = (np.concatenate(column) for column in zip(*pieces, strict=True))
-    # Domains are numbered by name, so that the order of the files does not matter.
+    # Domains are numbered in the order of their names, so that the order of the files does not matter.
     ordered = sorted(names)
     rank = np.array([ordered.index(name) for name in names], dtype=np.int16)
     keep = _first_of_each(ids, report)
@@ -125,7 +125,7 @@ class _Piece:
         domain: index into `names`.
         line: number of the record's line in its part.
         names: names of the part's domains, in order of appearance.
-        report: records read and left out.
+        report: counts of the records read and skipped.
     """
 
     offset: Numbers
@@ -147,7 +147,7 @@ def _read_part(part: Part, *, keys: PromptKeys) -> _Piece:
     loads, blake2b = orjson.loads, hashlib.blake2b
     for number, (offset, line) in enumerate(lines_of(part)):
         try:
-            # Ten million records go through here: the common case is done without a function call.
+            # Speed matters for ten million records: the common case makes no function calls of ours.
             record: Any = loads(line) if plain else None
             identity, prompt, domain = record[keys.id], record[keys.prompt], record[keys.domain]
             code = names[domain]
@@ -186,12 +186,12 @@ def _joined(digests: Sequence[bytes]) -> Keys:
 
 
 def _entry(record: dict[str, object], keys: PromptKeys) -> tuple[bytes, bytes, str]:
-    """Digests of one record's id and text, and its domain; raises Malformed."""
+    """Digests of a record's id and text, and its domain; raises Malformed."""
     text = digest(prompt_bytes(required(record, keys.prompt)))
     if keys.id == PROMPT:
-        identity = digest(text.hex().encode())  # as in a profile, whose ids are text
+        identity = digest(text.hex().encode())  # as in a profile, where the id is the text's digest in hex
     elif keys.id == LINE:
-        identity = b"\0" * 8  # the line's number is known only when all parts before are read
+        identity = b"\0" * 8  # set later: line numbers are known only after all earlier parts are read
     else:
         identity = digest(checked_id(required(record, keys.id), keys.id).encode())
     return identity, text, _domain(record, keys.domain)
@@ -204,15 +204,15 @@ def _domain(record: dict[str, object], key: str | None) -> str:
         return NO_DOMAIN
     if isinstance(value, str) and value:
         return value
-    raise Malformed(f"{key!r} is {value!r}, not the name of a domain")
+    raise Malformed(f"{key!r} is {value!r}, expected the name of a domain")
 
 
 def _number(domain: str, names: dict[str, int], keys: PromptKeys) -> int:
-    """Number of the domain, a new one if it has none."""
+    """Number of the domain in `names`, to which a new domain is added."""
     if domain not in names and len(names) == MOST_DOMAINS:
         raise ValueError(
-            f"keys.domain={keys.domain}: more than {MOST_DOMAINS:,} domains, such as {next(iter(names))!r} and "
-            f"{domain!r}: name the key of a domain, or null to put all prompts into one"
+            f"keys.domain={keys.domain} has more than {MOST_DOMAINS:,} values, such as {next(iter(names))!r} and "
+            f"{domain!r}: give the key of the domain, or null to put all prompts into one domain"
         )
     return names.setdefault(domain, len(names))
 
@@ -227,7 +227,7 @@ def _first_lines(parts: Sequence[Part]) -> list[int]:
 
 
 def _first_of_each(keys: Keys, report: ReadReport) -> npt.NDArray[np.bool_]:
-    """Mask of the entries that are the first with their key; the others are counted."""
+    """Mask of the first entry of each key; further entries are counted in `report`."""
     keep = np.zeros(len(keys), dtype=np.bool_)
     keep[np.unique(keys, return_index=True)[1]] = True
     if again := int((~keep).sum()):

@@ -1,7 +1,7 @@
-"""Reader of files of records in parts, by one process or several: JSONL (plain, .gz, .zst) and Parquet.
+"""Reading of JSONL (plain, .gz, .zst) and Parquet files in parts, by one or more processes.
 
-A part of a plain file is the lines that begin in a range of bytes; a part of a Parquet file is a row group; a
-compressed file is one part. Results come in the order of the files, so nothing depends on the number of processes.
+A part of a plain file consists of the lines that start in a range of bytes; a part of a Parquet file is a row group; a
+compressed file is one part. Results are in the order of the files and do not depend on the number of processes.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ MALFORMED = "malformed"
 
 
 class Malformed(ValueError):
-    """Raised for a record that lacks what is required."""
+    """Error in a record: invalid JSON, or a missing or invalid value."""
 
 
 def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Part]:
@@ -55,7 +55,7 @@ def parts_of(files: Sequence[Path], *, part_bytes: int = PART_BYTES) -> list[Par
 
 
 def lines_of(part: Part) -> Iterator[tuple[int, bytes]]:
-    """Iterate over the non-blank lines of a part, each with its byte offset (row for Parquet, given as JSON).
+    """Yield the non-blank lines of a part with their byte offsets (for Parquet: rows as JSON, with their numbers).
 
     Raises:
         ValueError: the file is damaged.
@@ -89,9 +89,9 @@ def parse(line: bytes) -> dict[str, Any]:
 
 
 def required(record: Mapping[str, Any], key: str) -> Any:
-    """Value of a record at a key or a path of nested keys; raises Malformed if there is none."""
+    """Value of a record at a key or a path of nested keys; raises Malformed if it is missing."""
     if (value := value_at(record, key)) is None:
-        raise Malformed(f"no {key!r}, there are {sorted(record)[:12]}")
+        raise Malformed(f"no key {key!r}; the keys are {sorted(record)[:12]}")
     return value
 
 
@@ -101,16 +101,16 @@ def checked_id(value: Any, path: str) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise Malformed(f"{path!r} is {value!r}, not a text or a whole number")
+    raise Malformed(f"{path!r} is {value!r}, expected text or a whole number")
 
 
 def prompt_bytes(prompt: Any) -> bytes:
-    """Serialise a prompt to bytes that are equal for equal prompts, however their JSON was written."""
+    """Serialise a prompt to canonical bytes, which do not depend on how its JSON was written."""
     if isinstance(prompt, str):
         return prompt.encode()
     try:
         return orjson.dumps(prompt, option=orjson.OPT_SORT_KEYS)
-    except TypeError:  # whole numbers of more than 64 bits
+    except TypeError:  # integers of more than 64 bits
         return json.dumps(prompt, sort_keys=True).encode()
 
 
@@ -120,7 +120,7 @@ def digest(data: bytes) -> bytes:
 
 
 def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) -> None:
-    """Counts a malformed record, with its file and line for the first few."""
+    """Count a malformed record, with its file and line for the first few."""
     if len(report.examples.get(MALFORMED, [])) < EXAMPLES_PER_REASON:
         report.skip(MALFORMED, f"{part.path}:{_line_number(part, offset)}: {problem}")
     else:
@@ -128,7 +128,7 @@ def note_malformed(report: ReadReport, part: Part, offset: int, problem: str) ->
 
 
 def check_share(report: ReadReport, what: str, most: float) -> None:
-    """Raises ValueError if the files have no records, or if more than the share of them are malformed."""
+    """Raise ValueError if the files have no records, or if too large a share of them is malformed."""
     if not report.records:
         raise ValueError(f"{what}: the files have no records")
     report.check_bad_share(what, most)
@@ -137,7 +137,7 @@ def check_share(report: ReadReport, what: str, most: float) -> None:
 def read_parts[Result](
     parts: Sequence[Part], read: Callable[[Part], Result], *, workers: int, label: str
 ) -> Iterator[Result]:
-    """Iterate over the results of `read` for each part, in order; `read` must be picklable."""
+    """Yield the result of `read` for each part, in order; `read` must be picklable."""
     total = sum(part.size for part in parts)
     with progress_of(label, total) as advance:
         few = len(parts) == 1 or total < PART_BYTES // 4
@@ -148,7 +148,7 @@ def read_parts[Result](
 
 
 def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
-    """Return the files as plain JSONL; compressed and Parquet ones are unpacked into the folder."""
+    """Return the files as plain JSONL; compressed and Parquet files are unpacked into the folder."""
     plain = []
     for number, path in enumerate(files):
         if path.suffix not in (*PACKED, ".parquet"):
@@ -164,7 +164,7 @@ def unpacked(files: Sequence[Path], folder: Path) -> list[Path]:
 
 
 def _line_number(part: Part, offset: int) -> int:
-    """Line number, from 1; the row for Parquet."""
+    """Line number of an offset, from 1; for Parquet the number of the row."""
     if part.path.endswith(".parquet"):
         return offset + 1
     line, left = 1, offset

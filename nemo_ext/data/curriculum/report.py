@@ -1,4 +1,4 @@
-"""Report of a curriculum: numbers of every step, a page, and a plot of the pass rates over the steps."""
+"""Report of a curriculum: statistics of every step, a page, and a plot of the pass rates over the steps."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ LATE = 0.1
 
 @dataclass(frozen=True)
 class Steps:
-    """Numbers of a plan, one entry of every array per step.
+    """Statistics of a plan; every array has one entry per step.
 
     Attributes:
-        target: mean pass rate aimed at.
+        target: target mean pass rate.
         mean: mean pass rate of the step's prompts.
         spread: standard deviation of their pass rates.
-        off_target: share of prompts from other pass rates than asked for.
+        off_target: share of prompts from other levels of pass rate than requested.
         domains: number of prompts of each domain.
     """
 
@@ -37,7 +37,7 @@ class Steps:
 
 
 def steps_of(plan: Plan, candidates: Candidates) -> Steps:
-    """Compute the numbers of every step of a plan."""
+    """Compute the statistics of a plan."""
     steps, batch = plan.order.shape
     mean, spread = np.empty(steps), np.empty(steps)
     counts = np.zeros((len(candidates.domains), steps), dtype=np.int64)
@@ -53,7 +53,7 @@ def steps_of(plan: Plan, candidates: Candidates) -> Steps:
 
 
 def as_json(steps: Steps) -> dict[str, Any]:
-    """Lists of the numbers, one entry per step."""
+    """Statistics as lists, with one entry per step."""
     numbers = {name: getattr(steps, name).round(4).tolist() for name in ("target", "mean", "spread", "off_target")}
     return numbers | {"domains": {name: counts.tolist() for name, counts in steps.domains.items()}}
 
@@ -61,20 +61,20 @@ def as_json(steps: Steps) -> dict[str, Any]:
 def page(
     facts: Mapping[str, str], domains: Sequence[Sequence[object]], left: Mapping[str, int], plan: Plan, steps: Steps
 ) -> Report:
-    """The report: a summary, a picture of the steps, a table of domains, and prompts left out by reason."""
+    """The report: a summary, a plot of the steps, a table of domains, and prompts not used, by reason."""
     report = Report(f"Curriculum of {len(plan.order):,} steps").facts(facts)
     _plot(report, plan, steps)
-    columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "begun again")
+    columns = ("domain", "share of the steps", "prompts drawn", "mean pass rate", "prompts to train on", "repeats")
     report.table("Domains", columns, domains)
     report.table("Not in the curriculum", ("reason", "prompts"), left.items() or [("", 0)])
     return report.add(
-        "Every step: `curriculum.json`. Order: `curriculum.npz`. Train on `curriculum.jsonl` as it is, with "
+        "Every step: `curriculum.json`. Order: `curriculum.npz`. Train on `curriculum.jsonl` in its order, with "
         "`shuffle: false`."
     )
 
 
 def _plot(report: Report, plan: Plan, steps: Steps) -> None:
-    """Draws target, mean and spread of the pass rate over the steps, and the domains' shares."""
+    """Draw target, mean and spread of the pass rate over the steps, and the domains' shares."""
     layout: Any = {"sharex": True, "height_ratios": (3, 1, 1.2)}
     rate, off, share = report.picture("pass rate of every step", PLOT, 9, 7, 3, **layout)
     width = -(-len(steps.mean) // DRAWN_STEPS)

@@ -1,11 +1,9 @@
-"""Number of prompts of each domain and pass rate that a step asks for; `plan` draws those that are available."""
+"""Number of prompts of each domain and pass rate that a step requests; `plan` draws from the available ones."""
 
 from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
-
-from nemo_ext.job.seeds import uniform
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
@@ -13,16 +11,16 @@ GOLDEN = (5**0.5 - 1) / 2
 
 
 def fixed(shares: Mapping[str, float], domains: tuple[str, ...]) -> Floats:
-    """Shares of the domains, scaled to sum to one; a domain without one gets none."""
-    given = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
-    return given / given.sum()
+    """Shares of the domains in every step, scaled to sum to 1; 0 for a domain that is not in `shares`."""
+    weights = np.array([shares.get(name, 0.0) for name in domains], dtype=np.float64)
+    return weights / weights.sum()
 
 
 def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
     """Number of prompts of each domain in each step, [steps, domains]; every row sums to `batch`.
 
-    Largest remainders, with what was rounded carried to the next step: over the steps, a domain stays within two
-    prompts of its share.
+    Rounded by largest remainders, with rounding errors carried to the next step: over all steps, a domain stays within
+    two prompts of its share.
     """
     counts = np.empty((steps, len(shares)), dtype=np.int64)
     owed = np.zeros(counts.shape[1])
@@ -34,13 +32,13 @@ def quotas(shares: Floats, *, batch: int, steps: int) -> Counts:
 
 
 def rounded(owed: Floats, batch: int) -> Counts:
-    """Whole numbers of prompts, `batch` in all, by the largest remainders of what each domain is owed, [domains]."""
+    """Number of prompts of each domain, [domains], `batch` in total: `owed` rounded by largest remainders."""
     row = np.maximum(np.floor(owed), 0).astype(np.int64)
     missing = batch - int(row.sum())
     order = np.argsort(row - owed, kind="stable")
     if missing > 0:
         row[order[:missing]] += 1
-    while missing < 0:  # owed was negative somewhere, so the others' whole parts are too many
+    while missing < 0:  # a negative entry of `owed` was raised to 0, so that the sum is too large
         most_over = max((at for at in range(len(row)) if row[at] > 0), key=lambda at: row[at] - owed[at])
         row[most_over] -= 1
         missing += 1
@@ -48,7 +46,7 @@ def rounded(owed: Floats, batch: int) -> Counts:
 
 
 def means(*, first: float, last: float, steps: int) -> Floats:
-    """Mean pass rate that each step aims at, falling linearly from the first to the last."""
+    """Target mean pass rate of each step, linear from the first to the last."""
     return np.linspace(first, last, steps) if steps > 1 else np.array([first])
 
 
@@ -61,24 +59,24 @@ def wanted(
     sigma: float,
     start: float,
 ) -> Counts:
-    """Number of prompts of each pass-rate level that steps ask for, [steps, levels]; rows sum to `quota`.
+    """Number of prompts of each pass-rate level that each step requests, [steps, levels]; rows sum to `quota`.
 
     A step's counts are proportional to the Gaussian's density at the levels. They are rounded by systematic sampling:
-    each is its expectation rounded up or down, and over the steps the rounding evens out, where always rounding to the
-    nearest would never draw a level of which a small quota wants less than half a prompt.
+    each expectation is rounded up or down such that rounding averages out over the steps. Rounding to the nearest
+    number would never draw a level with an expectation below half a prompt.
 
     Args:
         means_of_steps: [steps], mean of the Gaussian in each step.
         quota: [steps], number of prompts of the domain in each step.
         first_step: number of the first of these steps in the schedule.
-        present: [levels], True if the domain has prompts of that level.
+        present: [levels], True if the domain has prompts of the level.
         sigma: standard deviation of the Gaussian.
-        start: start of the sampling in step 0, in [0, 1).
+        start: random start of the sampling in step 0, in [0, 1).
     """
     levels = np.linspace(0, 1, len(present))
     exponent = -((levels - means_of_steps[:, None]) ** 2) / (2 * sigma**2)
     exponent[:, ~present] = -np.inf
-    # Far from every level the densities would all be zero.
+    # Without the shift, all densities underflow to zero if every level is far from the mean.
     density = np.exp(exponent - exponent.max(axis=1, keepdims=True))
     ends = np.cumsum(density, axis=1)
     ends /= ends[:, -1:]
@@ -91,19 +89,17 @@ def wanted(
     return counts
 
 
-def start_of(seed: int, domain: str) -> float:
-    """Start of the systematic sampling for a domain, in [0, 1)."""
-    return uniform(seed, "curriculum", "levels", domain)
-
-
 def from_the_largest(left: Counts, short: int) -> Counts:
-    """Number to take from each pool, `short` in all, always from one of the largest; `left` must hold that many."""
+    """Number to take from each pool of size `left`: `short` in total, each time one from the largest pool.
+
+    `left` must sum to at least `short`.
+    """
     order = np.argsort(-left, kind="stable")
     sizes = left[order]
     sums = np.cumsum(sizes)
     number = np.arange(1, len(sizes) + 1)
     lower = np.append(sizes[1:], 0)
-    # The first `count` pools are lowered to one level, which is not below the next one's size.
+    # The largest `count` pools are reduced to the same size, which is at least that of the next pool.
     count = int(np.argmax(sums - number * lower >= short)) + 1
     level, extra = divmod(int(sums[count - 1]) - short, count)
     taken = np.zeros_like(left)

@@ -13,7 +13,7 @@ Text = Annotated[str, Field(min_length=1)]
 _Place = Annotated[Place, Field(min_length=1)]
 
 LINE, PROMPT = "line", "prompt"
-"""Ids that are not a key of a record: the number of its line, from 0 over all files, and the text of its prompt."""
+"""Values of `id` that are not keys: the record's line number, from 0 over all files, and the text of its prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -21,8 +21,8 @@ class PromptKeys:
     """Keys of a prompt's record; dots lead into nested objects.
 
     Attributes:
-        id: key with a text or whole number, or `line`, or `prompt`.
-        prompt: key of the model's input, a text or any JSON.
+        id: key of the id, which is text or a whole number; or `line` or `prompt`.
+        prompt: key of the model's input, text or any JSON.
         domain: key of the domain's name; null puts all prompts into one domain.
     """
 
@@ -36,10 +36,10 @@ class RolloutKeys:
     """Keys of a rollout's record; dots lead into nested objects.
 
     Attributes:
-        id: key of the prompt's id, or `prompt` if the prompts are identified by their text.
+        id: key of the prompt's id, or `prompt` to identify prompts by their text.
         prompt: key of the prompt, used if `id` is `prompt`.
-        reward: key of the reward: a number, true or false, or a list of one of them.
-        tokens: key of the number of generated tokens; null if there is none.
+        reward: key of the reward: a number, true or false, or a list with one of them.
+        tokens: key of the number of generated tokens; null if records do not have it.
     """
 
     id: Text = "id"
@@ -53,9 +53,9 @@ class Filters:
     """Filters of the prompts to train on.
 
     Attributes:
-        drop_from: pass rate from which on a prompt is left out; 1 leaves out those always solved, null none.
-        keep_from: pass rate below which a prompt is left out.
-        min_rollouts: least number of rollouts of a prompt; those with fewer are left out.
+        drop_from: prompts with at least this pass rate are excluded; 1 excludes those always solved, null none.
+        keep_from: minimum pass rate of a prompt.
+        min_rollouts: minimum number of rollouts of a prompt.
     """
 
     drop_from: Share | None = 1.0
@@ -68,9 +68,9 @@ class Thinking:
     """Prompts with reasoning on, and copies of some of them with reasoning off.
 
     Attributes:
-        off_share: share of the copies in all; 0 makes none and marks nothing.
-        key: key of a written record that holds the mode, true or false.
-        system_on: system message of prompts with reasoning on; prompts are then lists of messages.
+        off_share: share of copies among all prompts; 0 makes no copies and writes no modes.
+        key: key of the mode, true or false, in the written records.
+        system_on: system message of prompts with reasoning on; prompts must then be lists of messages.
         system_off: system message of prompts with reasoning off.
     """
 
@@ -85,24 +85,24 @@ class Settings:
     """Settings of the job.
 
     Attributes:
-        output: directory of the result.
+        output: output directory.
         prompts: files or globs of prompts, JSONL (also .gz, .zst) or Parquet.
         rollouts: files or globs of rollouts.
-        profile: file of pass rates made before, in place of rollouts.
-        previous: directory of the curriculum that was trained on before.
+        profile: file of pass rates from an earlier run, in place of rollouts.
+        previous: directory of the previous curriculum, on which a run was trained.
         previous_steps: number of its steps that were trained on; null for all.
-        batch: number of prompts in a step.
-        steps: number of steps of the whole schedule; null for as many as the prompts last.
-        first_step: step of the schedule that is written first.
-        success: least reward of a success.
+        batch: number of prompts per step.
+        steps: number of steps of the whole schedule; null to use all prompts.
+        first_step: first step of the schedule to write.
+        success: minimum reward of a success.
         mean_first, mean_last: mean of the Gaussian over pass rates in the first and last step.
         sigma: standard deviation of the Gaussian.
-        levels: number of equal parts that pass rates are rounded to; null: see `Profile.levels`, at most 64.
-        domains: share of each domain in every batch; null for the shares of the prompts.
-        adapt: power of what a domain can still teach in its share, see `job.adapted`; 0 leaves the shares as they are.
+        levels: pass rates are rounded to multiples of 1/levels; null for `Profile.levels`, at most 64.
+        domains: share of each domain in every batch; null for shares by number of prompts.
+        adapt: exponent of a domain's remaining learning signal in its share, see `job.adapted`; 0 to disable.
         exhausted: action when a domain has too few prompts left: `stop` or `repeat`.
-        split_domains: true to also write a file for each domain, for NeMo-RL's `custom_dataloader`.
-        max_bad_share: share of malformed records above which reading fails.
+        split_domains: true to also write one file per domain, for NeMo-RL's `custom_dataloader`.
+        max_bad_share: maximum share of malformed records.
         workers: number of reading processes; null for one per CPU.
     """
 
@@ -137,27 +137,27 @@ def settings(config: Mapping[str, Any]) -> Settings:
     """Check the composed config and return the settings.
 
     Raises:
-        ValueError: a key is wrong (the message names it, what it holds and what it may hold), or keys contradict.
+        ValueError: a value is invalid (the message has the key, the value and the expected values), or keys conflict.
     """
-    given = checked(Settings, {key: value for key, value in config.items() if key != "hydra"}, strict=True)
-    if given.rollouts and given.profile:
-        raise ValueError("rollouts and profile are both set: pass rates come from one of them")
-    if not given.rollouts and not given.profile:
-        raise ValueError("not set: rollouts (files of rollouts) or profile (pass rates made before)")
-    if not given.prompts and given.profile:
-        raise ValueError("not set: prompts; with rollouts alone their profile is written, which is here already")
-    if given.first_step and given.steps is None:
-        raise ValueError(f"first_step={given.first_step} is a step of a schedule whose length is not known: set steps")
-    if given.steps is not None and given.first_step >= given.steps:
-        raise ValueError(f"first_step={given.first_step}: the schedule has steps={given.steps}, counted from 0")
-    if given.previous_steps is not None and given.previous is None:
-        raise ValueError(f"previous_steps={given.previous_steps} without previous, the directory that they were in")
-    if given.domains is not None and not sum(given.domains.values()) > 0:
-        raise ValueError(f"domains={given.domains}: the shares sum to zero; give at least one domain a positive share")
-    if (given.thinking.system_on or given.thinking.system_off) and not given.thinking.off_share:
+    parsed = checked(Settings, {key: value for key, value in config.items() if key != "hydra"}, strict=True)
+    if parsed.rollouts and parsed.profile:
+        raise ValueError("rollouts and profile are both set: set only one, the source of the pass rates")
+    if not parsed.rollouts and not parsed.profile:
+        raise ValueError("set rollouts (files of rollouts) or profile (pass rates from an earlier run)")
+    if not parsed.prompts and parsed.profile:
+        raise ValueError("prompts is not set: without prompts only a profile is written, and profile has one already")
+    if parsed.first_step and parsed.steps is None:
+        raise ValueError(f"first_step={parsed.first_step} requires the length of the schedule: set steps")
+    if parsed.steps is not None and parsed.first_step >= parsed.steps:
+        raise ValueError(f"first_step={parsed.first_step} must be below steps={parsed.steps}; steps are counted from 0")
+    if parsed.previous_steps is not None and parsed.previous is None:
+        raise ValueError(f"previous_steps={parsed.previous_steps} requires previous, a curriculum's directory")
+    if parsed.domains is not None and not sum(parsed.domains.values()) > 0:
+        raise ValueError(f"domains={parsed.domains}: the shares sum to zero; give at least one domain a positive share")
+    if (parsed.thinking.system_on or parsed.thinking.system_off) and not parsed.thinking.off_share:
         raise ValueError(
-            "thinking.system_on or system_off without thinking.off_share: set the share of copies with off"
+            "thinking.system_on and system_off require thinking.off_share, the share of copies with thinking off"
         )
-    if (given.rollout_keys.id == PROMPT) != (given.keys.id == PROMPT) and given.prompts and given.rollouts:
-        raise ValueError("keys.id and rollout_keys.id: if one of them is `prompt`, the other must be, too")
-    return given
+    if (parsed.rollout_keys.id == PROMPT) != (parsed.keys.id == PROMPT) and parsed.prompts and parsed.rollouts:
+        raise ValueError("keys.id and rollout_keys.id must both be `prompt`, or neither")
+    return parsed

@@ -1,11 +1,12 @@
-"""Writer of the ordered JSONL: the records of the prompts, byte for byte, in the order of the plan.
+"""Writer of the ordered JSONL: the prompts' records, byte for byte, in the order of the plan.
 
-Records are gathered from memory-mapped files. Where these do not fit into memory, that would read all over the disk
-for every step; then they are first copied, front to back, into buckets of neighbouring steps that do fit. So are the
-records of very many files, since a map keeps its file open.
+Records are gathered from memory-mapped files. If the files do not fit into memory, this would cause random reads all
+over the disk, so records are first copied, front to back, into buckets of neighbouring steps that do fit. The same is
+done for very many files, since each map keeps its file open.
 """
 
 import contextlib
+import functools
 import mmap
 import re
 import shutil
@@ -31,6 +32,7 @@ AS_IT_IS, ON, OFF = 0, 1, 2
 Rows = npt.NDArray[np.int64]
 Modes = npt.NDArray[np.int8]
 Change = Callable[[bytes, int], bytes]
+Maps = Callable[[int], mmap.mmap]
 
 
 def write_ordered(
@@ -49,20 +51,20 @@ def write_ordered(
         prompts: prompts and the places of their records.
         rows: [lines], indices into the prompts.
         path: path of the file to write.
-        change: function of a record and its mode that returns the line to write; None leaves records as they are.
-        modes: [lines], modes of the records, needed with `change`.
-        domain_files: files that get the records of their domain in the same order.
-        memory: bytes of source files that may be read in any order; None for half of the free memory.
+        change: function of a record and its mode that returns the line to write; None to write records unchanged.
+        modes: [lines], modes of the records, required with `change`.
+        domain_files: domain -> file for the records of this domain, in the same order.
+        memory: maximum size in bytes of source files that are read in random order; None for half of the free memory.
 
     Raises:
-        ValueError: a file changed since it was read, or a record cannot be changed.
+        ValueError: a file was changed since it was read, or `change` refuses a record.
     """
     if memory is None:
         memory = psutil.virtual_memory().available // 2
     size = sum(file.stat().st_size for file in prompts.files)
     at_random = size <= memory and len(prompts.files) <= MOST_OPEN
     with contextlib.ExitStack() as stack:
-        output = stack.enter_context(complete_file(path))  # gets its name last
+        output = stack.enter_context(complete_file(path))  # entered first, so that it is renamed last
         separate = {domain: stack.enter_context(complete_file(file)) for domain, file in (domain_files or {}).items()}
         advance = stack.enter_context(progress_of("writing", len(rows), unit="prompts"))
         gathered = _gathered(prompts, rows) if at_random else _through_buckets(prompts, rows, path, memory)
@@ -81,7 +83,7 @@ def write_ordered(
 
 
 def marker(settings: Thinking, prompt_key: str) -> Change:
-    """Return a function that marks records with their mode, and adds the mode's system message if there is one."""
+    """Return a function that writes the mode into records, and adds the mode's system message, if any."""
     field = f'"{settings.key}":'.encode()
     marked = re.compile(re.escape(field[:-1]) + rb"\s*:")
     systems = {ON: settings.system_on, OFF: settings.system_off}
@@ -101,15 +103,15 @@ def marker(settings: Thinking, prompt_key: str) -> Change:
 
 
 def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: str) -> None:
-    """Put a system message first; an existing one is appended to it."""
+    """Insert a system message; an existing system message is appended to it."""
     owner = record
     for step in steps[:-1]:
         owner = owner[step]
     messages = owner[steps[-1]]
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError(
-            f"thinking.system_on and system_off need prompts that are lists of messages, but {key!r} is "
-            f"{str(messages)[:60]!r}: leave them null and let the chat template act on thinking.key"
+            f"thinking.system_on and system_off require prompts that are lists of messages, but {key!r} is "
+            f"{str(messages)[:60]!r}: set them to null, and let the chat template use thinking.key"
         )
     if messages and messages[0].get("role") == "system":
         first = {**messages[0], "content": f"{system}\n{messages[0].get('content') or ''}".rstrip("\n")}
@@ -119,15 +121,14 @@ def _set_system(record: dict[str, Any], steps: Sequence[str], key: str, system: 
 
 
 def _gathered(prompts: Prompts, rows: Rows) -> Iterator[list[bytes]]:
-    """Iterate over the records, some tens of thousands at a time."""
-    with contextlib.ExitStack() as stack:
-        maps = _Maps(prompts.files, stack, mmap.MADV_RANDOM)
-        for begin in range(0, len(rows), ROWS):
-            yield _slices(prompts, rows[begin : begin + ROWS], maps)
+    """Yield the records in order, in lists of up to `ROWS`."""
+    maps = _maps(prompts.files, mmap.MADV_RANDOM)
+    for begin in range(0, len(rows), ROWS):
+        yield _slices(prompts, rows[begin : begin + ROWS], maps)
 
 
 def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> Iterator[list[bytes]]:
-    """Iterate over the records in the same order, with every file read once from front to back."""
+    """Yield the records in order, like `_gathered`, but read each file once from front to back."""
     bytes_of_rows = int(prompts.length[rows].sum(dtype=np.int64))
     bucket_bytes = max(1, min(BUCKET_BYTES, memory // 2))
     count = max(1, -(-bytes_of_rows // bucket_bytes))
@@ -137,17 +138,17 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     folder.mkdir()
     by_source = np.lexsort((prompts.offset[rows], prompts.file[rows]))
     places: list[list[Rows]] = [[] for _ in range(count)]
+    maps = _maps(prompts.files, mmap.MADV_SEQUENTIAL)
     with contextlib.ExitStack() as stack:
-        maps = _Maps(prompts.files, stack, mmap.MADV_SEQUENTIAL)
         files = [stack.enter_context(open(folder / str(bucket), "wb")) for bucket in range(count)]
         for begin in range(0, len(rows), ROWS):
             at = by_source[begin : begin + ROWS]
             lines = _slices(prompts, rows[at], maps)
             bucket_of = at // per_bucket
             for bucket in np.unique(bucket_of).tolist():
-                own = np.flatnonzero(bucket_of == bucket)
-                places[bucket].append(at[own])
-                files[bucket].write(b"".join([lines[one] for one in own.tolist()]))
+                members = np.flatnonzero(bucket_of == bucket)
+                places[bucket].append(at[members])
+                files[bucket].write(b"".join([lines[member] for member in members.tolist()]))
     for bucket, pieces in enumerate(places):
         if not pieces:
             continue
@@ -163,40 +164,24 @@ def _through_buckets(prompts: Prompts, rows: Rows, path: Path, memory: int) -> I
     folder.rmdir()
 
 
-class _Maps:
-    """Memory maps of the files, opened on demand; the `MOST_OPEN` last used stay open."""
+def _maps(files: Sequence[Path], advice: int) -> Maps:
+    """Return a function that maps a file to memory; the `MOST_OPEN` most recently used maps remain open."""
 
-    def __init__(self, files: Sequence[Path], stack: contextlib.ExitStack, advice: int) -> None:
-        self._files, self._advice = files, advice
-        self._open: dict[int, mmap.mmap] = {}  # in the order of their last use
-        stack.callback(self._close)
+    @functools.lru_cache(maxsize=MOST_OPEN)
+    def mapped(number: int) -> mmap.mmap:
+        with open(files[number], "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory.madvise(advice)
+        return memory
 
-    def __getitem__(self, number: int) -> mmap.mmap:
-        mapped = self._open.pop(number, None)
-        if mapped is None:
-            if len(self._open) >= MOST_OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            with open(self._files[number], "rb") as file:
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            mapped.madvise(self._advice)
-        self._open[number] = mapped
-        return mapped
-
-    def _close(self) -> None:
-        for mapped in self._open.values():
-            mapped.close()
+    return mapped
 
 
-def _slices(prompts: Prompts, rows: Rows, maps: _Maps) -> list[bytes]:
+def _slices(prompts: Prompts, rows: Rows, maps: Maps) -> list[bytes]:
     starts = prompts.offset[rows]
-    ends = (starts + prompts.length[rows]).tolist()
-    if len(prompts.files) == 1:
-        only = maps[0]
-        lines = [only[start:end] for start, end in zip(starts.tolist(), ends, strict=True)]
-    else:
-        files = prompts.file[rows].tolist()
-        lines = [maps[file][start:end] for file, start, end in zip(files, starts.tolist(), ends, strict=True)]
+    places = zip(prompts.file[rows].tolist(), starts.tolist(), (starts + prompts.length[rows]).tolist(), strict=True)
+    lines = [maps(file)[start:end] for file, start, end in places]
     for line, row in zip(lines, rows, strict=True) if b"" in lines else ():
         if not line:
-            raise ValueError(f"{prompts.files[prompts.file[row]]}: changed while it was read: run again")
+            raise ValueError(f"{prompts.files[prompts.file[row]]} was changed while it was read: run again")
     return lines

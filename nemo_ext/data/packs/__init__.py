@@ -1,1 +1,1 @@
-"""Packing of samples into rows of one length."""
+"""Packing of samples into rows of equal length."""

@@ -1,7 +1,7 @@
-"""Rows of one length, some of one long sequence and the others of many short ones, at a given token ratio.
+"""Rows of equal length that have either one long sequence or several short ones, in a given ratio.
 
 Nemotron 3 Nano's long-context phase mixes sequences of 512 k and 4 k tokens (paper section 2.5). Every row has the same
-number of tokens, so the share of rows is the share of tokens.
+number of tokens, so the share of rows equals the share of tokens.
 """
 
 from collections.abc import Mapping
@@ -15,18 +15,18 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 from nemo_ext.job.settings import STRICT, Share, checked
 
 Documents = tuple[float, float]
-"""Part of a stream's documents: start and end, as shares of its tokens in a shuffled order."""
+"""Part of a stream's documents: start and end, as fractions of its tokens in a shuffled order."""
 
 ALL: Documents = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A way to read streams: two readings of the same documents at the same length have the same order.
+    """Sequence length and documents with which streams are read; equal readings have the same order.
 
     Attributes:
         length: length of the sequences, in tokens.
-        documents: part of every stream that the sequences come from.
+        documents: part of every stream from which the sequences are read.
     """
 
     length: int
@@ -37,13 +37,14 @@ class Reading:
 class MixedLengths:
     """Settings `data.mixed_lengths` of a training config.
 
-    Long and short sequences come from different documents: short ones from `short_share` of every stream's tokens.
+    Short sequences are read from the documents of the first `short_share` of every stream's tokens, long ones from the
+    other documents.
 
     Attributes:
-        short: length of the short sequences; divides the row's length (`megatron.seq_length`).
-        short_share: share of the tokens that is in short sequences.
-        rows_together: number of consecutive rows of one kind. With the data-parallel size here, ranks that work at the
-            same time have the same work.
+        short: length of the short sequences; must divide the row's length (`megatron.seq_length`).
+        short_share: share of the tokens in short sequences.
+        rows_together: number of consecutive rows of the same kind; set to the data-parallel size, so that all ranks
+            have the same work at the same time.
         document_boundaries: True if attention and Mamba also stop at the end of a document.
     """
 
@@ -54,29 +55,27 @@ class MixedLengths:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "MixedLengths | None":
-        """Read the settings of a training config, checked against its sequence length and layout; None without them.
+        """Read the settings from a training config and check them with its sequence length and layout; None if not set.
 
         Raises:
-            ValueError: an unknown or missing key, or a value that does not fit.
+            ValueError: a key is unknown or missing, or a value is invalid.
         """
-        given = (config.get("data") or {}).get("mixed_lengths")
-        if given is None:
+        section = (config.get("data") or {}).get("mixed_lengths")
+        if section is None:
             return None
         where = "data.mixed_lengths"
-        settings = checked(cls, given, where=where, strict=True)
+        settings = checked(cls, section, where=where, strict=True)
         megatron = config["megatron"]
         length = int(megatron["seq_length"])
         if length % settings.short or settings.short == length:
-            raise ValueError(
-                f"{where}.short={settings.short} must divide megatron.seq_length={length} into several sequences"
-            )
+            raise ValueError(f"{where}.short={settings.short} must divide megatron.seq_length={length} and be smaller")
         if int(megatron.get("micro_batch_size") or 1) != 1:
-            raise ValueError(f"{where}: set megatron.micro_batch_size=1, a row is a micro-batch")
+            raise ValueError(f"{where} requires megatron.micro_batch_size=1, since a row is a micro-batch")
         parts = 2 * int(megatron.get("context_parallel_size") or 1)
         if parts > 2 and settings.document_boundaries:
             raise ValueError(
-                f"{where}.document_boundaries with context_parallel_size={parts // 2}: documents are not multiples of "
-                f"{parts} tokens; set it to false"
+                f"{where}.document_boundaries does not work with context_parallel_size={parts // 2}, since the lengths "
+                f"of documents are not multiples of {parts}: set it to false"
             )
         if parts > 2 and settings.short % parts:
             raise ValueError(f"{where}.short={settings.short} must be a multiple of 2 x context_parallel_size={parts}")
@@ -85,12 +84,12 @@ class MixedLengths:
     @property
     def schedule(self) -> "RowSchedule":
         """Schedule of the short rows."""
-        # The decimal digits as written: 0.1 is a tenth.
+        # From the decimal digits, so that 0.1 is exactly 1/10.
         return RowSchedule(share=Fraction(repr(self.short_share)), together=self.rows_together)
 
 
 def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict[Reading, int]:
-    """Number of sequences per reading in `rows` rows of `seq_length` tokens; with `mixed`, the long, then the short."""
+    """Number of sequences per reading in `rows` rows of `seq_length` tokens; with `mixed`, first long, then short."""
     if mixed is None:
         return {Reading(seq_length): rows}
     short, share = mixed.schedule.short_before(rows), mixed.short_share
@@ -102,25 +101,25 @@ def sequences_of(rows: int, seq_length: int, mixed: MixedLengths | None) -> dict
 
 @dataclass(frozen=True)
 class RowSchedule:
-    """Schedule of the rows that hold short sequences: spread as evenly as possible, from the row's number alone.
+    """Schedule of the rows with short sequences, spread as evenly as possible, as a function of the row's number.
 
-    Any stretch of n groups of rows has `share` x n short ones, within one group.
+    Any n consecutive groups of rows have `share` x n groups with short sequences, within one group.
 
     Attributes:
-        share: share of the rows that are short.
-        together: number of rows in a group; all of a group are of one kind.
+        share: share of the rows with short sequences.
+        together: number of rows in a group; the rows of a group are of the same kind.
     """
 
     share: Fraction
     together: int = 1
 
     def is_short(self, row: int) -> bool:
-        """True if this row holds short sequences."""
+        """True if this row has short sequences."""
         group = row // self.together
         return self._groups_before(group + 1) > self._groups_before(group)
 
     def short_before(self, row: int) -> int:
-        """Number of the rows before this one that hold short sequences."""
+        """Number of rows with short sequences before this row."""
         group, inside = divmod(row, self.together)
         return self._groups_before(group) * self.together + (inside if self.is_short(row) else 0)
 

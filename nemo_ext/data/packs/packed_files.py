@@ -1,14 +1,14 @@
-"""Packs on disk: Megatron's indexed files, one sequence per sample and one document per pack, with a mask beside them.
+"""Packs on disk: Megatron's indexed files, with one sequence per sample and one document per pack, and a loss mask.
 
     PREFIX.bin, PREFIX.idx              token ids
-    PREFIX_loss.bin, PREFIX_loss.idx    uint8, 1 where a token is one to learn
-    PREFIX.json                         the manifest: settings and counts; written last, it marks the rest as complete
+    PREFIX_loss.bin, PREFIX_loss.idx    loss mask: uint8, 1 for tokens to train on
+    PREFIX.json                         manifest with settings and counts, written last: the other files are complete
 
-Until then the files are in a folder `.NAME.packing` beside them, which one process at a time writes in.
+While they are written, the files are in a folder `.NAME.packing` next to PREFIX, locked by one process.
 
-The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples and then
-their tokens in the order of the packs, a window of packs at a time: memory depends on the number of samples and
-hardly on their tokens.
+The input is sample files (`nemo_ext.data.packs.sample_files`). Packing reads the lengths of all samples, and then their
+tokens in the order of the packs, one window of packs at a time: memory depends on the number of samples and hardly on
+their tokens.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ class PackingSettings:
 
     Attributes:
         capacity: capacity of a pack in tokens; `megatron.seq_length` in training.
-        even: True for packs with the same mix of lengths, which take equal time, if at most a hundredth more are made.
-        longer: action on a longer sample: `drop` (counted), `truncate` (keeps the beginning, counted), `error`.
-        max_samples: largest number of samples in a pack, or None.
-        align: number of places whose multiple each sample takes up: 2 x context_parallel_size, else 1.
+        even: True for packs with the same mix of lengths, which take equal time, if this takes at most 1 % more packs.
+        longer: action on samples longer than a pack: `drop`, `truncate` (keep the beginning), or `error`.
+        max_samples: maximum number of samples in a pack; None for no limit.
+        align: each sample is padded to a multiple of this: 2 x context_parallel_size, or 1 without context parallelism.
         seed: seed of the order of the packs.
     """
 
@@ -64,15 +64,16 @@ class PackingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedManifest:
-    """Contents of a finished set of packs. `prefix` is where it was found and is not stored.
+    """Manifest of a finished set of packs; `prefix` is the path from which it was read and is not stored.
 
     Attributes:
         config_hash: hash of the settings and the sample files.
-        tokens: number of tokens of the samples, without padding.
-        trained_tokens: number of tokens in the loss: marked, and not the first of their sample.
-        without_loss: number of samples without such a token.
-        dropped: number of samples left out for their length; the packs hold `samples`.
-        fill: share of the packs' places that hold a token.
+        samples: number of packed samples.
+        tokens: number of their tokens, without padding.
+        trained_tokens: number of tokens in the loss: marked in the mask, and not the first token of a sample.
+        without_loss: number of samples without a token in the loss.
+        dropped: number of samples dropped for their length.
+        fill: share of the packs' capacity that is filled with tokens.
     """
 
     prefix: str
@@ -97,17 +98,17 @@ class PackedManifest:
     fill: float
 
     def contents(self) -> str:
-        """Summary in one line, for the user."""
+        """One-line summary for the user."""
         text = (
             f"{self.samples:,} samples in {self.packs:,} packs of {self.capacity:,} (fill {self.fill:.2%}, up to "
-            f"{self.most_samples:,} samples a pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
+            f"{self.most_samples:,} samples per pack), {self.tokens:,} tokens, {self.trained_tokens:,} of them trained"
         )
         if self.dropped:
-            text += f"; {self.dropped:,} longer samples left out"
+            text += f"; {self.dropped:,} longer samples dropped"
         if self.truncated:
-            text += f"; {self.truncated:,} samples cut, {self.truncated_tokens:,} tokens lost"
+            text += f"; {self.truncated:,} samples truncated by {self.truncated_tokens:,} tokens"
         if self.without_loss:
-            text += f"; {self.without_loss:,} samples have no token to learn"
+            text += f"; {self.without_loss:,} samples without a token in the loss"
         return text
 
 
@@ -121,26 +122,26 @@ def write_packed(
     tokenizer_identity: str = "",
     progress: bool = True,
 ) -> PackedManifest:
-    """Pack the samples of all files, or a selection. Existing packs of the same settings and samples are kept.
+    """Pack the samples of all files, or a selection of them, unless packs of the same settings and samples exist.
 
     Args:
-        prefix: prefix of the files to write; its folder is made.
-        files: sample files; their order counts only through the seed.
+        prefix: prefix of the files to write; its folder is created.
+        files: sample files; their order matters only for the shuffled order of the packs.
         settings: settings of packing.
         vocab_size: number of ids of the tokenizer.
-        rows: numbers of the samples to pack, counted over all files, repeats allowed; None for all once.
-        tokenizer_identity: identity of the tokenizer, by which training refuses another one; "" if not known.
+        rows: numbers of the samples to pack, counted over all files, repeats allowed; None for all samples once.
+        tokenizer_identity: identity of the tokenizer, so that training can refuse another one; "" if unknown.
         progress: True to show progress on stderr.
 
     Raises:
-        ValueError: no samples are left, a sample is too long under `longer=error`, a setting does not make sense, or
-            another process is writing these packs. What was packed before is then still there.
+        ValueError: no samples are left, a sample is too long under `longer=error`, a setting is invalid, or another
+            process is writing these packs. Earlier packs are then unchanged.
     """
-    wanted = _hash(files, settings, vocab_size, tokenizer_identity, rows)
+    config_hash = _hash(files, settings, vocab_size, tokenizer_identity, rows)
     if Path(f"{prefix}.json").exists():
-        found = read_packed_manifest(prefix)
-        if found.config_hash == wanted and _whole(found):
-            return found
+        existing = read_packed_manifest(prefix)
+        if existing.config_hash == config_hash and _is_complete(existing):
+            return existing
         notice(f"{prefix}: made from other samples or settings: starting over")
     lengths = np.concatenate([file.lengths for file in files]) if files else np.empty(0, dtype=np.int64)
     if rows is not None:
@@ -155,7 +156,7 @@ def write_packed(
         seed=settings.seed,
     )
     if not len(packs):
-        raise ValueError(f"{prefix}: no samples to pack: {len(lengths):,} were given, {fitted.dropped:,} too long")
+        raise ValueError(f"{prefix}: no samples to pack: of {len(lengths):,} samples, {fitted.dropped:,} are too long")
     numbers = fitted.samples if rows is None else rows[fitted.samples]
     with folder_for_one(prefix, "packing") as folder:
         trained, without_loss = _write_tokens(
@@ -168,7 +169,7 @@ def write_packed(
         )
         manifest = PackedManifest(
             prefix=str(prefix),
-            config_hash=wanted,
+            config_hash=config_hash,
             **dataclasses.asdict(settings),
             vocab_size=vocab_size,
             tokenizer_identity=tokenizer_identity,
@@ -186,7 +187,7 @@ def write_packed(
         values = {"kind": KIND, "format_version": FORMAT_VERSION} | dataclasses.asdict(manifest)
         del values["prefix"]
         (folder / f"{prefix.name}.json").write_text(json.dumps(values, indent=2) + "\n")
-        # The old manifest must not describe the new files.
+        # Removed first, since the old manifest does not describe the new files.
         Path(f"{prefix}.json").unlink(missing_ok=True)
         for ending in (".bin", ".idx", "_loss.bin", "_loss.idx", ".json"):
             publish(folder / f"{prefix.name}{ending}", Path(f"{prefix}{ending}"))
@@ -194,7 +195,7 @@ def write_packed(
 
 
 def is_packed(prefix: str | Path) -> bool:
-    """True if the files of that prefix are packs, by their manifest."""
+    """True if the manifest of a prefix is a manifest of packs."""
     values = stored(Path(f"{prefix}.json"), ())
     return values is not None and values.get("kind") == KIND
 
@@ -203,15 +204,15 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
     """Read the manifest of a finished set of packs.
 
     Raises:
-        ValueError: there is none, or it is something else.
+        ValueError: the manifest does not exist or is not a manifest of packs.
     """
     values = stored(Path(f"{prefix}.json"), ())
     if values is None:
-        raise ValueError(f"{prefix}.json: no such packs: pack samples first (docs/data/packing.md)")
+        raise ValueError(f"{prefix}.json does not exist: pack samples first (docs/data/packing.md)")
     if values.pop("kind", None) != KIND:
-        raise ValueError(f"{prefix}.json: not the manifest of packs: choose another prefix")
+        raise ValueError(f"{prefix}.json is not a manifest of packs: choose another prefix")
     if values.pop("format_version", None) != FORMAT_VERSION:
-        raise ValueError(f"{prefix}.json: made by another version: pack the samples again")
+        raise ValueError(f"{prefix}.json was written by another version: pack the samples again")
     try:
         return PackedManifest(prefix=str(prefix), **values)
     except TypeError as error:
@@ -219,16 +220,16 @@ def read_packed_manifest(prefix: str | Path) -> PackedManifest:
 
 
 def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Megatron's data and tokenizer arguments for a config's `data.packed`, without those that the user set.
+    """Megatron's data and tokenizer arguments for a config's `data.packed`, without arguments that the user has set.
 
-    `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid` nothing is evaluated. `data.tokenizer` is that of
-    the packs; without it the model has as many ids as the packs' tokenizer.
+    `data.packed` is `{train: PREFIX, valid: PREFIX}`; without `valid`, evaluation is disabled. `data.tokenizer` must be
+    the tokenizer of the packs; by default the vocabulary size is read from the packs.
 
     Args:
         config: config of a training run.
 
     Raises:
-        ValueError: packs are missing, cut short, of another length than `megatron.seq_length` or of another tokenizer;
+        ValueError: packs are missing, truncated, of another length than `megatron.seq_length`, or of another tokenizer;
             or see `check_packed`.
     """
     check_packed(config)
@@ -236,80 +237,78 @@ def packed_flags(config: Mapping[str, Any]) -> dict[str, Any]:
     for split, prefix in data["packed"].items():
         if prefix is not None:
             megatron.setdefault(f"{split}_data_path", [str(prefix)])
-    found = [
+    manifests = [
         (f"megatron.{split}_data_path", read_packed_manifest(prefix))
         for split in ("train", "valid")
         for prefix in _prefixes(megatron.get(f"{split}_data_path"))
     ]
     parts = 2 * int(megatron.get("context_parallel_size") or 1)
-    for argument, manifest in found:
+    for argument, manifest in manifests:
         where = f"{argument}: {manifest.prefix}"
-        if not _whole(manifest):
-            raise ValueError(f"{where}: its .bin or .idx is missing or cut short: copy it or pack the samples again")
+        if not _is_complete(manifest):
+            raise ValueError(f"{where}: its .bin or .idx is missing or truncated: copy it or pack the samples again")
         if manifest.capacity != int(megatron["seq_length"]):
-            raise ValueError(f"{where}: its packs are for megatron.seq_length={manifest.capacity}: set that")
+            raise ValueError(f"{where}: its packs require megatron.seq_length={manifest.capacity}")
         if parts > 2 and manifest.align % parts:
-            raise ValueError(f"{where}: context_parallel_size={parts // 2} wants packs made with align={parts}")
+            raise ValueError(f"{where}: context_parallel_size={parts // 2} requires packs with align={parts}")
     megatron.setdefault("calculate_per_token_loss", True)
     if not megatron.get("valid_data_path"):
         megatron["eval_iters"] = 0
-    _use_tokenizer(config, megatron, [manifest for _, manifest in found])
+    _use_tokenizer(config, megatron, [manifest for _, manifest in manifests])
     return dict(megatron.maps[0])
 
 
 def check_packed(config: Mapping[str, Any]) -> None:
-    """Refuse settings that do not work with `data.packed`, whether the packs are there yet or not.
+    """Refuse settings that do not work with `data.packed`; the packs need not exist yet.
 
     Raises:
-        ValueError: names the key.
+        ValueError: a setting is invalid; the message has the key.
     """
     data, megatron = config["data"], config["megatron"]
-    given = data["packed"]
-    if not isinstance(given, dict):
-        raise ValueError(f"data.packed must be {{train: PREFIX, valid: PREFIX}}, not {given!r}")
-    check_keys(given, ("train", "valid"), required=("train",), where="data.packed")
+    packed = data["packed"]
+    if not isinstance(packed, dict):
+        raise ValueError(f"data.packed must be {{train: PREFIX, valid: PREFIX}}, not {packed!r}")
+    check_keys(packed, ("train", "valid"), required=("train",), where="data.packed")
     for other in ("streams", "blend", "mixed_lengths"):
         if data.get(other):
             raise ValueError(f"data.packed and data.{other} are both set: remove one")
-    if given["train"] is None:
+    if packed["train"] is None:
         raise ValueError("data.packed.train=null: give the prefix of packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
-        raise ValueError("data.packed: set megatron.micro_batch_size=1; longer packs are the same as several")
+        raise ValueError("data.packed requires megatron.micro_batch_size=1; use longer packs instead of several")
     if megatron.get("mtp_num_layers"):
-        raise ValueError(
-            "data.packed: multi-token prediction would look across samples: remove megatron.mtp_num_layers"
-        )
-    # Packs differ in their number of trained tokens: every token of a global batch gets the same weight.
+        raise ValueError("data.packed: multi-token prediction would cross samples: remove megatron.mtp_num_layers")
+    # Packs differ in their number of tokens in the loss, and every token of a global batch should have the same weight.
     if megatron.get("calculate_per_token_loss", True) is not True:
-        raise ValueError("data.packed: megatron.calculate_per_token_loss must be true: packs train unlike many tokens")
+        raise ValueError("data.packed requires megatron.calculate_per_token_loss=true, to weight all tokens equally")
 
 
 def _prefixes(words: Sequence[object] | None) -> list[str]:
     """Prefixes in Megatron's list: weight, prefix, weight, prefix, ..., or one prefix."""
-    given = [words] if isinstance(words, str) else [str(word) for word in words or ()]
-    return given if len(given) == 1 else given[1::2]
+    listed = [words] if isinstance(words, str) else [str(word) for word in words or ()]
+    return listed if len(listed) == 1 else listed[1::2]
 
 
 def one_tokenizer(manifests: Sequence[PackedManifest]) -> None:
-    """Checks that packs trained on together share one tokenizer.
+    """Check that all packs of a run have the same tokenizer.
 
     Raises:
-        ValueError: they are of several.
+        ValueError: they have different ones.
     """
     known = {manifest.tokenizer_identity: manifest.prefix for manifest in manifests if manifest.tokenizer_identity}
     if len(known) > 1:
-        raise ValueError(f"{' and '.join(known.values())} are packs of different tokenizers: a model has one")
+        raise ValueError(f"{' and '.join(known.values())} are packed with different tokenizers: use one for all")
 
 
-def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], found: Sequence[PackedManifest]) -> None:
-    one_tokenizer(found)
-    data, vocab_size = config["data"], max(manifest.vocab_size for manifest in found)
+def _use_tokenizer(config: Mapping[str, Any], megatron: ChainMap[str, Any], packs: Sequence[PackedManifest]) -> None:
+    one_tokenizer(packs)
+    data, vocab_size = config["data"], max(manifest.vocab_size for manifest in packs)
     check_vocabulary(vocab_size, config)
     if data.get("tokenizer") is not None:
         tokenizer = load_tokenizer(data["tokenizer"])
-        for manifest in found:
+        for manifest in packs:
             if manifest.tokenizer_identity not in ("", tokenizer.identity):
-                raise ValueError(f"{manifest.prefix}: packed with another tokenizer than data.tokenizer")
+                raise ValueError(f"{manifest.prefix} was packed with another tokenizer than data.tokenizer: change it")
         if megatron.get("tokenizer_type") is None:
             megatron.update(megatron_arguments(tokenizer, ids_only=True))
     elif megatron.get("tokenizer_type") is None:
@@ -325,7 +324,7 @@ def _write_tokens(
     *,
     progress: bool,
 ) -> tuple[int, int]:
-    """Write the .bin and .idx of tokens and mask; returns the numbers of trained tokens and of samples without any."""
+    """Write the .bin and .idx of tokens and mask; returns `trained_tokens` and `without_loss` of the manifest."""
     lengths = fitted.lengths[packs.samples]
     samples = fitted.samples[packs.samples]
     outputs = {"": dtype, "_loss": np.uint8}
@@ -350,7 +349,7 @@ def _write_tokens(
 
 
 def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
-    """Ranges of samples of about `_WINDOW_TOKENS` tokens each."""
+    """Yield ranges of samples with about `_WINDOW_TOKENS` tokens each."""
     first, before = 0, 0
     while first < len(ends):
         last = max(first + 1, int(np.searchsorted(ends, before + _WINDOW_TOKENS, side="right")))
@@ -361,7 +360,7 @@ def _windows(ends: Lengths) -> Iterator[tuple[int, int]]:
 def _gather(
     files: Sequence[SampleFile], samples: Lengths, lengths: Lengths, dtype: type[np.uint16] | type[np.int32]
 ) -> tuple[npt.NDArray[Any], Mask]:
-    """Tokens and mask of these samples, one after the other; each file is opened once and read forward."""
+    """Tokens and masks of these samples, concatenated; each file is opened once and read forward."""
     targets = np.cumsum(lengths) - lengths
     total = int(lengths.sum())
     tokens, mask = np.empty(total, dtype=dtype), np.empty(total, dtype=np.uint8)
@@ -378,15 +377,15 @@ def _gather(
 
 
 def _read_pieces(path: Path, offsets: Lengths, out: npt.NDArray[Any], targets: Lengths, lengths: Lengths) -> None:
-    """Copy pieces of a file of numbers into their places in `out`."""
-    # One call per piece, straight into its place: a memory map faults in whole pages, for 1.7 times the CPU time.
+    """Copy pieces of a binary file, at `offsets`, to their `targets` in `out`."""
+    # One read per piece, directly into its place: a memory map reads whole pages, with 1.7 times the CPU time.
     width, into = out.itemsize, memoryview(out).cast("B")
     pieces = zip((offsets * width).tolist(), (targets * width).tolist(), (lengths * width).tolist(), strict=True)
     with open(path, "rb", buffering=0) as file:
         descriptor = file.fileno()
         for offset, target, size in pieces:
             if os.preadv(descriptor, (into[target : target + size],), offset) != size:
-                raise ValueError(f"{path} is cut short: tokenise its samples again")
+                raise ValueError(f"{path} is truncated: tokenise its samples again")
 
 
 def _hash(
@@ -396,18 +395,19 @@ def _hash(
     tokenizer_identity: str,
     rows: Lengths | None,
 ) -> str:
-    made = hashlib.sha256()
-    about = [FORMAT_VERSION, dataclasses.asdict(settings), vocab_size, tokenizer_identity]
-    made.update(json.dumps(about, sort_keys=True).encode())
+    digest = hashlib.sha256()
+    values = [FORMAT_VERSION, dataclasses.asdict(settings), vocab_size, tokenizer_identity]
+    digest.update(json.dumps(values, sort_keys=True).encode())
     if rows is not None:
-        made.update(rows.tobytes())
+        digest.update(rows.tobytes())
     for file in files:
         times = [path.stat().st_mtime_ns for path in (file.tokens, file.loss)]
-        made.update(json.dumps([len(file.lengths), times]).encode() + file.lengths.tobytes())
-    return made.hexdigest()[:16]
+        digest.update(json.dumps([len(file.lengths), times]).encode() + file.lengths.tobytes())
+    return digest.hexdigest()[:16]
 
 
-def _whole(manifest: PackedManifest) -> bool:
+def _is_complete(manifest: PackedManifest) -> bool:
+    """True if all files of the packs exist, with .bin files of the expected size."""
     width = np.dtype(ids_type(manifest.vocab_size)).itemsize
     sizes = {"": width, "_loss": 1}
     binaries = {Path(f"{manifest.prefix}{name}.bin"): manifest.tokens * size for name, size in sizes.items()}

@@ -1,12 +1,12 @@
-"""Packing: samples of many lengths into packs of one capacity, by best-fit decreasing.
+"""Packing of samples of different lengths into packs of equal capacity, by best-fit decreasing.
 
-The longest sample comes first; each goes into the pack that it leaves the least room in, or opens a new one. Samples of
-one length are placed together: while a pack has room for another of them, it is the best fit for it. So the work grows
-with the number of (pack, length) pairs and not with the number of samples, and a million lengths take about a second.
+Samples are placed in order of decreasing length, each into the pack in which it leaves the least room, or into a new
+pack. Samples of equal length are placed together: while a pack has room for another one, it remains the best fit. So
+the work grows with the number of (pack, length) pairs instead of samples; a million lengths take about a second.
 
-Where samples are short compared with a pack, best fit makes packs of only long samples and packs of only short ones,
-whose attention takes very different time. Even packs all have the same mix of lengths: the longest sample goes into the
-emptiest of as many packs as best fit needs, and only samples that then find no room go where they fit best.
+If samples are short compared with a pack, best fit makes some packs of only long samples and some of only short ones,
+whose attention takes very different time. Even packs all have the same mix of lengths: with as many packs as best fit
+needs, each sample goes into the emptiest pack, and samples that fit nowhere are then placed by best fit.
 """
 
 import heapq
@@ -24,10 +24,10 @@ from nemo_ext.job.settings import checked_whole, nearest
 Lengths = npt.NDArray[np.int64]
 
 Longer = Literal["error", "drop", "truncate"]
-"""Action on a sample longer than a pack: raise an error, leave it out, or keep its beginning."""
+"""Action on a sample longer than a pack: raise an error, drop it, or keep its beginning."""
 
 _MORE_PACKS = 0.01
-"""Largest share of additional packs that even packing may take."""
+"""Maximum share of additional packs for even packing."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Packs:
     """Assignment of samples to packs.
 
     Attributes:
-        samples: numbers of the samples, pack after pack.
+        samples: numbers of the samples, in the order of the packs.
         starts: `[packs + 1]`, start of each pack in `samples`.
         capacity: capacity of a pack, in tokens.
-        tokens: number of tokens in all packs together, without padding.
+        tokens: total number of tokens in all packs, without padding.
     """
 
     samples: Lengths
@@ -57,7 +57,7 @@ class Packs:
 
     @property
     def fill(self) -> float:
-        """Share of the packs' places that hold a token; 1.0 where there are no packs."""
+        """Share of the packs' capacity that is filled with tokens; 1.0 without packs."""
         return self.tokens / (len(self) * self.capacity) if len(self) else 1.0
 
 
@@ -67,10 +67,10 @@ class Fitted:
 
     Attributes:
         samples: numbers of the kept samples, ascending.
-        lengths: lengths of the kept samples, cut to the capacity where they were longer.
-        dropped: number of samples left out.
-        truncated: number of samples cut.
-        truncated_tokens: number of tokens cut off.
+        lengths: lengths of the kept samples, at most the capacity.
+        dropped: number of dropped samples.
+        truncated: number of truncated samples.
+        truncated_tokens: number of tokens removed by truncation.
     """
 
     samples: Lengths
@@ -81,30 +81,29 @@ class Fitted:
 
 
 def fit(lengths: npt.ArrayLike, capacity: int, longer: Longer) -> Fitted:
-    """Drop or truncate the samples that no pack can hold.
+    """Drop or truncate the samples that are longer than a pack.
 
     Raises:
-        ValueError: `longer` is `error` and a sample is longer than the capacity (naming the first), or is no known
-            word.
+        ValueError: `longer` is unknown, or `longer` is `error` and a sample is longer than the capacity.
     """
     if longer not in get_args(Longer):
         raise ValueError(f"longer={longer!r}: {nearest(str(longer), get_args(Longer))}")
-    given = np.asarray(lengths, dtype=np.int64)
-    everything = np.arange(len(given), dtype=np.int64)
-    over = given > capacity
+    sizes = np.asarray(lengths, dtype=np.int64)
+    samples = np.arange(len(sizes), dtype=np.int64)
+    over = sizes > capacity
     count = int(over.sum())
     if not count:
-        return Fitted(everything, given)
+        return Fitted(samples, sizes)
     if longer == "error":
         first = int(over.argmax())
         raise ValueError(
-            f"{count:,} of {len(given):,} samples are longer than {capacity:,} tokens, first number {first} with "
-            f"{given[first]:,}: set longer=drop or longer=truncate, or a larger capacity"
+            f"{count:,} of {len(sizes):,} samples are longer than {capacity:,} tokens, first sample {first} with "
+            f"{sizes[first]:,}: set longer=drop or longer=truncate, or a larger capacity"
         )
     if longer == "drop":
-        return Fitted(everything[~over], given[~over], dropped=count)
-    lost = int((given[over] - capacity).sum())
-    return Fitted(everything, np.minimum(given, capacity), truncated=count, truncated_tokens=lost)
+        return Fitted(samples[~over], sizes[~over], dropped=count)
+    lost = int((sizes[over] - capacity).sum())
+    return Fitted(samples, np.minimum(sizes, capacity), truncated=count, truncated_tokens=lost)
 
 
 def pack(
@@ -119,19 +118,19 @@ def pack(
     """Pack samples by best-fit decreasing.
 
     Args:
-        lengths: lengths of the samples in tokens, at least one each.
+        lengths: lengths of the samples in tokens, at least 1.
         capacity: capacity of a pack, in tokens.
-        even: True for packs with the same mix of lengths, if that takes at most one pack in a hundred more.
-        max_samples: largest number of samples in a pack; None for no limit.
-        align: number of places whose multiple each sample takes up (context parallelism needs 2 x its size).
-        seed: seed of the order of the packs, and of the samples of one length; None keeps the order in which they
-            are made, longest samples first. The result depends on nothing else.
+        even: True for packs with the same mix of lengths, if this takes at most 1 % more packs.
+        max_samples: maximum number of samples in a pack; None for no limit.
+        align: each sample is padded to a multiple of this (2 x the context-parallel size).
+        seed: seed of the order of the packs, and of samples of equal length; None for the order of packing, longest
+            samples first.
 
     Returns:
-        Packs that hold every sample once.
+        Packs that contain every sample once.
 
     Raises:
-        ValueError: a length below one or above the capacity, or a setting that is no positive whole number.
+        ValueError: a length is below 1 or above the capacity, or a setting is not a positive whole number.
     """
     checked_whole("capacity", capacity, least=1)
     checked_whole("align", align, least=1)
@@ -139,19 +138,20 @@ def pack(
         checked_whole("max_samples", max_samples, least=1)
     if capacity % align:
         raise ValueError(f"capacity={capacity} must be a multiple of align={align}")
-    given = np.asarray(lengths, dtype=np.int64)
-    if given.ndim != 1:
-        raise ValueError(f"lengths must be a list of numbers, not of shape {given.shape}")
-    if len(given) and given.min() < 1:
-        raise ValueError(f"sample {int(given.argmin())} has length {given.min()}: leave empty samples out")
-    if len(given) and given.max() > capacity:
+    tokens = np.asarray(lengths, dtype=np.int64)
+    if tokens.ndim != 1:
+        raise ValueError(f"lengths must be a list of numbers, not of shape {tokens.shape}")
+    count = len(tokens)
+    if count and tokens.min() < 1:
+        raise ValueError(f"sample {int(tokens.argmin())} has length {tokens.min()}: remove empty samples")
+    if count and tokens.max() > capacity:
         raise ValueError(
-            f"sample {int(given.argmax())} has {given.max():,} tokens, a pack {capacity:,}: use fit() before"
+            f"sample {int(tokens.argmax())} has {tokens.max():,} tokens, but a pack has {capacity:,}: call fit() first"
         )
-    order = np.arange(len(given)) if seed is None else generator(seed, "samples of one length").permutation(len(given))
-    places = -(-given // align)
+    order = np.arange(count) if seed is None else generator(seed, "samples of one length").permutation(count)
+    places = -(-tokens // align)
     order = order[np.argsort(-places[order], kind="stable")]
-    room, most = capacity // align, max_samples or len(given) or 1
+    room, most = capacity // align, max_samples or count or 1
     pack_of_sample = _place(places[order], capacity=room, max_samples=most)
     packs = int(pack_of_sample.max(initial=-1)) + 1
     if even:
@@ -165,7 +165,7 @@ def pack(
     starts = np.zeros(len(sizes) + 1, dtype=np.int64)
     np.cumsum(sizes, out=starts[1:])
     samples = order[np.argsort(pack_of_sample, kind="stable")]
-    return Packs(samples=samples, starts=starts, capacity=capacity, tokens=int(given.sum()))
+    return Packs(samples=samples, starts=starts, capacity=capacity, tokens=int(tokens.sum()))
 
 
 def _place(
@@ -179,10 +179,10 @@ def _place(
     """Pack of each sample by best fit.
 
     Args:
-        places: number of places that each sample takes up, descending.
-        capacity: capacity of a pack, in places.
-        max_samples: largest number of samples in a pack.
-        begun: number of places taken in each existing pack.
+        places: padded length of each sample in units of `align`, descending.
+        capacity: capacity of a pack, in the same unit.
+        max_samples: maximum number of samples in a pack.
+        begun: filled length of each existing pack, in the same unit.
         sizes: number of samples in each existing pack.
     """
     pack_of_run, length_of_run = array("q"), array("q")
@@ -219,7 +219,7 @@ def _place(
 
 
 def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> Lengths:
-    """Pack of each sample: the emptiest of `packs` packs, or where that has no room the one that fits best."""
+    """Pack of each sample: the emptiest of `packs` packs, or the best fit if the emptiest has no room."""
     pack_of_sample = np.empty(len(places), dtype=np.int64)
     taken, sizes = [0] * packs, [0] * packs
     emptiest = [(0, number) for number in range(packs)]
@@ -242,13 +242,13 @@ def _spread(places: Lengths, *, capacity: int, max_samples: int, packs: int) -> 
 
 
 class _SortedNumbers:
-    """Set of numbers from 0 to `largest` that finds the least one from a bound on: two levels of bits."""
+    """Set of numbers from 0 to `largest` with a fast search for the smallest number >= a bound: two levels of bits."""
 
     def __init__(self, largest: int) -> None:
         self._bits = max(1, (largest.bit_length() + 1) // 2)
         self._mask = (1 << self._bits) - 1
         self._words = [0] * ((largest >> self._bits) + 1)
-        self._filled = 0  # bit w: word w is not zero
+        self._filled = 0  # bit w is set if word w is not 0
 
     def add(self, number: int) -> None:
         word = number >> self._bits

@@ -1,8 +1,8 @@
-"""Files of tokenised samples, the input of packing; any number of processes write them.
+"""Files of tokenised samples, the input of packing; each process can write separate ones.
 
-BASE.tokens          the ids of all samples one after the other, in `ids_type` of the vocabulary
-BASE.loss            one byte per token, 1 where it is one to learn
-BASE.lengths.npy     lengths of the samples; written last, it marks the others as complete
+BASE.tokens          token ids of all samples, concatenated, in `ids_type` of the vocabulary
+BASE.loss            loss mask: one byte per token, 1 for tokens to train on
+BASE.lengths.npy     lengths of the samples, written last: the other files are complete
 """
 
 from collections.abc import Iterable
@@ -21,10 +21,10 @@ Mask = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFile:
-    """File of tokenised samples, one after the other.
+    """A file of tokenised samples.
 
     Attributes:
-        base: path without endings.
+        base: path without suffixes.
         lengths: lengths of the samples, in tokens.
     """
 
@@ -33,43 +33,43 @@ class SampleFile:
 
     @property
     def tokens(self) -> Path:
-        """Path of the ids, in `ids_type` of the vocabulary."""
+        """Path of the token ids, in `ids_type` of the vocabulary."""
         return self.base.with_name(f"{self.base.name}.tokens")
 
     @property
     def loss(self) -> Path:
-        """Path of the loss mask: one byte per token, 1 where it is one to learn."""
+        """Path of the loss mask: one byte per token, 1 for tokens to train on."""
         return self.base.with_name(f"{self.base.name}.loss")
 
 
 def write_samples(base: Path, samples: Iterable[tuple[npt.ArrayLike, npt.ArrayLike]], *, vocab_size: int) -> SampleFile:
-    """Write samples as they come; the file of lengths is written last and marks the others as complete.
+    """Write a stream of samples; the file of lengths is written last.
 
     Args:
-        base: path without endings; its folder exists.
-        samples: ids and mask of each sample, equally long; a mask is 0 or 1.
-        vocab_size: size of the vocabulary, which decides the integer type of ids.
+        base: path without suffixes; its folder must exist.
+        samples: token ids and loss mask (0 or 1) of each sample, of equal length.
+        vocab_size: size of the vocabulary, which determines the integer type of ids.
 
     Raises:
-        ValueError: a sample is empty, its ids and mask differ in length, an id is not an integer or outside the
-            vocabulary, or a mark is neither 0 nor 1.
+        ValueError: a sample is empty, its ids and mask differ in length, an id is not an integer or is outside the
+            vocabulary, or the mask has other values than 0 and 1.
     """
     dtype = ids_type(vocab_size)
     lengths = list[int]()
-    made = SampleFile(base=base, lengths=np.empty(0, dtype=np.int64))
-    with complete_file(made.tokens) as tokens, complete_file(made.loss) as loss:
+    paths = SampleFile(base=base, lengths=np.empty(0, dtype=np.int64))
+    with complete_file(paths.tokens) as tokens, complete_file(paths.loss) as loss:
         for ids, mask in samples:
             row, marks = np.asarray(ids), np.asarray(mask)
             if not len(row) or row.shape != marks.shape or row.ndim != 1:
                 raise ValueError(
-                    f"{base}: sample {len(lengths)} has {row.shape} ids and a mask {marks.shape}: both must be equally "
-                    "long, one or more"
+                    f"{base}: sample {len(lengths)} has ids of shape {row.shape} and a mask of shape {marks.shape}: "
+                    "both must be vectors of the same length, at least 1"
                 )
             if row.dtype.kind not in "iu":
                 raise ValueError(f"{base}: sample {len(lengths)} has ids of type {row.dtype}: they must be integers")
             if not ((marks == 0) | (marks == 1)).all():
                 raise ValueError(
-                    f"{base}: sample {len(lengths)} has a mask with other values than 0 and 1: mark what to learn"
+                    f"{base}: sample {len(lengths)} has a mask with other values than 0 and 1: set trained tokens to 1"
                 )
             if row.min() < 0 or row.max() >= vocab_size:
                 raise ValueError(f"{base}: sample {len(lengths)} has ids outside 0 to {vocab_size - 1}")
@@ -91,15 +91,15 @@ def open_samples(base: Path, *, vocab_size: int) -> SampleFile:
     try:
         lengths = np.load(path)
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such sample file: tokenise the samples first") from None
+        raise ValueError(f"{path} does not exist: tokenise the samples first") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is damaged ({error}): remove it and tokenise the samples again") from error
-    found = SampleFile(base=base, lengths=lengths)
+    samples = SampleFile(base=base, lengths=lengths)
     width = np.dtype(ids_type(vocab_size)).itemsize
-    for file, size in ((found.tokens, width), (found.loss, 1)):
+    for file, size in ((samples.tokens, width), (samples.loss, 1)):
         if not file.exists() or file.stat().st_size != int(lengths.sum()) * size:
-            raise ValueError(f"{file} is missing or cut short: remove {path} and tokenise the samples again")
-    return found
+            raise ValueError(f"{file} is missing or truncated: remove {path} and tokenise the samples again")
+    return samples
 
 
 def _lengths_path(base: Path) -> Path:

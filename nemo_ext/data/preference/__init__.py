@@ -1,1 +1,1 @@
-"""Preference pairs: generations -> groups of one prompt -> pairs -> filters -> TRL's and NeMo-RL's files."""
+"""Preference pairs: generations -> groups by prompt -> pairs -> filters -> files for TRL and NeMo-RL."""

@@ -1,6 +1,6 @@
-"""Build of one part of a source: records -> groups -> pairs -> filters -> lines in a file, with counts of all of it.
+"""Building of one part of a source: records -> groups -> pairs -> filters -> lines of a file, with counts.
 
-A worker builds each part into a file of its own, so an interrupted run continues with the parts that are missing.
+Each part is built into a separate file, so an interrupted run resumes with the missing parts.
 """
 
 import dataclasses
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nemo_ext.chat.formats import FormatError
-from nemo_ext.chat.sample import has_reasoning, openai_messages
+from nemo_ext.chat.sample import Sample, has_reasoning, openai_messages
 from nemo_ext.chat.template import Template
 from nemo_ext.data.preference.filters import Lengths
-from nemo_ext.data.preference.genrm import GenrmSample, genrm_record, of_pair, swapped, to_genrm
+from nemo_ext.data.preference.genrm import GenrmSample, from_pair, genrm_record, swapped, to_genrm
 from nemo_ext.data.preference.group import Group, Pair, json_digest, pair_digest, prompt_digest
 from nemo_ext.data.preference.hallucination import tool_hallucination
-from nemo_ext.data.preference.measure import Texts, lengths_of, texts_of
+from nemo_ext.data.preference.measure import Texts, lengths_of, rendered_pair
 from nemo_ext.data.preference.pairs import delta, judged, ready, safety
 from nemo_ext.data.preference.records import merged, to_group
 from nemo_ext.data.preference.settings import SourceSettings
@@ -43,11 +43,11 @@ class Row(NamedTuple):
     """One line of a part.
 
     Attributes:
-        order: random number by which the lines of all sources are mixed.
+        order: random number by which the lines of all sources are sorted.
         unit: random number, equal for a pair and the samples made of it: a limit keeps the smallest ones.
-        content: digest by which the same pair in two sources is found.
-        prompt: digest by which the lines are split.
-        genrm: True for a sample of a reward model.
+        content: digest of the content, by which duplicates between sources are found.
+        prompt: digest of the prompt, by which lines are split into training and validation.
+        genrm: True for a sample that trains a reward model.
         position: byte offset of the line in its file.
     """
 
@@ -64,11 +64,11 @@ class Counts:
     """Counts of one part.
 
     Attributes:
-        records: read and skipped.
-        groups: prompts, and those without a pair by reason; also answers left out.
-        pairs: pairs made, and those dropped by reason.
-        before: chosen minus rejected length -> number of pairs, for all pairs.
-        after: the same for the pairs kept.
+        records: records read, and skipped by reason.
+        groups: prompts, and prompts without a pair and skipped answers, by reason.
+        pairs: pairs made, and pairs dropped by reason.
+        before: chosen minus rejected length -> number of pairs, before the filters.
+        after: the same for pairs that pass the filters.
     """
 
     records: ReadReport = field(default_factory=ReadReport)
@@ -87,7 +87,7 @@ class Counts:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Settings that a worker needs to build any part of one source."""
+    """Settings with which workers build the parts of one source."""
 
     source: SourceSettings
     tokenizer: str
@@ -97,7 +97,7 @@ class Work:
 
 
 def build(work: Work, part: tuple[Path, Path]) -> None:
-    """Build one part, records into output, unless the output exists."""
+    """Build one part, given as the paths of its records and its output, unless the output exists."""
     records, output = part
     if output.exists():
         return
@@ -114,7 +114,7 @@ def build(work: Work, part: tuple[Path, Path]) -> None:
 
 
 def read_counts(output: Path) -> tuple[Counts, list[Row]]:
-    """Read the counts and rows of a part that is built."""
+    """Read the counts and rows of a finished part."""
     stored = json.loads(counts_path(output).read_text())
     records, groups, pairs = (ReadReport(**stored[name]) for name in ("records", "groups", "pairs"))
     before, after = (Counter({int(key): count for key, count in stored[name].items()}) for name in ("before", "after"))
@@ -123,11 +123,12 @@ def read_counts(output: Path) -> tuple[Counts, list[Row]]:
 
 
 def counts_path(output: Path) -> Path:
-    """Path of the counts of a part, beside it."""
+    """Path of the file with the counts of a part."""
     return output.with_name(f"{output.name}.json")
 
 
 def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[str, Any], Row]]:
+    """Yield the lines of a part with their rows."""
     source = work.source
     for same in gathered(records):
         if source.kind == "genrm":
@@ -147,46 +148,46 @@ def _staged(work: Work, records: Path, counts: Counts) -> Iterator[tuple[dict[st
                 counts.after[difference] += 1
                 yield _line(pair, lengths, texts, source), _row(work, pair.id, pair_digest(pair), pair.group)
                 if labels := source.as_genrm:
-                    made = of_pair(pair, chosen=labels.chosen, rejected=labels.rejected, ranking=labels.ranking)
+                    sample = from_pair(pair, chosen=labels.chosen, rejected=labels.rejected, ranking=labels.ranking)
                     if not work.swap and digest(work.seed, "side", source.name, pair.id) & 1:
-                        made = swapped(made)
-                    yield from _genrm_lines(work, made)
+                        sample = swapped(sample)
+                    yield from _genrm_lines(work, sample)
 
 
 def _groups(same: list[Placed], source: SourceSettings, counts: Counts) -> Iterator[Group]:
-    """Groups of records with one id: with and without tools."""
-    found: list[Group] = []
+    """Merge the records with the same id into one group for each set of declared tools."""
+    groups: list[Group] = []
     for placed in same:
         try:
             pairs = source.kind == "pairs"
-            found.append(to_group(placed.record, source.keys, side=placed.side, pairs=pairs, report=counts.groups))
+            groups.append(to_group(placed.record, source.keys, side=placed.side, pairs=pairs, report=counts.groups))
         except FormatError as error:
             counts.records.skip("schema", f"{placed.where}: {error}")
     if source.kind == "pairs":
-        yield from (_labelled(group, source) for group in _separate(found, counts, same))
+        yield from (_labelled(group, source) for group in _separate(groups, counts, same))
         return
-    # A record without a prompt (such as a weak model's) does not tell whether tools were declared.
-    lacking = [group for group in found if not group.prompt]
-    asked = sorted((group for group in found if group.prompt), key=_declares)
-    variants = [list(variant) for _, variant in groupby(asked, key=_declares)] or [[]]
+    # A record without a prompt (such as a weak model's) does not show whether tools were declared.
+    without_prompt = [group for group in groups if not group.prompt]
+    prompted = sorted((group for group in groups if group.prompt), key=_declares)
+    variants = [list(variant) for _, variant in groupby(prompted, key=_declares)] or [[]]
     for variant in variants:
-        together = variant + (lacking if len(variants) == 1 else [])
+        together = variant + (without_prompt if len(variants) == 1 else [])
         if not together:
             continue
         counts.groups.records += 1
         if (whole := merged(together, counts.groups, same[0].where)) is not None:
-            if len(variants) > 1 and whole.tools:  # pairs, draws and limits are identified by the id
+            if len(variants) > 1 and whole.tools:  # ids must differ, since they identify pairs, draws and limits
                 whole = dataclasses.replace(whole, id=f"{whole.id}@{json_digest(list(whole.tools))}")
             yield _labelled(whole, source)
-    if len(variants) > 1 and lacking:
-        counts.records.skip("answer without a prompt, where prompts with and without tools have its id", same[0].where)
+    if len(variants) > 1 and without_prompt:
+        counts.records.skip("answer without a prompt, whose id has prompts with different tools", same[0].where)
 
 
-def _separate(found: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
-    """Yield pairs made elsewhere as one group each; repeated ids get a number."""
-    distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in found}
-    if len(found) > len(distinct):
-        counts.groups.skip("identical pairs", same[0].where, count=len(found) - len(distinct))
+def _separate(groups: list[Group], counts: Counts, same: list[Placed]) -> Iterator[Group]:
+    """Yield the distinct existing pairs of one id, each as a separate group; ids after the first get a number."""
+    distinct = {json.dumps([group.generations[0].key, group.generations[1].key]): group for group in groups}
+    if len(groups) > len(distinct):
+        counts.groups.skip("identical pairs", same[0].where, count=len(groups) - len(distinct))
     for number, (_, group) in enumerate(sorted(distinct.items())):
         counts.groups.records += 1
         yield group if number == 0 else dataclasses.replace(group, id=f"{group.id}#{number + 1}")
@@ -207,9 +208,9 @@ def _pairs(group: Group, work: Work, counts: Counts) -> list[Pair]:
     if source.turns != "any" and group.multi_turn != (source.turns == "multi"):
         counts.groups.skip("several turns" if group.multi_turn else "one turn", group.id)
         return []
-    made = _MAKERS[source.kind](group, source, work.seed, counts.groups)
-    counts.pairs.records += len(made)
-    return made
+    pairs = _MAKERS[source.kind](group, source, work.seed, counts.groups)
+    counts.pairs.records += len(pairs)
+    return pairs
 
 
 def _measured(pair: Pair, work: Work, counts: Counts) -> tuple[Lengths | None, Texts | None]:
@@ -217,7 +218,8 @@ def _measured(pair: Pair, work: Work, counts: Counts) -> tuple[Lengths | None, T
     texts = None
     if template is not None:
         try:
-            texts = texts_of(pair, template)
+            question = Sample(id=pair.id, messages=pair.group.prompt, tools=pair.group.tools)
+            texts = rendered_pair(question, pair.chosen.messages, pair.rejected.messages, template)
         except ValueError as error:
             counts.pairs.skip("chat template", f"{work.source.name}: {error}")
             return None, None
@@ -271,12 +273,12 @@ def _genrm_samples(same: list[Placed], source: SourceSettings, counts: Counts) -
 
 
 def _genrm_lines(work: Work, sample: GenrmSample) -> Iterator[tuple[dict[str, Any], Row]]:
-    for made in (sample, swapped(sample)) if work.swap else (sample,):
-        record = genrm_record(made)
-        labels = {name: getattr(made.group, name) for name in ("task", "language")}
+    for version in (sample, swapped(sample)) if work.swap else (sample,):
+        record = genrm_record(version)
+        labels = {name: getattr(version.group, name) for name in ("task", "language")}
         line = {"id": record["id"], "source": work.source.name, "kind": "genrm", **labels, "genrm": record}
         content = json.dumps({key: value for key, value in record.items() if key not in ("id", "swapped")})
-        yield line, _row(work, record["id"], digest(0, content), made.group, genrm=True, unit=sample.id)
+        yield line, _row(work, record["id"], digest(0, content), version.group, genrm=True, unit=sample.id)
 
 
 def _row(work: Work, identifier: str, content: int, group: Group, *, genrm: bool = False, unit: str = "") -> Row:
@@ -292,8 +294,8 @@ def _row(work: Work, identifier: str, content: int, group: Group, *, genrm: bool
 
 @lru_cache(maxsize=1)
 def loaded(tokenizer: str, template: str | None) -> tuple[Tokenizer | None, Template | None]:
-    """Load the tokenizer and template of a `Work`, cached in the process."""
+    """Load the tokenizer and template of a `Work`; cached per process."""
     config = json.loads(tokenizer)
     if config is not None and template is not None and config["kind"] == "huggingface":
-        config = {"parse_special_tokens": True, **config}  # the template's markup is tokens
+        config = {"parse_special_tokens": True, **config}  # the template's markup consists of special tokens
     return (None if config is None else load_tokenizer(config)), (None if template is None else Template.load(template))

@@ -1,4 +1,4 @@
-"""Filters of pairs, with the reasons for dropping.
+"""Filters of pairs, with reasons for dropping.
 
 "To mitigate length bias ... the chat and multi-turn data was filtered to ensure that the chosen-vs-rejected length
 difference was less than 100 tokens" (Domyn-Small, section 4.3), so the filters can differ from source to source.
@@ -19,7 +19,7 @@ MULTI_TURN = "multi_turn"
 
 
 class Lengths(NamedTuple):
-    """Lengths of a pair in tokens, or in characters where there is no tokenizer."""
+    """Lengths of a pair in tokens, or in characters without a tokenizer."""
 
     prompt: int
     chosen: int
@@ -28,18 +28,18 @@ class Lengths(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Filters:
-    """Conditions for keeping a pair; null switches a limit off.
+    """Conditions for keeping a pair; null disables a limit.
 
     Attributes:
-        max_length_difference: tokens that the difference of the answers' lengths must stay below (Domyn-Small: 100).
-        length_difference_tasks: tasks of the pairs that this limit applies to; `multi_turn` stands for pairs of several
-            turns; empty for all pairs.
-        max_prompt_tokens: largest number of tokens of the prompt (Domyn-Small: 640).
-        max_tokens: largest number of tokens of the prompt and the longer answer (Domyn-Small: 3456).
-        different_answers: True to drop pairs whose answers and calls are equal but for white space.
-        empty_answers: True to drop pairs with an answer that says nothing and calls nothing.
+        max_length_difference: the answers' lengths must differ by less than this number of tokens (Domyn-Small: 100).
+        length_difference_tasks: tasks that this limit applies to; `multi_turn` for pairs with several turns; empty for
+            all pairs.
+        max_prompt_tokens: maximum number of tokens of the prompt (Domyn-Small: 640).
+        max_tokens: maximum number of tokens of the prompt and the longer answer (Domyn-Small: 3456).
+        different_answers: True to drop pairs whose answers and calls differ only in white space.
+        empty_answers: True to drop pairs with an answer without text and calls.
         declared_calls: True to drop pairs whose chosen answer calls a tool that the prompt does not declare.
-        same_mode: True to drop pairs of which one answer has reasoning and the other has none.
+        same_mode: True to drop pairs in which only one answer has reasoning.
     """
 
     max_length_difference: PositiveInt | None = None
@@ -51,11 +51,6 @@ class Filters:
     declared_calls: bool = True
     same_mode: bool = True
 
-    @property
-    def need_tokens(self) -> bool:
-        """True if a limit is in tokens."""
-        return not (self.max_length_difference is self.max_prompt_tokens is self.max_tokens is None)
-
     def reason(self, pair: Pair, lengths: Lengths) -> str | None:
         """Reason why a pair is dropped; None if it is kept."""
         chosen, rejected = pair.chosen.messages, pair.rejected.messages
@@ -63,9 +58,10 @@ class Filters:
             for side, messages in (("chosen", chosen), ("rejected", rejected)):
                 if not messages[-1].content.strip() and not messages[-1].tool_calls:
                     return f"empty {side} answer"
-        if self.different_answers and _said(chosen) == _said(rejected):
+        if self.different_answers and _content(chosen) == _content(rejected):
             return "equal answers"
-        if self.declared_calls and _undeclared(pair):
+        called = {call.name for message in chosen for call in message.tool_calls}
+        if self.declared_calls and called - {tool["function"]["name"] for tool in pair.group.tools}:
             return "chosen answer calls an undeclared tool"
         if self.same_mode and has_reasoning(chosen) != has_reasoning(rejected):
             return "reasoning in one answer only"
@@ -83,14 +79,9 @@ class Filters:
         return not tasks or pair.group.task in tasks or (MULTI_TURN in tasks and pair.group.multi_turn)
 
 
-def _said(messages: Sequence[Message]) -> str:
-    """Text of all that is said and called, without white space and without reasoning."""
-    said = [{**record, "content": "".join(record["content"].split())} for record in message_records(messages)]
-    for record in said:
+def _content(messages: Sequence[Message]) -> str:
+    """Contents and calls of messages as JSON, without reasoning and white space, for comparison."""
+    records = [{**record, "content": "".join(record["content"].split())} for record in message_records(messages)]
+    for record in records:
         record.pop("reasoning_content", None)
-    return json.dumps(said, sort_keys=True)
-
-
-def _undeclared(pair: Pair) -> bool:
-    called = {call.name for message in pair.chosen.messages for call in message.tool_calls}
-    return bool(called - {tool["function"]["name"] for tool in pair.group.tools})
+    return json.dumps(records, sort_keys=True)

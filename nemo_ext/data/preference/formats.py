@@ -3,13 +3,13 @@
 TRL       {prompt, chosen, rejected: lists of messages, tools, chat_template_kwargs}; with a template all three are text
 NeMo-RL   {context: messages, completions: [{rank: 0, completion: messages}, {rank: 1, ...}]} (PreferenceDataset)
 
-Where answers have scores TRL's records hold `chosen_score` and `rejected_score`, NeMo-RL's each completion's `reward`,
-which RPO trains on.
+If answers have scores, TRL's records have `chosen_score` and `rejected_score`, and NeMo-RL's completions have `reward`;
+RPO trains on them.
 
-Both read JSONL through Hugging Face `datasets`, which takes a column's type from the first lines of a file: a key that
-comes up later is an error. So all records of a file have the same keys, and the first lines hold every key with a value
-(`Columns`). Only the arguments of calls keep keys of their own: once they differ, `datasets` (from the version with its
-`Json` type on) gives each back as it was. Tools are JSON text, which TRL decodes.
+Both read JSONL through Hugging Face `datasets`, which infers a column's type from the first lines of a file and fails
+on keys that first occur later. So all records of a file have the same keys, and the first lines have a value for every
+key (`Columns`). Only the arguments of calls may have different keys: `datasets` versions with the `Json` type return
+them unchanged. Tools are JSON text, which TRL decodes.
 """
 
 import json
@@ -23,7 +23,7 @@ _OPEN = ("arguments",)
 
 
 def trl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for TRL's DPOTrainer: with an explicit prompt, conversational unless it is rendered."""
+    """Record of a pair for TRL's DPOTrainer: with an explicit prompt, as messages, or as text if it is rendered."""
     labels = {key: staged[key] for key in LABELS} | {key: staged[key] for key in _SCORES if staged.get(key) is not None}
     if texts := staged.get("texts"):
         return dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) | labels
@@ -38,10 +38,10 @@ def trl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a pair for NeMo-RL's PreferenceDataset; rendered ones need `policy.tokenizer.chat_template: null`.
+    """Record of a pair for NeMo-RL's PreferenceDataset; rendered pairs require `policy.tokenizer.chat_template: null`.
 
-    NeMo-RL passes no tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so a pair with tools
-    shows them to the model only if it is rendered; the column is for human readers.
+    NeMo-RL does not pass tools to the template (nemo_rl/data/processors.py, preference_preprocessor), so the model sees
+    a pair's tools only if the pair is rendered; the `tools` column is for human readers.
     """
     sides = [staged["prompt"], staged["chosen"], staged["rejected"]]
     if texts := staged.get("texts"):
@@ -58,14 +58,15 @@ def nemo_rl_record(staged: Mapping[str, Any]) -> JsonObject:
 
 
 def genrm_line(staged: Mapping[str, Any]) -> JsonObject:
-    """Record of a sample for the reward model, made by `nemo_ext.data.preference.genrm.genrm_record`."""
+    """Record of a sample that trains a reward model: a `genrm_record` with its source, task and language."""
     return {**staged["genrm"], **{key: staged[key] for key in ("source", "task", "language")}}
 
 
 class Columns:
     """Union of the keys of all records of a file.
 
-    Call `see` on every record; write those for which it is True first, and each one `filled`.
+    Call `see` on every record. Write the records for which it returns True first, and pass every record through
+    `filled`.
     """
 
     def __init__(self) -> None:
@@ -73,16 +74,16 @@ class Columns:
         self._known: set[str] = set()
 
     def see(self, record: JsonObject) -> bool:
-        """Note a record's keys; returns True if it has a key, or a value for a key, that no record before it had."""
-        found = set(_paths(record, ""))
-        new = not found <= self._known
+        """Add a record's keys; returns True if it has a key, or a value for a key, that no earlier record had."""
+        paths = set(_paths(record, ""))
+        new = not paths <= self._known
         if new:
-            self._known |= found
+            self._known |= paths
             self._shape = _joined(self._shape, _shape(record))
         return new
 
     def filled(self, record: JsonObject) -> JsonObject:
-        """Return the record with null where it lacks a key that others have."""
+        """Return the record with null for each key that only other records have."""
         filled: JsonObject = _filled(record, self._shape)
         return filled
 
@@ -103,7 +104,7 @@ def _paths(value: Any, path: str) -> Iterator[str]:
     elif value is not None:
         yield path
     else:
-        yield f"{path}?"  # the key is there, its type is not known
+        yield f"{path}?"  # the key exists, but its type is unknown
 
 
 def _shape(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Groups of answers to one prompt, and pairs of which one answer is preferred."""
+"""Groups of answers to one prompt, and pairs of a chosen and a rejected answer."""
 
 import hashlib
 import json
@@ -16,12 +16,12 @@ class Generation:
     """One answer.
 
     Attributes:
-        messages: messages after the prompt; more than one where tools were called and answered.
-        model: name of the model that wrote it; "" if unknown.
-        side: side of delta learning, where the answer's file determines it.
-        score: score of a judge or reward model.
-        correct: True if the final answer is right; None if unknown.
-        label: safe, unsafe or refusal for safety pairs, chosen or rejected for pairs made elsewhere.
+        messages: messages after the prompt; several if tools were called and answered.
+        model: name of the model that wrote the answer; "" if unknown.
+        side: side in delta learning; "" if the answer's file does not determine it.
+        score: score from a judge or reward model.
+        correct: True if the final answer is correct; None if unknown.
+        label: safe, unsafe or refusal for safety pairs; chosen or rejected for existing pairs.
     """
 
     messages: tuple[Message, ...]
@@ -33,7 +33,7 @@ class Generation:
 
     @property
     def key(self) -> str:
-        """Sort key that does not depend on the order in which generations came."""
+        """Sort key from the content, so that results do not depend on the order of the input."""
         rest = [self.model, self.side, self.score, self.correct, self.label]
         return json.dumps([message_records(self.messages), *rest], sort_keys=True)
 
@@ -43,8 +43,8 @@ class Group:
     """Answers to one prompt, in the order of their keys.
 
     Attributes:
-        id: identifier, unique in its source; for a prompt with several sets of tools it ends with the tools' digest.
-        prompt: conversation up to the answer.
+        id: identifier, unique in its source; with a digest of the tools if a prompt has several sets of tools.
+        prompt: conversation before the answer.
         tools: JSON schemas of the tools that the prompt declares.
         label: label of the prompt: harmful or safe; "" if unknown.
     """
@@ -60,7 +60,7 @@ class Group:
 
     @property
     def multi_turn(self) -> bool:
-        """True if the prompt holds a message of the assistant."""
+        """True if the prompt contains an assistant message."""
         return any(message.role == "assistant" for message in self.prompt)
 
 
@@ -76,20 +76,20 @@ class Pair:
 
 
 def message_records(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Messages in the OpenAI format, arguments of calls as JSON text."""
+    """Messages in the OpenAI format, with arguments of calls as JSON text."""
     return openai_messages(messages, arguments_as_text=True)
 
 
 def prompt_digest(prompt: Iterable[Message]) -> int:
-    """Digest of a prompt's user messages, whatever the system message and the tools (64 bits).
+    """Digest of a prompt's user messages (64 bits), by which prompts are split.
 
-    Prompts in the same words land on one side of the split.
+    Prompts that differ only in the system message or the tools are in the same split.
     """
     return int(json_digest([message.content.strip() for message in prompt if message.role == "user"]), 16)
 
 
 def pair_digest(pair: Pair) -> int:
-    """Digest of a pair's prompt, tools and two answers (64 bits)."""
+    """Digest of a pair's prompt, tools and answers (64 bits)."""
     parts = [message_records(part) for part in (pair.group.prompt, pair.chosen.messages, pair.rejected.messages)]
     return int(json_digest([*parts, list(pair.group.tools)]), 16)
 

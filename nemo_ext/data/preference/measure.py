@@ -1,4 +1,4 @@
-"""Lengths of a pair, and its texts where a chat template renders it."""
+"""Lengths of a pair, and its texts if a chat template renders it."""
 
 import json
 from dataclasses import replace
@@ -12,41 +12,38 @@ from nemo_ext.data.text.tokenizers import Tokenizer
 Texts = tuple[str, str, str]
 
 
-def texts_of(pair: Pair, template: Template) -> Texts:
-    """Texts of a pair; raises as `rendered_pair`."""
-    asked = Sample(id=pair.id, messages=pair.group.prompt, tools=pair.group.tools)
-    return rendered_pair(asked, pair.chosen.messages, pair.rejected.messages, template)
-
-
 def rendered_pair(
-    asked: Sample, chosen: tuple[Message, ...], rejected: tuple[Message, ...], template: Template
+    question: Sample, chosen: tuple[Message, ...], rejected: tuple[Message, ...], template: Template
 ) -> Texts:
-    """Render the prompt with the beginning of the answer, and both answers after it up to the end-of-turn token.
+    """Render the prompt, including the generation prompt, and the two answers after it, up to the end-of-turn token.
 
-    The mode is the prompt's own; where that is None, thinking is on if an answer has reasoning.
+    The mode is the sample's; if that is None, thinking is on if an answer has reasoning.
 
     Raises:
-        ValueError: the template refuses a side, leaves something out, or begins an answer not as its prompt ends.
+        ValueError: the template refuses a side, omits a part of it, or does not start an answer with its generation
+            prompt.
     """
-    thinking = asked.thinking
+    thinking = question.thinking
     if thinking is None:
         thinking = has_reasoning(chosen) or has_reasoning(rejected)
-    prompt = template.render(asked, thinking=thinking, add_generation_prompt=True).text
+    prompt = template.render(question, thinking=thinking, add_generation_prompt=True).text
     answers = []
     for side in (chosen, rejected):
-        answered = replace(asked, messages=asked.messages + side)
+        answered = replace(question, messages=question.messages + side)
         template.check_complete(answered, thinking=thinking)
         whole = template.render(answered, thinking=thinking).text
         if not whole.startswith(prompt):
-            raise ValueError(f"chat template {template.name} begins an answer otherwise than its prompt ends")
-        answers.append(whole[len(prompt) :].rstrip("\n"))  # the line break after an answer belongs to what follows it
+            raise ValueError(
+                f"chat template {template.name} does not start answers with its generation prompt: use another template"
+            )
+        answers.append(whole[len(prompt) :].rstrip("\n"))  # a line break after an answer belongs to the next message
     return prompt, answers[0], answers[1]
 
 
 def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = None) -> Lengths:
-    """Lengths of a pair in tokens: of its texts if rendered, else of all that it says, without a template's markup.
+    """Lengths of a pair in tokens, or in characters without a tokenizer.
 
-    In characters if there is no tokenizer.
+    Measured on the rendered texts, if given, else on the contents, reasoning and calls, without a template's markup.
     """
     if texts is None:
         declared = [json.dumps(list(pair.group.tools), ensure_ascii=False)] if pair.group.tools else []
@@ -54,6 +51,6 @@ def lengths_of(pair: Pair, tokenizer: Tokenizer | None, texts: Texts | None = No
     else:
         parts = [[text] for text in texts]
     if tokenizer is None:
-        return Lengths(*(sum(map(len, said)) for said in parts))
-    ids = iter(tokenizer.encode([text for said in parts for text in said]))
-    return Lengths(*(sum(len(next(ids)) for _ in said) for said in parts))
+        return Lengths(*(sum(map(len, part)) for part in parts))
+    ids = iter(tokenizer.encode([text for part in parts for text in part]))
+    return Lengths(*(sum(len(next(ids)) for _ in part) for part in parts))

@@ -10,7 +10,7 @@ from nemo_ext.job.seeds import digest, uniform
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of a part: number of its source, number of the part in it, and the row."""
+    """A line of a part: number of the source, number of the part in the source, and the row."""
 
     source: int
     part: int
@@ -24,37 +24,44 @@ def mixed(
     limit: int | None,
     reports: Sequence[ReadReport],
 ) -> list[Line]:
-    """Select the lines to keep, in random order; the others are counted in their source's report.
+    """Select the lines to keep, in random order; dropped lines are counted in their source's report.
 
-    Of a pair in several sources, the first source's is kept. A limit keeps a random part. It counts pairs, or the
-    samples of a source that has only those, where both orders of one count once. `limits` and `reports` are the
-    sources', `limit` is that of all together.
+    A pair that is in several sources is kept in the first one. A limit keeps a random subset. It counts pairs, or
+    samples in a source that has only samples, of which both orders count as one.
+
+    Args:
+        sources: lines of each source.
+        limits: limit of each source.
+        limit: limit of all sources together.
+        reports: report of each source.
     """
-    kept: list[Line] = []
+    selected: list[Line] = []
     seen: set[tuple[int, bool]] = set()
     for lines, most, report in zip(sources, limits, reports, strict=True):
         distinct: list[Line] = []
         for line in sorted(lines, key=_order):
             if (line.row.content, line.row.genrm) in seen:
-                report.skip("in the data already")
+                report.skip("already in the data")
             else:
                 seen.add((line.row.content, line.row.genrm))
                 distinct.append(line)
-        kept += _limited(distinct, most, [report] * len(distinct), "beyond the source's limit")
-    kept = _limited(kept, limit, [reports[line.source] for line in kept], "beyond the limit of all", anew=True)
-    return sorted(kept, key=_order)
+        selected += _limited(distinct, most, [report] * len(distinct), "beyond the source's limit")
+    selected = _limited(
+        selected, limit, [reports[line.source] for line in selected], "beyond the overall limit", redraw=True
+    )
+    return sorted(selected, key=_order)
 
 
 def is_validation(row: Row, share: float, seed: int) -> bool:
-    """True if a line is for validation; the same for all lines with the same question."""
+    """True if a line is for validation; the same for all lines with the same prompt."""
     return uniform(seed, "validation", row.prompt) < share
 
 
 def _limited(
-    lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, anew: bool = False
+    lines: list[Line], most: int | None, reports: Sequence[ReadReport], reason: str, *, redraw: bool = False
 ) -> list[Line]:
-    """Lines of the `most` smallest units; `anew` draws units again, since an earlier limit left only small ones."""
-    drawn = [digest(0, line.row.unit, line.source) if anew else line.row.unit for line in lines]
+    """Lines of the `most` smallest units; `redraw` draws new units, since an earlier limit left only small ones."""
+    drawn = [digest(0, line.row.unit, line.source) if redraw else line.row.unit for line in lines]
     units = sorted(set(drawn))
     if most is None or len(units) <= most:
         return lines

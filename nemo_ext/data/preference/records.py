@@ -1,13 +1,13 @@
 """Conversion of records of generation files to groups.
 
-A record has a prompt and either a list of generations or one answer of its own:
+A record has a prompt and either a list of generations or one answer:
 
     {id?, messages | prompt, tools?, generations: [{text | message | messages, model?, score?, correct?, label?}]}
     {id?, messages | prompt, tools?, response | text | message, model?, score?, correct?, label?}
-    {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      pairs made elsewhere
+    {id?, prompt?, chosen, rejected, chosen_model?, rejected_model? ...}      existing pairs
 
-Records with one id form one group, so it is enough if one of them holds the prompt. Without an id the prompt is the id.
-A task of `nemo-ext rl_tasks` holds the prompt of answers that a run's rollouts.jsonl has.
+Records with the same id form one group, of which only one record needs the prompt. Without an id, the prompt is the id.
+The answers in a run's rollouts.jsonl have no prompts; the tasks of `nemo-ext rl_tasks` have them under the same ids.
 """
 
 import json
@@ -26,21 +26,21 @@ from nemo_ext.job.settings import STRICT
 
 PROMPT_KEYS = ("messages", "prompt", "context", "conversations")
 ANSWER_KEYS = ("response", "completion", "text", "message", "generation", "output")
-_BESIDE = ("reasoning", "tool_calls")
-"""Keys beside an answer that is a text, as `nemo-ext generate` writes them."""
+_NEXT_TO_TEXT = ("reasoning", "tool_calls")
+"""Keys next to an answer that is text, as in the output of `nemo-ext generate`."""
 _SHOWN = 60
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RecordKeys:
-    """Keys of a record or of one of its generations; a.b is b in a.
+    """Keys of a record or of one of its generations; `a.b` is key b of the object at key a.
 
     Attributes:
         id: key of the prompt's id.
-        prompt: key of the prompt, a text or a list of messages; null for the first of `PROMPT_KEYS` that is present.
-        history: key of earlier turns to put before a prompt that has none: synthetic context, self-talk.
+        prompt: key of the prompt, text or a list of messages; null for the first of `PROMPT_KEYS` that is present.
+        history: key of earlier turns, inserted before a single-turn prompt: synthetic context, self-talk.
         generations: key of the list of answers.
-        answer: key of the answer in a generation, or in a record that is one; null for the first of `ANSWER_KEYS`.
+        answer: key of the answer in a generation or in a record with one answer; null for the first of `ANSWER_KEYS`.
         prompt_label: key of the prompt's label, harmful or safe.
     """
 
@@ -65,11 +65,11 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
     """Key by which records form one group: the id, else the prompt.
 
     Raises:
-        FormatError: the record has neither.
+        FormatError: the record has neither an id nor a prompt.
     """
-    found = value_at(record, keys.id)
-    if found is not None and not isinstance(found, bool) and isinstance(found, str | int):
-        return f"id {found}"
+    identifier = value_at(record, keys.id)
+    if not isinstance(identifier, bool) and isinstance(identifier, str | int):
+        return f"id {identifier}"
     prompt = _prompt(record, keys)
     if prompt is None:
         raise FormatError(f"neither {keys.id} nor a prompt; the keys are {sorted(map(str, record))}")
@@ -84,15 +84,15 @@ def to_group(
     pairs: bool = False,
     report: ReadReport | None = None,
 ) -> Group:
-    """Convert one record to a group, which lacks its prompt if the record does.
+    """Convert one record to a group, with an empty prompt if the record has none.
 
     Args:
         side: side of every generation in the record.
         pairs: True if the record has `chosen` and `rejected`, which become two generations with these labels.
-        report: counter of listed generations that are left out, because their trace does not end; None to refuse them.
+        report: report in which generations with an unfinished trace are skipped; None to raise an error instead.
 
     Raises:
-        FormatError: the record does not fit; the message names the place in it.
+        FormatError: the record is invalid; the message has the path in the record.
     """
     sample = None if pairs else _prompt(record, keys)
     task, language = (optional_text(value_at(record, key), key) for key in (keys.task, keys.language))
@@ -106,9 +106,9 @@ def to_group(
             generations = [] if _is_task(record, sample, keys) else [_generation(record, keys, "", side)]
         else:
             generations = _listed(many, keys, side, report)
-    found = value_at(record, keys.id)
+    identifier = value_at(record, keys.id)
     return Group(
-        id=("" if found is None else str(found)) or json_digest(message_records(prompt)),
+        id=("" if identifier is None else str(identifier)) or json_digest(message_records(prompt)),
         prompt=prompt,
         generations=tuple(generations),
         tools=tools,
@@ -119,23 +119,23 @@ def to_group(
 
 
 def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Group | None:
-    """Merge groups of one id into one, whatever their order; None if they have no prompt or different ones.
+    """Merge groups with the same id, regardless of their order; None if they have no prompt or different prompts.
 
-    Identical generations are kept once; the repeats are counted in `report`, as are groups that become None.
+    Duplicate generations, and groups for which the result is None, are counted in `report`.
     """
     prompts = {json.dumps(message_records(group.prompt)): group.prompt for group in groups if group.prompt}
     if len(prompts) != 1:
         report.skip("no prompt" if not prompts else "prompts of one id differ", where)
         return None
-    every = {generation.key: generation for group in groups for generation in group.generations}
+    by_key = {generation.key: generation for group in groups for generation in group.generations}
     distinct: dict[str, Generation] = {}
-    for _, generation in sorted(every.items()):
+    for _, generation in sorted(by_key.items()):
         distinct.setdefault(
             json.dumps([generation.model, generation.side, message_records(generation.messages)]), generation
         )
-    given = sum(len(group.generations) for group in groups)
-    if given > len(distinct):
-        report.skip("identical generations", where, count=given - len(distinct))
+    total = sum(len(group.generations) for group in groups)
+    if total > len(distinct):
+        report.skip("identical generations", where, count=total - len(distinct))
 
     def first(name: str) -> str:
         return min((value for group in groups if (value := getattr(group, name))), default="")
@@ -152,10 +152,10 @@ def merged(groups: Sequence[Group], report: ReadReport, where: str = "") -> Grou
 
 
 def completion(value: Any, where: str) -> tuple[Message, ...]:
-    """Read an answer: a text, a message, or several messages of which the first and last are the assistant's.
+    """Read an answer: text, a message, or messages that start and end with the assistant's.
 
     Raises:
-        FormatError: the value is none of these.
+        FormatError: the value is something else.
     """
     turns = value
     if isinstance(value, str):
@@ -167,15 +167,16 @@ def completion(value: Any, where: str) -> tuple[Message, ...]:
     except FormatError as error:
         raise type(error)(f"{where}: {error}") from None
     if messages[0].role != "assistant" or messages[-1].role != "assistant":
-        raise FormatError(f"{where}: expected the assistant's messages, from {messages[0].role} to {messages[-1].role}")
+        roles = f"{messages[0].role} and {messages[-1].role}"
+        raise FormatError(f"{where}: the first and last message must be the assistant's, not {roles}")
     return messages
 
 
 def number(value: Any, where: str) -> float | None:
-    """Return a number, or None for None.
+    """Return the value as a float, or None for None.
 
     Raises:
-        FormatError: the value is neither, or not finite.
+        FormatError: the value is not a finite number.
     """
     if value is None:
         return None
@@ -191,35 +192,35 @@ def _prompt(record: Mapping[str, Any], keys: RecordKeys) -> Sample | None:
         return None
     kind = "conversations" if name == "conversations" else "messages"
     turns = [{"role": "user", "content": value}] if isinstance(value, str) else value
-    made = to_sample({kind: turns, "tools": value_at(record, keys.tools)}, id=name)
+    prompt = to_sample({kind: turns, "tools": value_at(record, keys.tools)}, id=name)
     if (history := value_at(record, keys.history)) is not None:
-        if any(message.role == "assistant" for message in made.messages):
-            raise FormatError(f"{keys.history}: {name} has earlier turns already")
-        system = [message for message in made.messages if message.role == "system"]
+        if any(message.role == "assistant" for message in prompt.messages):
+            raise FormatError(f"{keys.history}: {name} already has earlier turns")
+        system = [message for message in prompt.messages if message.role == "system"]
         earlier = to_sample({"messages": history}, id=keys.history, format="openai").messages
         if system and earlier[0].role == "system":
             raise FormatError(f"{keys.history} and {name} both begin with a system message")
-        made = replace(made, messages=(*system, *earlier, *made.messages[len(system) :]))
-    if made.messages[-1].role not in ("user", "tool"):
-        raise FormatError(f"{name} ends with the {made.messages[-1].role}: the last turn must ask for an answer")
-    return made
+        prompt = replace(prompt, messages=(*system, *earlier, *prompt.messages[len(system) :]))
+    if prompt.messages[-1].role not in ("user", "tool"):
+        raise FormatError(f"{name}: the last message must be the user's or a tool's, not {prompt.messages[-1].role}")
+    return prompt
 
 
 def _is_task(record: Mapping[str, Any], prompt: Sample | None, keys: RecordKeys) -> bool:
-    """True for a task for RL, which has no answer of its own."""
+    """True for an RL task, which has a prompt but no answer."""
     task = prompt is not None and {"id", "environment", "reference"} <= record.keys()
     answers = ANSWER_KEYS if keys.answer is None else (keys.answer,)
     return task and not any(value_at(record, key) is not None for key in answers)
 
 
 def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Message, ...], list[Generation]]:
-    """Read the prompt and the two generations; whole conversations give their common beginning as the prompt."""
+    """Read the prompt and the two generations; the prompt of whole conversations is their common beginning."""
     sample = _prompt(record, keys)
     sides = {}
     for key in (keys.chosen, keys.rejected):
         value = value_at(record, key)
         if value is None:
-            raise FormatError(f"no key {key!r}; there are {sorted(map(str, record))}")
+            raise FormatError(f"no key {key!r}; the keys are {sorted(map(str, record))}")
         whole = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
         first = value[0] if whole else None
         if isinstance(first, Mapping) and first.get("role", first.get("from")) not in ("assistant", "gpt"):
@@ -233,12 +234,12 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
         while common < limit and chosen[common] == rejected[common]:
             common += 1
         if common == 0:
-            raise FormatError(f"no prompt, and {keys.chosen} and {keys.rejected} begin differently")
+            raise FormatError(f"no prompt: {keys.chosen} and {keys.rejected} have no common beginning")
     prompt = sample.messages if sample is not None and not common else chosen[:common]
     generations = []
     for label, messages in zip(("chosen", "rejected"), (chosen[common:], rejected[common:]), strict=True):
         if any(message.role == "user" for message in messages) or messages[-1].role != "assistant":
-            raise FormatError(f"{label}: the conversations part before the last user message")
+            raise FormatError(f"{label}: the two conversations differ before the last user message")
         score = number(value_at(record, f"{label}_score"), f"{label}_score")
         model = optional_text(value_at(record, f"{label}_model"), f"{label}_model")
         generations.append(Generation(messages=messages, model=model, score=score, label=label))
@@ -248,46 +249,46 @@ def _ready_pair(record: Mapping[str, Any], keys: RecordKeys) -> tuple[tuple[Mess
 def _listed(many: Any, keys: RecordKeys, side: Side, report: ReadReport | None) -> list[Generation]:
     if not isinstance(many, Sequence) or isinstance(many, str) or not many:
         raise FormatError(f"{keys.generations}: expected a list of generations, not {str(many)[:_SHOWN]!r}")
-    made = []
-    for index, given in enumerate(many):
+    generations = []
+    for index, entry in enumerate(many):
         where = f"{keys.generations}[{index}]"
-        if isinstance(given, str):
-            given = {"text": given}
-        if not isinstance(given, Mapping):
-            raise FormatError(f"{where}: expected an object or a text")
+        if isinstance(entry, str):
+            entry = {"text": entry}
+        if not isinstance(entry, Mapping):
+            raise FormatError(f"{where}: expected an object or text")
         try:
-            made.append(_generation(given, keys, where, side))
+            generations.append(_generation(entry, keys, where, side))
         except UnfinishedTrace as error:
             if report is None:
                 raise
-            report.skip("answer whose trace does not end", str(error))
-    return made
+            report.skip("answer with an unfinished trace", str(error))
+    return generations
 
 
-def _generation(given: Mapping[str, Any], keys: RecordKeys, where: str, side: Side) -> Generation:
+def _generation(entry: Mapping[str, Any], keys: RecordKeys, where: str, side: Side) -> Generation:
     prefix = f"{where}." if where else ""
     answer = keys.answer
     if answer is None:
         known = (*ANSWER_KEYS, "messages") if where else ANSWER_KEYS
-        answer = next((key for key in known if given.get(key) is not None), None)
-    value = None if answer is None else value_at(given, answer)
+        answer = next((key for key in known if entry.get(key) is not None), None)
+    value = None if answer is None else value_at(entry, answer)
     if value is None:
-        raise FormatError(f"{prefix}{answer or 'text'}: no answer; the keys are {sorted(map(str, given))}")
-    if isinstance(value, str) and (beside := {key: given[key] for key in _BESIDE if given.get(key)}):
-        value = {"content": value, **beside}
-    correct = value_at(given, keys.correct)
+        raise FormatError(f"{prefix}{answer or 'text'}: no answer; the keys are {sorted(map(str, entry))}")
+    if isinstance(value, str) and (more := {key: entry[key] for key in _NEXT_TO_TEXT if entry.get(key)}):
+        value = {"content": value, **more}
+    correct = value_at(entry, keys.correct)
     if correct is not None and correct not in (0, 1):
         raise FormatError(f"{prefix}{keys.correct}={str(correct)[:_SHOWN]!r}: expected true or false")
     return Generation(
         messages=completion(value, f"{prefix}{answer}"),
-        model=optional_text(value_at(given, keys.model), f"{prefix}{keys.model}"),
+        model=optional_text(value_at(entry, keys.model), f"{prefix}{keys.model}"),
         side=side,
-        score=number(value_at(given, keys.score), f"{prefix}{keys.score}"),
+        score=number(value_at(entry, keys.score), f"{prefix}{keys.score}"),
         correct=None if correct is None else bool(correct),
-        label=optional_text(value_at(given, keys.label), f"{prefix}{keys.label}"),
+        label=optional_text(value_at(entry, keys.label), f"{prefix}{keys.label}"),
     )
 
 
 def _tools(record: Mapping[str, Any], keys: RecordKeys) -> tuple[Mapping[str, Any], ...]:
-    asked = [{"role": "user", "content": ""}]
-    return to_sample({"messages": asked, "tools": value_at(record, keys.tools)}, id="tools").tools
+    messages = [{"role": "user", "content": ""}]
+    return to_sample({"messages": messages, "tools": value_at(record, keys.tools)}, id="tools").tools

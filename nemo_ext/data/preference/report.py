@@ -1,4 +1,4 @@
-"""Report of the pairs: counts by source, kind, task and language, reasons for leaving out, and lengths."""
+"""Report of preference data: counts by source, kind, task and language, lengths, and skipped records by reason."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ _LINEAR = 100
 
 @dataclass
 class Written:
-    """Counts of the output files.
+    """Counts of the lines in the output files.
 
     Attributes:
         rows: (source, kind, task, language, split) -> number of lines.
         models: (chosen model, rejected model) -> number of pairs.
         multi_turn, tools, thinking: number of pairs with several turns, with tools, with reasoning.
-        lengths: source -> sums of prompt, chosen and rejected lengths of its pairs, and their number.
+        lengths: source -> sums of its pairs' prompt, chosen and rejected lengths, and number of pairs.
     """
 
     rows: Counter[tuple[str, str, str, str, str]] = field(default_factory=Counter)
@@ -46,7 +46,7 @@ class Written:
                 sums[index] += value
 
     def total(self, *, genrm: bool, split: str | None = None) -> int:
-        """Number of pairs, or of reward model samples."""
+        """Number of pairs, or of reward model samples, in one split or in all."""
         return sum(
             count
             for (_, kind, _, _, where), count in self.rows.items()
@@ -64,10 +64,10 @@ def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], wri
             continue
         report.section(name)
         for index, heading in enumerate(("source", "kind", "task", "language")):
-            by: Counter[str] = Counter()
+            totals: Counter[str] = Counter()
             for key, count in rows.items():
-                by[key[index] or "(none)"] += count
-            shares = [(label, count, f"{100 * count / by.total():.1f} %") for label, count in by.most_common()]
+                totals[key[index] or "(none)"] += count
+            shares = [(label, count, f"{100 * count / totals.total():.1f} %") for label, count in totals.most_common()]
             report.table("", (heading, name.lower(), "share"), shares)
     if pairs:
         models = [(*(name or "(none)" for name in both), count) for both, count in written.models.most_common(20)]
@@ -76,35 +76,31 @@ def page(title: str, facts: Mapping[str, str], counts: Mapping[str, Counts], wri
         means = [(source, *(f"{value / sums[3]:,.0f}" for value in sums[:3])) for source, sums in lengths]
         report.table("", ("source", "prompt", "chosen", "rejected"), means)
         _plot(report, counts, unit)
-    report.section("Left out")
-    for what, reason_of in (
-        ("records", lambda one: one.records),
-        ("prompts and answers", lambda one: one.groups),
-        ("pairs and samples", lambda one: one.pairs),
-    ):
-        reports: dict[str, ReadReport] = {source: reason_of(one) for source, one in counts.items()}
-        left = [
+    report.section("Skipped")
+    for stage, units in (("records", "records"), ("groups", "prompts and answers"), ("pairs", "pairs and samples")):
+        reports: dict[str, ReadReport] = {source: getattr(count, stage) for source, count in counts.items()}
+        skipped = [
             (source, reason, count, "; ".join(read.examples.get(reason, [])[:3]))
             for source, read in reports.items()
             for reason, count in sorted(read.skipped.items())
         ]
-        report.add(f"Of {what} seen ({', '.join(f'{source} {read.records:,}' for source, read in reports.items())}):")
-        report.table("", ("source", "reason", what, "examples"), left).add("" if left else "none")
+        report.add(f"Of the {units} ({', '.join(f'{source} {read.records:,}' for source, read in reports.items())}):")
+        report.table("", ("source", "reason", units, "examples"), skipped).add("" if skipped else "none")
     return report
 
 
 def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
-    """Draws the differences of the answers' lengths before and after the filters, if there are any."""
-    drawn = {name: one for name, one in counts.items() if one.before}
+    """Draw the differences of the answers' lengths before and after the filters, if there are any."""
+    drawn = {name: source for name, source in counts.items() if source.before}
     if not drawn:
         return
     height = 1.2 + 2.2 * len(drawn)
     axes = report.picture("chosen minus rejected length", PLOT, 8, height, len(drawn), sharex=True)
-    edges = _edges(max(abs(value) for one in drawn.values() for value in one.before))
-    for axis, (name, one) in zip(axes, drawn.items(), strict=True):
-        for counter, colour, label in ((one.before, "#9db7d5", "before the filters"), (one.after, "#1f4e8c", "after")):
-            values, weights = list(counter), list(counter.values())
-            heights, _ = np.histogram(values, bins=edges, weights=weights)
+    edges = _edges(max(abs(value) for source in drawn.values() for value in source.before))
+    for axis, (name, source) in zip(axes, drawn.items(), strict=True):
+        stages = (source.before, "#9db7d5", "before the filters"), (source.after, "#1f4e8c", "after")
+        for counter, colour, label in stages:
+            heights, _ = np.histogram(list(counter), bins=edges, weights=list(counter.values()))
             axis.stairs(heights, edges, fill=True, color=colour, label=f"{label}: {counter.total():,} pairs")
         axis.axvline(0, color="#444444", linewidth=0.8)
         legend = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2, "borderaxespad": 0.2}
@@ -118,7 +114,7 @@ def _plot(report: Report, counts: Mapping[str, Counts], unit: str) -> None:
 
 
 def _edges(largest: int) -> np.ndarray[Any, Any]:
-    """Edges of bins that look equally wide on the axis: ten up to 100, ten for every power of ten beyond."""
+    """Edges of bins that are equally wide on the symlog axis: ten up to 100, and ten for each further power of ten."""
     decades = 0
     while _LINEAR * 10**decades < largest + 1:
         decades += 1

@@ -21,7 +21,7 @@ OUTPUTS = ("trl", "nemo_rl")
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenrmLabels:
-    """Labels that a reward model should give a pair, the chosen answer shown first."""
+    """Labels of a pair as a training sample for a reward model, with the chosen answer first."""
 
     chosen: int = 5
     rejected: int = 1
@@ -30,20 +30,20 @@ class GenrmLabels:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SourceSettings(Rules, HallucinationRules):
-    """Settings of a source: files of generations, and how pairs are made of them.
+    """Settings of a source: files of generations, and the method of making pairs from them.
 
     Attributes:
-        kind: kind of pairs: delta, judged, tool_hallucination, safety, pairs (made elsewhere) or genrm.
+        kind: kind of pairs: delta, judged, tool_hallucination, safety, pairs (existing pairs) or genrm.
         path: files and globs, JSONL (plain, .gz, .zst) or Parquet.
-        strong: files and globs whose answers are all strong, for delta learning; joined with `weak` by id.
-        weak: files and globs whose answers are all weak.
-        file_kind: kind of files whose names do not tell it.
+        strong: files and globs with the strong models' answers, for delta learning; joined with `weak` by id.
+        weak: files and globs with the weak models' answers.
+        file_kind: kind of the files; by default from their names.
         keys: keys of a record.
-        task: task of records that do not have one.
-        language: language of records that do not have one.
-        turns: single or multi to leave out other prompts, any to keep all.
+        task: default task, for records without one.
+        language: default language.
+        turns: prompts to keep: single (one turn), multi (several turns) or any.
         limit: number of pairs to keep, drawn by the seed after the filters; null for all.
-        as_genrm: labels with which to also write every pair as a sample for a reward model; null for none.
+        as_genrm: labels for also writing every pair as a sample for a reward model; null to disable.
         filters: filters of the pairs.
     """
 
@@ -68,27 +68,28 @@ class SourceSettings(Rules, HallucinationRules):
                 raise ValueError("give both strong and weak, or path with strong_models and weak_models")
             if not self.strong and not (self.strong_models and self.weak_models):
                 raise ValueError(
-                    "say which answers are strong: files strong and weak, or strong_models and weak_models"
+                    "kind=delta requires strong and weak answers: give files strong and weak, or strong_models and "
+                    "weak_models"
                 )
         elif self.strong or self.weak:
             raise ValueError(f"strong and weak are for kind=delta, not {self.kind}")
         if not self.path and not self.strong:
-            raise ValueError("path names no files")
+            raise ValueError("path is empty: give the files of the source")
         if self.require_weak and not self.weak_models:
-            raise ValueError("require_weak needs weak_models, patterns of the deliberately weak models")
+            raise ValueError("require_weak requires weak_models, patterns of the deliberately weak models")
         if self.as_genrm is not None and self.kind == "genrm":
             raise ValueError("as_genrm is for pairs, not for kind=genrm")
 
     @property
     def files(self) -> dict[str, tuple[str, ...]]:
         """Paths by side ("", strong, weak)."""
-        every = {"": self.path, "strong": self.strong, "weak": self.weak}
-        return {side: paths for side, paths in every.items() if paths}
+        by_side = {"": self.path, "strong": self.strong, "weak": self.weak}
+        return {side: paths for side, paths in by_side.items() if paths}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Settings:
-    """Checked settings of the job; `filters` are those of every source that does not replace them."""
+    """Checked settings of the job; `filters` are the defaults for every source."""
 
     preset: str | None = None
     output: Place
@@ -109,9 +110,11 @@ class Settings:
             if name not in OUTPUTS:
                 raise ValueError(f"outputs: unknown format {name!r}: {nearest(name, OUTPUTS)}")
         for source in self.sources:
-            if self.tokenizer is None and source.filters.need_tokens:
+            filters = source.filters
+            limits = (filters.max_length_difference, filters.max_prompt_tokens, filters.max_tokens)
+            if self.tokenizer is None and limits != (None, None, None):
                 raise ValueError(
-                    f"sources.{source.name}: the filters count tokens: give tokenizer={{kind: huggingface, path: ...}} "
+                    f"sources.{source.name}: the filters count tokens: set tokenizer={{kind: huggingface, path: ...}}, "
                     "or set filters.max_length_difference, max_prompt_tokens and max_tokens to null"
                 )
 
@@ -121,34 +124,34 @@ def settings(config: Mapping[str, Any], *, files: bool = True) -> Settings:
 
     Args:
         config: composed config of the job.
-        files: if False, do not read tokenizer and template, which an earlier job may have to write.
+        files: True to also check that the tokenizer and the template can be read; False if an earlier job writes them.
 
     Raises:
-        ValueError: a key is wrong; the message names it, what it holds and what it may hold.
+        ValueError: a value is invalid; the message has the key, the value and the expected values.
     """
-    given = {key: value for key, value in config.items() if key != "hydra"}
-    if given.get("outputs") is None:
-        given["outputs"] = OUTPUTS
-    named, general = given.get("sources"), _section(config.get("filters"), "filters")
+    values = {key: value for key, value in config.items() if key != "hydra"}
+    if values.get("outputs") is None:
+        values["outputs"] = OUTPUTS
+    named, defaults = values.get("sources"), _section(config.get("filters"), "filters")
     if not isinstance(named, Mapping) or not named:
-        raise ValueError("sources: name one at least: sources={mine: {kind: delta, path: ...}}, or preset=NAME")
+        raise ValueError("sources is empty: set sources={mine: {kind: delta, path: ...}} or preset=NAME")
     sources = []
-    for name, one in named.items():
-        if one is not None:  # null leaves a preset's source out
+    for name, section in named.items():
+        if section is not None:  # null removes a preset's source
             where = f"sources.{name}"
-            source = _section(one, where)
-            filters = general | _section(source.get("filters"), f"{where}.filters")
+            source = _section(section, where)
+            filters = defaults | _section(source.get("filters"), f"{where}.filters")
             sources.append({**source, "name": str(name), "filters": filters})
             checked(SourceSettings, sources[-1], where=where, strict=True)
-    found = checked(Settings, {**given, "filters": general, "sources": sources}, strict=True)
-    if files and found.tokenizer is not None:
-        load_tokenizer(found.tokenizer)
-    if files and found.template is not None:
-        Template.load(found.template)
-    return found
+    parsed = checked(Settings, {**values, "filters": defaults, "sources": sources}, strict=True)
+    if files and parsed.tokenizer is not None:
+        load_tokenizer(parsed.tokenizer)
+    if files and parsed.template is not None:
+        Template.load(parsed.template)
+    return parsed
 
 
 def _section(value: object, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping | None):
-        raise ValueError(f"{where}: expected keys and values, not {value!r}")
+        raise ValueError(f"{where}: expected a mapping, not {value!r}")
     return dict(value or {})

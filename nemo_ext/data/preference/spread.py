@@ -1,9 +1,8 @@
-"""Grouping of the records of one prompt, from any number of files and in any order.
+"""Grouping of records by prompt, over any number of files and in any order, as a Grace hash join.
 
-Records are written to parts by a digest of their id (a Grace hash join), and each part is sorted by it when it is
-read; one that is too large is divided again first. So no file is ever in memory whole, two files of any size are
-joined by id, answers to one prompt may lie anywhere, and the result does not depend on the order of files, records or
-parts.
+Records are written to parts by a digest of their id. Each part is sorted by the digest when it is read, after being
+divided again if it is too large. So memory does not depend on the size of the files, the answers to a prompt may be in
+any files, and the result does not depend on the order of files, records or parts.
 """
 
 import hashlib
@@ -22,12 +21,12 @@ from nemo_ext.data.text.documents import UNLIMITED, Part, ReadReport
 from nemo_ext.data.text.user_files import PACKED, RecordSource, record_source
 
 PART_BYTES = 64 << 20
-MOST_PARTS = 128  # all open at once
-_UNPACKED = 5  # compressed files and Parquet are about this many times larger as JSON
+MOST_PARTS = 128  # all are open at the same time
+_UNPACKED = 5  # approximate ratio of the size as JSON to that of compressed or Parquet files
 
 
 class Placed(NamedTuple):
-    """A record with its place, for messages, and the side of its file."""
+    """A record with its place in the input (for messages) and the side of its file."""
 
     record: dict[str, Any]
     where: str
@@ -38,16 +37,16 @@ def readers(source: SourceSettings) -> dict[str, RecordSource]:
     """Reader of the files of each side.
 
     Raises:
-        ValueError: a file is missing, or the names mix .parquet and others.
+        ValueError: a file is missing, or .parquet files are mixed with others.
     """
-    found: dict[str, RecordSource] = {}
+    by_side: dict[str, RecordSource] = {}
     for side, paths in source.files.items():
-        found[side] = record_source(paths, source.file_kind, f"sources.{source.name}")
+        by_side[side] = record_source(paths, source.file_kind, f"sources.{source.name}")
         try:
-            found[side].check_files()
+            by_side[side].check_files()
         except ValueError as error:
             raise ValueError(f"sources.{source.name}: {error}") from None
-    return found
+    return by_side
 
 
 def spread(
@@ -58,10 +57,10 @@ def spread(
     max_bad_share: float,
     advance: Callable[[int], None],
 ) -> list[Path]:
-    """Write the records of a source to parts in `folder`; those without id and prompt are skipped and counted.
+    """Write the records of a source to parts in `folder`; records without id and prompt are skipped and counted.
 
     Raises:
-        ValueError: a file cannot be read, or too large a share of a side's records does not fit.
+        ValueError: a file cannot be read, or too large a share of a side's records is invalid.
     """
     size = 0
     for reader in files.values():
@@ -84,7 +83,7 @@ def spread(
 
 
 def gathered(path: Path) -> Iterator[list[Placed]]:
-    """Yield the records of each id in a part, ids in the order of their digests and their records in a fixed order."""
+    """Yield the records of each id in a part, in the order of the ids' digests; records of an id are sorted."""
     if path.stat().st_size > 2 * PART_BYTES and (pieces := _divided(path)):
         for piece in pieces:
             yield from gathered(piece)
@@ -97,7 +96,7 @@ def gathered(path: Path) -> Iterator[list[Placed]]:
 
 
 def _divided(path: Path) -> list[Path]:
-    """Divide a part into smaller ones, in the order of the digests; an empty list if it is all one id."""
+    """Divide a part into smaller parts, in the order of the digests; an empty list if it has only one id."""
     with open(path, encoding="ascii") as file:
         keys = [int(line[:16], 16) for line in file]
     low, high = min(keys), max(keys)
@@ -116,7 +115,7 @@ def _divided(path: Path) -> list[Path]:
 def _records(
     reader: RecordSource, part: Part, report: ReadReport, keys: RecordKeys
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Digest of the group's key, record and place of each record that JSON can hold."""
+    """Yield the digest of the group's key, the record and its place, for each valid record."""
     for number, record in reader.records(part, report):
         place = reader.place(part, number)
         try:

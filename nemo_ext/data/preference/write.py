@@ -1,4 +1,4 @@
-"""Writer of the output files: every format for each split, from the lines that are kept."""
+"""Writer of the output files: one per format and split, from the selected lines."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from nemo_ext.job.files import complete_file
 
 Parts = Sequence[Sequence[Path]]
 MOST_OPEN = 128
-"""Largest number of files open at once, whatever the number of parts: systems allow 256 or 1024."""
+"""Maximum number of open files, whatever the number of parts: systems allow 256 or 1024."""
 SPLITS = ("train", "validation")
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
     "trl": trl_record,
@@ -21,7 +21,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], JsonObject]] = {
 
 
 def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, advance: Callable[[int], None]) -> None:
-    """Write lines in one of `FORMATS`, in order except that lines which together hold every key come first."""
+    """Write lines in one of `FORMATS`, in order, except that lines with new keys come first (see `Columns`)."""
     convert = FORMATS[kind]
     columns = Columns()
     first: list[int] = []
@@ -38,8 +38,8 @@ def write_split(lines: Sequence[Line], parts: Parts, path: Path, kind: str, adva
 
 
 def read_lines(lines: Sequence[Line], parts: Parts) -> Iterator[dict[str, Any]]:
-    """Yield the staged lines in the order given."""
-    opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of their last use
+    """Yield the contents of the lines, in their order."""
+    opened: dict[tuple[int, int], IO[bytes]] = {}  # in the order of last use
     try:
         for line in lines:
             place = line.source, line.part

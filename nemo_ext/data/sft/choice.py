@@ -1,4 +1,4 @@
-"""Choice of what to train on from all shards: deduplication, length, each task's share of thinking, the budget."""
+"""Selection of the rows to train on, over all shards: deduplication, length, shares of thinking, token budget."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +29,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Table:
-    """All shards together; arrays and names that are not listed here are those of `Shard`, joined.
+    """All shards joined; fields that are not listed here are documented in `Shard`.
 
     Attributes:
         shards: shards in order.
@@ -53,40 +53,33 @@ class Table:
     task_names: list[str]
     language_names: list[str]
 
-    def left_out(self, chosen: ReadReport) -> ConversationReport:
-        """Counts of what was left out by a choice and when the records were read, over all sources."""
-        whole = ConversationReport()
-        for report in (chosen, *self.reports.values()):
-            whole.add(report)
-        return whole
-
 
 @dataclass(frozen=True)
 class Chosen:
     """Rows to train on.
 
     Attributes:
-        train: numbers of the rows for training, repeated for later passes.
-        valid: numbers of the rows for validation.
+        train: indices of the rows for training, repeated for later passes.
+        valid: indices of the rows for validation.
         passes: number of passes over each source.
-        left: samples left out here by reason (texts, if longer than a pack), with places and what they repeat.
-        left_out: the same and all that was left out when the records were read.
-        changed: change -> number of samples brought to another mode.
-        shares: task -> target share of samples with thinking on, and the numbers of those on and off, in training and
-            validation.
+        skipped: samples skipped by this selection (rows, if longer than a pack), with examples of the first few.
+        all_skipped: `skipped` plus all records skipped while reading.
+        changed: change -> number of samples whose thinking mode was changed.
+        shares: task -> target share of samples with thinking on, and the numbers of samples with thinking on and off,
+            over training and validation.
     """
 
     train: Numbers
     valid: Numbers
     passes: list[float]
-    left: ReadReport
-    left_out: ConversationReport
+    skipped: ReadReport
+    all_skipped: ConversationReport
     changed: Counter[str]
     shares: dict[str, tuple[float, int, int]]
 
 
 def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
-    """Join the shards into one table; texts that packing cuts have the lengths that they are cut to."""
+    """Join the shards into one table; rows that packing will truncate have their truncated lengths."""
     before = np.cumsum([0, *(len(shard.ids) for shard in shards)])
     tasks = sorted({name for shard in shards for name in shard.task_names})
     languages = sorted({name for shard in shards for name in shard.language_names})
@@ -120,39 +113,40 @@ def table_of(shards: Sequence[Shard], packing: PackingSettings) -> Table:
 
 
 def choose(table: Table, settings: SftSettings) -> Chosen:
-    """Choose the rows to train on: without duplicates, in the shares of thinking, split, and sampled to the budget.
+    """Select the rows to train on: deduplicate, apply the shares of thinking, split, and sample to the token budget.
 
     Raises:
-        ValueError: too many records are bad, an id comes twice under `duplicate_ids=error`, a task of
-            `thinking_shares` does not exist, nothing is left, or the budget cannot be reached.
+        ValueError: too many records are invalid, an id is repeated under `duplicate_ids=error`, a task of
+            `thinking_shares` does not exist, no sample is left, or the budget cannot be reached.
     """
     for number, report in table.reports.items():
         report.check_bad_share(f"source {settings.sources[number].name}", settings.max_bad_share)
-    left, changed = ReadReport(), Counter[str]()
-    keep = _distinct(table, settings, left)
+    skipped, changed = ReadReport(), Counter[str]()
+    keep = _distinct(table, settings, skipped)
     packing = settings.packing
     fits = (table.lengths <= packing.capacity) | (packing.longer != "drop")
-    rows, shares = _balanced(table, settings, keep[table.samples], fits, left, changed)
+    rows, shares = _balanced(table, settings, keep[table.samples], fits, skipped, changed)
     if too_long := int((rows & ~fits).sum()):
-        left.skip("text longer than a pack", count=too_long)
+        skipped.skip("text longer than a pack", count=too_long)
     rows &= fits
-    # Split by the sample's own id: more data or another order move no sample to the other side.
-    keys = np.array([digest(settings.seed, "split", int(each)) for each in table.ids], dtype=np.uint64)
+    # The split depends on a sample's id alone, so new data or another order never move a sample between splits.
+    keys = np.array([digest(settings.seed, "split", int(identity)) for identity in table.ids], dtype=np.uint64)
     held_out = keys < np.uint64(int(settings.validation_share * 2**64))
     valid, train = np.flatnonzero(rows & held_out[table.samples]), np.flatnonzero(rows & ~held_out[table.samples])
     tokens = np.bincount(table.samples[train], weights=table.lengths[train], minlength=len(table.ids)).astype(np.int64)
-    of_source = [(tokens > 0) & (table.sources == number) for number in range(len(settings.sources))]
-    passes = epochs([int(tokens[mine].sum()) for mine in of_source], settings.sampling)
+    by_source = [np.flatnonzero((tokens > 0) & (table.sources == number)) for number in range(len(settings.sources))]
+    passes = epochs([int(tokens[members].sum()) for members in by_source], settings.sampling)
     times = np.zeros(len(table.ids), dtype=np.int64)
-    for mine, over in zip(of_source, passes, strict=True):
-        members = np.flatnonzero(mine)
-        again = np.array([digest(settings.seed, "again", int(each)) for each in table.ids[members]], dtype=np.uint64)
-        times[members] = copies(over, again, tokens[members])
+    for members, source_passes in zip(by_source, passes, strict=True):
+        draws = [digest(settings.seed, "again", int(identity)) for identity in table.ids[members]]
+        times[members] = copies(source_passes, np.array(draws, dtype=np.uint64), tokens[members])
     train = np.repeat(train, times[table.samples[train]])
-    left_out = table.left_out(left)
+    all_skipped = ConversationReport()
+    for counts in (skipped, *table.reports.values()):
+        all_skipped.add(counts)
     if not len(train):
-        raise ValueError(f"no sample is left to train on; left out: {left_out.summary(examples=1)}")
-    return Chosen(train, valid, passes, left, left_out, changed, shares)
+        raise ValueError(f"no sample is left to train on; skipped: {all_skipped.summary(examples=1)}")
+    return Chosen(train, valid, passes, skipped, all_skipped, changed, shares)
 
 
 def _skip(
@@ -161,9 +155,9 @@ def _skip(
     pairs: Iterable[tuple[int, int]],
     table: Table,
     settings: SftSettings,
-    left: ReadReport,
+    skipped: ReadReport,
 ) -> None:
-    """Count samples that repeat others; the first few pairs of them are kept as places."""
+    """Count samples that repeat others, with the places of the first few (repeat, original) `pairs` as examples."""
     ends = np.cumsum([len(shard.ids) for shard in table.shards])
 
     def place(sample: int) -> str:
@@ -173,76 +167,78 @@ def _skip(
         return settings.sources[shard.piece.source].files.place(shard.piece.part, record)
 
     if count:
-        left.skip(reason, count=count)
-        left.examples[reason] = [f"{place(one)} is {place(of)}" for one, of in islice(pairs, EXAMPLES_PER_REASON)]
+        skipped.skip(reason, count=count)
+        examples = islice(pairs, EXAMPLES_PER_REASON)
+        skipped.examples[reason] = [f"{place(repeat)} repeats {place(original)}" for repeat, original in examples]
 
 
-def _distinct(table: Table, settings: SftSettings, left: ReadReport) -> Flags:
-    """Mask of the samples that are the first of their id and near no earlier one, [samples]."""
+def _distinct(table: Table, settings: SftSettings, skipped: ReadReport) -> Flags:
+    """Mask of the samples that repeat no earlier sample's id and are no near duplicate of one, [samples]."""
     first = first_of_each(table.ids)
-    again = first != np.arange(len(first))
-    other = again & (table.contents != table.contents[first])
-    if again.any() and settings.duplicate_ids == "error":
+    repeats = first != np.arange(len(first))
+    differ = repeats & (table.contents != table.contents[first])
+    if repeats.any() and settings.duplicate_ids == "error":
         raise ValueError(
-            f"{int(again.sum()):,} samples have the id of an earlier one of their source: give each its own "
-            "(id_key), or set duplicate_ids=drop"
+            f"{int(repeats.sum()):,} samples repeat the id of an earlier sample of their source: set id_key to a key "
+            "with unique ids, or set duplicate_ids=drop"
         )
-    for reason, found in (("duplicate id", again & ~other), ("duplicate id of another sample", other)):
-        pairs = ((int(each), int(first[each])) for each in np.flatnonzero(found))
-        _skip(reason, int(found.sum()), pairs, table, settings, left)
-    if other.any():
+    for reason, mask in (("duplicate id", repeats & ~differ), ("duplicate id of another sample", differ)):
+        pairs = ((int(sample), int(first[sample])) for sample in np.flatnonzero(mask))
+        _skip(reason, int(mask.sum()), pairs, table, settings, skipped)
+    if differ.any():
         notice(
-            f"warning: {int(other.sum()):,} samples have the id of an earlier one of their source but say something "
-            "else, and are left out: give each its own (id_key)"
+            f"warning: {int(differ.sum()):,} samples are skipped because they repeat the id of an earlier sample of "
+            "their source with other content: set id_key to a key with unique ids"
         )
-    keep = ~again
+    keep = ~repeats
     if settings.near_duplicates is not None:
         order = np.flatnonzero(keep)
         sketches = Sketches.joined([shard.sketches for shard in table.shards if shard.sketches is not None])
-        found = settings.near_duplicates.duplicate_of(Sketches(sketches.bands[order], sketches.slots[order]))
-        pairs = ((int(order[each]), int(order[found[each]])) for each in np.flatnonzero(found >= 0))
-        _skip("near duplicate", int((found >= 0).sum()), pairs, table, settings, left)
-        keep[order[found >= 0]] = False
+        originals = settings.near_duplicates.duplicate_of(Sketches(sketches.bands[order], sketches.slots[order]))
+        near = np.flatnonzero(originals >= 0)
+        pairs = ((int(order[place]), int(order[originals[place]])) for place in near)
+        _skip("near duplicate", len(near), pairs, table, settings, skipped)
+        keep[order[near]] = False
     return keep
 
 
 def _balanced(
-    table: Table, settings: SftSettings, keep: Flags, fits: Flags, left: ReadReport, changed: Counter[str]
+    table: Table, settings: SftSettings, keep: Flags, fits: Flags, skipped: ReadReport, changed: Counter[str]
 ) -> tuple[Flags, dict[str, tuple[float, int, int]]]:
-    """Mask of the rows kept so that tasks have their shares of thinking, [rows], and the shares reached."""
+    """Mask of the rows that give each task its share of thinking, [rows], and `Chosen.shares`."""
     rows = keep & (table.kinds != KINDS.index("stripped"))
     if not settings.thinking_shares:
         return rows, {}
     _check_tasks(table, settings)
     task_of = np.zeros(len(table.ids), dtype=np.int64)
     task_of[table.samples] = table.tasks
-    there = {kind: _samples_with(table, rows & fits, kind) for kind in _UNITS}
+    available = {kind: _samples_with(table, rows & fits, kind) for kind in _UNITS}
     moved = {kind: np.zeros(len(table.ids), dtype=bool) for kind in _UNITS}
     targets = {name: settings.thinking_share(name) for name in table.task_names}
     for task, name in enumerate(table.task_names):
         if (share := targets[name]) is None:
             continue
-        own = {kind: members[task_of[members] == task] for kind, members in there.items()}
-        if share > 0 and len(own["off"]) and not len(own["on"]) + len(own["fixed"]):
-            notice(f"thinking_shares.{name}: no sample of this task that is left has reasoning: it stays as it is")
-        counts = moves_to_share(len(own["on"]), len(own["fixed"]), len(own["off"]), share)
+        of_task = {kind: samples[task_of[samples] == task] for kind, samples in available.items()}
+        if share > 0 and len(of_task["off"]) and not len(of_task["on"]) + len(of_task["fixed"]):
+            notice(f"thinking_shares.{name}: no remaining sample of this task has reasoning: the task is unchanged")
+        counts = moves_to_share(len(of_task["on"]), len(of_task["fixed"]), len(of_task["off"]), share)
         for kind, count in zip(_UNITS, counts, strict=True):
-            # The two samples of a pair have one id but are drawn separately.
-            draws = [digest(settings.seed, "thinking share", int(each), kind) for each in table.ids[own[kind]]]
-            moved[kind][own[kind][np.argsort(np.array(draws, dtype=np.uint64))[:count]]] = True
+            # The kind is part of the draw, since the two samples of a pair have the same id.
+            draws = [digest(settings.seed, "thinking share", int(key), kind) for key in table.ids[of_task[kind]]]
+            moved[kind][of_task[kind][np.argsort(np.array(draws, dtype=np.uint64))[:count]]] = True
         if counts[0]:
             changed[f"{name or 'no task'}: stripped for its share"] += counts[0]
         if sum(counts[1:]):
-            left.skip("thinking share", count=sum(counts[1:]))
+            skipped.skip("thinking share", count=sum(counts[1:]))
     for kind, samples in moved.items():
         rows &= ~(samples[table.samples] & (table.kinds == KINDS.index(kind)))
     rows |= keep & moved["on"][table.samples] & (table.kinds == KINDS.index("stripped"))
     shares = {}
     for task, name in enumerate(table.task_names):
         if (target := targets[name]) is not None:
-            own = rows & fits & (table.tasks == task)
+            task_rows = rows & fits & (table.tasks == task)
             on, fixed, off, stripped = (
-                len(_samples_with(table, own, kind)) for kind in ("on", "fixed", "off", "stripped")
+                len(_samples_with(table, task_rows, kind)) for kind in ("on", "fixed", "off", "stripped")
             )
             shares[name] = target, on + fixed, off + stripped
     return rows, shares
@@ -251,20 +247,21 @@ def _balanced(
 def _check_tasks(table: Table, settings: SftSettings) -> None:
     for name in settings.thinking_shares:
         if name != ANY_TASK and name not in table.task_names:
-            said = f"thinking_shares.{name}: no sample is of this task: {nearest(name, filter(None, table.task_names))}"
+            known = nearest(name, filter(None, table.task_names))
+            message = f"thinking_shares.{name}: no sample has this task: {known}"
             if settings.preset is None:
-                raise ValueError(said)
-            notice(said)  # the tasks of a preset need not be in the user's data
+                raise ValueError(message)
+            notice(message)  # the tasks of a preset need not be in the user's data
 
 
 def _samples_with(table: Table, rows: Flags, kind: str) -> Numbers:
-    """Samples that have one of these rows of that kind, ascending."""
+    """Samples with at least one of these rows of that kind, ascending."""
     found: Numbers = np.unique(table.samples[rows & (table.kinds == KINDS.index(kind))])
     return found
 
 
 def _trained_within(shard: Shard, capacity: int) -> Numbers:
-    """Number of tokens in the loss among the first `capacity` of each text, [rows]."""
+    """Number of tokens in the loss among the first `capacity` tokens of each row, [rows]."""
     trained, lengths = shard.trained.copy(), shard.file.lengths
     starts = np.cumsum(lengths) - lengths
     for row in np.flatnonzero(lengths > capacity).tolist():

@@ -1,8 +1,8 @@
-"""SFT data job: shards made by workers, then one pass that decides over all samples, packs and reports.
+"""SFT data job: workers make shards, then one process selects samples over all shards, packs them and reports.
 
-OUTPUT/.work/              tokenised texts; kept, so that other sampling or packing starts from them
+OUTPUT/.work/              shards of tokenised texts; kept, so that another sampling or packing can reuse them
 OUTPUT/train.*, valid.*    packs (`nemo_ext.data.packs.packed_files`)
-OUTPUT/report.md           contents, and what was left out and why
+OUTPUT/report.md           contents, and skipped records by reason
 """
 
 import json
@@ -32,38 +32,41 @@ LATER = (
     *("preset", "output", "sampling", "packing", "validation_share", "workers", "duplicate_ids", "thinking_shares"),
     *("max_bad_share", "data_root"),
 )
-"""Keys that do not change the shards, except by whether there are shares of thinking."""
+"""Keys that do not change the shards; of `thinking_shares`, only whether it is empty does."""
 
 
 def run(config: Mapping[str, Any]) -> Path:
     """Make packs and a report from the composed config; returns the report's path.
 
     Raises:
-        ValueError: the config is wrong, a source cannot be read, output cannot be written, or nothing is left to train
-            on.
+        ValueError: the config is invalid, a source cannot be read, the output cannot be written, or no sample is left
+            to train on.
         JobFailed: a worker died.
     """
     settings = read_settings(config)
     with only_run_in(settings.output, "output"):
         try:
             return _run(config, settings)
-        except OSError as error:  # a full disk, missing permissions: the user can mend it
-            raise ValueError(
-                f"{settings.output}: {error}: mend it and run the same command again, which goes on where it was"
-            ) from error
+        except OSError as error:  # a full disk or missing permissions, which the user can fix
+            raise ValueError(f"{settings.output}: {error}: fix this, then run the same command to resume") from error
 
 
 def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
-    encoder_of.cache_clear()  # an earlier run in this process may have had other files under the same names
+    encoder_of.cache_clear()  # the files may have changed since an earlier run in this process
     work = Work(settings, Units(settings.output / ".work"))
     if not work.encoder.ends_turns:  # fails on an unusable template or tokenizer before anything is read
         notice(
-            f"chat template {work.encoder.template.name} ends no turn with a token of its tokenizer: a model that is "
-            "trained on these texts may not end its answers"
+            f"chat template {work.encoder.template.name} does not end turns with a control token of the tokenizer: a "
+            "model trained on these texts may not end its answers"
         )
     settings.screen.check()
     inputs = [path for source in settings.sources for _, path in source.check()]
-    pieces = _pieces(settings)
+    parts = [
+        (number, part)
+        for number, source in enumerate(settings.sources)
+        for part in source.parts(max_documents=PART_RECORDS, max_size=PART_BYTES)
+    ]
+    pieces = [Piece(index, number, part) for index, (number, part) in enumerate(parts)]
     _prepare_folder(config, work, inputs)
     workers, total = settings.workers or usable_cores(), sum(piece.size for piece in pieces)
     work.units.run(partial(make_shard, work), pieces, workers=workers, label="conversations", total=total)
@@ -73,31 +76,22 @@ def _run(config: Mapping[str, Any], settings: SftSettings) -> Path:
     report = write_report(settings, table, chosen, packed)
     for name, manifest in packed.items():
         notice(f"{name}: {manifest.contents()}")
-    if chosen.left_out.skipped:
-        notice(f"left out: {chosen.left_out.summary(examples=0)}")
+    if chosen.all_skipped.skipped:
+        notice(f"skipped: {chosen.all_skipped.summary(examples=0)}")
     return report
 
 
-def _pieces(settings: SftSettings) -> list[Piece]:
-    parts = [
-        (number, part)
-        for number, source in enumerate(settings.sources)
-        for part in source.parts(max_documents=PART_RECORDS, max_size=PART_BYTES)
-    ]
-    return [Piece(index, number, part) for index, (number, part) in enumerate(parts)]
-
-
 def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path]) -> None:
-    """Prepare the folder of shards of these inputs and settings; shards of others are removed.
+    """Prepare the folder of shards; shards made from other inputs or settings are removed.
 
     Raises:
-        ValueError: the folder holds something else, or an input lies in it.
+        ValueError: the folder holds files that this job did not write, or an input is in it.
     """
     folder, settings = work.units.folder, work.settings
     tokenizer, template = work.encoder.tokenizer, work.encoder.template
     read = [*inputs, *settings.screen.reads()]
-    named = [tokenizer.path] if isinstance(tokenizer, HuggingFaceTokenizer) else []
-    outside(folder, [*read, *named, Path(settings.template)])
+    tokenizer_files = [tokenizer.path] if isinstance(tokenizer, HuggingFaceTokenizer) else []
+    outside(folder, [*read, *tokenizer_files, Path(settings.template)])
     config = json.loads(json.dumps({key: value for key, value in config.items() if key not in LATER}))
     made_of = {
         "version": [__version__, FORMAT],
@@ -109,15 +103,15 @@ def _prepare_folder(config: Mapping[str, Any], work: Work, inputs: Sequence[Path
     }
     record = folder / "made_of.json"
     if (before := noted(record)) not in (None, made_of):
-        notice(f"{folder}: {_other(before, made_of)}: starting over")
+        notice(f"{folder}: {_difference(before, made_of)}: starting over")
         shutil.rmtree(folder)
     elif before is None and folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder}: holds what this job did not make: move it, or choose another output")
+        raise ValueError(f"{folder}: holds files that this job did not write: move them, or choose another output")
     note(record, made_of)
 
 
-def _other(before: object, now: Mapping[str, Any]) -> str:
-    """What shards were made from, where it is not what they would be made from now."""
+def _difference(before: object, now: Mapping[str, Any]) -> str:
+    """Describe how the inputs and settings of the existing shards differ from those of this run."""
     if not isinstance(before, dict) or before.get("version") != now["version"]:
         return "made by another version of nemo_ext"
     changed = list(differing(before, now))

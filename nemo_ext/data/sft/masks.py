@@ -1,9 +1,9 @@
 """Token ids of a conversation and their loss mask.
 
-The text is encoded once, by the model's own tokenizer with two changes. Its control tokens go by secret names, which
-the template's text is translated to, so that data which spell `<|im_end|>` stay ordinary text. And two more tokens
-mark where trained text begins and ends, so that no token spans both, and the prompt before an answer has the same ids
-as when the model writes the answer. The two are then removed from the ids.
+The text is encoded once, by the model's tokenizer with two changes. First, control tokens get secret names, and the
+template's control tokens are translated to them, so that `<|im_end|>` in the data remains ordinary text. Second, two
+added tokens mark where trained text begins and ends, so that no token crosses a boundary, and the prompt before an
+answer has the same ids as at generation. These two are removed from the ids afterwards.
 """
 
 import json
@@ -23,7 +23,7 @@ from nemo_ext.chat.template import ControlTokens, Rendered, Template
 from nemo_ext.data.text.tokenizers import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, ids_of, load_tokenizer
 from nemo_ext.job.settings import nearest
 
-# Text that looks like a control token in a template, and must be one token of the model.
+# Text in a template that looks like a control token, which the tokenizer must then have.
 _LOOKS_LIKE_CONTROL = re.compile(r"<\|[^<>|\s]+\|>")
 
 
@@ -33,9 +33,9 @@ class Encoded:
 
     Attributes:
         ids: [length] token ids, int32.
-        mask: [length] uint8, 1 where the token itself is trained on, as a target. A label is the next token, so the
-            loss at position i counts where `mask[i + 1]` is 1.
-        thinking: mode of the text, which may differ from its sample's where turns are split.
+        mask: [length] uint8, 1 where the token is a training target. Labels are shifted by one, so position i has a
+            loss where `mask[i + 1]` is 1.
+        thinking: mode of the text, which may differ from its sample's mode if turns are split.
     """
 
     ids: npt.NDArray[np.int32]
@@ -48,9 +48,9 @@ class ChatEncoder:
 
     Args:
         template: template that renders the samples.
-        tokenizer: byte tokenizer, which has no control tokens, so that data cannot be told from markup; or a Hugging
-            Face one. Its special tokens are control tokens, and so is any added token that the template writes.
-        allow_missing: True to encode the template's control tokens that the tokenizer lacks as ordinary text.
+        tokenizer: Hugging Face tokenizer, whose control tokens are its special tokens and any added token that the
+            template writes; or byte tokenizer, which has none, so that data and markup cannot be distinguished.
+        allow_missing: True to encode control tokens of the template that the tokenizer does not have as ordinary text.
 
     Raises:
         ValueError: The template writes a token like `<|im_end|>` that the tokenizer does not have.
@@ -67,7 +67,7 @@ class ChatEncoder:
         return _rebuild, (self.template, self.tokenizer.describe())
 
     def encode(self, sample: Sample, *, turns: Literal["split", "last", "whole"] = "split") -> list[Encoded]:
-        """Encode the sample's texts to train on, see `Template.renderings`.
+        """Encode the sample's training texts; see `Template.renderings`.
 
         Raises:
             ValueError: The template refuses the sample.
@@ -76,7 +76,7 @@ class ChatEncoder:
         return [self.tokens(text) for text in texts]
 
     def tokens(self, rendered: Rendered) -> Encoded:
-        """Encode a text that was rendered with this encoder's `control`."""
+        """Token ids and loss mask of a text that was rendered with this encoder's `control`."""
         if isinstance(self.tokenizer, ByteTokenizer):
             return _bytes(rendered)
         if not self._cuts:
@@ -100,21 +100,17 @@ class ChatEncoder:
 
     @property
     def ends_turns(self) -> bool:
-        """True if the template ends a turn with a control token; a byte tokenizer has none."""
+        """True if the template ends a turn with a control token, or with the byte tokenizer, which has none."""
         return self.control is None or self._names.match(self.template.closing.lstrip()) is not None
 
-    def count(self, text: str) -> int:
-        """Number of tokens of a text in which nothing is a control token."""
-        return len(self._ends(text)[0])
-
     def truncated(self, text: str, budgets: Sequence[int]) -> dict[int, str]:
-        """Cut the text to each budget of tokens that it exceeds, without a partial character at the end."""
+        """Truncate the text to each token budget that it exceeds, without a partial character at the end."""
         starts, ends = self._ends(text)
         cuts = {}
         for budget in budgets:
             if budget < len(ends):
                 last = budget
-                # Byte-level tokens share the offsets of a character that they divide.
+                # Byte-level tokens of one character all have the character's offsets.
                 while last and starts[last] < ends[last - 1]:
                     last -= 1
                 cuts[budget] = text[: ends[last - 1]] if last else ""
@@ -141,7 +137,7 @@ class ChatEncoder:
         if missing and not allow_missing:
             raise ValueError(
                 f"tokenizer {tokenizer.path} has no token {missing[0]!r}, which the chat template {self.template.name} "
-                f"writes: take the template of this tokenizer or add the token; {nearest(missing[0], names)}"
+                f"writes: use the chat template of this tokenizer, or add the token; {nearest(missing[0], names)}"
             )
         nonce = secrets.token_hex(8)
         self._secrets = {name: f"<|{nonce}:{number}|>" for number, name in enumerate(names)}
@@ -162,12 +158,12 @@ class ChatEncoder:
         return number
 
     def _cut_is_clean(self) -> bool:
-        """True if text after a cut is encoded as elsewhere; some tokenizers put a space before each piece of text."""
+        """True if added tokens do not change the encoding of the text after them, as with a prefix space per piece."""
         ids = self._tokenizer.encode(f"a{self._open}a", add_special_tokens=False).ids
         return ids[ids.index(self._open_id) + 1 :] == [self._tokenizer.token_to_id("a")]
 
     def _secret(self, rendered: Rendered, start: int, end: int) -> str:
-        """Part of the text with secret names for the template's control tokens, but not for those that data spell."""
+        """Part of the text with secret names for the template's control tokens; those in quoted data are unchanged."""
         parts = []
         for quote_start, quote_end in rendered.quoted:
             if start <= quote_start and quote_end <= end:
@@ -180,12 +176,12 @@ class ChatEncoder:
         return self._names.sub(lambda match: self._secrets[match[0]], text)
 
     def _by_offsets(self, rendered: Rendered) -> Encoded:
-        """Encode with a tokenizer that cuts would disturb: a token is trained on if all its characters are."""
+        """Encode without boundary tokens: a token is trained on if all its characters are."""
         parts = [self._secret(rendered, start, end) for start, end in _between(rendered)]
         encoding = self._tokenizer.encode("".join(parts), add_special_tokens=False)
         ids = np.array(encoding.ids, dtype=np.int32)
         starts, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        # Parts alternate, and every second one is trained on; a token belongs to the part that it starts in.
+        # Every second part is trained on; a token belongs to the part in which it starts.
         bounds = np.cumsum([len(part) for part in parts])
         part = np.searchsorted(bounds, starts, side="right")
         part = np.minimum(part, len(parts) - 1)
@@ -198,7 +194,7 @@ def _rebuild(template: Template, tokenizer: dict[str, object]) -> ChatEncoder:
 
 
 def _between(rendered: Rendered) -> Iterator[tuple[int, int]]:
-    """Yield the text's parts from start to end, alternately not trained on and trained on."""
+    """Yield the spans of the text in order, alternately untrained and trained; spans may be empty."""
     position = 0
     for start, end in rendered.trained:
         yield position, start
@@ -216,7 +212,7 @@ def _bytes(rendered: Rendered) -> Encoded:
 
 
 def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: HuggingFaceTokenizer) -> RustTokenizer:
-    """Tokenizer with new names for some tokens, and the same ids."""
+    """Copy of a tokenizer in which some tokens have other names and the same ids."""
     before = RustTokenizer.from_str(json.dumps(described)).get_vocab(with_added_tokens=True)
     model = described["model"]
     for token in described.get("added_tokens", []):
@@ -227,10 +223,13 @@ def _renamed(described: dict[str, Any], names: dict[str, str], tokenizer: Huggin
         model["vocab"] = [[names.get(token, token), score] for token, score in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    # A post-processor adds tokens, which chat text has already, or removes spaces from the offsets.
+    # A post-processor would add tokens that the chat text already has, or trim spaces from the offsets.
     described |= {"post_processor": None, "truncation": None, "padding": None}
     renamed = RustTokenizer.from_str(json.dumps(described))
     after = renamed.get_vocab(with_added_tokens=True)
     if after != {names.get(token, token): number for token, number in before.items()}:
-        raise ValueError(f"tokenizer {tokenizer.path}: its control tokens cannot be told from text that spells them")
+        raise ValueError(
+            f"tokenizer {tokenizer.path}: its control tokens cannot be renamed, which is required to distinguish them "
+            "from the same words in the data: use another tokenizer"
+        )
     return renamed

@@ -1,4 +1,4 @@
-"""Report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, what was left out and why."""
+"""Report of SFT data: tasks, modes and languages as in Domyn's tables 2 to 4, and skipped records by reason."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PLOT = "report.png"
 _SHOWN = 30
-"""Largest number of rows of a table; the rest is one row."""
+"""Maximum number of rows of a table; further entries are summed in one row."""
 
 
 def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed: Mapping[str, PackedManifest]) -> Path:
@@ -35,11 +35,11 @@ def write_report(settings: SftSettings, table: "Table", chosen: "Chosen", packed
     report.table("Modes", heading, _counts(table, rows, table.modes, MODES))
     report.table("Languages", heading, _counts(table, rows, table.languages, table.language_names))
     shares = [
-        [task or "not said", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
+        [task or "(none)", f"{target:.1%}", f"{on / (on + off):.1%}" if on + off else "", f"{on:,}", f"{off:,}"]
         for task, (target, on, off) in chosen.shares.items()
     ]
     report.table("Shares of thinking", ("task", "target", "reached", "samples on", "off"), shares)
-    _left_out(report, chosen)
+    _skipped(report, chosen)
     report.section("Reasoning", _reasoning(table, chosen))
     _lengths(report, table, chosen, settings)
     return report.write(settings.output / "report.md")
@@ -57,12 +57,13 @@ def _sources(settings: SftSettings, table: "Table", chosen: "Chosen") -> list[li
 
 
 def _counts(
-    table: "Table", rows: npt.NDArray[np.int64], of: npt.NDArray[np.int64], names: Sequence[str]
+    table: "Table", rows: npt.NDArray[np.int64], groups_of: npt.NDArray[np.int64], names: Sequence[str]
 ) -> list[list[str]]:
-    weights = (None, table.lengths[rows], table.trained[rows])
-    amounts = np.stack([np.bincount(of[rows], weights=each, minlength=len(names)) for each in weights]).astype(np.int64)
+    """Rows of a table of texts and tokens by group; `groups_of` is the group of every row of `table`."""
+    weights, count = (None, table.lengths[rows], table.trained[rows]), len(names)
+    amounts = np.stack([np.bincount(groups_of[rows], weight, count) for weight in weights]).astype(np.int64)
     order = [int(number) for number in np.argsort(-amounts[1], kind="stable") if amounts[0, number]]
-    groups = [(names[number] or "not said", [number]) for number in order[:_SHOWN]]
+    groups = [(names[number] or "(none)", [number]) for number in order[:_SHOWN]]
     if rest := order[_SHOWN:]:
         groups.append((f"{len(rest)} others", rest))
     lines, tokens = [], int(table.lengths[rows].sum())
@@ -73,35 +74,35 @@ def _counts(
     return lines
 
 
-def _left_out(report: Report, chosen: "Chosen") -> None:
-    left = chosen.left_out
+def _skipped(report: Report, chosen: "Chosen") -> None:
+    skipped = chosen.all_skipped
     rows = [
-        [reason, f"{count:,}", "; ".join(place[:400] for place in left.examples.get(reason, [])[:3])]
-        for reason, count in Counter(left.skipped).most_common()
+        [reason, f"{count:,}", "; ".join(place[:400] for place in skipped.examples.get(reason, [])[:3])]
+        for reason, count in Counter(skipped.skipped).most_common()
     ]
-    report.section("Left out").table("", ("reason", "how many", "the first ones"), rows)
-    ignored = ", ".join(f"{key} ({count:,})" for key, count in left.ignored.most_common())
-    report.add("" if rows else "Nothing.", ignored and f"Keys of messages that mean nothing here: {ignored}")
+    report.section("Skipped").table("", ("reason", "count", "first examples"), rows)
+    ignored = ", ".join(f"{key} ({count:,})" for key, count in skipped.ignored.most_common())
+    report.add("" if rows else "Nothing.", ignored and f"Ignored keys of messages: {ignored}")
 
 
 def _reasoning(table: "Table", chosen: "Chosen") -> str:
-    report = ReasoningReport(counts=chosen.changed + chosen.left_out.changed)
+    report = ReasoningReport(counts=chosen.changed + chosen.all_skipped.changed)
     for shard in table.shards:
         report.counts.update(shard.reasoning.counts)
         report.truncated.update({int(budget): count for budget, count in shard.reasoning.truncated.items()})
-    return report.markdown() if report.counts else "As it came."
+    return report.markdown() if report.counts else "Unchanged."
 
 
 def _lengths(report: Report, table: "Table", chosen: "Chosen", settings: SftSettings) -> None:
-    """Draws a histogram of the texts' lengths, and each task's tokens by mode."""
+    """Draw a histogram of the texts' lengths, and each task's tokens by mode."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     rows = chosen.train
     report.section("Lengths")
     caption = "lengths of samples, mixture of tasks"
     lengths, tasks = report.picture(caption, PLOT, 10, 4.2, columns=2, width_ratios=(1.2, 1))
-    most = int(table.lengths[rows].max())
-    bins = np.geomspace(max(1, int(table.lengths[rows].min())), most + 1, 50).tolist()
+    longest = int(table.lengths[rows].max())
+    bins = np.geomspace(max(1, int(table.lengths[rows].min())), longest + 1, 50).tolist()
     lengths.hist(table.lengths[rows], bins=bins, color="#1f4e8c", alpha=0.85)
     lengths.axvline(settings.packing.capacity, color="#d1495b", linewidth=1.2, label="a pack")
     tidy(lengths, grid=None, xlabel="tokens of a text", ylabel="texts", xscale="log", title="Lengths", legend=True)
@@ -109,7 +110,7 @@ def _lengths(report: Report, table: "Table", chosen: "Chosen", settings: SftSett
     lengths.xaxis.set(major_locator=locator, major_formatter="{x:,.0f}", minor_formatter=NullFormatter())
     sizes = np.bincount(table.tasks[rows], weights=table.lengths[rows], minlength=len(table.task_names))
     order = np.argsort(sizes)[-12:]
-    names, left = [table.task_names[number] or "not said" for number in order], np.zeros(len(order))
+    names, left = [table.task_names[number] or "(none)" for number in order], np.zeros(len(order))
     for mode, (name, colour) in enumerate(zip(MODES, ("#edae49", "#1f4e8c"), strict=True)):
         of_mode = rows[table.modes[rows] == mode]
         amount = np.bincount(table.tasks[of_mode], weights=table.lengths[of_mode], minlength=len(sizes))[order] / 1e6

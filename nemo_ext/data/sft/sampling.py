@@ -1,4 +1,4 @@
-"""Dynamic sampling: number of passes over each source, and the samples that a partial pass repeats."""
+"""Dynamic sampling: number of passes over each source, and which samples a partial pass includes."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -11,43 +11,43 @@ from nemo_ext.data.sft.settings import Sampling
 
 
 def epochs(tokens: Sequence[int], sampling: Sampling) -> list[float]:
-    """Number of passes over each source.
+    """Number of passes over each source, from its number of training tokens.
 
-    Shares of the budget are proportional to size to the power `alpha`; what a source cannot take within `max_epochs`
-    goes to the others. `tokens` is the number of training tokens of each source.
+    A source's share of the budget is proportional to its tokens to the power `alpha`; the part that it cannot use
+    within `max_epochs` goes to the other sources.
 
     Raises:
-        ValueError: the budget is more than all sources can give within `max_epochs`.
+        ValueError: the budget exceeds the tokens of all sources within `max_epochs`.
     """
     if sampling.tokens is None:
         return [1.0 if size else 0.0 for size in tokens]
     most = sampling.max_epochs * sum(tokens)
     if sampling.tokens > most:
         raise ValueError(
-            f"sampling.tokens={sampling.tokens:,.0f}: the sources have {sum(tokens):,} tokens, at most {most:,.0f} in "
-            f"sampling.max_epochs={sampling.max_epochs:g}: ask for fewer, allow more epochs or add data"
+            f"sampling.tokens={sampling.tokens:,.0f}: the sources have {sum(tokens):,} tokens, at most {most:,.0f} "
+            f"with sampling.max_epochs={sampling.max_epochs:g}: lower the tokens, raise max_epochs, or add data"
         )
-    there = [number for number, size in enumerate(tokens) if size]
-    parts = [Fraction(float(tokens[number]) ** sampling.alpha) for number in there]
-    limits = [Fraction(sampling.max_epochs) * tokens[number] for number in there]
-    found = [0.0] * len(tokens)
-    for number, got in zip(there, fill(Fraction(sampling.tokens), parts, limits), strict=True):
-        found[number] = float(got / tokens[number])
-    return found
+    present = [number for number, size in enumerate(tokens) if size]
+    weights = [Fraction(float(tokens[number]) ** sampling.alpha) for number in present]
+    limits = [Fraction(sampling.max_epochs) * tokens[number] for number in present]
+    passes = [0.0] * len(tokens)
+    for number, budget in zip(present, fill(Fraction(sampling.tokens), weights, limits), strict=True):
+        passes[number] = float(budget / tokens[number])
+    return passes
 
 
 def copies(passes: float, keys: npt.NDArray[np.uint64], tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Number of copies of each sample, [samples]: whole passes, and one more for those with the smallest keys.
+    """Number of copies of each sample, [samples]; the samples with the smallest keys are in the last, partial pass.
 
     Args:
         passes: number of passes over all samples.
         keys: [samples] random but fixed keys, so that more passes never remove a sample.
         tokens: [samples] number of tokens.
     """
-    made = np.full(len(keys), int(passes), dtype=np.int64)
-    left = (passes - int(passes)) * tokens.sum()
+    counts = np.full(len(keys), int(passes), dtype=np.int64)
+    partial = (passes - int(passes)) * tokens.sum()
     order = np.argsort(keys, kind="stable")
-    reached = np.cumsum(tokens[order])
-    # Rounded to the nearest sample.
-    made[order[: int(np.searchsorted(reached - tokens[order] / 2, left, side="left"))]] += 1
-    return made
+    # The partial pass ends at the nearest sample.
+    middles = np.cumsum(tokens[order]) - tokens[order] / 2
+    counts[order[: int(np.searchsorted(middles, partial, side="left"))]] += 1
+    return counts

@@ -19,12 +19,12 @@ from nemo_ext.job.settings import REPLACED, STRICT, Place, Share, checked
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sampling:
-    """Sampling of sources: small ones many times, large ones few (Nemotron 3 Nano, section 3.1; all (choice)).
+    """Sampling of sources: more passes over small ones than over large ones (Nemotron 3 Nano, section 3.1; (choice)).
 
     Attributes:
-        tokens: number of training tokens in all; None to take every sample once.
-        alpha: power of its size to which a source's share of the tokens is proportional; 1 for equal passes.
-        max_epochs: largest number of passes over a source, whatever its share.
+        tokens: total number of training tokens; None to use every sample once.
+        alpha: exponent; a source's share of the tokens is proportional to its size to this power, 1 for equal passes.
+        max_epochs: maximum number of passes over a source.
     """
 
     tokens: PositiveFloat | None = None
@@ -40,18 +40,18 @@ class SftSettings:
         preset: name of the preset, for the report.
         output: output folder.
         tokenizer: config of the tokenizer, `{kind: ..., path: ...}`.
-        template: name of a chat template, or a file or folder that has one.
+        template: name of a chat template, or path of a file or folder with one.
         turns: splitting of a conversation into texts, see `Template.renderings`.
         sources: sources of conversations.
-        filters: settings of the filters of single samples by name; None leaves one out.
-        near_duplicates: filter of near duplicates; None to leave them in.
+        filters: settings of the filters of single samples, by name; None disables a filter.
+        near_duplicates: filter of near duplicates; None to keep them.
         duplicate_ids: `drop` all but the first sample of an id, or `error`.
-        reasoning: control of reasoning; None to leave samples as they are.
-        thinking_shares: task -> share of samples (by number) with thinking on; `*` for every task not named.
+        reasoning: control of reasoning; None to keep samples unchanged.
+        thinking_shares: task -> share of its samples with thinking on; `*` for all other tasks.
         sampling: sampling of sources.
         packing: settings of packing.
-        validation_share: share of samples for validation, chosen by seed and id; they come once and are packed apart.
-        max_bad_share: largest share of a source's records that are not conversations (malformed or schema).
+        validation_share: share of samples for validation, chosen by seed and id; used once and packed separately.
+        max_bad_share: maximum share of a source's records that are not conversations (malformed or schema).
         seed: seed of all decisions.
         workers: number of processes; None for one per core.
     """
@@ -80,7 +80,7 @@ class SftSettings:
         names = [source.name for source in self.sources]
         for name in names:
             if names.count(name) > 1:
-                raise ValueError(f"sources: two are called {name!r}")
+                raise ValueError(f"sources: two are named {name!r}: rename one")
         _ = self.screen
 
     @cached_property
@@ -89,7 +89,7 @@ class SftSettings:
         return load_filters(self.filters)
 
     def thinking_share(self, task: str) -> float | None:
-        """Share of a task's samples with thinking on; None if it has none and is left alone."""
+        """Target share of a task's samples with thinking on; None if the task has no target and is unchanged."""
         return self.thinking_shares.get(task, self.thinking_shares.get(ANY_TASK))
 
 
@@ -97,19 +97,19 @@ def read_settings(config: Mapping[str, Any]) -> SftSettings:
     """Check a composed config and return the settings.
 
     Raises:
-        ValueError: a key is wrong; the message names it, what it holds and what it may hold.
+        ValueError: a value is invalid; the message has the key, the value and the expected values.
     """
-    given = {key: value for key, value in config.items() if key != "data_root"}
-    for name, what in (("output", "where the packs go"), ("template", "which chat template")):
-        if not given.get(name):
-            raise ValueError(f"{name}=null: say {what}")
+    values = {key: value for key, value in config.items() if key != "data_root"}
+    for name, meaning in (("output", "the output folder"), ("template", "a chat template")):
+        if not values.get(name):
+            raise ValueError(f"{name}=null: give {meaning}")
     for name in ("filters", "thinking_shares", "sampling"):
-        given[name] = given.get(name) or {}
+        values[name] = values.get(name) or {}
     for name in ("reasoning", "packing"):
-        if isinstance(given.get(name), Mapping):
-            given[name] = {"seed": given.get("seed"), **given[name]}
-    if isinstance(given.get("tokenizer"), str):
-        given["tokenizer"] = named_tokenizer(given["tokenizer"])
-    if length := given["filters"].get("length"):
-        given["filters"] = {**given["filters"], "length": {"tokenizer": given.get("tokenizer"), **length}}
-    return checked(SftSettings, given, strict=True)
+        if isinstance(values.get(name), Mapping):
+            values[name] = {"seed": values.get("seed"), **values[name]}
+    if isinstance(values.get("tokenizer"), str):
+        values["tokenizer"] = named_tokenizer(values["tokenizer"])
+    if length := values["filters"].get("length"):
+        values["filters"] = {**values["filters"], "length": {"tokenizer": values.get("tokenizer"), **length}}
+    return checked(SftSettings, values, strict=True)

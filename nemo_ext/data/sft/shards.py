@@ -1,8 +1,8 @@
-"""Shards: parts of sources that workers read, filter, control the reasoning of, render and encode.
+"""Shards: parts of sources after a worker has filtered them, applied the control of reasoning, and encoded them.
 
 FOLDER/NNNNNN.tokens, .loss, .lengths.npy   the texts (`nemo_ext.data.packs.sample_files`)
-FOLDER/NNNNNN.npz                           arrays for decisions over all samples
-FOLDER/NNNNNN.json                          counts of what was read, left out and changed; written last
+FOLDER/NNNNNN.npz                           arrays for the selection over all samples
+FOLDER/NNNNNN.json                          counts of records read, skipped and changed; written last
 """
 
 import json
@@ -30,16 +30,16 @@ from nemo_ext.job.seeds import digest
 from nemo_ext.job.units import Units
 
 FORMAT = 4
-"""Version of these files; shards of another one are made again."""
+"""Version of these files; shards of other versions are made again."""
 MODES = ("off", "on")
 KINDS = ("off", "fixed", "on", "stripped")
-"""`Mode` of a row's sample; `stripped` rows are the texts of a sample that is on, without its reasoning."""
+"""`Mode` of a row's sample; a `stripped` row is an alternative text of an `on` sample, without its reasoning."""
 _SKETCHED_TOGETHER = 256
 
 
 @dataclass(frozen=True)
 class Work:
-    """Job description for a worker; `units` are the shards."""
+    """Settings of the job and its folder of shards, as sent to workers."""
 
     settings: SftSettings
     units: Units
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Piece:
-    """One part of one source, which becomes a shard; `number` is the shard's number, `source` the source's."""
+    """Part of a source that becomes one shard: the shard's number, the source's number, and the part."""
 
     number: int
     source: int
@@ -66,25 +66,25 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard. A sample is a conversation that was read; a row is one of its texts.
+    """A finished shard. A sample is one conversation of the input; a row is one of its texts.
 
     Attributes:
-        piece: part that it was made of.
+        piece: part of the input.
         file: tokens and masks of the rows.
         ids: [samples] uint64, digests of source and id.
         contents: [samples] uint64, digests of the messages.
-        numbers: [samples] numbers of their records in the file.
-        sketches: sketches of the samples, None where near duplicates are kept.
+        numbers: [samples] numbers of the samples' records in the input file.
+        sketches: sketches of the samples; None if near duplicates are kept.
         samples: [rows] sample of a row.
         modes: [rows] index into `MODES`.
         kinds: [rows] index into `KINDS`.
         tasks: [rows] index into `task_names`.
         languages: [rows] index into `language_names`.
         trained: [rows] number of tokens in the loss.
-        task_names: names of its tasks.
-        language_names: names of its languages.
-        report: counts of the records read and left out.
-        reasoning: counts of what the control of reasoning did.
+        task_names: names of the shard's tasks.
+        language_names: names of the shard's languages.
+        report: counts of the records read and skipped.
+        reasoning: counts of the changes made by the control of reasoning.
     """
 
     piece: Piece
@@ -107,12 +107,12 @@ class Shard:
 
 @lru_cache(maxsize=4)
 def encoder_of(template: str, tokenizer: str) -> ChatEncoder:
-    """Encoder of a template and of a tokenizer's config in JSON; cached."""
+    """Encoder of a template and a tokenizer, given by its config as JSON; cached."""
     return ChatEncoder(Template.load(template), load_tokenizer(json.loads(tokenizer)))
 
 
 def make_shard(work: Work, piece: Piece) -> None:
-    """Make the files of one shard."""
+    """Write the files of one shard."""
     _Writer(work, piece).write()
 
 
@@ -123,15 +123,15 @@ def open_shard(work: Work, piece: Piece) -> Shard:
     with np.load(base.with_suffix(".npz")) as arrays:
         loaded = {name: arrays[name] for name in arrays.files}
     sketches = Sketches(loaded.pop("bands"), loaded.pop("slots")) if "bands" in loaded else None
-    said = json.loads(work.units.file(piece.number).read_text())
-    said |= {"report": ConversationReport(**said["report"]), "reasoning": ReasoningReport(**said["reasoning"])}
-    return Shard(piece=piece, file=open_samples(base, vocab_size=vocab_size), sketches=sketches, **said, **loaded)
+    facts = json.loads(work.units.file(piece.number).read_text())
+    facts |= {"report": ConversationReport(**facts["report"]), "reasoning": ReasoningReport(**facts["reasoning"])}
+    return Shard(piece=piece, file=open_samples(base, vocab_size=vocab_size), sketches=sketches, **facts, **loaded)
 
 
 def _controlled(
     work: Work, piece: Piece, report: ConversationReport, reasoning: ReasoningReport
 ) -> Iterator[tuple[int, Texts, list[Sample]]]:
-    """Yield the samples of a part that no filter drops: record number, texts, and the samples made by `Control`."""
+    """Yield each sample that passes the filters: record number, texts, and the samples that `Control` makes of it."""
     settings, encoder = work.settings, work.encoder
     control = None
     if settings.reasoning is not None:
@@ -142,15 +142,14 @@ def _controlled(
     for located in settings.sources[piece.source].read(piece.part, report, mode_lines=mode_lines):
         texts = settings.screen.kept(located, screened)
         if texts is not None:
-            made = [located.sample] if control is None else control.apply(located.sample)
-            yield located.number, texts, made
+            yield located.number, texts, [located.sample] if control is None else control.apply(located.sample)
     screened.records = 0  # already counted when they were read
     report.add(screened)
 
 
 @dataclass
 class _Writer:
-    """Collects the contents of a shard's files while its texts are written."""
+    """Writer of a shard's files, which collects the arrays and counts while it writes the texts."""
 
     work: Work
     piece: Piece
@@ -178,14 +177,14 @@ class _Writer:
             arrays |= {"bands": joined.bands, "slots": joined.slots}
         with complete_file(base.with_suffix(".npz")) as file:
             np.savez(file, **arrays)
-        said = {"report": self.report, "reasoning": self.reasoning}
-        said |= {f"{name}_names": list(self.names[f"{name}s"]) for name in ("task", "language")}
-        write_text(self.work.units.file(self.piece.number), json.dumps(said, default=vars))
+        facts = {"report": self.report, "reasoning": self.reasoning}
+        facts |= {f"{name}_names": list(self.names[f"{name}s"]) for name in ("task", "language")}
+        write_text(self.work.units.file(self.piece.number), json.dumps(facts, default=vars))
 
     def _texts(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]]:
-        for number, texts, made in _controlled(self.work, self.piece, self.report, self.reasoning):
+        for number, texts, samples in _controlled(self.work, self.piece, self.report, self.reasoning):
             encoded = []
-            for sample in made:
+            for sample in samples:
                 try:
                     encoded += self._encoded(sample)
                 except ValueError as error:
@@ -198,7 +197,7 @@ class _Writer:
                 yield text.ids, text.mask
 
     def _encoded(self, sample: Sample) -> list[tuple[Sample, str, Encoded]]:
-        """Encode the texts of a sample; with shares of thinking, also the stripped texts that may replace them."""
+        """Encode the texts of a sample, and with `thinking_shares` also its stripped texts, which may replace them."""
         settings, encoder = self.work.settings, self.work.encoder
         versions: dict[str, Sample] = {mode_of(sample): sample}
         if settings.thinking_shares and "on" in versions:
@@ -213,8 +212,8 @@ class _Writer:
         sample = texts.sample
         self.numbers.append(number)
         self.ids.append(digest(0, sample.source, sample.id))
-        said = [(each.role, each.reasoning or "", each.content, repr(each.tool_calls)) for each in sample.messages]
-        self.contents.append(digest(0, *(text for each in said for text in each)))
+        contents = [(turn.role, turn.reasoning or "", turn.content, repr(turn.tool_calls)) for turn in sample.messages]
+        self.contents.append(digest(0, *(text for content in contents for text in content)))
         self.waiting.append(texts)
         if len(self.waiting) == _SKETCHED_TOGETHER:
             self._sketch()

@@ -1,7 +1,7 @@
 """Conversations from files: JSONL (plain, .gz, .zst) and Parquet, streamed part by part.
 
-A record that is not a conversation is skipped and counted with its place, as `malformed` (no JSON object) or `schema`
-(`FormatError`). A file that cannot be read to its end is an error, since it is unknown what is missing.
+A record that is not a conversation is skipped and counted with its place, as `malformed` (not a JSON object) or
+`schema` (`FormatError`). A file that cannot be read to its end is an error, since an unknown part of it is missing.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _CHECKED_BYTES = 1 << 20
 
 
 class Located(NamedTuple):
-    """A sample, its place for messages, and the number of its record in its file."""
+    """A sample with its place in the input (for messages) and the number of its record in the file."""
 
     sample: Sample
     where: str
@@ -45,7 +45,7 @@ class Located(NamedTuple):
 
 @plain_dataclass
 class ConversationReport(ReadReport):
-    """Counts of a reader; `ignored` counts message keys that are not used, `changed` corrections."""
+    """Counts of a reader of conversations, with ignored message keys and corrections, by kind."""
 
     ignored: Counter[str] = field(default_factory=Counter)
     changed: Counter[str] = field(default_factory=Counter)
@@ -64,16 +64,16 @@ class ConversationSource:
     Attributes:
         name: name of the source, in reports and shares.
         path: files and globs.
-        kind: kind of the files; told by their names if not given.
-        format: format of the records; `auto` looks at each.
-        id_key: key of the id; records without one get a digest of their content.
+        kind: kind of the files; by default from their names.
+        format: format of the records; `auto` detects it for each record.
+        id_key: key of the id; records without an id get a digest of their content.
         task_key: key of the task.
         language_key: key of the language.
-        thinking_key: key of the mode: on, off, true, false, `detailed thinking on` ... A line of the system message
-            that states a mode counts as well.
-        task: task of records that do not have one.
-        language: language of records that do not have one.
-        thinking: mode of records that do not have one.
+        thinking_key: key of the mode: on, off, true, false, `detailed thinking on` ... A mode line in the system
+            message is read as well.
+        task: default task, for records without one.
+        language: default language.
+        thinking: default mode.
     """
 
     name: str
@@ -94,7 +94,7 @@ class ConversationSource:
         return record_source(self.path, self.kind, f"source {self.name}")
 
     def check(self) -> list[tuple[str, Path]]:
-        """Check the first records of each input file; returns the files.
+        """Check the first records of each input file; returns the name and path of each.
 
         Raises:
             ValueError: a file is missing or cannot be read, or none of its first records is a conversation.
@@ -113,18 +113,18 @@ class ConversationSource:
         return inputs
 
     def parts(self, *, max_documents: int, max_size: int) -> Iterator[Part]:
-        """Split the files into parts that are read on their own; see `nemo_ext.data.text.documents.Source.parts`."""
+        """Split the files into parts that are read separately; see `nemo_ext.data.text.documents.Source.parts`."""
         for name, path in self.files.inputs():
             if path.stat().st_size == 0:
                 yield Part(name=name, path=str(path), size=0, documents=0)
         yield from self.files.parts(max_documents=max_documents, max_size=max_size)
 
     def read(self, part: Part, report: ConversationReport, *, mode_lines: bool = False) -> Iterator[Located]:
-        """Read the samples of one part in order; other records are counted in `report`.
+        """Read the samples of one part in order; skipped records are counted in `report`.
 
         Args:
-            mode_lines: True to leave lines such as `detailed thinking on` in the system messages, for a template that
-                states no mode itself.
+            mode_lines: True to keep lines such as `detailed thinking on` in system messages, for a template that does
+                not state the mode itself.
 
         Raises:
             ValueError: the file cannot be read to its end.
@@ -168,13 +168,13 @@ def load_conversations(config: Mapping[str, Any]) -> ConversationSource:
     """Build the source that a config describes.
 
     Raises:
-        ValueError: a key is wrong; the message names it, with the nearest known one.
+        ValueError: a key is unknown or invalid; the message suggests the nearest known key.
     """
     return checked(ConversationSource, config, where=f"source {config.get('name', '')}".strip())
 
 
 def _digest(record: Mapping[str, Any]) -> str:
-    """Id by content, independent of other records and of the order of files."""
+    """Id of a record without one: a digest of its content, independent of other records and of the order of files."""
     try:
         text = json.dumps(record, sort_keys=True, default=str)
     except RecursionError as error:

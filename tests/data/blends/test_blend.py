@@ -20,7 +20,7 @@ Section = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def section(tmp_path: Path) -> Section:
-    """A `data` section with this blend, and files of so many tokens for some of its streams."""
+    """A `data` section with this blend; `sizes` are numbers of tokens of files to make, by stream."""
 
     def make(blend: dict[str, Any], **tokens: int) -> dict[str, Any]:
         for name, count in tokens.items():
@@ -58,12 +58,12 @@ def test_the_audit_has_tokens_and_epochs_of_groups_and_streams(section: Section)
     assert parts[""].share == 1
 
 
-def test_streams_read_too_often_are_warned_of_and_refused(section: Section) -> None:
+def test_streams_read_too_often_cause_a_warning_or_an_error(section: Section) -> None:
     data = section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30)
 
     assert plan_blend(data, tokens=100).warning() is None
     assert str(plan_blend(data, tokens=1000).warning()).startswith(
-        "read more than max_epochs=4 times: web_spa 10 times; more"
+        "read more than max_epochs=4 times: web_spa 10 times; add text"
     )
     assert plan_blend({**data, "max_epochs": 10}, tokens=1000).warning() is None
     plan_blend({**data, "refuse_epochs": 10}, tokens=1000)
@@ -82,7 +82,7 @@ def test_a_cap_is_marked_and_its_excess_goes_elsewhere(section: Section) -> None
     ]
 
 
-def test_notes_tell_what_shares_do_not_show(section: Section) -> None:
+def test_notes_on_normalised_shares_tiers_and_unknown_sizes(section: Section) -> None:
     blend = {
         "code": {"share": 3, "tokens": 1000},
         "passes": {"share": 2, "by": "epochs", "of": {"a": 1, "b": 2}},
@@ -93,9 +93,9 @@ def test_notes_tell_what_shares_do_not_show(section: Section) -> None:
     assert notes == [
         "data.blend: the shares sum to 6 and are divided by it",
         "data.blend.passes: epochs are relative, in this run a 1 -> 2, b 2 -> 4",
-        "data.blend.tiers: a child of tier B gets more than one of tier A (0.9 of the tiers, 0.1)",
+        "data.blend.tiers: a child of tier B gets more than a child of tier A: 0.9 of the group, against 0.1",
         "sizes assumed, not counted: code",
-        "sizes not known (no files, no `tokens`), so their epochs are not either: x, y",
+        "sizes and epochs unknown, without files and `tokens`: x, y",
     ]
 
 
@@ -105,19 +105,19 @@ def test_tiers_that_give_all_children_the_same_have_no_note(section: Section) ->
     assert not plan_blend(section({"tiers": tiers}, x=100, y=100), tokens=100).notes()
 
 
-def test_an_empty_stream_is_an_error_with_its_place(section: Section) -> None:
-    with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.ita: .*web_ita: empty, no tokens to train on"):
+def test_an_empty_stream_is_refused_with_its_place(section: Section) -> None:
+    with pytest.raises(ValueError, match=r"data\.blend\.web\.of\.ita: .*web_ita has no training tokens"):
         plan_blend(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=0), tokens=1000)
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
-def test_a_run_has_tokens(section: Section, tokens: int) -> None:
-    with pytest.raises(ValueError, match="needs a positive number of tokens"):
+def test_the_number_of_tokens_must_be_positive(section: Section, tokens: int) -> None:
+    with pytest.raises(ValueError, match="the number of tokens must be positive"):
         plan_blend(section({"code": 1}, code=5), tokens=tokens)
 
 
 @pytest.mark.parametrize("limit", [0, -1, float("nan"), "four"])
-def test_limits_are_numbers_above_zero(section: Section, limit: Any) -> None:
+def test_limits_must_be_positive(section: Section, limit: Any) -> None:
     with pytest.raises(ValueError, match=r"data\.max_epochs must be a number above 0"):
         plan_blend({**section({"code": 1}, code=5), "max_epochs": limit})
 
@@ -151,7 +151,7 @@ def test_training_reads_the_streams_by_their_shares(
     assert capsys.readouterr().err.count("data: read more than max_epochs=4 times: web_spa 10 times") == 1
 
 
-def test_the_flat_blend_that_training_leaves_gives_the_same_again(section: Section) -> None:
+def test_planning_a_flat_blend_again_gives_the_same_shares(section: Section) -> None:
     made = with_data(config(section({"code": 2, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=10))
 
     again = with_data(config(made["data"], tokens=10))
@@ -160,13 +160,13 @@ def test_the_flat_blend_that_training_leaves_gives_the_same_again(section: Secti
     assert again["data"] == made["data"]
 
 
-def test_what_the_user_set_stays(section: Section) -> None:
+def test_arguments_set_by_the_user_are_kept(section: Section) -> None:
     run = config(section({"code": 1}, code=5), tokens=5) | {"megatron": {"train_data_path": ["mine"]}}
 
     assert with_data(run)["megatron"]["train_data_path"] == ["mine"]
 
 
-def test_training_needs_the_files_of_streams_without_source(section: Section) -> None:
+def test_training_requires_the_files_of_streams_without_source(section: Section) -> None:
     run = config(
         section({"code": 80, "web": {**LANGUAGES, "of": {"spa": {"share": 1, "tokens": 9}}}}, code=5), tokens=5
     )
@@ -188,13 +188,13 @@ def test_files_of_another_tokenizer_are_refused(tmp_path: Path, bpe_file: Path) 
         with_data(config({**data, "tokenizer": {"kind": "byte"}}, tokens=5))
 
 
-def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
+def test_training_requires_validation_data(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("one document")
     source = {"kind": "text", "path": str(tmp_path / "in.txt")}
     streams = [{"name": "web", "weight": 1, "source": source}]
     data = {"directory": str(tmp_path), "tokenizer": {"kind": "byte"}, "workers": 1, "streams": streams}
 
-    with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have nothing to validate on"):
+    with pytest.raises(ValueError, match=r"data\.validation_share=0: web would have no validation data"):
         with_data(config({**data, "validation_share": 0}, tokens=5))
     with pytest.raises(
         ValueError, match=r"web: 1 document, .*no validation files.* requires validation documents of each stream"
@@ -202,7 +202,7 @@ def test_training_needs_something_to_validate_on(tmp_path: Path) -> None:
         tokenize_streams(data)
 
 
-def test_tokenising_for_training_tells_whether_sizes_changed(tmp_path: Path) -> None:
+def test_tokenising_for_training_reports_whether_sizes_changed(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(name)
     streams = [{"name": "web", "weight": 1, "source": {"kind": "text", "path": str(tmp_path / "*.txt")}}]
@@ -213,7 +213,7 @@ def test_tokenising_for_training_tells_whether_sizes_changed(tmp_path: Path) -> 
     assert not tokenize_streams({"packed": {"train": "x"}, "streams": None}) and not tokenize_streams(None)
 
 
-def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section, tmp_path: Path) -> None:
+def test_damaged_files_that_will_be_tokenised_again_do_not_stop_training(section: Section, tmp_path: Path) -> None:
     data = section({"code": {"share": 1, "source": {"kind": "jsonl", "path": "x"}}}, code=5)
     (tmp_path / "code_train.bin").write_bytes(b"cut")
 
@@ -223,7 +223,7 @@ def test_damaged_files_that_are_made_anew_do_not_stop_training(section: Section,
         plan_blend(data)
 
 
-def test_tokens_can_be_those_of_a_part_of_the_run(section: Section, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_blend_can_be_planned_for_a_part_of_the_run(section: Section, capsys: pytest.CaptureFixture[str]) -> None:
     run = config(section({"code": 1}, code=5), tokens=1000)
 
     with_data(run, tokens=20)
@@ -239,13 +239,13 @@ def test_the_runs_length_is_its_steps_or_its_tokens() -> None:
     assert tokens_of_run({"megatron": {}}) is None
 
 
-def test_phases_with_data_of_their_own_are_not_read_of_the_runs_data() -> None:
+def test_phases_with_separate_data_are_not_counted() -> None:
     phases = {"a": {"tokens": 10}, "b": {"tokens": 30.0}, "c": {"tokens": 20, "data": {}}}
 
     assert tokens_of_run({"phases": phases, "train": {"tokens": 60}}) == 40
 
 
-def test_tokenising_sees_a_tree_as_a_list() -> None:
+def test_a_tree_is_flattened_for_tokenising() -> None:
     source = {"kind": "jsonl", "path": "x"}
     of = {"spa": {"share": 1, "source": source}, "ita": 2}
     data = {"directory": "d", "tokenizer": "byte", "max_epochs": 3, "blend": {"web": {**LANGUAGES, "of": of}}}
@@ -264,7 +264,7 @@ def test_tokenising_sees_a_tree_as_a_list() -> None:
 
 
 @pytest.mark.usefixtures("pictures")
-def test_the_files_are_read_by_megatron_as_the_blend(section: Section, tmp_path: Path) -> None:
+def test_megatron_reads_the_blend_files(section: Section, tmp_path: Path) -> None:
     get_blend_from_list = pytest.importorskip("megatron.core.datasets.utils").get_blend_from_list
     plan = plan_blend(section({"code": 80, "web": LANGUAGES}, code=400, web_spa=10, web_ita=30), tokens=1000)
 
@@ -285,7 +285,7 @@ def test_the_files_are_read_by_megatron_as_the_blend(section: Section, tmp_path:
     assert "| &emsp;&emsp;web_spa | 10 % | 100 | 10 | 10 |  |" in page
 
 
-def test_megatron_samples_what_the_plan_says() -> None:
+def test_megatron_samples_by_the_plan() -> None:
     helpers = pytest.importorskip("megatron.core.datasets.helpers_cpp")
     tiers = {
         "share": 12,
@@ -301,7 +301,7 @@ def test_megatron_samples_what_the_plan_says() -> None:
     assert np.bincount(chosen) == pytest.approx(np.array(weights) * samples, abs=1)
 
 
-def test_a_report_needs_neither_files_nor_a_length(tmp_path: Path) -> None:
+def test_a_report_requires_neither_files_nor_a_length(tmp_path: Path) -> None:
     plan = plan_blend({"directory": "nowhere", "blend": {"code": 80, "web": LANGUAGES}})
 
     page = write_blend(plan, tmp_path, title="Mine").read_text()
@@ -312,5 +312,5 @@ def test_a_report_needs_neither_files_nor_a_length(tmp_path: Path) -> None:
 def test_a_path_with_white_space_is_refused(tmp_path: Path) -> None:
     plan = plan_blend({"directory": "my data", "blend": {"code": 1}})
 
-    with pytest.raises(ValueError, match=r"data\.blend\.code: the prefix .my data/code. has white space"):
+    with pytest.raises(ValueError, match=r"data\.blend\.code: rename .my data/code.: .* white space"):
         write_blend(plan, tmp_path, title="Mine")

@@ -34,13 +34,13 @@ def test_epochs_weigh_sizes() -> None:
     assert shares("{by: epochs, of: {a: 1, b: 3}}", a=600, b=100) == pytest.approx({"a": 2 / 3, "b": 1 / 3})
 
 
-def test_epochs_of_a_group_are_of_all_that_is_in_it() -> None:
+def test_epochs_of_a_group_are_over_all_its_streams() -> None:
     text = "{by: epochs, of: {a: 1, g: {epochs: 2, of: {b: 1, c: 1}}}}"
     assert shares(text, a=200, b=10, c=90) == pytest.approx({"a": 0.5, "b": 0.25, "c": 0.25})
 
 
 @pytest.mark.parametrize(("alpha", "expected"), [(0, 0.5), (0.5, 1 / 3), (1, 0.2)])
-def test_temperature_goes_from_alike_to_in_proportion(alpha: float, expected: float) -> None:
+def test_temperature_interpolates_between_equal_and_proportional(alpha: float, expected: float) -> None:
     text = f"{{by: temperature, alpha: {alpha}, of: [small, large]}}"
     assert shares(text, small=100, large=400)["small"] == pytest.approx(expected)
 
@@ -58,12 +58,12 @@ def test_tiers_as_in_domyns_multilingual_stream() -> None:
     assert got["c1"] == pytest.approx(2 * got["o2"])
 
 
-def test_the_excess_of_a_cap_goes_to_the_siblings_in_proportion() -> None:
+def test_the_excess_of_a_cap_goes_to_siblings_in_proportion() -> None:
     text = "{a: {share: 50, cap_epochs: 2}, b: 30, c: 20}"
     assert shares(text, tokens=1000, a=100) == pytest.approx({"a": 0.2, "b": 0.48, "c": 0.32})
 
 
-def test_an_excess_can_fill_the_next_cap() -> None:
+def test_an_excess_can_reach_the_next_cap() -> None:
     text = "{a: {share: 50, cap_epochs: 1}, b: {share: 30, cap_epochs: 1}, c: 20}"
     assert shares(text, tokens=1000, a=100, b=400) == pytest.approx({"a": 0.1, "b": 0.4, "c": 0.5})
 
@@ -73,7 +73,7 @@ def test_a_group_whose_children_are_all_capped_gives_the_excess_to_its_siblings(
     assert shares(text, tokens=1000, a=50, b=150) == pytest.approx({"a": 0.1, "b": 0.3, "c": 0.6})
 
 
-def test_a_cap_on_a_group_is_of_all_that_is_in_it() -> None:
+def test_a_cap_on_a_group_is_over_all_its_streams() -> None:
     text = "{g: {share: 60, cap_epochs: 1, of: {a: 1, b: 1}}, c: 40}"
     assert shares(text, tokens=1000, a=50, b=150) == pytest.approx({"a": 0.1, "b": 0.1, "c": 0.8})
 
@@ -97,17 +97,17 @@ def test_a_cap_that_is_not_reached_changes_nothing() -> None:
             "{a: {share: 1, cap_epochs: 1}, b: 1}",
             {"a": 5},
             None,
-            r"data\.blend\.a: cap_epochs needs the number of tokens",
+            r"data\.blend\.a: cap_epochs requires the number of tokens",
         ),
         (
             "{a: {share: 1, cap_epochs: 2}, b: {share: 1, cap_epochs: 1}}",
             {"a": 100, "b": 300},
             1000,
-            "the blend's caps allow 500 tokens, the run takes 1,000",
+            "the blend's caps allow 500 tokens, but the run reads 1,000",
         ),
     ],
 )
-def test_what_is_missing_for_a_rule_or_a_cap_is_named(
+def test_missing_sizes_and_tokens_are_errors(
     text: str, sizes: dict[str, int], tokens: int | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -158,7 +158,7 @@ def spent(node: Node, got: dict[str, Fraction]) -> Fraction:
 
 
 @given(trees(), st.integers(1, 10**14))
-def test_all_tokens_are_given_out_and_no_cap_is_broken(
+def test_all_tokens_are_allotted_and_no_cap_is_exceeded(
     tree: tuple[dict[str, Any], dict[str, Size]], tokens: int
 ) -> None:
     blend, sizes = tree
@@ -184,7 +184,7 @@ def test_all_tokens_are_given_out_and_no_cap_is_broken(
 @given(
     st.lists(st.tuples(st.integers(1, 99), st.none() | st.integers(1, 99)), min_size=1, max_size=6), st.integers(1, 99)
 )
-def test_what_is_below_its_limit_keeps_its_proportions(children: list[tuple[int, int | None]], budget: int) -> None:
+def test_parts_below_their_limits_keep_their_proportions(children: list[tuple[int, int | None]], budget: int) -> None:
     parts, limits = [Fraction(part) for part, _ in children], [None if m is None else Fraction(m) for _, m in children]
     if None not in limits and sum(limit for limit in limits if limit is not None) < budget:
         return
@@ -194,5 +194,5 @@ def test_what_is_below_its_limit_keeps_its_proportions(children: list[tuple[int,
     rates = [g / p for g, p in zip(got, parts, strict=True)]
     below = {rate for rate, g, limit in zip(rates, got, limits, strict=True) if g != limit}
     assert len(below) <= 1
-    # Who is at the limit would have got more at the common rate.
+    # Without its limit, a part at the limit would get more at the common rate.
     assert all(rate <= common for rate in rates for common in below)

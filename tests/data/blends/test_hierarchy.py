@@ -59,7 +59,7 @@ def test_every_form_of_a_node_is_read() -> None:
     assert all(child.amount is None for child in group.children)
 
 
-def test_names_reach_down_until_a_group_has_its_own() -> None:
+def test_names_apply_to_nested_groups_without_names() -> None:
     root = tree(
         "{a: {share: 1, names: x_*, of: {b: {share: 1, of: [c]}, d: {share: 1, names: y_*, of: [c]}, e: 1}}, f: 1}"
     )
@@ -74,16 +74,16 @@ def test_the_root_may_have_a_rule() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{a: 0}", "data.blend.a must be a number above 0, not 0: to leave a part out, take it away"),
+        ("{a: 0}", "data.blend.a must be a number above 0, not 0: to exclude it, remove it from the blend"),
         ("{a: 0, b: 0}", "data.blend.a must be a number above 0"),
         ("{a: -1}", "data.blend.a must be a number above 0, not -1"),
         ("{a: .nan}", "data.blend.a must be a number above 0, not nan"),
         ("{a: .inf}", "data.blend.a must be a number above 0, not inf"),
         ("{a: true}", "data.blend.a must be a number above 0, not True"),
         ("{a: much}", "data.blend.a must be a number above 0, not 'much'"),
-        ("{a: }", "data.blend.a: its share is missing: its group divides by shares"),
-        ("{a: {prefix: x}}", "data.blend.a: its share is missing"),
-        ("{a: [b]}", "data.blend.a: its share is missing"),
+        ("{a: }", "data.blend.a: share is missing, which its group, divided by shares, requires"),
+        ("{a: {prefix: x}}", "data.blend.a: share is missing"),
+        ("{a: [b]}", "data.blend.a: share is missing"),
         ("{a: {share: 1, tokens: -5}}", "data.blend.a.tokens must be a number above 0, not -5"),
         ("{a: {share: 1, cap_epochs: 0}}", "data.blend.a.cap_epochs must be a number above 0"),
         ("{a: {share: 1, prefx: x}}", "data.blend.a: unknown key 'prefx': did you mean 'prefix'"),
@@ -92,13 +92,13 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: {share: 1, by: tier, of: [x]}}", "data.blend.a.by: unknown rule 'tier': did you mean 'tiers'"),
         ("{a: {share: 1, by: [x], of: [x]}}", "data.blend.a.by: unknown rule ['x']"),
         ("{a: {share: 1, by: epochs}}", "data.blend.a: the key 'of' is missing"),
-        ("{by: epochs}", "data.blend: by belongs to a group, whose children stand under `of`"),
+        ("{by: epochs}", "data.blend: by is a key of a group, whose children must be under `of`"),
         ("{a: {share: 1, by: epochs, of: {b: {share: 2}}}}", "data.blend.a.of.b: unknown key 'share'"),
         ("{a: {share: 1, by: temperature, of: [b]}}", "data.blend.a: alpha is missing"),
         ("{a: {share: 1, by: temperature, alpha: 2, of: [b]}}", "a.alpha must be a number from 0 to 1, not 2"),
         (
             "{a: {share: 1, by: temperature, alpha: 1, of: {b: 3}}}",
-            "a.of.b: a group divided by temperature takes no number",
+            "a.of.b: children of a group divided by temperature have no number",
         ),
         ("{a: {share: 1, alpha: 1, of: [b]}}", "data.blend.a: unknown key 'alpha'"),
         ("{a: 1, b: {share: 1, of: [a]}}", "data.blend.b.of.a: the name 'a' is taken by data.blend.a"),
@@ -107,26 +107,32 @@ def test_the_root_may_have_a_rule() -> None:
         ("{a: {share: 1, of: [nb, no]}}", "data.blend.a.of[1] must be a name, not False"),
         ("{a: {share: 1, of: {no: 1}}}", "YAML reads an unquoted yes, no, on or off as False: put the name in quotes"),
         ("{a b: 1}", "data.blend.a b: name must be letters, digits"),
-        ("{a: {share: 1, names: x, of: [b]}}", "data.blend.a.names must hold one *"),
+        ("{a: {share: 1, names: x, of: [b]}}", "data.blend.a.names must contain one *"),
         ("{a: {share: 1, of: []}}", "data.blend.a.of must be a mapping or a list of at least one child"),
         ("{}", "data.blend must be a mapping or a list of at least one child"),
         ("[a]", "data.blend must be a mapping of nodes"),
-        ("{a: {share: 1, by: tiers, of: [b]}}", "data.blend.a.of: tiers are a mapping"),
-        ("{a: {share: 1, by: tiers, of: {A: 1}}}", "a.of.A: a tier is a list of names, or a mapping with `of`, not 1"),
+        ("{a: {share: 1, by: tiers, of: [b]}}", "data.blend.a.of: tiers must be a mapping"),
+        (
+            "{a: {share: 1, by: tiers, of: {A: 1}}}",
+            "a.of.A: a tier must be a list of names, or a mapping with `of`, not 1",
+        ),
         ("{a: {share: 1, by: tiers, decay: 0, of: {A: [b]}}}", "a.decay must be a number above 0 and at most 1"),
-        ("{a: {share: 1, by: tiers, of: {A: {each: 0.6, of: [b, c]}}}}", "A.each=0.6: tiers are parts of 1"),
+        (
+            "{a: {share: 1, by: tiers, of: {A: {each: 0.6, of: [b, c]}}}}",
+            "A.each=0.6: the tier would get more than 1 in total",
+        ),
         (
             "{a: {share: 1, by: tiers, of: {A: {each: 0.5, share: 0.5, of: [b]}}}}",
             "give `each` (of every child) or `share`",
         ),
         (
             "{a: {share: 1, by: tiers, of: {A: {share: 1, of: [b]}, B: [c]}}}",
-            "the given tiers take 1 of 1: nothing is left for the others",
+            "the shares of tiers sum to 1: leave some for the other tiers",
         ),
-        ("{a: {share: 1, by: tiers, of: {A: {share: 0.5, of: [b]}}}}", "the tiers take 0.5, not 1"),
+        ("{a: {share: 1, by: tiers, of: {A: {share: 0.5, of: [b]}}}}", "the tiers sum to 0.5, not 1"),
     ],
 )
-def test_a_wrong_tree_is_an_error_that_names_its_place(text: str, message: str) -> None:
+def test_an_invalid_tree_is_refused_with_its_place(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         tree(text)
 
@@ -134,7 +140,7 @@ def test_a_wrong_tree_is_an_error_that_names_its_place(text: str, message: str) 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"directory": "d", "blend": {"a": 1}, "streams": []}, "data has a blend and streams: choose one"),
+        ({"directory": "d", "blend": {"a": 1}, "streams": []}, "data.blend and data.streams are both set: remove one"),
         ({"directory": None, "blend": {"a": 1}}, "data.directory must be a path, not None"),
         ({"directory": "d"}, "data.streams must be a list of at least one stream, not None"),
         ({"directory": "d", "streams": [{"name": "a"}]}, "data.streams[0]: the key 'weight' is missing"),
@@ -146,6 +152,6 @@ def test_a_wrong_tree_is_an_error_that_names_its_place(text: str, message: str) 
         ({"directory": "d", "streams": ["a"]}, "data.streams[0] must be a mapping"),
     ],
 )
-def test_a_wrong_section_is_an_error(data: dict[str, Any], message: str) -> None:
+def test_an_invalid_section_is_refused(data: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         read_tree(data)

@@ -31,16 +31,16 @@ Command = Callable[..., Any]
 
 @pytest.fixture
 def blend(command: Command) -> Command:
-    """Runs the job in this process."""
+    """Run the job in this process."""
     return partial(command, "blend")
 
 
 def rows(output: str) -> dict[str, list[str]]:
-    """Name -> the other words of its row."""
+    """Rows of the printed table: name -> the other words of the row."""
     return {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
 
 
-def test_it_needs_no_torch(tmp_path: Path) -> None:
+def test_the_job_does_not_import_torch(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-c", SCRIPT, "data.directory=d", "data.blend={a: 1}"]
 
@@ -58,7 +58,7 @@ def test_help_explains_every_key(tmp_path: Path, blend: Command) -> None:
         assert f"\n  {key} " in helped.stdout, f"{key} is not explained"
 
 
-def test_a_blend_of_the_package_by_its_name(tmp_path: Path, blend: Command) -> None:
+def test_a_blend_of_the_package(tmp_path: Path, blend: Command) -> None:
     shown = blend("data=domyn_foundation", "tokens=9e12", "output=out", cwd=tmp_path)
 
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -74,7 +74,7 @@ def test_a_blend_of_the_package_by_its_name(tmp_path: Path, blend: Command) -> N
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"], "nothing of Hydra's"
 
 
-def test_a_recipe_brings_its_blend_and_length(tmp_path: Path, blend: Command) -> None:
+def test_a_recipe_sets_its_blend_and_length(tmp_path: Path, blend: Command) -> None:
     own = blend("recipe=domyn_small/cpt", cwd=tmp_path)
     other = blend("recipe=domyn_small/cpt", "data=domyn_foundation", "tokens=1e12", cwd=tmp_path)
 
@@ -82,7 +82,7 @@ def test_a_recipe_brings_its_blend_and_length(tmp_path: Path, blend: Command) ->
     assert other.stdout.startswith("Blend of domyn_small/cpt, domyn_foundation (1,000,000,000,000 tokens)")
 
 
-def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path, blend: Command) -> None:
+def test_phases_with_separate_data_are_separate_blends(tmp_path: Path, blend: Command) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/late.yaml").write_text(
         "# @package _global_\ndata: {directory: d, tokenizer: {kind: byte}, blend: {a: {share: 1, tokens: 10}, b: 1}}\n"
@@ -101,7 +101,7 @@ def test_phases_with_data_of_their_own_are_blends_of_their_own(tmp_path: Path, b
     assert (shown.returncode, shown.stderr) == (0, "")
     assert "Blend of mine, first+second (30 tokens)\n" in shown.stdout
     assert "Blend of mine, third (30 tokens)\n" in shown.stdout
-    assert "warning: read more than max_epochs in all phases together: a 4.5 times" in shown.stdout
+    assert "warning: read more than max_epochs times over all phases together: a 4.5 times" in shown.stdout
     assert (tmp_path / "out/first+second/blend.txt").read_text() == "1.0 d/a_train\n"
     assert (tmp_path / "out/third/blend.txt").read_text() == "0.5 d/a_train\n0.5 d/b_train\n"
 
@@ -126,12 +126,12 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((), "nothing to show: give data=NAME"),
-        (("data=mock",), "nothing to show"),
+        ((), "no blend to show: give data=NAME"),
+        (("data=mock",), "no blend to show"),
         (("data=domyn_foundation", "tokens=many"), "tokens=many: give the number of tokens"),
         (
             ("data=domyn_foundation", "require_files=true"),
-            "english_train.idx does not exist, nor do the files of 3 others",
+            "english_train.idx does not exist, nor do the files of 3 other streams",
         ),
         (("data.directory=d", "data.blend={a: 1, b: -1}"), "data.blend.b must be a number above 0, not -1"),
         (
@@ -145,7 +145,7 @@ def test_a_blend_on_the_command_line(tmp_path: Path, blend: Command) -> None:
         ),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path, blend: Command) -> None:
+def test_an_error_is_one_line(words: tuple[str, ...], message: str, tmp_path: Path, blend: Command) -> None:
     ended = blend(*words, cwd=tmp_path)
 
     (line,) = ended.stderr.splitlines()

@@ -19,7 +19,7 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 @pytest.fixture(scope="session")
 def jsonl_of() -> Write:
-    """Writes records as JSONL and gives the path."""
+    """Write records as JSONL; returns the path."""
     return write_lines
 
 

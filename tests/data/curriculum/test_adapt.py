@@ -21,7 +21,7 @@ def candidates() -> Candidates:
     )
 
 
-def test_a_share_is_multiplied_by_what_its_domain_can_still_teach() -> None:
+def test_a_share_is_multiplied_by_the_domain_s_learning_signal() -> None:
     shares = {"easy": 2.0, "hard": 1.0, "middle": 1.0}
 
     made = adapted(shares, candidates(), 1.0)
@@ -32,5 +32,5 @@ def test_a_share_is_multiplied_by_what_its_domain_can_still_teach() -> None:
     assert adapted(shares, candidates(), 0.5)["middle"] == pytest.approx(made["middle"] ** 0.5)
 
 
-def test_without_a_power_the_shares_stay() -> None:
+def test_a_power_of_zero_keeps_the_shares() -> None:
     assert adapted({"easy": 2.0, "middle": 1.0}, candidates(), 0.0) == {"easy": 2.0, "middle": 1.0}

@@ -21,7 +21,7 @@ Write = Callable[[Path, Any], Path]
 
 
 def curriculum(folder: Path, *words: str, output: str = "made") -> Path:
-    """Runs the job on the folder's files; `words` go before the defaults."""
+    """Run the job on the folder's files; `words` override the defaults."""
     given = {word.split("=")[0].lstrip("+") for word in words}
     defaults = [f"prompts={folder / 'prompts.jsonl'}", f"rollouts={folder / 'rollouts.jsonl'}", "batch=10", "workers=1"]
     words = (*words, *(word for word in defaults if word.split("=")[0] not in given))
@@ -45,10 +45,10 @@ def rates_of(problems: Path) -> dict[str, float]:
     return {f"p{n}": solved[f"p{n}"] / 8 for n in range(300)}
 
 
-def test_without_pyarrow_it_says_how_to_get_it_before_it_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pyarrow_is_reported_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
 
-    with pytest.raises(ValueError, match=r"^pass rates are kept as Parquet.*pip install 'nemo_ext\[data\]'"):
+    with pytest.raises(ValueError, match=r"^pass rates are written to profile.parquet.*pip install 'nemo_ext\[data\]'"):
         curriculum(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -78,7 +78,7 @@ def test_rollouts_and_prompts_become_a_curriculum(problems: Path, capsys: pytest
     ]  # fmt: skip
 
 
-def test_the_same_command_writes_the_same_file_and_another_seed_another(problems: Path) -> None:
+def test_the_file_depends_on_the_seed_only(problems: Path) -> None:
     first, again = curriculum(problems), curriculum(problems, "workers=2", output="again")
     other = curriculum(problems, "seed=2", output="other")
 
@@ -96,7 +96,7 @@ def test_shares_of_domains_and_filters(problems: Path) -> None:
     assert sum(int(one[1:]) % 2 for one in ids) == 60
 
 
-def test_the_next_curriculum_has_what_is_left_with_new_pass_rates(problems: Path, jsonl_of: Write) -> None:
+def test_the_next_curriculum_has_the_unused_prompts_with_new_pass_rates(problems: Path, jsonl_of: Write) -> None:
     first = curriculum(problems, "filters.drop_from=null")
     trained = ids_of(first)[: 12 * 10]
     better = jsonl_of(
@@ -137,7 +137,7 @@ def test_copies_with_thinking_off(problems: Path) -> None:
     assert modes.count(False) / len(modes) == pytest.approx(0.2, abs=0.02)
 
 
-def test_system_messages_and_marks_that_are_there(problems: Path, jsonl_of: Write) -> None:
+def test_existing_system_messages_and_modes(problems: Path, jsonl_of: Write) -> None:
     user = {"role": "user", "content": "q"}
     jsonl_of(
         problems / "prompts.jsonl",
@@ -174,7 +174,7 @@ def test_a_profile_without_rollouts_has_a_level_for_each_pass_rate(problems: Pat
     assert ids_of(made) == ids_of(whole)
 
 
-def test_domains_of_an_earlier_curriculum_are_removed(problems: Path) -> None:
+def test_domain_files_of_an_earlier_curriculum_are_removed(problems: Path) -> None:
     made = curriculum(problems, "split_domains=true")
     (made / "domains" / "mine.txt").write_text("mine")
     assert (made / "domains" / "math.jsonl").exists() and read_order(made)
@@ -186,7 +186,7 @@ def test_domains_of_an_earlier_curriculum_are_removed(problems: Path) -> None:
         read_order(made)
 
 
-def test_an_empty_file_among_others_changes_nothing(problems: Path) -> None:
+def test_empty_files_are_ignored(problems: Path) -> None:
     whole = curriculum(problems)
     (problems / "empty.jsonl").touch()
 
@@ -195,7 +195,7 @@ def test_an_empty_file_among_others_changes_nothing(problems: Path) -> None:
     assert ids_of(made) == ids_of(whole)
 
 
-def test_inputs_in_the_folder_that_is_removed_are_refused(problems: Path) -> None:
+def test_inputs_in_the_temporary_folder_are_refused(problems: Path) -> None:
     inside = problems / "made" / ".unpacked" / "prompts.jsonl"
     inside.parent.mkdir(parents=True)
     (problems / "prompts.jsonl").rename(inside)
@@ -206,7 +206,7 @@ def test_inputs_in_the_folder_that_is_removed_are_refused(problems: Path) -> Non
     assert inside.exists()
 
 
-def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
+def test_a_profile_can_be_made_first(problems: Path) -> None:
     alone = problems / "alone"
     run(compose("curriculum", [f"rollouts={problems / 'rollouts.jsonl'}", f"output={alone}"]))
 
@@ -220,11 +220,11 @@ def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["domains={maths: 1}"], "domains: no prompt is of 'maths': did you mean 'math'"),
+        (["domains={maths: 1}"], "domains.maths: no prompt has this domain: did you mean 'math'"),
         (["domains={math: 0}"], "the shares sum to zero"),
         (["filters.drop_from=0"], "no prompt is left to train on: 300 pass rate 0 or more"),
-        (["rollout_keys.id=tokens"], "no id of the 300 prompts is among the 8 of the profile"),
-        (["rollout_keys.reward=score"], "no 'score', there are"),
+        (["rollout_keys.id=tokens"], "none of the 300 prompts has an id that is in the profile of 8 prompts"),
+        (["rollout_keys.reward=score"], "no key 'score'; the keys are"),
         (["batch=400"], "too few prompts for a step of 400"),
         (["sigma=0"], "sigma=0"),
         (["+keys.tezt=a"], "unknown key 'keys.tezt'"),
@@ -233,10 +233,10 @@ def test_a_profile_alone_and_from_it_a_curriculum(problems: Path) -> None:
         (["previous=/nowhere"], "has no curriculum.npz"),
         (["profile=a.parquet"], "rollouts and profile are both set"),
         (["prompts=none.jsonl"], "prompts: no such file: none.jsonl"),
-        (["thinking={off_share: 0.2, system_on: a}"], "need prompts that are lists of messages"),
+        (["thinking={off_share: 0.2, system_on: a}"], "require prompts that are lists of messages"),
     ],
 )
-def test_mistakes_are_refused_with_what_to_do(problems: Path, words: list[str], message: str) -> None:
+def test_invalid_settings_are_refused(problems: Path, words: list[str], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         curriculum(problems, *words)
 
@@ -270,4 +270,4 @@ def test_the_command_imports_no_torch(problems: Path) -> None:
     assert (full.returncode, full.stderr.splitlines()[-1]) == (1, "error: File too large"), full.stderr
     assert "Traceback" not in full.stderr
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert refused.stderr == "error: not set: rollouts (files of rollouts) or profile (pass rates made before)\n"
+    assert refused.stderr == "error: set rollouts (files of rollouts) or profile (pass rates from an earlier run)\n"

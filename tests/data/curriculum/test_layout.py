@@ -1,4 +1,4 @@
-"""Files of a curriculum that are another program's, or damaged."""
+"""Files of a curriculum that are damaged or not a curriculum's."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ import pytest
 from nemo_ext.data.curriculum.layout import ARRAYS, stored_arrays
 
 
-def test_a_foreign_file_is_told_from_a_curriculum_s(tmp_path: Path) -> None:
+def test_foreign_and_damaged_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / ARRAYS
-    said = f"{path} is not a curriculum's, or is damaged: it has no readable key, used; name the directory"
+    said = f"{path} is not a file of a curriculum, or is damaged: key, used cannot be read from it: give the directory"
 
     np.savez(path, weights=np.zeros(3))
     with pytest.raises(ValueError, match=said):

@@ -62,13 +62,13 @@ def test_nothing_is_lost_or_drawn_twice(candidates: Candidates, batch: int) -> N
     drawn = plan.order.ravel().tolist()
     assert len(set(drawn)) == len(drawn)
     assert repeats_in_steps(plan, candidates) == 0
-    # Shares are those of the prompts, so all domains end together but for rounding.
+    # Shares are proportional to the prompts, so all domains end together, except for rounding.
     if not plan.stopped:
         assert len(candidates) - len(drawn) < batch + 2 * len(DOMAINS) + batch
 
 
 @given(PROMPTS, st.integers(2, 10), st.integers(5, 60))
-def test_a_pool_is_drawn_whole_before_it_begins_again(candidates: Candidates, batch: int, steps: int) -> None:
+def test_a_pool_is_exhausted_before_it_is_reused(candidates: Candidates, batch: int, steps: int) -> None:
     plan = plan_of(candidates, batch=batch, steps=steps, exhausted="repeat", shares={"code": 3, "math": 1, "stem": 1})
 
     assert plan.order.shape == (steps, batch) and not plan.stopped
@@ -77,13 +77,13 @@ def test_a_pool_is_drawn_whole_before_it_begins_again(candidates: Candidates, ba
     alone = np.bincount(candidates.text.astype(np.int64))[candidates.text.astype(np.int64)] == 1
     for domain in range(3):
         own = times[(candidates.domain == domain) & alone]
-        # Copies of a text may have to wait for the next step; prompts that have none never do.
+        # Only prompts whose text has copies may have to wait for the next step.
         assert own.max(initial=0) - own.min(initial=own.max(initial=0)) <= 1
         assert (plan.epochs[domain] > 0) == (times[candidates.domain == domain].max() > 1)
 
 
 @given(PROMPTS, st.data())
-def test_planning_from_any_step_on_gives_the_rest(candidates: Candidates, data: st.DataObject) -> None:
+def test_a_plan_from_any_step_is_the_rest_of_the_whole_plan(candidates: Candidates, data: st.DataObject) -> None:
     steps = len(plan_of(candidates, batch=6).order)
     whole = plan_of(candidates, batch=6, steps=steps)
     first = data.draw(st.integers(0, len(whole.order) - 1))
@@ -101,7 +101,7 @@ def test_planning_from_any_step_on_gives_the_rest(candidates: Candidates, data: 
 def test_the_order_of_the_input_does_not_matter(candidates: Candidates, random: object) -> None:
     places = list(range(len(candidates)))
     random.shuffle(places)  # type: ignore[attr-defined]
-    # Of several prompts with one text it does not say which comes first, so they are made different.
+    # The order of prompts with equal texts is not defined, so the texts are made different.
     candidates = dataclasses.replace(candidates, text=np.arange(len(candidates), dtype=np.uint64))
     moved = dataclasses.replace(
         candidates,
@@ -138,7 +138,7 @@ def test_with_enough_prompts_the_mean_follows_the_target() -> None:
     assert not plan.off_target.any()
 
 
-def test_a_level_that_runs_out_is_replaced_by_the_largest() -> None:
+def test_an_exhausted_level_is_replaced_by_the_largest() -> None:
     # Ten easy prompts, then only hard ones and more of the hardest.
     candidates = candidates_of([1] * 60, [1.0] * 10 + [0.5] * 20 + [0.0] * 30)
 
@@ -150,14 +150,14 @@ def test_a_level_that_runs_out_is_replaced_by_the_largest() -> None:
     assert plan.off_target[1:].tolist() == [10] * 5
 
 
-def test_the_schedule_ends_where_a_domain_does() -> None:
+def test_the_schedule_ends_when_a_domain_is_exhausted() -> None:
     candidates = candidates_of([0] * 30 + [1] * 100, [0.5] * 130)
 
     plan = plan_of(candidates, batch=10, steps=50, shares={"code": 1, "math": 1})
 
     assert plan.order.shape == (6, 10)
     assert plan.stopped == "code has too few prompts left for step 6"
-    assert plan.targets[-1] == pytest.approx(0.2), "the mean comes down over the steps that there are"
+    assert plan.targets[-1] == pytest.approx(0.2), "the mean falls over the actual number of steps"
 
 
 def test_more_copies_of_a_text_than_steps_end_the_schedule() -> None:
@@ -173,8 +173,8 @@ def test_more_copies_of_a_text_than_steps_end_the_schedule() -> None:
     ("domains", "shares", "message"),
     [
         ([1] * 5, {"math": 1}, "too few prompts for a step of 8: code has 0, math has 5, stem has 0"),
-        ([1] * 6 + [0] * 9, {"math": 1}, "domain math has 6 different prompts"),
-        ([1] * 20, {"math": 1, "code": 1}, "domain code has 0 different prompts"),
+        ([1] * 6 + [0] * 9, {"math": 1}, "domain math has 6 distinct prompts"),
+        ([1] * 20, {"math": 1, "code": 1}, "domain code has 0 distinct prompts"),
     ],
 )
 def test_too_few_prompts_for_a_step_are_refused(domains: list[int], shares: dict[str, float], message: str) -> None:

@@ -66,7 +66,7 @@ def test_the_same_profile_from_every_kind_of_file(tmp_path: Path, suffix: str, p
     np.testing.assert_array_equal(made.pass_rate, expected.pass_rate)
 
 
-def test_parts_processes_and_merges_do_not_matter(
+def test_the_profile_does_not_depend_on_parts_processes_and_merges(
     tmp_path: Path, problems: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = [problems / "rollouts.jsonl"]
@@ -90,7 +90,7 @@ def test_nested_keys_and_lists_of_one_reward(tmp_path: Path, jsonl_of: Write) ->
     assert rate_of(profile, "x") == (2, 0.5)
 
 
-def test_bad_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None:
+def test_malformed_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     bad = [
         b"{",
@@ -107,7 +107,7 @@ def test_bad_rollouts_are_counted_with_their_lines(tmp_path: Path) -> None:
 
     assert report.skipped == {"malformed": 6} and report.records == 8
     assert report.examples["malformed"][0].startswith(f"{path}:3: not JSON")
-    assert report.examples["malformed"][3] == f"{path}:6: no 'reward', there are ['id']"
+    assert report.examples["malformed"][3] == f"{path}:6: no key 'reward'; the keys are ['id']"
     assert rate_of(read_profile(tmp_path / "p.parquet"), "a") == (2, 1.0)
     with pytest.raises(ValueError, match=r"6 of 8 records are malformed, more than max_bad_share=0.01: .*r.jsonl:3"):
         write_profile([path], tmp_path / "p.parquet", keys=RolloutKeys())
@@ -124,7 +124,7 @@ def test_damaged_and_empty_files_are_refused(tmp_path: Path) -> None:
         write_profile([empty], tmp_path / "p.parquet", keys=RolloutKeys())
 
 
-def test_a_damaged_page_of_parquet_is_named(tmp_path: Path) -> None:
+def test_a_damaged_parquet_page_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "r.parquet"
     rows = [{"id": f"{n:x}" * 20, "reward": n % 2} for n in range(5000)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, compression="zstd", use_dictionary=False)
@@ -140,7 +140,7 @@ def test_a_damaged_page_of_parquet_is_named(tmp_path: Path) -> None:
     ("rates", "levels"),
     [([0, 0.125, 0.5, 1], 8), ([0.25, 0.75], 4), ([0.333, 2 / 3, 1], 3), ([n / 99 for n in range(99)], 64), ([0.5], 2)],
 )
-def test_levels_of_pass_rates_whose_rollouts_are_not_known(
+def test_levels_of_pass_rates_without_rollout_counts(
     tmp_path: Path, jsonl_of: Write, rates: list[float], levels: int
 ) -> None:
     rows = [{"id": n, "pass_rate": rate} for n, rate in enumerate(rates)]
@@ -156,16 +156,16 @@ def test_levels_of_pass_rates_whose_rollouts_are_not_known(
         ([{"id": "a"}], "no column 'pass_rate'"),
         ([{"id": "a", "pass_rate": 1.5}], r"row 1: pass_rate is 1.5"),
         ([{"id": "a", "pass_rate": None}], r"pass_rate"),
-        ([{"id": "a", "pass_rate": 1}, {"id": "a", "pass_rate": 1}], "an id stands there twice: a"),
+        ([{"id": "a", "pass_rate": 1}, {"id": "a", "pass_rate": 1}], "id a is repeated"),
         ([], "no records"),
     ],
 )
-def test_a_wrong_profile_is_refused(tmp_path: Path, jsonl_of: Write, rows: list[Any], message: str) -> None:
+def test_an_invalid_profile_is_refused(tmp_path: Path, jsonl_of: Write, rows: list[Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_profile(jsonl_of(tmp_path / "profile.jsonl", rows))
 
 
-def test_a_profile_of_ones_own(tmp_path: Path, jsonl_of: Write) -> None:
+def test_a_profile_from_the_user(tmp_path: Path, jsonl_of: Write) -> None:
     path = jsonl_of(tmp_path / "profile.jsonl", [{"id": "b", "pass_rate": 0.25, "rollouts": 4}])
 
     profile = read_profile(path)

@@ -21,7 +21,7 @@ def records_of(prompts: Prompts) -> list[bytes]:
     return [data[file][offset : offset + length] for file, offset, length in rows]
 
 
-def test_where_every_prompt_is(tmp_path: Path) -> None:
+def test_the_place_of_every_prompt(tmp_path: Path) -> None:
     first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     lines = ['{"id": "x", "prompt": "größe", "domain": "math"}', '{"id": 2, "prompt": [{"role": "user"}]}']
     first.write_bytes(("\r\n".join(lines) + "\r\n\n").encode())
@@ -47,7 +47,7 @@ def test_every_line_is_in_one_part(tmp_path_factory: pytest.TempPathFactory, tex
     assert all(whole[offset : offset + len(line)] == line for offset, line in lines)
 
 
-def test_identical_prompts_have_one_text_however_they_are_written(tmp_path: Path) -> None:
+def test_identical_prompts_have_the_same_text_key(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(
         '{"id": 1, "prompt": [{"role": "user", "content": "a"}]}\n'
@@ -72,7 +72,7 @@ def test_ids_by_line_and_by_prompt(tmp_path: Path, jsonl_of: Write, monkeypatch:
     assert by_line.domains == ("all",)
 
 
-def test_bad_and_repeated_records_are_counted(tmp_path: Path) -> None:
+def test_malformed_and_repeated_records_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     good = '{"id": "a", "prompt": "first"}\n'
     path.write_text(good + "nonsense\n" + good.replace("first", "second") + '{"id": "", "prompt": "p"}\n{"id": 1.5}\n')
@@ -88,15 +88,17 @@ def test_bad_and_repeated_records_are_counted(tmp_path: Path) -> None:
         read_prompts([path], PromptKeys())
 
 
-def test_a_key_that_is_no_domain_is_refused(tmp_path: Path, jsonl_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_with_too_many_domains_is_refused(
+    tmp_path: Path, jsonl_of: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = jsonl_of(tmp_path / "a.jsonl", [{"id": n, "prompt": "p", "domain": f"d{n}"} for n in range(9)])
     monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 9)
     assert len(read_prompts([path], PromptKeys()).domains) == 9
 
     monkeypatch.setattr(prompts_module, "MOST_DOMAINS", 8)
 
-    with pytest.raises(ValueError, match=r"keys\.domain=domain: more than 8 domains, such as 'd0' and 'd8'"):
+    with pytest.raises(ValueError, match=r"keys\.domain=domain has more than 8 values, such as 'd0' and 'd8'"):
         read_prompts([path], PromptKeys())
     monkeypatch.setattr(records, "PART_BYTES", 100)
-    with pytest.raises(ValueError, match="more than 8 domains"):
+    with pytest.raises(ValueError, match="more than 8 values"):
         read_prompts([path], PromptKeys())

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.data.curriculum.schedule import fixed, from_the_largest, means, quotas, start_of, wanted
+from nemo_ext.data.curriculum.schedule import fixed, from_the_largest, means, quotas, wanted
 
 SHARES = st.lists(st.floats(0, 1), min_size=1, max_size=8).filter(lambda shares: sum(shares) > 0.01)
 
@@ -28,7 +28,7 @@ def test_every_batch_is_full_and_every_domain_stays_near_its_share(shares: list[
     st.floats(0.001, 2),
     st.integers(0, 10_000),
 )
-def test_levels_sum_to_the_quota_and_are_there(
+def test_levels_sum_to_the_quota_and_are_present(
     present: list[bool], quota: int, mean: float, sigma: float, first: int
 ) -> None:
     counts = wanted(
@@ -37,14 +37,14 @@ def test_levels_sum_to_the_quota_and_are_there(
         first_step=first,
         present=np.array(present),
         sigma=sigma,
-        start=start_of(1, "math"),
+        start=0.7,
     )
 
     assert counts.sum() == quota and (counts >= 0).all()
     assert not counts[0, ~np.array(present)].any()
 
 
-def test_over_the_steps_small_quotas_follow_the_gaussian() -> None:
+def test_small_quotas_follow_the_gaussian_over_the_steps() -> None:
     steps, quota = 4000, 2
     counts = wanted(
         np.full(steps, 0.5),
@@ -60,7 +60,7 @@ def test_over_the_steps_small_quotas_follow_the_gaussian() -> None:
 
 
 @given(st.data())
-def test_what_is_missing_comes_from_the_largest_pools(data: st.DataObject) -> None:
+def test_missing_prompts_come_from_the_largest_pools(data: st.DataObject) -> None:
     left = data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
     short = data.draw(st.integers(1, sum(left))) if sum(left) else 0
     if not short:

@@ -25,7 +25,7 @@ def prompts(tmp_path: Path) -> Prompts:
     return read_prompts(files, PromptKeys())
 
 
-def test_records_that_do_not_fit_into_memory_come_out_the_same(
+def test_records_that_do_not_fit_into_memory_are_written_alike(
     prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = np.random.default_rng(0).integers(0, 1000, 3000)
@@ -40,7 +40,7 @@ def test_records_that_do_not_fit_into_memory_come_out_the_same(
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "nothing is left behind"
 
 
-def test_very_many_files_and_empty_ones_are_written_as_few(
+def test_many_files_and_empty_ones_give_the_same_output_as_few(
     prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     records = [line for file in prompts.files for line in file.read_bytes().splitlines(keepends=True)]
@@ -62,7 +62,7 @@ def test_very_many_files_and_empty_ones_are_written_as_few(
     assert (tmp_path / "empty").read_bytes() == files[0].read_bytes()
 
 
-def test_a_file_for_each_domain(prompts: Prompts, tmp_path: Path) -> None:
+def test_one_file_per_domain(prompts: Prompts, tmp_path: Path) -> None:
     rows = np.arange(999, -1, -1)
 
     write_ordered(prompts, rows, tmp_path / "all", domain_files={0: tmp_path / "a", 1: tmp_path / "b"})

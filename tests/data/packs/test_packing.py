@@ -1,4 +1,4 @@
-"""Best-fit decreasing: every sample once, no pack over its capacity, full packs; packs on disk."""
+"""Best-fit decreasing: every sample is packed once, no pack exceeds its capacity, packs are full; packs on disk."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from nemo_ext.job.config import compose
 
 
 def read(prefix: Path) -> Any:
-    """As Megatron does, which takes seconds to import."""
+    """Read packs as Megatron does, whose import takes seconds."""
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     return IndexedDataset(str(prefix))
@@ -46,13 +46,13 @@ def test_every_sample_is_in_one_pack_and_no_pack_is_over_its_limits(
     for samples in packs:
         assert len(samples) and (-(-lengths[samples] // align) * align).sum() <= capacity
         assert most is None or len(samples) <= most
-    # Best fit never opens a pack for a sample that an open one has room for: at most one pack is half empty.
+    # Best fit opens a pack only if no open one has room for the sample: at most one pack is half empty.
     if most is None and align == 1:
         assert sum(lengths[samples].sum() * 2 <= capacity for samples in packs) <= 1
 
 
 def by_definition(lengths: list[int], capacity: int) -> list[int]:
-    """Best-fit decreasing sample by sample: what room is left in each pack."""
+    """Best-fit decreasing sample by sample, by definition: the room left in each pack."""
     rooms: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [room for room in rooms if room >= length]
@@ -72,7 +72,7 @@ def test_it_is_best_fit_decreasing(lengths: list[int]) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), largest=st.integers(1, 300))
-def test_the_least_number_from_a_bound(data: st.DataObject, largest: int) -> None:
+def test_the_smallest_number_from_a_bound(data: st.DataObject, largest: int) -> None:
     numbers, expected = _SortedNumbers(largest), set[int]()
     for number in data.draw(st.lists(st.integers(0, largest), max_size=40)):
         (numbers.remove if number in expected else numbers.add)(number)
@@ -105,8 +105,8 @@ def test_even_packs_have_the_same_mix_of_lengths() -> None:
     assert max(variation[True]) < 0.3 and min(variation[False]) > 1
 
 
-def test_packs_are_not_even_at_the_price_of_many_more() -> None:
-    """Of lengths like these only the best fit fills packs."""
+def test_packs_are_not_even_if_that_takes_many_more_packs() -> None:
+    """For lengths like these, only best fit fills packs."""
     lengths = np.random.default_rng(0).integers(50_000, 150_000, 2000)
 
     even, best = (pack(lengths, 262_144, even=even) for even in (True, False))
@@ -114,7 +114,7 @@ def test_packs_are_not_even_at_the_price_of_many_more() -> None:
     assert len(even) == len(best)
 
 
-def test_the_seed_alone_decides_the_order() -> None:
+def test_the_order_depends_on_the_seed_only() -> None:
     lengths = np.random.default_rng(0).integers(1, 900, 3000)
 
     packs, again, other, plain = (pack(lengths, 1000, seed=seed) for seed in (1, 1, 2, None))
@@ -129,26 +129,26 @@ def test_the_seed_alone_decides_the_order() -> None:
     ("arguments", "message"),
     [
         (([3, 0], 8), "sample 1 has length 0"),
-        (([3, 9], 8), "sample 1 has 9 tokens, a pack 8"),
+        (([3, 9], 8), "sample 1 has 9 tokens, but a pack has 8"),
         (([3], 0), "capacity must be a whole number of at least 1"),
         (([[3]], 8), "shape"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(arguments: tuple[list[int], int], message: str) -> None:
+def test_invalid_lengths_and_settings_are_refused(arguments: tuple[list[int], int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(*arguments)
     with pytest.raises(ValueError, match="multiple of align=3"):
         pack([1], 8, align=3)
 
 
-def test_longer_samples_are_dropped_cut_or_refused() -> None:
+def test_longer_samples_are_dropped_truncated_or_refused() -> None:
     lengths = [3, 12, 8, 9]
 
     dropped, cut = fit(lengths, 8, "drop"), fit(lengths, 8, "truncate")
 
     assert dropped.samples.tolist() == [0, 2] and dropped.lengths.tolist() == [3, 8] and dropped.dropped == 2
     assert cut.lengths.tolist() == [3, 8, 8, 8] and (cut.truncated, cut.truncated_tokens) == (2, 5)
-    with pytest.raises(ValueError, match="2 of 4 samples are longer than 8 tokens, first number 1 with 12"):
+    with pytest.raises(ValueError, match="2 of 4 samples are longer than 8 tokens, first sample 1 with 12"):
         fit(lengths, 8, "error")
     with pytest.raises(ValueError, match="did you mean 'truncate'"):
         fit(lengths, 8, "truncat")  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def rows_of(count: int, seed: int = 0, longest: int = 30) -> Rows:
 
 @pytest.mark.parametrize("window", [1, 100, 1 << 24])
 @pytest.mark.parametrize("vocab_size", [100, 100_000])
-def test_packs_on_disk_hold_every_sample_with_its_mask(
+def test_packs_on_disk_contain_every_sample_with_its_mask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int, vocab_size: int
 ) -> None:
     monkeypatch.setattr(packed_files, "_WINDOW_TOKENS", window)
@@ -209,7 +209,7 @@ def test_packs_on_disk_hold_every_sample_with_its_mask(
     assert read_packed_manifest(tmp_path / "packs") == manifest and is_packed(tmp_path / "packs")
 
 
-def test_a_cut_sample_keeps_its_beginning(tmp_path: Path) -> None:
+def test_a_truncated_sample_keeps_its_beginning(tmp_path: Path) -> None:
     files = files_of(tmp_path, [(list(range(12)), [1] * 12), ([50, 51], [0, 1])], files=1)
 
     cut = write_packed(
@@ -218,8 +218,8 @@ def test_a_cut_sample_keeps_its_beginning(tmp_path: Path) -> None:
     dropped = write_packed(tmp_path / "dropped", files, PackingSettings(capacity=8), vocab_size=100, progress=False)
 
     assert sorted(row.tolist() for row in read(tmp_path / "cut")) == [list(range(8)), [50, 51]]
-    assert "1 samples cut, 4 tokens lost" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
-    assert "1 longer samples left out" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
+    assert "1 samples truncated by 4 tokens" in cut.contents() and (cut.truncated, cut.truncated_tokens) == (1, 4)
+    assert "1 longer samples dropped" in dropped.contents() and (dropped.samples, dropped.dropped) == (1, 1)
     with pytest.raises(ValueError, match="longer=drop"):
         write_packed(
             tmp_path / "no", files, PackingSettings(capacity=8, longer="error"), vocab_size=100, progress=False
@@ -243,7 +243,7 @@ def test_finished_packs_are_kept_until_something_changes(tmp_path: Path, capsys:
     assert "starting over" in capsys.readouterr().err
 
 
-def test_a_refused_call_leaves_the_packs_before_it(tmp_path: Path) -> None:
+def test_a_refused_call_keeps_the_existing_packs(tmp_path: Path) -> None:
     files = files_of(tmp_path, rows_of(50))
     write_packed(tmp_path / "packs", files, PackingSettings(capacity=64), vocab_size=100, progress=False)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("packs*")}
@@ -255,7 +255,7 @@ def test_a_refused_call_leaves_the_packs_before_it(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.glob("packs*")} == before
 
 
-def test_what_a_killed_run_leaves_is_removed(tmp_path: Path) -> None:
+def test_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     files = files_of(tmp_path, rows_of(50))
     killed = tmp_path / "out/.packs.packing"
     killed.mkdir(parents=True)
@@ -290,14 +290,14 @@ def test_two_runs_do_not_write_the_same_packs(tmp_path: Path, monkeypatch: pytes
     assert told and read_packed_manifest(tmp_path / "packs").seed == 1
 
 
-def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
+def test_invalid_samples_and_files_are_refused(tmp_path: Path) -> None:
     for rows, message in (
         ([([1, 2], [0, 2])], "other values than 0 and 1"),
         ([([1, 2], [0, -1])], "other values than 0 and 1"),
         ([([1, 2], [0, 0.5])], "other values than 0 and 1"),
         ([([1.9, 2.7], [0, 1])], "ids of type float64: they must be integers"),
-        ([([1, 2], [1])], "equally long"),
-        ([([], [])], "equally long"),
+        ([([1, 2], [1])], "of the same length"),
+        ([([], [])], "of the same length"),
         ([([100], [1])], "ids outside 0 to 99"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -306,17 +306,17 @@ def test_bad_samples_and_files_are_refused(tmp_path: Path) -> None:
         open_samples(tmp_path / "bad", vocab_size=100)
     (file,) = files_of(tmp_path, rows_of(3), files=1)
     file.tokens.write_bytes(b"\0")
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         open_samples(file.base, vocab_size=100)
     with pytest.raises(ValueError, match="no samples to pack"):
         write_packed(tmp_path / "none", [], PackingSettings(capacity=8), vocab_size=100, progress=False)
-    with pytest.raises(ValueError, match="no such packs"):
+    with pytest.raises(ValueError, match="does not exist: pack samples first"):
         read_packed_manifest(tmp_path / "none")
     (tmp_path / "cut.json").write_text(json.dumps({"kind": "packed sequences", "format_version": 1, "packs": 3}))
     with pytest.raises(ValueError, match=r"cut\.json is damaged"):
         read_packed_manifest(tmp_path / "cut")
     (tmp_path / "other.json").write_text(json.dumps({"kind": "else"}))
-    with pytest.raises(ValueError, match="not the manifest of packs"):
+    with pytest.raises(ValueError, match="not a manifest of packs"):
         read_packed_manifest(tmp_path / "other")
 
 
@@ -328,7 +328,7 @@ def config_of(folder: Path, *overrides: str, **packed: str) -> dict[str, object]
     return config
 
 
-def test_a_training_config_takes_packs(tmp_path: Path) -> None:
+def test_a_training_config_with_packs(tmp_path: Path) -> None:
     write_packed(
         tmp_path / "packs",
         files_of(tmp_path, rows_of(20)),
@@ -346,17 +346,17 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
 
     for overrides, message in (
         ((), "micro_batch_size=1"),
-        ((one, "megatron.seq_length=32"), "packs are for megatron.seq_length=64"),
-        ((one, "megatron.context_parallel_size=2"), "packs made with align=4"),
+        ((one, "megatron.seq_length=32"), "packs require megatron.seq_length=64"),
+        ((one, "megatron.context_parallel_size=2"), "packs with align=4"),
         ((one, "megatron.mtp_num_layers=1"), "mtp_num_layers"),
-        ((one, "megatron.calculate_per_token_loss=false"), "calculate_per_token_loss must be true"),
-        ((one, "megatron.padded_vocab_size=64"), "100 ids, but the model has 64 "),
+        ((one, "megatron.calculate_per_token_loss=false"), "requires megatron.calculate_per_token_loss=true"),
+        ((one, "megatron.padded_vocab_size=64"), "100 ids, the model 64 "),
     ):
         with pytest.raises(ValueError, match=message):
             with_data(config_of(tmp_path, *overrides))
     with pytest.raises(ValueError, match="did you mean 'valid'"):
         with_data(config_of(tmp_path, one, vald="x"))
-    with pytest.raises(ValueError, match="no such packs"):
+    with pytest.raises(ValueError, match="does not exist: pack samples first"):
         with_data(config_of(tmp_path, one, valid=str(tmp_path / "none")))
     nothing = config_of(tmp_path, one)
     nothing["data"] = {"packed": {"train": None, "valid": str(tmp_path / "packs")}}
@@ -367,10 +367,10 @@ def test_a_training_config_takes_packs(tmp_path: Path) -> None:
         settings = PackingSettings(capacity=64)
         write_packed(tmp_path / name, files, settings, vocab_size=100, tokenizer_identity=identity, progress=False)
     both = f"megatron.train_data_path=[3,{tmp_path / 'one'},1,{tmp_path / 'two'}]"
-    with pytest.raises(ValueError, match=r"one and .*two are packs of different tokenizers"):
+    with pytest.raises(ValueError, match=r"one and .*two are packed with different tokenizers"):
         with_data(config_of(tmp_path, one, both))
     (tmp_path / "packs.bin").write_bytes((tmp_path / "packs.bin").read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or cut short"):
+    with pytest.raises(ValueError, match=r"packs: its \.bin or \.idx is missing or truncated"):
         with_data(config_of(tmp_path, one))
 
 

@@ -1,4 +1,4 @@
-"""Small files of generations, and readers of what was made of them."""
+"""Small files of generations, and readers of output files."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ Write = Callable[[Path, Iterable[Mapping[str, Any]]], Path]
 
 @pytest.fixture(scope="session")
 def jsonl_of() -> Write:
-    """Writes records as JSONL and gives the path."""
+    """Write records as JSONL; returns the path."""
 
     def write(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -24,7 +24,7 @@ def jsonl_of() -> Write:
 
 @pytest.fixture(scope="session")
 def lines_of() -> Callable[[Path], list[dict[str, Any]]]:
-    """Reads JSONL."""
+    """Read JSONL."""
 
     def read(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in path.read_text().splitlines()]

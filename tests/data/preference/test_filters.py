@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nemo_ext.chat.sample import Message, ToolCall
+from nemo_ext.chat.sample import Message, Sample, ToolCall
 from nemo_ext.chat.template import Template, names
 from nemo_ext.data.preference.filters import Filters, Lengths
 from nemo_ext.data.preference.group import Generation, Group, Pair
-from nemo_ext.data.preference.measure import lengths_of, texts_of
+from nemo_ext.data.preference.measure import lengths_of, rendered_pair
 from nemo_ext.data.text.tokenizers import ByteTokenizer
 
 PYTHON = {"type": "function", "function": {"name": "python", "parameters": {"type": "object", "properties": {}}}}
@@ -46,7 +46,9 @@ def test_lengths_differ_by_less_than_the_limit(chosen: int, rejected: int, limit
         (("chat",), "math", 2, False),
     ],
 )
-def test_length_bias_matters_in_some_tasks(tasks: tuple[str, ...], task: str, turns: int, dropped: bool) -> None:
+def test_the_length_difference_is_limited_in_some_tasks(
+    tasks: tuple[str, ...], task: str, turns: int, dropped: bool
+) -> None:
     earlier = (Message(role="user", content="Hi"), said("Ho")) * (turns - 1)
     judged = pair(said("a"), said("b"), task=task)
     judged = replace(judged, group=replace(judged.group, prompt=earlier + judged.group.prompt))
@@ -86,13 +88,13 @@ def test_a_reason_can_be_switched_off(chosen: Message, rejected: Message, key: s
     assert Filters(**others).reason(judged, SHORT) is None
 
 
-def test_what_is_kept() -> None:
+def test_valid_pairs_are_kept() -> None:
     assert Filters().reason(pair(said("a"), said("b")), SHORT) is None
     assert Filters().reason(pair(CALL, said("b"), tools=(PYTHON,)), SHORT) is None
-    assert Filters().reason(pair(said("b"), CALL), SHORT) is None, "a rejected answer may call what is not there"
+    assert Filters().reason(pair(said("b"), CALL), SHORT) is None, "a rejected answer may call an undeclared tool"
 
 
-def test_tokens_are_of_all_that_is_said() -> None:
+def test_lengths_include_all_texts() -> None:
     measured = pair(said("four", reasoning="ab"), said("largest"))
 
     assert lengths_of(measured, ByteTokenizer()) == Lengths(4, 6, 7)
@@ -101,11 +103,12 @@ def test_tokens_are_of_all_that_is_said() -> None:
 
 
 @pytest.mark.parametrize("name", names())
-def test_a_template_gives_one_prompt_and_what_follows_it(name: str) -> None:
+def test_a_template_renders_one_prompt_and_the_answers_after_it(name: str) -> None:
     template = Template.load(name)
     rendered = pair(said("yes", reasoning="t"), said("no", reasoning="u"))
 
-    prompt, chosen, rejected = texts_of(rendered, template)
+    question = Sample(id="q", messages=rendered.group.prompt)
+    prompt, chosen, rejected = rendered_pair(question, rendered.chosen.messages, rendered.rejected.messages, template)
 
     assert "Why?" in prompt and "yes" not in prompt
     assert "yes" in chosen and "t" in chosen and chosen == chosen.rstrip("\n")

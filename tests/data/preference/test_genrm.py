@@ -41,7 +41,7 @@ def test_helpsteers_preference_is_a_ranking(preference: int, ranking: int) -> No
     assert sample(overall_preference=preference).ranking == ranking
 
 
-def test_a_tie_is_no_sample() -> None:
+def test_a_tie_gives_no_sample() -> None:
     assert to_genrm(record(overall_preference=0), KEYS) is None
 
 
@@ -66,11 +66,11 @@ def test_the_judge_sees_no_reasoning() -> None:
         ({"ranking": 2.5}, "ranking=2.5: expected a whole number"),
         ({"ranking": 1, "score_1": 6}, "helpfulness=6: expected 1 to 5"),
         ({"overall_preference": 4}, "overall_preference=4: expected -3 to 3"),
-        ({}, "neither ranking nor overall_preference"),
-        ({"ranking": 1, "response2": None}, "neither response_2 nor response2"),
+        ({}, "no key ranking or overall_preference"),
+        ({"ranking": 1, "response2": None}, "no key response_2 or response2"),
         ({"ranking": 1, "context": None}, "no prompt"),
     ],
 )
-def test_what_is_out_of_range_or_missing_is_named(given: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_or_missing_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match=message):
         to_genrm(record(**given), KEYS)

@@ -30,7 +30,7 @@ Command = Callable[..., Any]
 
 
 def preference_data(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the job in a process where torch cannot be imported."""
+    """Run the job in a process where torch cannot be imported."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "80"}
     command = [sys.executable, "-c", SCRIPT, *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120, check=False)
@@ -66,7 +66,7 @@ def config(data: Path, **changes: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrong", [{"seed": True}, {"limit": "7"}, {"swap": "on"}, {"max_bad_share": True}])
-def test_settings_are_not_guessed(data: Path, wrong: dict[str, Any]) -> None:
+def test_settings_are_not_coerced(data: Path, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(wrong))}="):
         settings(config(data, **wrong))
 
@@ -98,7 +98,7 @@ def test_pairs_of_two_files_and_three_groups(data: Path, lines_of: Lines) -> Non
         assert [pair["id"] for pair in pairs] == [pair["id"] for pair in nemo_rl[split]]
         assert all(pair["completions"][0]["completion"] for pair in nemo_rl[split])
     prompts = [{pair["prompt"][-1]["content"] for pair in pairs} for pairs in trl.values()]
-    assert not prompts[0] & prompts[1], "a question is on one side only"
+    assert not prompts[0] & prompts[1], "a prompt is in one split only"
     counted = json.loads((data / "out/report.json").read_text())
     assert counted["left_out"]["qwen"]["groups"] == {"no weak answer": 1}
     assert counted["left_out"]["qwen"]["pairs"] == {"length difference": 59 - len(delta)}
@@ -137,7 +137,7 @@ def test_the_order_and_number_of_files_do_not_matter(data: Path, jsonl_of: Write
             assert first == second
 
 
-def test_a_tokenizer_changed_in_place_counts_anew(data: Path, bpe_file: Path, monkeypatch: Any) -> None:
+def test_a_tokenizer_changed_in_place_is_used_again(data: Path, bpe_file: Path, monkeypatch: Any) -> None:
     (data / "tokenizer.json").write_text(bpe_file.read_text())
     given = config(data, tokenizer={"kind": "huggingface", "path": str(data / "tokenizer.json")})
     given["sources"].pop("tools")
@@ -153,7 +153,7 @@ def test_a_tokenizer_changed_in_place_counts_anew(data: Path, bpe_file: Path, mo
     assert (data / "out/report.md").read_text() != before
 
 
-def test_an_interrupted_run_goes_on(data: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_run_is_resumed(data: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("nemo_ext.data.preference.spread.PART_BYTES", 2000)
     job.run(config(data, output=str(data / "whole")))
     built = []
@@ -174,12 +174,12 @@ def test_an_interrupted_run_goes_on(data: Path, monkeypatch: Any) -> None:
 
     job.run(config(data))
 
-    assert kept == done, "what was done was not done again"
+    assert kept == done, "finished parts were not built again"
     for name in ("trl_train.jsonl", "report.json"):
         assert (data / "out" / name).read_bytes() == (data / "whole" / name).read_bytes()
 
 
-def test_limits_keep_a_part_and_count_the_rest(data: Path, lines_of: Lines) -> None:
+def test_limits_keep_a_subset_and_count_the_rest(data: Path, lines_of: Lines) -> None:
     limited = config(data, limit=30, validation_share=0.0)
     limited["sources"]["qwen"]["limit"] = 10
 
@@ -189,10 +189,10 @@ def test_limits_keep_a_part_and_count_the_rest(data: Path, lines_of: Lines) -> N
     left = json.loads((data / "out/report.json").read_text())["left_out"]
     assert len(pairs) == 30
     assert left["qwen"]["pairs"]["beyond the source's limit"] == 49
-    assert sum(one["pairs"]["beyond the limit of all"] for one in left.values()) == 10 + 104 - 30
+    assert sum(one["pairs"]["beyond the overall limit"] for one in left.values()) == 10 + 104 - 30
 
 
-def test_tools_make_a_prompt_another_for_the_limit(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+def test_a_prompt_with_tools_is_separate_for_the_limit(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
     tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
     generations = [{"text": "4", "model": "big"}, {"text": "5", "model": "small"}]
     records = [{"id": n, "prompt": f"Solve {n}", "generations": generations} for n in range(20)]
@@ -205,7 +205,9 @@ def test_tools_make_a_prompt_another_for_the_limit(tmp_path: Path, jsonl_of: Wri
     assert len(pairs) == len({pair["id"] for pair in pairs}) == 10
 
 
-def test_an_answer_without_a_prompt_goes_to_none_of_several(tmp_path: Path, jsonl_of: Write, lines_of: Lines) -> None:
+def test_an_answer_without_a_prompt_is_skipped_if_its_id_has_several(
+    tmp_path: Path, jsonl_of: Write, lines_of: Lines
+) -> None:
     tool = {"type": "function", "function": {"name": "python", "parameters": {}}}
     big = {"id": 1, "prompt": "Solve", "response": "4", "model": "big"}
     small = {"id": 1, "response": "5", "model": "small"}
@@ -218,11 +220,11 @@ def test_an_answer_without_a_prompt_goes_to_none_of_several(tmp_path: Path, json
 
     assert [pair["id"] for pair in lines_of(tmp_path / "out/trl_train.jsonl")] == ["2/delta"]
     left = json.loads((tmp_path / "out/report.json").read_text())["left_out"]["a"]
-    assert left["records"] == {"answer without a prompt, where prompts with and without tools have its id": 1}
+    assert left["records"] == {"answer without a prompt, whose id has prompts with different tools": 1}
     assert left["groups"] == {"no weak answer": 2}
 
 
-def test_parts_that_are_too_large_are_divided_and_few_files_are_open(data: Path, monkeypatch: Any) -> None:
+def test_large_parts_are_divided_with_few_open_files(data: Path, monkeypatch: Any) -> None:
     job.run(config(data))
     monkeypatch.setattr("nemo_ext.data.preference.spread.PART_BYTES", 400)
     monkeypatch.setattr("nemo_ext.data.preference.spread.MOST_PARTS", 4)
@@ -237,7 +239,7 @@ def test_parts_that_are_too_large_are_divided_and_few_files_are_open(data: Path,
         assert (data / "small" / name).read_bytes() == (data / "out" / name).read_bytes()
 
 
-def test_files_of_an_earlier_run_go_and_inputs_stay(data: Path) -> None:
+def test_files_of_an_earlier_run_are_removed_and_inputs_kept(data: Path) -> None:
     job.run(config(data, validation_share=0.5))
     assert (data / "out/trl_validation.jsonl").exists()
     job.run(config(data, validation_share=0.0))
@@ -252,7 +254,7 @@ def test_files_of_an_earlier_run_go_and_inputs_stay(data: Path) -> None:
     assert (data / "out/.work/strong.jsonl").exists()
 
 
-def test_records_that_do_not_fit_are_said_and_many_are_an_error(
+def test_invalid_records_are_reported_and_too_many_are_an_error(
     tmp_path: Path, jsonl_of: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records = [{"prompt": f"q{n}", "chosen": "a", "rejected": "b"} for n in range(100)]
@@ -266,10 +268,10 @@ def test_records_that_do_not_fit_are_said_and_many_are_an_error(
         job.run(given)
     job.run(given | {"max_bad_share": 0.1})
 
-    assert "102 records, 100 prompts, 100 kept; left out: 2 schema" in capsys.readouterr().err
+    assert "102 records, 100 prompts, 100 kept; skipped: 2 schema" in capsys.readouterr().err
 
 
-def test_bad_records_are_counted_with_their_place(data: Path) -> None:
+def test_invalid_records_are_counted_with_their_place(data: Path) -> None:
     with open(data / "tools.jsonl", "a") as file:
         file.write('not json\n{"id": 9}\n{"id": 10, "prompt": "x", "generations": [{"text": 5}]}\n[1]\n{"task": "m"}\n')
     with pytest.raises(ValueError, match=r"sources.tools: 3 of 13 records .* max_bad_share=0.01"):
@@ -370,7 +372,7 @@ def test_the_command_without_torch(data: Path) -> None:
 
     assert made.returncode == 0, made.stderr
     assert (data / "pairs/report.md").read_text().startswith("# Preference data: olmo3_think\n")
-    assert "warning: NeMo-RL hands neither tools" in made.stderr
+    assert "warning: NeMo-RL passes neither tools" in made.stderr
 
 
 @pytest.mark.parametrize(
@@ -388,10 +390,10 @@ def test_the_command_without_torch(data: Path) -> None:
         (("sources={a: {kind: judged, path: x}}", "filters.max_tokens=9"), "sources.a: the filters count tokens"),
         (("sources={a: {kind: judged, path: x}}", "outputs=[tlr]"), "unknown format 'tlr': did you mean 'trl'?"),
         (("preset=olmo3_think",), "not set: sources.qwen3.strong, sources.qwen3.weak"),
-        ((), "sources: name one at least"),
+        ((), "sources is empty"),
     ],
 )
-def test_a_mistake_is_one_line(words: tuple[str, ...], message: str, data: Path, command: Command) -> None:
+def test_an_error_is_one_line(words: tuple[str, ...], message: str, data: Path, command: Command) -> None:
     ended = command("preference_data", *words, "output=out", cwd=data)
 
     (line,) = ended.stderr.splitlines()
@@ -420,7 +422,7 @@ def test_parquet_gives_the_same_pairs(data: Path) -> None:
     assert (data / "out/trl_train.jsonl").read_bytes() == (data / "again/trl_train.jsonl").read_bytes()
 
 
-def test_files_that_cannot_be_read_to_their_end_are_errors(data: Path) -> None:
+def test_truncated_files_are_errors(data: Path) -> None:
     whole = gzip.compress((data / "strong.jsonl").read_bytes())
     (data / "cut.jsonl.gz").write_bytes(whole[:-40])
     (data / "bytes.jsonl").write_bytes((data / "weak.jsonl").read_bytes() + b'{"id": "p1", "text": "\xff"}\n')
@@ -436,5 +438,5 @@ def test_files_that_cannot_be_read_to_their_end_are_errors(data: Path) -> None:
     assert left == {"malformed": 1}
 
     broken["sources"]["tools"]["path"] = str(data / "empty.jsonl")
-    with pytest.raises(ValueError, match=r"sources\.tools: the files hold no records"):
+    with pytest.raises(ValueError, match=r"sources\.tools: the files have no records"):
         job.run(broken | {"max_bad_share": 0.5})

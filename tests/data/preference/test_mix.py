@@ -20,7 +20,7 @@ LIMIT = st.none() | st.integers(1, 25)
 
 
 @given(st.lists(CONTENTS, min_size=1, max_size=3), LIMIT, LIMIT, st.randoms())
-def test_every_pair_stays_once_or_has_a_reason(
+def test_every_pair_is_kept_once_or_counted(
     contents: list[list[int]], first: int | None, limit: int | None, random: object
 ) -> None:
     sources = [lines_of(number, given) for number, given in enumerate(contents)]
@@ -43,7 +43,7 @@ def test_every_pair_stays_once_or_has_a_reason(
     assert first is None or sum(line.source == 0 for line in kept) <= first
 
 
-def test_both_positions_of_a_sample_stay_or_go_together() -> None:
+def test_both_orders_of_a_sample_are_kept_or_dropped_together() -> None:
     rows = [
         Row(order=2 * unit + side, unit=unit, content=2 * unit + side, prompt=unit, genrm=True, position=0)
         for unit in range(50)
@@ -63,7 +63,7 @@ def test_the_split_follows_the_prompt() -> None:
     assert 20 < sum(side for _, side in sides) < 80
 
 
-def test_a_limited_source_has_no_advantage_under_the_limit_of_all() -> None:
+def test_a_limited_source_has_no_advantage_under_the_overall_limit() -> None:
     sources = [lines_of(0, list(range(2000))), lines_of(1, list(range(2000, 2400)))]
 
     kept = mixed(sources, limits=[400, None], limit=400, reports=[ReadReport(), ReadReport()])

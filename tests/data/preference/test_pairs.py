@@ -82,7 +82,7 @@ def test_delta_pairs_are_strong_over_weak_each_once(pool: list[Generation], limi
     )
 
 
-def test_files_say_which_side_is_strong_whatever_the_model() -> None:
+def test_the_side_of_a_file_overrides_model_patterns() -> None:
     group = asked(answer("good", side="strong", model="x"), answer("bad", side="weak", model="x"))
 
     (pair,) = delta(group, Rules(), 1, ReadReport())
@@ -111,7 +111,7 @@ def test_judged_pairs_are_the_best_over_the_worst(pool: list[Generation], margin
     assert bool(pairs) == (unpaired == 0)
 
 
-def test_a_judged_pool_without_a_weak_answer_is_left_out() -> None:
+def test_a_judged_pool_without_a_weak_answer_is_skipped() -> None:
     report = ReadReport()
     rules = replace(RULES, require_weak=True)
     pool = [answer("a", model="other", score=5.0), answer("b", model="Qwen3-32B", score=1.0)]
@@ -148,11 +148,11 @@ def test_tool_hallucination_has_three_groups() -> None:
     assert all(not rules.calls(pair.chosen) and pair.chosen.correct for pair in plain)
     assert [rules.calls(pair.rejected) for pair in plain if pair.kind == "no_tools"] == [False]
     assert all(rules.calls(pair.rejected) for pair in plain if pair.kind == "hallucination_penalty")
-    assert Counter(pair.kind for pair in tooled) == {"with_tools": 4}, "right over wrong, called or not"
+    assert Counter(pair.kind for pair in tooled) == {"with_tools": 4}, "correct over incorrect, with or without calls"
 
 
 @given(pools(), st.dictionaries(st.sampled_from(GROUPS), st.integers(0, 4)))
-def test_no_group_has_more_pairs_than_asked_for(pool: list[Generation], limits: dict[str, int]) -> None:
+def test_no_group_has_more_pairs_than_requested(pool: list[Generation], limits: dict[str, int]) -> None:
     pairs = tool_hallucination(asked(*pool), HallucinationRules(per_prompt=limits), 1, ReadReport())
 
     assert all(count <= limits.get(kind, 0) for kind, count in Counter(pair.kind for pair in pairs).items())
@@ -162,7 +162,7 @@ def test_no_group_has_more_pairs_than_asked_for(pool: list[Generation], limits: 
     "text",
     ["<tool_call>\n{", "<TOOLCALL>[", "<|python_tag|>x", "```tool_code\nf()", '{"name": "search", "arguments": {}}'],
 )
-def test_calls_in_text_are_found_also_in_reasoning(text: str) -> None:
+def test_calls_in_text_are_found_in_reasoning_too(text: str) -> None:
     rules = HallucinationRules()
     thought = Generation(messages=(Message(role="assistant", content="4", reasoning=text),))
 
@@ -171,7 +171,7 @@ def test_calls_in_text_are_found_also_in_reasoning(text: str) -> None:
     assert not rules.calls(answer("I would call a tool, ```python\nprint(1)```, had I one"))
 
 
-def test_records_of_one_id_with_different_prompts_are_left_out() -> None:
+def test_records_of_one_id_with_different_prompts_are_skipped() -> None:
     report = ReadReport()
     other = replace(asked(answer("b")), prompt=(Message(role="user", content="Who?"),))
 
@@ -180,7 +180,7 @@ def test_records_of_one_id_with_different_prompts_are_left_out() -> None:
     assert report.skipped == {"prompts of one id differ": 1, "identical generations": 1}
 
 
-def test_the_split_asks_for_the_users_words_alone() -> None:
+def test_the_split_depends_on_user_messages_only() -> None:
     plain = [Message(role="user", content="Why?")]
     with_system = [Message(role="system", content="Use tools."), Message(role="user", content=" Why?\n")]
 

@@ -32,7 +32,7 @@ def test_a_list_of_generations() -> None:
     assert (second.messages[0].reasoning, second.model, second.score, second.correct) == ("t", "m", 3.0, True)
 
 
-def test_traces_are_read_as_everywhere_and_an_answer_cut_off_inside_one_is_left_out() -> None:
+def test_traces_are_read_and_answers_with_unfinished_traces_skipped() -> None:
     record = {"prompt": "Hi", "generations": ["t</think>a", "<think>and", {"text": "<think>t</think>a", "model": "m"}]}
     report = ReadReport()
 
@@ -41,12 +41,12 @@ def test_traces_are_read_as_everywhere_and_an_answer_cut_off_inside_one_is_left_
     assert [made.messages for made in group.generations] == [
         (Message(role="assistant", content="a", reasoning="t"),)
     ] * 2
-    assert report.skipped == {"answer whose trace does not end": 1}
+    assert report.skipped == {"answer with an unfinished trace": 1}
     with pytest.raises(FormatError, match=r"generations\[1\].text: messages\[0\].content: the trace does not end"):
         to_group(record, KEYS)
 
 
-def test_one_answer_a_record_and_records_without_an_id() -> None:
+def test_one_answer_per_record_and_records_without_an_id() -> None:
     group = to_group({"prompt": "Why?", "response": "So."}, KEYS, side="weak")
 
     assert group.generations[0].side == "weak"
@@ -54,7 +54,7 @@ def test_one_answer_a_record_and_records_without_an_id() -> None:
     assert to_group({"id": "p", "text": "So."}, KEYS).prompt == ()
 
 
-def test_a_task_for_rl_holds_the_prompt_of_its_answers() -> None:
+def test_an_rl_task_provides_the_prompt_of_its_answers() -> None:
     task = {"id": "t", "environment": "math", "prompt": "1 + 1?", "reference": {"answer": "2"}}
     group = to_group(task, KEYS)
 
@@ -63,7 +63,7 @@ def test_a_task_for_rl_holds_the_prompt_of_its_answers() -> None:
         to_group({key: value for key, value in task.items() if key != "reference"}, KEYS)
 
 
-def test_a_task_that_generate_has_answered_keeps_the_trace() -> None:
+def test_an_rl_task_answered_by_generate_keeps_the_trace() -> None:
     task = {"id": "t", "environment": "math", "prompt": "1 + 1?", "reference": {"answer": "2"}}
     keys = RecordKeys(answer="answer")
 
@@ -95,7 +95,7 @@ def test_history_goes_before_the_prompt() -> None:
         },
     ],
 )
-def test_pairs_made_elsewhere(record: dict[str, Any]) -> None:
+def test_existing_pairs(record: dict[str, Any]) -> None:
     group = to_group(record, KEYS, pairs=True)
 
     assert [message.content for message in group.prompt] == ["Hi"]
@@ -115,24 +115,27 @@ def test_pairs_made_elsewhere(record: dict[str, Any]) -> None:
             r"generations\[0\].score: expected a number",
         ),
         ({"prompt": "a", "generations": [{"text": "b", "correct": "yes"}]}, r"generations\[0\].correct='yes'"),
-        ({"prompt": "a", "generations": [{"messages": CHAT[:1]}]}, "expected the assistant's messages"),
-        ({"messages": CHAT[:2], "response": "b"}, "ends with the assistant"),
-        ({"messages": CHAT, "history": CHAT[:2], "response": "b"}, "has earlier turns already"),
+        (
+            {"prompt": "a", "generations": [{"messages": CHAT[:1]}]},
+            "the first and last message must be the assistant's",
+        ),
+        ({"messages": CHAT[:2], "response": "b"}, "the last message must be the user's or a tool's, not assistant"),
+        ({"messages": CHAT, "history": CHAT[:2], "response": "b"}, "already has earlier turns"),
     ],
 )
-def test_what_does_not_fit_names_its_place(record: dict[str, Any], message: str) -> None:
+def test_invalid_records_are_refused_with_their_place(record: dict[str, Any], message: str) -> None:
     with pytest.raises(FormatError, match=message):
         to_group(record, KEYS)
 
 
-def test_conversations_that_part_too_early_are_no_pair() -> None:
+def test_conversations_that_differ_too_early_are_refused() -> None:
     other = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "No"}, CHAT[2]]
     end = {"role": "assistant", "content": "x"}
 
-    with pytest.raises(FormatError, match="part before the last user message"):
+    with pytest.raises(FormatError, match="differ before the last user message"):
         to_group({"chosen": [*CHAT, end], "rejected": [*other, end]}, KEYS, pairs=True)
 
 
-def test_a_record_with_neither_id_nor_prompt() -> None:
+def test_a_record_with_neither_id_nor_prompt_is_refused() -> None:
     with pytest.raises(FormatError, match="neither id nor a prompt"):
         group_key({"text": "b"}, KEYS)

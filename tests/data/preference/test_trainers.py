@@ -1,4 +1,4 @@
-"""The files as the trainers read them; needs the libraries, which are no dependency of ours."""
+"""Files as trainers read them; requires the trainers' libraries, which are not dependencies of this package."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ CALL = {"name": "python", "arguments": {"code": "1"}}
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, jsonl_of: Write) -> Iterator[Path]:
-    """Pairs of which only the rarest have a trace, tools, a call, and arguments of another name."""
+    """Pairs, of which only a few have a trace, tools, a call, and arguments of another name."""
     folder = tmp_path_factory.mktemp("pairs")
     records: list[dict[str, Any]] = [
         {"id": n, "prompt": f"Q{n}", "chosen": "a" * 3000, "rejected": "b" * 3000} for n in range(6000)
@@ -36,7 +36,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, jsonl_of: Write) -> Iterator[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trl", "nemo_rl"])
-def test_datasets_reads_every_value_as_it_was(made: Path, kind: str) -> None:
+def test_datasets_reads_every_value_unchanged(made: Path, kind: str) -> None:
     datasets = pytest.importorskip("datasets", reason="needs datasets, which comes with trl")
     path = made / f"out/{kind}_train.jsonl"
     assert path.stat().st_size > 30e6, "more than datasets takes the types from"

@@ -1,4 +1,4 @@
-"""What of the shards is trained on: duplicates, lengths, shares of thinking, bad records."""
+"""Selection over all shards: duplicates, lengths, shares of thinking, invalid records."""
 
 import json
 from collections import Counter
@@ -28,7 +28,7 @@ def chat(number: int, *, trace: str | None = "because", words: int = 12, **more:
 
 @pytest.fixture
 def sft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs the job on records of one source, without a report; gives the table and what was chosen."""
+    """Run the job on the records of one source, without a report; returns the table and the selection."""
     seen: list[tuple[Table, Chosen]] = []
 
     def note(settings: object, table: Table, chosen: Chosen, packed: object) -> Path:
@@ -52,14 +52,14 @@ def modes(table: Table, chosen: Chosen) -> dict[str, int]:
     return {name: int((table.modes[chosen.train] == number).sum()) for number, name in enumerate(MODES)}
 
 
-def test_texts_longer_than_a_pack_count_for_no_budget(sft: Run, tmp_path: Path) -> None:
+def test_texts_longer_than_a_pack_do_not_count_toward_the_budget(sft: Run, tmp_path: Path) -> None:
     records = [chat(n, trace=None, words=200 if n % 3 else 12) for n in range(60)]
     packing = {"capacity": 512}
 
     table, chosen = sft(records, packing=packing, sampling={"tokens": 12_000})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.dropped == 0 and chosen.left.skipped == {"text longer than a pack": 40}
+    assert packed.dropped == 0 and chosen.skipped.skipped == {"text longer than a pack": 40}
     assert packed.tokens == table.lengths[chosen.train].sum() == pytest.approx(12_000, rel=0.03)
     with pytest.raises(ValueError, match="the sources have"):
         sft(packing=packing, sampling={"tokens": 100_000})
@@ -67,18 +67,18 @@ def test_texts_longer_than_a_pack_count_for_no_budget(sft: Run, tmp_path: Path) 
         sft(packing=packing | {"longer": "error"})
 
 
-def test_texts_that_packing_cuts_are_as_long_as_they_are_cut(sft: Run, tmp_path: Path) -> None:
+def test_truncated_texts_have_their_truncated_lengths(sft: Run, tmp_path: Path) -> None:
     records = [chat(n, trace=None, words=200 if n % 3 else 12) for n in range(30)]
 
     table, chosen = sft(records, packing={"capacity": 1400, "longer": "truncate"})
 
     packed = read_packed_manifest(tmp_path / "out" / "train")
-    assert packed.truncated == 20 and not chosen.left.skipped
+    assert packed.truncated == 20 and not chosen.skipped.skipped
     assert packed.tokens == table.lengths[chosen.train].sum()
     assert packed.trained_tokens == table.trained[chosen.train].sum()
 
 
-def test_the_mode_of_a_text_is_that_of_its_turn(sft: Run) -> None:
+def test_the_mode_of_a_text_is_its_turn_s(sft: Run) -> None:
     first, second = chat(1), chat(2, trace=None)
     both = {"id": "both", "task": "math", "messages": first["messages"] + second["messages"]}
 
@@ -88,18 +88,20 @@ def test_the_mode_of_a_text_is_that_of_its_turn(sft: Run) -> None:
 
 
 @pytest.mark.parametrize("reasoning", [None, {"strip": 0.0, "truncate": 0.0}])
-def test_shares_of_thinking_are_of_what_is_left_after_duplicates(sft: Run, reasoning: dict[str, float] | None) -> None:
+def test_shares_of_thinking_are_over_the_samples_left_after_deduplication(
+    sft: Run, reasoning: dict[str, float] | None
+) -> None:
     on = [chat(n, id=f"s{n}.{copy}") for n in range(20) for copy in range(4)]
     off = [chat(100 + n, trace=None) for n in range(60)]
 
     table, chosen = sft(on + off, thinking_shares={"math": 0.5}, reasoning=reasoning)
 
     assert modes(table, chosen) == {"off": 20, "on": 20}
-    assert chosen.left.skipped == {"near duplicate": 60, "thinking share": 40}
+    assert chosen.skipped.skipped == {"near duplicate": 60, "thinking share": 40}
     assert chosen.shares == {"math": (0.5, 20, 20)}
 
 
-def test_samples_are_stripped_for_a_share_and_another_share_takes_the_same_shards(sft: Run, tmp_path: Path) -> None:
+def test_samples_are_stripped_for_a_share_and_another_share_reuses_the_shards(sft: Run, tmp_path: Path) -> None:
     records = [chat(n, task="math" if n % 2 else "chat") for n in range(80)]
     table, chosen = sft(records, thinking_shares={"math": 0.25})
     shard = tmp_path / "out" / ".work" / "000000.tokens"
@@ -112,7 +114,7 @@ def test_samples_are_stripped_for_a_share_and_another_share_takes_the_same_shard
     assert shard.stat().st_mtime_ns == before
 
 
-def test_a_pair_s_two_samples_are_balanced_apart(sft: Run) -> None:
+def test_the_two_samples_of_a_pair_are_balanced_separately(sft: Run) -> None:
     paired = {"strip": 0.0, "truncate": 0.0, "pair": 1.0}
 
     table, chosen = sft([chat(n) for n in range(40)], thinking_shares={"math": 0.8}, reasoning=paired)
@@ -121,27 +123,27 @@ def test_a_pair_s_two_samples_are_balanced_apart(sft: Run) -> None:
     assert modes(table, chosen) == {"off": 10, "on": 40}
 
 
-def test_an_unknown_task_of_a_share_is_refused_or_said(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ValueError, match=r"thinking_shares\.mth: no sample is of this task: did you mean 'math'\?"):
+def test_an_unknown_task_of_a_share_is_refused_or_reported(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"thinking_shares\.mth: no sample has this task: did you mean 'math'\?"):
         sft([chat(n) for n in range(5)], thinking_shares={"mth": 0.1})
 
     sft(thinking_shares={"function_calling": 0.1}, preset="domyn")
 
-    assert "thinking_shares.function_calling: no sample is of this task" in capsys.readouterr().err
+    assert "thinking_shares.function_calling: no sample has this task" in capsys.readouterr().err
 
 
-def test_an_id_of_two_samples_is_warned_of(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_id_of_two_samples_causes_a_warning(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
     records = [chat(file * 100 + n, id=str(n)) for file in range(4) for n in range(10)] + [chat(0, id="0")]
 
     _, chosen = sft(records)
 
-    assert chosen.left.skipped == {"duplicate id": 1, "duplicate id of another sample": 30}
+    assert chosen.skipped.skipped == {"duplicate id": 1, "duplicate id of another sample": 30}
     said = capsys.readouterr().err
-    assert "warning: 30 samples have the id of an earlier one of their source but say something else" in said
-    assert "left out: 1 duplicate id, 30 duplicate id of another sample" in said
+    assert "warning: 30 samples are skipped because they repeat the id of an earlier sample of their source" in said
+    assert "skipped: 1 duplicate id, 30 duplicate id of another sample" in said
 
 
-def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_records_are_reported_and_too_many_are_an_error(sft: Run, capsys: pytest.CaptureFixture[str]) -> None:
     records = [chat(n) for n in range(100)]
     for bad in records[:3]:
         bad["messages"][1]["role"] = "asistant"
@@ -150,10 +152,10 @@ def test_too_many_bad_records_are_an_error_and_few_are_said(sft: Run, capsys: py
         sft(records)
     sft([*records[2:], chat(200), chat(201)])
 
-    assert "left out: 1 schema" in capsys.readouterr().err
+    assert "skipped: 1 schema" in capsys.readouterr().err
 
 
-def test_nothing_that_was_left_out_is_validated_on(sft: Run) -> None:
+def test_skipped_samples_are_not_in_the_validation_data(sft: Run) -> None:
     records = [chat(n, id=f"s{n}.{copy}", trace=None if n % 4 else "why") for n in range(50) for copy in range(3)]
     records += records[:30]
 

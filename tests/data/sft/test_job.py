@@ -1,4 +1,4 @@
-"""`nemo-ext sft_data` from files to packs: what is trained on, what is left out, again, in another order, mistakes."""
+"""`nemo-ext sft_data` from files to packs: trained and skipped samples, second runs, another order, errors."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def record(number: int, *, thinks: bool = True, task: str = "chat") -> dict[str,
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """A config over two files: 60 samples with reasoning, 20 without, and what is wrong with some more."""
+    """A config over two files: 60 samples with reasoning, 20 without, and some invalid records."""
     lines = [json.dumps(record(n)) for n in range(60)]
     lines += ["{not json", json.dumps({"id": "x", "messages": [{"role": "usr", "content": "hi"}]})]
     lines += [json.dumps(record(3)), json.dumps(record(4) | {"id": "twin"})]
@@ -73,8 +73,8 @@ def texts(prefix: Path) -> Counter[str]:
     return found
 
 
-def left_out(report: Path) -> dict[str, int]:
-    section = report.read_text().split("## Left out")[1].split("##")[0]
+def skipped(report: Path) -> dict[str, int]:
+    section = report.read_text().split("## Skipped")[1].split("##")[0]
     rows = [line.split("|") for line in section.splitlines() if line.startswith("| ")][1:]
     return {cells[1].strip(): int(cells[2]) for cells in rows if cells[2].strip().isdigit()}
 
@@ -83,7 +83,7 @@ def left_out(report: Path) -> dict[str, int]:
 def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     made = run(prepared())
 
-    counted = left_out(made)
+    counted = skipped(made)
     assert counted == {
         "malformed": 1,
         "schema": 1,
@@ -100,13 +100,13 @@ def test_every_sample_is_trained_on_or_counted(prepared: Callable[..., dict[str,
     written = made.read_text()
     assert "| a | 65 |" in written and "| b | 20 |" in written
     assert "a.jsonl:61" in written and "did you mean 'user'" in written
-    assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 is {tmp_path}/a.jsonl:5 |" in written
-    assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 is {tmp_path}/a.jsonl:4 |" in written
+    assert f"| near duplicate | 1 | {tmp_path}/a.jsonl:64 repeats {tmp_path}/a.jsonl:5 |" in written
+    assert f"| duplicate id | 1 | {tmp_path}/a.jsonl:63 repeats {tmp_path}/a.jsonl:4 |" in written
     assert (tmp_path / "out" / "report.png").stat().st_size > 2_000
     assert "samples stripped" in written
 
 
-def test_again_nothing_is_done_and_other_packing_takes_the_same_shards(
+def test_a_second_run_does_nothing_and_other_packing_reuses_the_shards(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     run(prepared())
@@ -120,8 +120,8 @@ def test_again_nothing_is_done_and_other_packing_takes_the_same_shards(
     assert shard.stat().st_mtime_ns != before[1]
 
 
-def same_as_anew(config: dict[str, Any], folder: Path) -> bool:
-    """Whether a run into `out`, where there are shards of an earlier one, makes what one into an empty folder does."""
+def same_as_fresh(config: dict[str, Any], folder: Path) -> bool:
+    """True if a run into `out`, with shards of an earlier run, gives the same packs as a run into an empty folder."""
     run(config)
     run({**config, "output": str(folder / "anew")})
     made = [(folder / name / "train.bin").read_bytes() for name in ("out", "anew")]
@@ -129,7 +129,7 @@ def same_as_anew(config: dict[str, Any], folder: Path) -> bool:
     return made[0] == made[1]
 
 
-def test_whatever_decides_shards_makes_them_anew(
+def test_every_relevant_change_makes_the_shards_again(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path, tokenizer_of: Callable[[str], Any], monkeypatch: Any
 ) -> None:
     template, listed, tests = tmp_path / "my.jinja", tmp_path / "list.txt", tmp_path / "test.txt"
@@ -163,14 +163,14 @@ def test_whatever_decides_shards_makes_them_anew(
     for change, fewer in changes:
         before, count = shard.stat().st_mtime_ns, samples()
         change()
-        assert same_as_anew(config, tmp_path)
+        assert same_as_fresh(config, tmp_path)
         assert shard.stat().st_mtime_ns != before and samples() == count - fewer
         before = shard.stat().st_mtime_ns
         run(config)
         assert shard.stat().st_mtime_ns == before
 
 
-def test_why_shards_are_made_anew_is_said(
+def test_the_reason_for_starting_over_is_reported(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(prepared())
@@ -181,11 +181,11 @@ def test_why_shards_are_made_anew_is_said(
     assert "made by another version of nemo_ext: starting over" in capsys.readouterr().err
 
 
-def test_nothing_that_is_not_the_job_s_is_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_files_of_others_are_not_removed(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     mine = tmp_path / "out" / ".work" / "notes.txt"
     mine.parent.mkdir(parents=True)
     mine.write_text("mine")
-    with pytest.raises(ValueError, match=r"\.work: holds what this job did not make: move it"):
+    with pytest.raises(ValueError, match=r"\.work: holds files that this job did not write: move them"):
         run(prepared())
     assert mine.read_text() == "mine"
 
@@ -212,12 +212,12 @@ def test_validation_packs_of_an_earlier_run_are_removed(
     assert not list((tmp_path / "out").glob("valid*"))
 
 
-def test_a_second_job_is_kept_out(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_second_job_in_the_same_folder_is_refused(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     with only_run_in(tmp_path / "out", "output"), pytest.raises(ValueError, match="another run is using this"):
         run(prepared())
 
 
-def test_an_interrupted_run_ends_the_same(
+def test_an_interrupted_run_gives_the_same_result(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from nemo_ext.data.sft import job
@@ -240,7 +240,7 @@ def test_an_interrupted_run_ends_the_same(
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_decisions_go_by_ids_and_not_by_order(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_decisions_depend_on_ids_and_not_on_order(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     config = prepared(near_duplicates=None)
     run(config)
     first = {name: texts(tmp_path / "out" / name) for name in ("train", "valid")}
@@ -250,7 +250,7 @@ def test_decisions_go_by_ids_and_not_by_order(prepared: Callable[..., dict[str, 
     assert {name: texts(tmp_path / "out" / name) for name in ("train", "valid")} == first
 
 
-def test_two_workers_make_what_one_makes(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_two_workers_give_the_same_result_as_one(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     run(prepared())
     run(prepared(output=str(tmp_path / "two"), workers=2))
     assert (tmp_path / "out" / "train.bin").read_bytes() == (tmp_path / "two" / "train.bin").read_bytes()
@@ -279,49 +279,44 @@ def test_shares_of_thinking_and_a_budget(prepared: Callable[..., dict[str, Any]]
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"template": None}, "template=null: say which chat template"),
+        ({"template": None}, "template=null: give a chat template"),
         ({"template": "nemotron"}, "nemotron"),
         ({"sources": []}, "sources is empty"),
         ({"filters": {"structure": {}}}, "unknown filter 'structure': did you mean 'structural'"),
         ({"turns": "all"}, "turns='all': input should be 'split', 'last' or 'whole'"),
         ({"packing": {"capacty": 4}}, r"unknown key 'packing\.capacty': did you mean 'capacity'"),
-        ({"duplicate_ids": "error"}, r"1 samples have the id of an earlier one"),
+        ({"duplicate_ids": "error"}, r"1 samples repeat the id of an earlier sample"),
         ({"sampling": {"tokens": 1e12}}, "at most"),
         ({"validation_share": 1.0}, "validation_share"),
         ({"thinking_shares": {"math": 15}}, r"thinking_shares\.math=15"),
-        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 of a band"),
+        ({"near_duplicates": {"rows": 200}}, "near_duplicates: rows=200 must be at most slots"),
     ],
 )
-def test_mistakes_are_named(prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(
+    prepared: Callable[..., dict[str, Any]], changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         run(prepared(**changes))
 
 
-def test_a_full_disk_is_named_with_what_to_do(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_with_the_remedy(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, hard))
     try:
-        with pytest.raises(ValueError, match=r"/out: .*: mend it and run the same command again, which goes on"):
+        with pytest.raises(ValueError, match=r"/out: .*: fix this, then run the same command to resume"):
             run(prepared())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     run(prepared())
 
 
-def test_an_empty_file_is_named(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+def test_an_empty_file_is_reported(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ValueError, match=r"no sample is left.* 1 empty file \(/.*/empty\.jsonl"):
         run(prepared(sources=[{"name": "e", "path": str(tmp_path / "empty.jsonl")}]))
 
 
-def test_a_corrupt_file_is_refused(prepared: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
-    whole = (tmp_path / "b.jsonl.gz").read_bytes() if (tmp_path / "b.jsonl.gz").exists() else b""
-    (tmp_path / "b.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"b\.jsonl\.gz"):
-        run(prepared())
-
-
-def test_the_command_says_what_it_made(
+def test_the_command_reports_its_output(
     prepared: Callable[..., dict[str, Any]], tmp_path: Path, command: Callable[..., Any]
 ) -> None:
     prepared()

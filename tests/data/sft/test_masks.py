@@ -55,7 +55,7 @@ def transformers_tokenizer(tokenizer: HuggingFaceTokenizer) -> Any:
 
 
 def runs(encoded: Encoded) -> list[tuple[int, int]]:
-    """Where trained tokens stand."""
+    """Places of the trained tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate([[0], encoded.mask, [0]]).astype(np.int8)))
     return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
 
@@ -91,7 +91,7 @@ def test_every_token_is_the_tokenizers_own_and_is_trained_on_as_its_text_is(
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
 @settings(max_examples=5)
-def test_the_prompt_has_the_ids_that_it_has_when_the_model_answers(
+def test_the_prompt_has_the_same_ids_as_at_generation(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
     loaded = load(template)
@@ -113,7 +113,7 @@ def test_the_prompt_has_the_ids_that_it_has_when_the_model_answers(
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
 @settings(max_examples=5)
-def test_ids_and_mask_are_those_of_transformers(
+def test_ids_and_mask_match_transformers(
     kind: str, template: str, tokenizer_of: TokenizerOf, samples_of: SamplesOf, draw: st.DataObject
 ) -> None:
     tokenizer, loaded = tokenizer_of(kind), load(template)
@@ -202,7 +202,7 @@ def test_a_line_break_of_the_answer_does_not_merge_with_the_prompts(tokenizer_of
         "<|im_start|>{% generation %}ret{% endgeneration %}urn self<|im_end|>",
     ],
 )
-def test_where_no_cut_is_possible_a_token_of_both_is_not_trained_on(source: str, tokenizer_of: TokenizerOf) -> None:
+def test_without_cuts_a_token_across_a_boundary_is_not_trained_on(source: str, tokenizer_of: TokenizerOf) -> None:
     tokenizer = tokenizer_of("prefix_space")
     own = plain(tokenizer)
     encoder = ChatEncoder(Template("short", source), tokenizer)
@@ -220,7 +220,7 @@ def test_where_no_cut_is_possible_a_token_of_both_is_not_trained_on(source: str,
 @pytest.mark.parametrize("template", TEMPLATES)
 @given(draw=st.data())
 @settings(max_examples=5)
-def test_bytes(template: str, samples_of: SamplesOf, draw: st.DataObject) -> None:
+def test_byte_tokenizer(template: str, samples_of: SamplesOf, draw: st.DataObject) -> None:
     sample = draw.draw(samples_of(EDGES))
     rendered = load(template).render(sample)
 
@@ -238,17 +238,20 @@ def test_truncation_to_a_budget_of_tokens(kind: str, tokenizer_of: TokenizerOf, 
     tokenizer = ByteTokenizer() if kind == "byte" else tokenizer_of(kind)
     encoder = encoder_of(load("domyn"), tokenizer)
 
+    def count(text: str) -> int:
+        return len(encoder._ends(text)[0])
+
     cut = encoder.truncated(text, [budget, 1000]).get(budget)
 
     if cut is None:
-        assert encoder.count(text) <= budget
+        assert count(text) <= budget
     else:
-        assert encoder.count(text) > budget
+        assert count(text) > budget
         assert text.startswith(cut)
-        assert encoder.count(cut) <= budget if kind != "unigram" else len(cut) < len(text)
+        assert count(cut) <= budget if kind != "unigram" else len(cut) < len(text)
 
 
-def test_a_template_without_an_end_of_turn_is_told(tokenizer_of: TokenizerOf) -> None:
+def test_a_template_without_an_end_of_turn_is_reported(tokenizer_of: TokenizerOf) -> None:
     tokenizer = tokenizer_of("byte_level")
     bare = Template("bare", "{% for message in messages %}{{ message.content }}\n{% endfor %}")
 
@@ -257,7 +260,7 @@ def test_a_template_without_an_end_of_turn_is_told(tokenizer_of: TokenizerOf) ->
     assert ChatEncoder(bare, ByteTokenizer()).ends_turns
 
 
-def test_an_encoder_survives_pickling(tool_chat: Sample, tokenizer_of: TokenizerOf) -> None:
+def test_an_encoder_can_be_pickled(tool_chat: Sample, tokenizer_of: TokenizerOf) -> None:
     encoder = ChatEncoder(load("nemotron3_nano"), tokenizer_of("byte_level"))
     again = pickle.loads(pickle.dumps(encoder))
 

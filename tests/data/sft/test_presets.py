@@ -1,4 +1,4 @@
-"""A family's SFT as a user runs it: the preset makes packs, the recipe trains on them."""
+"""SFT of a model family as a user runs it: packs from the preset, then training with the recipe."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""How often each source comes."""
+"""Number of passes over each source."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from nemo_ext.data.sft.settings import Sampling
     st.floats(0.1, 20.0),
     st.floats(0.01, 1.0),
 )
-def test_the_budget_is_met_within_the_limit(sizes: list[int], alpha: float, most: float, share: float) -> None:
+def test_the_budget_is_reached_within_the_limit(sizes: list[int], alpha: float, most: float, share: float) -> None:
     budget = share * most * sum(sizes)
     if budget <= 0:
         return
@@ -24,21 +24,21 @@ def test_the_budget_is_met_within_the_limit(sizes: list[int], alpha: float, most
     assert sum(size * each for size, each in zip(sizes, passes, strict=True)) == pytest.approx(budget)
     assert all(each <= most * (1 + 1e-9) for each in passes)
     there = [(size, each) for size, each in zip(sizes, passes, strict=True) if size]
-    # Smaller sources never come less often.
+    # Smaller sources never have fewer passes.
     assert all(a[1] >= b[1] * (1 - 1e-9) for a in there for b in there if a[0] <= b[0])
 
 
-def test_without_a_budget_everything_comes_once() -> None:
+def test_without_a_budget_every_sample_is_used_once() -> None:
     assert epochs([5, 0, 7], Sampling()) == [1.0, 0.0, 1.0]
 
 
-def test_a_budget_out_of_reach_is_named() -> None:
+def test_a_budget_out_of_reach_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sampling\.tokens=100: the sources have 12 tokens, at most 24"):
         epochs([5, 7], Sampling(tokens=100, max_epochs=2))
 
 
 @given(st.floats(0, 4), st.lists(st.integers(1, 1000), min_size=1, max_size=50), st.integers(0, 99))
-def test_copies_come_near_and_more_passes_take_nobody_away(passes: float, sizes: list[int], seed: int) -> None:
+def test_copies_match_the_passes_and_more_passes_remove_no_sample(passes: float, sizes: list[int], seed: int) -> None:
     tokens = np.array(sizes, dtype=np.int64)
     keys = np.random.default_rng(seed).permutation(len(sizes)).astype(np.uint64)
 

@@ -33,7 +33,7 @@ def read(source: ConversationSource, **limits: int) -> tuple[list[Located], Conv
     return found, report
 
 
-def test_metadata_come_from_keys_paths_and_the_source_s_own(tmp_path: Path) -> None:
+def test_metadata_are_read_from_keys_paths_and_defaults(tmp_path: Path) -> None:
     path = write(
         tmp_path / "a.jsonl",
         [
@@ -58,7 +58,7 @@ def test_metadata_come_from_keys_paths_and_the_source_s_own(tmp_path: Path) -> N
     assert (report.records, report.skipped) == (2, {})
 
 
-def test_bad_records_cost_only_themselves_and_are_counted_with_their_place(tmp_path: Path) -> None:
+def test_invalid_records_are_skipped_and_counted_with_their_place(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [chat("good", name="x")] * 12)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[1] = b'{"messages": [\n'
@@ -90,7 +90,7 @@ def test_bad_records_cost_only_themselves_and_are_counted_with_their_place(tmp_p
     ]
 
 
-def test_compressed_files_read_as_plain_ones_and_damaged_ones_are_named(tmp_path: Path) -> None:
+def test_compressed_files_are_read_like_plain_ones_and_damaged_ones_refused(tmp_path: Path) -> None:
     plain = write(tmp_path / "a.jsonl", [chat(os.urandom(200).hex()) for _ in range(300)])
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
     with pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as file:
@@ -126,7 +126,7 @@ def test_parquet_rows_are_read_without_the_keys_that_only_other_rows_have(tmp_pa
     ]
 
 
-def test_a_source_that_cannot_be_used_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_an_unusable_source_is_refused_before_the_work(tmp_path: Path) -> None:
     alpaca = write(tmp_path / "alpaca.jsonl", [{"instruction": "x", "output": "y"}] * 3)
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
 
@@ -152,7 +152,7 @@ def test_a_source_that_cannot_be_used_is_refused_before_the_work(tmp_path: Path)
         check(path="x", format="opnai")
 
 
-def test_records_without_an_id_have_one_that_no_other_data_change(tmp_path: Path) -> None:
+def test_records_without_an_id_get_one_that_does_not_depend_on_other_data(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     write(tmp_path / "a.jsonl", [chat("1"), chat("2")])
     alone, _ = read(load_conversations({"name": "s", "path": str(tmp_path / "a.jsonl")}))
@@ -168,7 +168,7 @@ def test_records_without_an_id_have_one_that_no_other_data_change(tmp_path: Path
     assert len(set(ids.values())) == 4
 
 
-def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) -> None:
+def test_a_mode_line_of_a_system_message_sets_the_sample_s_mode(tmp_path: Path) -> None:
     def asked(system: str, **more: object) -> dict[str, object]:
         turns = [("system", system), ("user", "q"), ("assistant", "a")]
         return {"messages": [{"role": role, "content": text} for role, text in turns], **more}
@@ -202,7 +202,7 @@ def test_a_mode_line_of_a_system_message_is_the_sample_s_mode(tmp_path: Path) ->
     max_documents=st.integers(1, 5),
     max_size=st.integers(50, 500),
 )
-def test_samples_and_counts_do_not_depend_on_where_files_are_cut(
+def test_samples_and_counts_do_not_depend_on_the_parts_of_files(
     tmp_path_factory: pytest.TempPathFactory, rows: list[str], max_documents: int, max_size: int
 ) -> None:
     lines = {"good": json.dumps(chat("x")), "bad": '{"messages": 3}', "blank": "", "broken": "{"}

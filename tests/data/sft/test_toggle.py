@@ -1,4 +1,4 @@
-"""From conversations to a model that thinks when it is told to: the data job, a converted checkpoint, the trainer."""
+"""From conversations to a model with a thinking toggle: the data job, a converted checkpoint, the trainer."""
 
 import json
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def write_conversations(path: Path) -> None:
 
 
 def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
-    """What the model says to words that it has not seen, greedily."""
+    """Greedy answers of the model to held-out words."""
     template, tokenizer, said = Template.load("llama_nemotron"), ByteTokenizer(), []
     for number in range(5000, 5020):
         asked = Sample(id="x", messages=(Message(role="user", content=f"say {word(number)}"),), thinking=thinking)
@@ -41,7 +41,7 @@ def answers(model: torch.nn.Module, thinking: bool) -> list[str]:
 
 
 @pytest.mark.deep
-def test_a_model_learns_to_think_when_it_is_told_to(launched: Callable[..., str], tmp_path: Path) -> None:
+def test_a_model_learns_the_thinking_toggle(launched: Callable[..., str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

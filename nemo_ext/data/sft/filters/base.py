@@ -11,11 +11,11 @@ from nemo_ext.data.text.words import Words
 
 
 class Drop(NamedTuple):
-    """Reason why a sample is left out.
+    """Reason why a sample is dropped.
 
     Attributes:
-        reason: a few words with hyphens, counted in reports.
-        detail: text that was found, for an example in the report.
+        reason: short hyphenated name, counted in reports.
+        detail: matching text or place, shown as an example in the report.
     """
 
     reason: str
@@ -24,7 +24,7 @@ class Drop(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """One text of a conversation: a message's content, its reasoning, or a call as name and JSON."""
+    """One text of a conversation: a message's content, its reasoning, or a tool call as name and JSON."""
 
     role: str
     text: str
@@ -33,14 +33,14 @@ class Text:
 
 
 class Texts:
-    """A sample with values that several filters need, computed once."""
+    """A sample with derived values that several filters need, each computed once."""
 
     def __init__(self, sample: Sample) -> None:
         self.sample = sample
 
     @cached_property
     def spoken(self) -> list[Text]:
-        """Texts of user, assistant and tools in order: contents, reasoning and calls, without empty ones."""
+        """Non-empty texts in order, except system messages: contents, reasoning and calls."""
         spoken = []
         for message in self.sample.messages:
             if message.reasoning:
@@ -58,26 +58,26 @@ class Texts:
         return Words([text.text for text in self.spoken])
 
     @cached_property
-    def said(self) -> list[int]:
-        """Indices of `spoken` that are the assistant's, without its calls."""
+    def assistant(self) -> list[int]:
+        """Indices in `spoken` of the assistant's contents and reasoning, without calls."""
         return [index for index, text in enumerate(self.spoken) if text.role == "assistant" and not text.is_call]
 
     @cached_property
     def calls(self) -> list[int]:
-        """Indices of `spoken` that are calls."""
+        """Indices in `spoken` of the calls."""
         return [index for index, text in enumerate(self.spoken) if text.is_call]
 
 
 class Filter:
-    """Judges one sample. Filters are frozen pydantic dataclasses of their settings, so they can be sent to workers."""
+    """Filter of single samples; subclasses are frozen pydantic dataclasses of settings, so workers can receive them."""
 
     name: ClassVar[str]
 
     def check(self) -> None:
-        """Check before the work that the settings can be used; files are read again.
+        """Check before the job starts that the settings are usable; files are read again.
 
         Raises:
-            ValueError: a setting is wrong; the message names it.
+            ValueError: a setting is invalid; the message names it.
         """
 
     def reads(self) -> list[Path]:
@@ -85,7 +85,7 @@ class Filter:
         return []
 
     def drop(self, texts: Texts) -> Drop | None:
-        """Reason why the sample is left out; None keeps it."""
+        """Reason to drop the sample; None to keep it."""
         raise NotImplementedError
 
     def reason(self, sample: Sample) -> str | None:

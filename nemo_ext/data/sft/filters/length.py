@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from nemo_ext.chat.sample import Sample, spoken
+from nemo_ext.chat.sample import spoken
 from nemo_ext.data.sft.filters.base import Drop, Filter, Texts
 from nemo_ext.data.text.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from nemo_ext.job.settings import STRICT
@@ -19,12 +19,12 @@ from nemo_ext.job.settings import STRICT
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Length(Filter):
-    """Length of all that a sample says, tools and calls included, before a template adds its markup.
+    """Filter by the total length of a sample's texts, including tools and calls, without the template's markup.
 
     Attributes:
-        max_tokens: largest number of tokens (Domyn: 32 600, for sequences of 32 768); needs `tokenizer`.
-        max_characters: largest number of characters.
-        min_characters: least number of characters of the assistant's answers together.
+        max_tokens: maximum number of tokens (Domyn: 32 600, for sequences of 32 768); requires `tokenizer`.
+        max_characters: maximum number of characters.
+        min_characters: minimum number of characters of all the assistant's answers together.
         tokenizer: config for `nemo_ext.data.text.tokenizers.load_tokenizer`: {kind: huggingface, path: ...}.
     """
 
@@ -36,7 +36,7 @@ class Length(Filter):
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None and self.tokenizer is None:
-            raise ValueError("max_tokens needs tokenizer, for example {kind: huggingface, path: /models/mine}")
+            raise ValueError("max_tokens requires tokenizer, for example {kind: huggingface, path: /models/mine}")
 
     def check(self) -> None:
         _tokenizer.cache_clear()
@@ -49,16 +49,17 @@ class Length(Filter):
 
     def drop(self, texts: Texts) -> Drop | None:
         sample = texts.sample
-        said = sum(len(message.content) for message in sample.messages if message.role == "assistant")
-        if said < self.min_characters:
-            return Drop("too-short", f"{said} characters")
+        answered = sum(len(message.content) for message in sample.messages if message.role == "assistant")
+        if answered < self.min_characters:
+            return Drop("too-short", f"{answered} characters")
         if self.max_tokens is None and self.max_characters is None:
             return None
-        parts = _parts(sample)
+        declared = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
+        parts = spoken(sample.messages) + declared
         characters = sum(map(len, parts))
         if self.max_characters is not None and characters > self.max_characters:
             return Drop("too-long", f"{characters} characters")
-        # A token is at least a byte, except one that may begin a text, so short texts need not be tokenised.
+        # A token is at least one byte, except possibly the first, so short texts need not be tokenised.
         if self.max_tokens is not None and 4 * characters + len(parts) > self.max_tokens:
             if sum(len(part.encode()) + 1 for part in parts) <= self.max_tokens:
                 return None
@@ -66,11 +67,6 @@ class Length(Filter):
             if count > self.max_tokens:
                 return Drop("too-long", f"{count} tokens")
         return None
-
-
-def _parts(sample: Sample) -> list[str]:
-    declared = [json.dumps(sample.tools, ensure_ascii=False)] if sample.tools else []
-    return spoken(sample.messages) + declared
 
 
 @lru_cache(maxsize=2)

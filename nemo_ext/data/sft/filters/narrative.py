@@ -2,8 +2,8 @@
 
 Nemotron 3 Nano, section 3.1.3: "we apply targeted keyword- and regex-based filters (e.g., patterns such as "our
 nation/party [...]", "our values") and remove all trajectories matching such behavior". The paper's list is not public:
-PAPER has what it quotes; further lists come from files. Every pattern costs a search through the text; keywords,
-however many, cost one look-up per word.
+PAPER has the patterns that it quotes; other lists are read from files. Each pattern costs a search through the text;
+keywords cost one look-up per word, whatever their number.
 """
 
 import re
@@ -28,13 +28,13 @@ _SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Narrative(Filter):
-    """Patterns in what the assistant says, thinks and calls.
+    """Filter for patterns in the assistant's answers, reasoning and calls.
 
     Attributes:
-        patterns: regular expressions, without regard to case; no references to groups.
-        keywords: whole words and phrases, without regard to case and punctuation.
-        files: files of lists: .yaml with the keys `patterns` and `keywords`, or text with one pattern per line and #
-            for comments.
+        patterns: case-insensitive regular expressions, without references to groups.
+        keywords: whole words and phrases, matched without case and punctuation.
+        files: files with lists: .yaml with the keys `patterns` and `keywords`, or text with one pattern per line and
+            comments after #.
     """
 
     name: ClassVar[str] = "narrative"
@@ -54,13 +54,13 @@ class Narrative(Filter):
         for index, text in enumerate(texts.spoken):
             if text.role != "assistant":
                 continue
-            said = None
+            excerpt = None
             if lists.pattern is not None and (match := lists.pattern.search(text.text)):
-                said = text.text[max(0, match.start() - _SHOWN) : match.end() + _SHOWN]
+                excerpt = text.text[max(0, match.start() - _SHOWN) : match.end() + _SHOWN]
             elif lists.keywords:
-                said = _keyword(text.text, texts.words.of(index), lists.keywords)
-            if said is not None:
-                return Drop("narrative-reasoning" if text.is_reasoning else "narrative-answer", repr(said))
+                excerpt = _keyword(text.text, texts.words.of(index), lists.keywords)
+            if excerpt is not None:
+                return Drop("narrative-reasoning" if text.is_reasoning else "narrative-answer", repr(excerpt))
         return None
 
 
@@ -70,6 +70,7 @@ class _Lists(NamedTuple):
 
 
 def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | None:
+    """Excerpt around the first keyword in the text; None if there is none."""
     for length, known in keywords.items():
         if (found := np.isin(ngram_hashes(words, length), known)).any():
             place = int(found.argmax())
@@ -79,34 +80,35 @@ def _keyword(text: str, words: Hashes, keywords: dict[int, Hashes]) -> str | Non
 
 @lru_cache(maxsize=8)
 def _compiled(patterns: tuple[str, ...], keywords: tuple[str, ...], files: tuple[str, ...]) -> _Lists:
-    given = [("patterns", pattern, True) for pattern in patterns] + [("keywords", word, False) for word in keywords]
+    entries = [("patterns", pattern, True) for pattern in patterns] + [("keywords", word, False) for word in keywords]
     for name in files:
-        given += _listed(Path(name).expanduser())
-    if not given:
-        raise ValueError("narrative: no patterns, keywords or files: give it some or leave the filter out")
+        entries += _listed(Path(name).expanduser())
+    if not entries:
+        raise ValueError("narrative: no patterns, keywords or files: give at least one, or disable the filter (null)")
     alternatives = []
     phrases: dict[int, list[int]] = {}
-    for where, text, is_pattern in given:
+    for where, text, is_pattern in entries:
         if not is_pattern:
             words = word_hashes(text)
             if not len(words):
-                raise ValueError(f"narrative: {where}: {text!r} has no word")
+                raise ValueError(f"narrative: {where}: {text!r} contains no word")
             phrases.setdefault(len(words), []).append(int(ngram_hashes(words, len(words))[0]))
             continue
         try:
-            compiled = re.compile(f"(?:x)|(?:{text})", re.IGNORECASE)  # flags may only stand at the very beginning
+            compiled = re.compile(f"(?:x)|(?:{text})", re.IGNORECASE)  # refuses flags, which must be at the very start
         except re.error as error:
             raise ValueError(f"narrative: {where}: {text!r} is not a regular expression for a list: {error}") from None
         if compiled.search(""):
-            raise ValueError(f"narrative: {where}: {text!r} is found in every text")
+            raise ValueError(f"narrative: {where}: {text!r} matches every text: make it more specific")
         if compiled.groups and re.search(r"\\[1-9]|\(\?P=|\(\?\(", text):
-            raise ValueError(f"narrative: {where}: {text!r} refers to a group, which a list cannot have")
+            raise ValueError(f"narrative: {where}: {text!r} refers to a group, which is not supported in a list")
         alternatives.append(f"(?:{re.sub(r'[(][?]P<[^>]*>', '(?:', text)})")
     keywords_by_length = {length: np.unique(np.array(hashes, dtype=np.uint64)) for length, hashes in phrases.items()}
     return _Lists(re.compile("|".join(alternatives), re.IGNORECASE) if alternatives else None, keywords_by_length)
 
 
 def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
+    """Yield the entries of a file: place, text, and True for a pattern or False for a keyword."""
     try:
         text = utf8_text(path)
         content: Any = yaml.safe_load(text) if path.suffix in (".yaml", ".yml") else None
@@ -118,7 +120,7 @@ def _listed(path: Path) -> Iterator[tuple[str, str, bool]]:
                 yield f"{path}:{number}", line.strip(), True
         return
     if not isinstance(content, dict) or not content.keys() <= {"patterns", "keywords"}:
-        raise ValueError(f"narrative: files: {path}: expected the keys patterns and keywords, each with a list")
+        raise ValueError(f"narrative: files: {path}: expected only the keys patterns and keywords, each with a list")
     for key in ("patterns", "keywords"):
         for word in content.get(key) or ():
             if not isinstance(word, str) or not word:

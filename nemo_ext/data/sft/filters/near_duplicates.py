@@ -1,10 +1,10 @@
-"""Near duplicates: MinHash sketches made by workers, and one pass that decides.
+"""Near duplicates: workers make MinHash sketches, and one pass over all sketches decides.
 
-A sketch is made by rensa's R-MinHash of the sample's word n-grams: of all contents, reasoning, calls and answers of
-tools. System messages must be equal, not similar: one that a whole source shares would make all of it alike. A
-sketch's slots are joined to bands: two samples with an equal band are compared by the low byte of every slot (Li and
-König, b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches of different versions of the
-library cannot be compared.
+A sketch is rensa's R-MinHash of the sample's word n-grams, over contents, reasoning, calls and tools' answers. System
+messages must be equal instead of similar, since a system message shared by a whole source would make its samples alike.
+Slots are grouped into bands: two samples with an equal band are compared by the low byte of every slot (Li and König,
+b-Bit Minwise Hashing, 2010). 1 M sketches of 128 slots take 212 MB. Sketches made by different versions of rensa
+cannot be compared.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ Samples = npt.NDArray[np.int64]
 
 @plain_dataclass(frozen=True)
 class Sketches:
-    """Sketches of samples, one row each.
+    """Sketches of samples, one row per sample.
 
     Attributes:
-        bands: [samples, bands] uint32, equal in two samples that may be near duplicates; 0 for samples without words.
+        bands: [samples, bands] uint32; samples with an equal band may be near duplicates; 0 for samples without words.
         slots: [samples, slots] uint8, low bytes of the MinHash.
     """
 
@@ -47,15 +47,15 @@ class Sketches:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class NearDuplicates:
-    """Near duplicates by the estimated Jaccard similarity of their word n-grams. All numbers are (choice).
+    """Filter of near duplicates by estimated Jaccard similarity of word n-grams. All numbers are (choice).
 
     Attributes:
-        threshold: least similarity of near duplicates.
+        threshold: minimum similarity of near duplicates.
         ngram: number of words of an n-gram; a shorter text counts as one n-gram.
         slots: number of slots of the MinHash; the estimate's error is about sqrt(threshold * (1 - threshold) / slots).
         rows: number of slots per band. Fewer find more pairs just above the threshold, at the cost of more comparisons.
-        prompts: True to compare only the user's texts (after equal system messages), so that other answers to the same
-            prompt are duplicates, too.
+        prompts: True to compare only user messages (and system messages for equality), so that different answers to
+            the same prompt are duplicates, too.
         seed: seed of the hash functions.
     """
 
@@ -68,7 +68,7 @@ class NearDuplicates:
 
     def __post_init__(self) -> None:
         if self.rows > self.slots:
-            raise ValueError(f"rows={self.rows} of a band, but there are only slots={self.slots}")
+            raise ValueError(f"rows={self.rows} must be at most slots={self.slots}")
 
     @property
     def bands(self) -> int:
@@ -76,7 +76,7 @@ class NearDuplicates:
         return self.slots // self.rows
 
     def sketch(self, samples: Sequence[Texts]) -> Sketches:
-        """Make the sketches of samples, best a few hundred at a time."""
+        """Compute the sketches of samples; fastest with a few hundred per call."""
         grams = [self._grams(texts) for texts in samples]
         bands, slots = sketches(grams, slots=self.slots, rows=self.rows, seed=self.seed)
         short = (bands >> np.uint64(32)).astype(np.uint32) | np.uint32(1)
@@ -94,15 +94,14 @@ class NearDuplicates:
         return whole ^ np.uint64(digest(0, first.content))
 
     def duplicate_of(self, sketches: Sketches) -> Samples:
-        """Kept sample that each is a near duplicate of, or -1, [samples].
+        """Index of the earlier kept sample that each sample is a near duplicate of, or -1, [samples].
 
-        In order, a sample is dropped if an earlier kept one shares a band with it and is similar enough. Of a band's
-        samples the first 64 kept are compared, which bounds the work where very many share a band by chance.
+        Samples are visited in order: one is dropped if a kept sample shares a band with it and is similar enough. Only
+        the first 64 kept samples of a band are compared, which bounds the work if very many share a band by chance.
         """
-        count = len(sketches.bands)
-        # One in 256 slots whose hashes differ is equal by chance.
+        # One in 256 slots with different hashes has an equal low byte by chance.
         least = self.threshold + (1 - self.threshold) / 256
-        found = np.full(count, -1, dtype=np.int64)
+        originals = np.full(len(sketches.bands), -1, dtype=np.int64)
         starts, groups = _groups(sketches.bands)
         first_kept = np.full(int(groups.max(initial=-1)) + 1, -1, dtype=np.int32)
         more_kept: dict[int, list[int]] = {}
@@ -110,33 +109,33 @@ class NearDuplicates:
         for sample in np.flatnonzero(np.diff(starts)).tolist():
             shared = groups[starts[sample] : starts[sample + 1]]
             first = first_kept[shared]
-            begun = shared[first >= 0].tolist()
+            with_kept = shared[first >= 0].tolist()
             candidates = set(first[first >= 0].tolist())
-            for group in begun:
+            for group in with_kept:
                 candidates.update(more_kept.get(group, ()))
             if candidates:
                 others = sorted(candidates)
                 similar = (slots[others] == slots[sample]).mean(axis=1)
                 best = int(similar.argmax())
                 if similar[best] >= least:
-                    found[sample] = others[best]
+                    originals[sample] = others[best]
                     continue
             first_kept[shared[first < 0]] = sample
-            for group in begun:
+            for group in with_kept:
                 if len(more := more_kept.setdefault(group, [])) < _COMPARED - 1:
                     more.append(sample)
-        return found
+        return originals
 
 
 def first_of_each(ids: npt.NDArray[np.uint64]) -> Samples:
-    """First sample with the id of each (a 64-bit digest of source and id), often the sample itself, [samples]."""
+    """Index of the first sample with the same id (a 64-bit digest of source and id) as each sample, [samples]."""
     _, first, number = np.unique(ids, return_index=True, return_inverse=True)
     found: Samples = first[number]
     return found
 
 
 def _groups(bands: npt.NDArray[np.uint32]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """Groups of samples that share a band: [samples + 1] start of each sample's groups, and the groups' numbers."""
+    """Groups of samples with an equal band: start of each sample's groups, [samples + 1], and the groups' numbers."""
     members, numbers = [np.empty(0, np.int32)], [np.empty(0, np.int32)]
     first = 0
     for band in range(bands.shape[1]):

@@ -1,4 +1,4 @@
-"""Filter of repetition: n-grams within a window or over the whole trajectory, or one character pattern in a row.
+"""Filter of repetition: n-grams within a window or over the whole trajectory, or runs of one character pattern.
 
 Nemotron 3 Nano, section 3.1.3: "We then aggressively filter reasoning traces exhibiting pathological repetition, such
 as repeated n-grams within a sliding window or across the entire trajectory". The paper gives no numbers.
@@ -22,17 +22,17 @@ Times = Annotated[int, Field(ge=2)]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Repetition(Filter):
-    """Repetition in the assistant's texts and reasoning, of non-overlapping n-grams. All numbers are (choice).
+    """Filter of repeated, non-overlapping n-grams in the assistant's answers and reasoning. All numbers are (choice).
 
-    A call is judged alone: calls of one tool begin alike.
+    Each tool call is judged separately, since calls of one tool begin alike.
 
     Attributes:
         ngram: number of words of an n-gram.
         window: number of words of the window.
-        window_times: number of times the same n-gram within a window that are too many; None for no check.
-        trajectory_times: number of times in all of the assistant's texts together, or in one call, that are too many;
-            None for no check.
-        characters: number of bytes in a row of a pattern of at most 8 bytes that are too many; None for no check.
+        window_times: number of occurrences of an n-gram within a window at which a sample is dropped; None to disable.
+        trajectory_times: the same for all of the assistant's texts together, and for one call.
+        characters: length in bytes of a run of a pattern of at most 8 bytes at which a sample is dropped; None to
+            disable.
     """
 
     name: ClassVar[str] = "repetition"
@@ -48,18 +48,18 @@ class Repetition(Filter):
 
     def drop(self, texts: Texts) -> Drop | None:
         if self.characters is not None:
-            for index in texts.said + texts.calls:
+            for index in texts.assistant + texts.calls:
                 if (length := longest_run(texts.spoken[index].text, self.characters)) >= self.characters:
                     return Drop("repeated-characters", f"{length} bytes")
         rules = [("repeated-in-window", self.window_times, self.window), ("repeated", self.trajectory_times, None)]
         least = min((times for _, times, _ in rules if times), default=len(texts.words.hashes) + 1)
-        for judged in (texts.said, *([call] for call in texts.calls)):
+        for judged in (texts.assistant, *([call] for call in texts.calls)):
             if sum(len(texts.words.of(text)) for text in judged) < self.ngram * least:
-                continue  # no room for as many
+                continue  # too short for that many
             grams, places = texts.words.ngrams(self.ngram, texts=judged)
             ordered = np.sort(grams)
             if not (ordered[least - 1 :] == ordered[: max(0, len(ordered) - least + 1)]).any():
-                continue  # as almost everywhere
+                continue  # the usual case
             for reason, times, window in rules:
                 place = repeated(grams, places, length=self.ngram, times=times, window=window) if times else None
                 if times and place is not None:
@@ -72,14 +72,14 @@ class Repetition(Filter):
 def repeated(
     grams: Hashes, places: npt.NDArray[np.int64], *, length: int, times: int, window: int | None
 ) -> int | None:
-    """Place of the first n-gram of those that occur `times` times without overlap, or None.
+    """Place of the first n-gram that occurs at least `times` times without overlap; None if there is none.
 
     Args:
         grams: [n-grams] hashes.
         places: [n-grams] places of their first words, ascending.
         length: number of words of an n-gram.
-        times: least number of occurrences.
-        window: largest number of words from the beginning of the first to the end of the last; None for any.
+        times: minimum number of occurrences.
+        window: maximum number of words from the start of the first to the end of the last; None for no limit.
     """
     if len(grams) <= length * (times - 1):
         return None
@@ -90,7 +90,7 @@ def repeated(
         same &= at[times - 1 :] - at[: 1 - times] <= window - length
     if not same.any():
         return None
-    # Jump from each place to its n-gram's next without overlap, `times - 1` times; the axis keeps n-grams apart.
+    # From each place, jump `times - 1` times to the next non-overlapping occurrence; `axis` separates the n-grams.
     group = np.cumsum(np.concatenate([[0], sorted_grams[1:] != sorted_grams[:-1]]))
     axis = group * (int(places[-1]) + 2 * length) + at
     after = np.append(np.searchsorted(axis, axis + length), len(axis))
@@ -106,9 +106,9 @@ def repeated(
 
 
 def longest_run(text: str, least: int) -> int:
-    """Length in bytes of the longest run of a pattern of at most 8 bytes, if `least` or more; else 0."""
+    """Length in bytes of the longest run of a repeated pattern of at most 8 bytes; 0 if it is below `least`."""
     whole = text.encode()
-    # A run of `least` bytes covers one of these places, and there the next bytes come again within a period.
+    # A run of `least` bytes covers at least one of these places, where the next bytes repeat within a period.
     probes = range(0, len(whole) - _LONGEST_PERIOD, least // 2)
     ends = 2 * _LONGEST_PERIOD
     if not any(whole.find(whole[at : at + _LONGEST_PERIOD], at + 1, at + ends) >= 0 for at in probes):

@@ -1,4 +1,4 @@
-"""The filters of a job, applied in order; dropped samples are counted by filter and reason."""
+"""Filters of a job, applied in order; dropped samples are counted by filter and reason."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ from nemo_ext.data.sft.sources import Located
 from nemo_ext.data.text.documents import ReadReport
 from nemo_ext.job.settings import checked, nearest
 
-# In this order: cheap and certain filters come first.
+# In the order of application: cheap and reliable filters first.
 FILTERS: tuple[type[Filter], ...] = (Structural, Length, Narrative, Repetition, Decontamination, Language)
 
 
 @dataclass(frozen=True)
 class Screen:
-    """Filters of samples, picklable for workers."""
+    """Chain of filters, picklable for workers."""
 
     filters: tuple[Filter, ...]
 
     def check(self) -> None:
-        """Raises ValueError if a filter cannot be used: a missing file, an unknown language."""
+        """Raise ValueError if a filter is unusable, for example for a missing file or an unknown language."""
         for judge in self.filters:
             judge.check()
 
@@ -36,7 +36,7 @@ class Screen:
         return [path for judge in self.filters for path in judge.reads()]
 
     def kept(self, located: Located, report: ReadReport) -> Texts | None:
-        """Return the sample with its words if no filter drops it; else None, and count the first reason in `report`."""
+        """Return the sample's texts if it passes all filters; else None, with the first reason counted in `report`."""
         report.records += 1
         texts = Texts(located.sample)
         for judge in self.filters:
@@ -49,10 +49,10 @@ class Screen:
 
 
 def load_filters(config: Mapping[str, Any]) -> Screen:
-    """Read filters from a config: name -> settings; null leaves one out. They run in the order of `FILTERS`.
+    """Read filters from a config: name -> settings, or null to disable one. They are applied in the order of `FILTERS`.
 
     Raises:
-        ValueError: a filter or key is wrong; the message names it, with the nearest known one.
+        ValueError: a filter or key is unknown or invalid; the message suggests the nearest known name.
     """
     kinds = {kind.name: kind for kind in FILTERS}
     for name in config:

@@ -20,7 +20,7 @@ from nemo_ext.job.settings import STRICT
 
 _SHOWN = 80
 
-# Roles that may follow each. A call is followed by its answers; a conversation may end with a call.
+# Roles that may follow each role. Tools' answers follow a call; a conversation may end with a call.
 _FOLLOWERS: dict[str, tuple[str, ...]] = {
     "start": ("user", "assistant"),
     "user": ("assistant",),
@@ -32,7 +32,7 @@ _FOLLOWERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Structural(Filter):
-    """Broken conversations and tool calls.
+    """Filter of malformed conversations and tool calls.
 
     Attributes:
         arguments: True to check the arguments of calls against the tool's JSON schema.
@@ -49,6 +49,7 @@ class Structural(Filter):
 
 
 def _turns(sample: Sample, *, end_with_assistant: bool) -> Drop | None:
+    """Reason to drop a sample for its order of roles or empty messages; None if there is none."""
     before = "start"
     for index, message in enumerate(sample.messages):
         where = f"messages[{index}]"
@@ -80,6 +81,7 @@ def _around_tag(text: str) -> str:
 
 
 def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
+    """Reason to drop a sample for its tool calls or tools' answers; None if there is none."""
     declared: dict[str, Any] | None = None
     for index, message in enumerate(sample.messages):
         if message.role == "tool" and (dropped := _answer(sample.messages, index)):
@@ -98,7 +100,7 @@ def _tools(sample: Sample, *, arguments: bool) -> Drop | None:
 
 
 def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
-    """Drop for a tool's message that answers no call, or more calls than there are; None if it is right."""
+    """Reason to drop a sample whose tool message at `index` answers no call of the preceding message; else None."""
     first = index
     while messages[first].role == "tool" and first > 0:
         first -= 1
@@ -106,14 +108,14 @@ def _answer(messages: tuple[Message, ...], index: int) -> Drop | None:
     where = f"messages[{index}]"
     if index - first > len(calls):
         return Drop("tool-answer-without-call", where)
-    given, known = messages[index].tool_call_id, {call.id for call in calls}
-    if given is not None and None not in known and given not in known:
-        return Drop("tool-answer-without-call", f"{where}.tool_call_id={given!r}")
+    answered, known = messages[index].tool_call_id, {call.id for call in calls}
+    if answered is not None and None not in known and answered not in known:
+        return Drop("tool-answer-without-call", f"{where}.tool_call_id={answered!r}")
     return None
 
 
 def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Reason and detail if the arguments break the tool's schema or the schema is invalid; else None."""
+    """Reason and detail if the arguments violate the tool's schema or the schema is invalid; else None."""
     if not parameters:
         return None
     try:
@@ -122,6 +124,6 @@ def _problem(parameters: Any, arguments: Mapping[str, Any]) -> tuple[str, str] |
         error = next(errors, None)
     except (SchemaError, Unresolvable) as problem:
         return "bad-tool-schema", str(getattr(problem, "message", problem)).splitlines()[0]
-    except Exception as problem:  # a schema comes from the data: a bad regular expression, endless recursion
+    except Exception as problem:  # the schema is data: an invalid regular expression, endless recursion
         return "bad-tool-schema", f"{type(problem).__name__}: {problem}"
     return None if error is None else ("bad-arguments", f"{error.json_path}: {error.message}")

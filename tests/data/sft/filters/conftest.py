@@ -29,7 +29,7 @@ def texts(chat: Callable[..., Sample]) -> Callable[..., Texts]:
 
 @pytest.fixture(scope="session")
 def prose() -> Callable[[int, int], str]:
-    """So many words that never come twice in the same order, by a seed."""
+    """Random words without repeated sequences, from a seed."""
 
     def write(words: int, seed: int = 0) -> str:
         return " ".join(f"w{number}" for number in np.random.default_rng(seed).integers(0, 50_000, words))

@@ -40,7 +40,7 @@ def test_an_item_in_any_text_is_found_and_named(tmp_path: Path, texts: Callable[
     assert rule.drop(texts(" ".join(words[:7]), " ".join(words[7:]))) is None  # not across messages
 
 
-def test_a_share_of_the_item_can_be_asked_for(tmp_path: Path, chat: Make, prose: Prose) -> None:
+def test_the_share_of_an_item_can_be_set(tmp_path: Path, chat: Make, prose: Prose) -> None:
     item = prose(27)  # 20 n-grams of 8 words
     rule = rule_for(tmp_path / "a.jsonl", [{"text": item}], ngram=8, share=0.5)
 
@@ -48,7 +48,7 @@ def test_a_share_of_the_item_can_be_asked_for(tmp_path: Path, chat: Make, prose:
     assert rule.reason(chat(" ".join(item.split()[:17]))) == "benchmark"
 
 
-def test_short_items_are_looked_for_whole(tmp_path: Path, chat: Make) -> None:
+def test_short_items_must_match_whole(tmp_path: Path, chat: Make) -> None:
     rule = rule_for(
         tmp_path / "a.jsonl",
         [
@@ -66,7 +66,7 @@ def test_short_items_are_looked_for_whole(tmp_path: Path, chat: Make) -> None:
     assert rule.reason(chat("But why?", "Why?")) is None
 
 
-def test_what_many_items_share_is_left_out(tmp_path: Path, chat: Make, prose: Prose) -> None:
+def test_ngrams_shared_by_many_items_are_ignored(tmp_path: Path, chat: Make, prose: Prose) -> None:
     asked = "Answer the following multiple choice question with one of the letters A B C or D"
     items = [{"question": f"{asked} {prose(20, seed)}"} for seed in range(12)]
     rule = rule_for(tmp_path / "a.jsonl", items)
@@ -105,8 +105,8 @@ def test_text_files_parquet_and_keys(tmp_path: Path, chat: Make, prose: Prose) -
     ]
 
 
-def test_test_sets_that_cannot_be_used(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"bench: .*a\.jsonl:1: has none of the usual keys, only \['stem'\]: set keys"):
+def test_unusable_test_sets_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bench: .*a\.jsonl:1: none of the keys \['stem'\]: set keys"):
         rule_for(tmp_path / "a.jsonl", [{"stem": "x"}])
     with pytest.raises(ValueError, match="the test sets have no items"):
         rule_for(tmp_path / "b.jsonl", [])

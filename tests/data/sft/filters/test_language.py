@@ -27,14 +27,14 @@ PROSE = {
 }
 
 
-def test_a_text_is_in_its_own_language_and_no_other(chat: Make) -> None:
+def test_a_text_is_kept_only_in_its_language(chat: Make) -> None:
     for language, text in PROSE.items():
         assert Language(languages=language).reason(chat("q", text)) is None, language
         others = tuple(set(PROSE) - {language})
         assert Language(languages=others).reason(chat("q", text)) == "language-answer", language
 
 
-def test_prompts_answers_and_traces_are_judged_alone(chat: Make, texts: Callable[..., Texts]) -> None:
+def test_prompts_answers_and_traces_are_judged_separately(chat: Make, texts: Callable[..., Texts]) -> None:
     rule = pickle.loads(pickle.dumps(Language(languages=("en", "it"))))
 
     assert rule.reason(chat(PROSE["de"], PROSE["en"])) == "language-prompt"
@@ -44,7 +44,7 @@ def test_prompts_answers_and_traces_are_judged_alone(chat: Make, texts: Callable
     assert dropped.detail.startswith("de, not en/it: 'Das Wetter")
 
 
-def test_what_a_source_or_a_sample_says_goes_before_the_list(chat: Make) -> None:
+def test_languages_of_a_source_or_sample_override_the_list(chat: Make) -> None:
     rule = Language(languages=("en",), by_source={"germans": ("de",)})
 
     assert rule.reason(chat("q", PROSE["de"], source="germans")) is None
@@ -67,7 +67,7 @@ def test_code_formulas_and_short_texts_are_not_judged(chat: Make) -> None:
     assert rule.reason(chat("q", "https://example.com/the/weather/is/nice/and/we/are/going/to/the/park/today")) is None
 
 
-def test_most_pieces_of_a_long_text_decide(chat: Make) -> None:
+def test_the_majority_of_a_long_text_s_excerpts_decides(chat: Make) -> None:
     rule = Language(languages=("en",))
     english, german = PROSE["en"] * 30, PROSE["de"] * 30
 
@@ -75,18 +75,18 @@ def test_most_pieces_of_a_long_text_decide(chat: Make) -> None:
     assert rule.reason(chat("q", english + german + german)) == "language-answer"
 
 
-def test_an_unknown_code_is_named() -> None:
+def test_an_unknown_code_is_refused() -> None:
     with pytest.raises(ValueError, match=r"language: by_source\.s: 'xq': "):
         Language(by_source={"s": ("xq",)}).check()
 
 
 @given(st.text(st.sampled_from("`$\\[]()<>{}/.@+-_=:ahtpsZA09 \n\t\x1c"), max_size=60))
-def test_what_is_no_prose_is_the_same_in_ascii(text: str) -> None:
+def test_the_ascii_pattern_removes_the_same_text(text: str) -> None:
     assert _NOT_ASCII_PROSE.sub("~", text) == _NOT_PROSE.sub("~", text)
 
 
 @given(st.text(st.sampled_from("`$\\[]()<>{}/.@+-_=:ahtpsZA09é \n"), max_size=60))
-def test_what_is_no_prose_is_the_same_without_the_check_that_spares_time(text: str) -> None:
+def test_the_quick_check_does_not_change_the_removed_text(text: str) -> None:
     guard = "(?!(?<=[a-z])[a-z])"
     assert guard in _NOT_PROSE.pattern
     plain = re.compile(_NOT_PROSE.pattern.replace(guard, ""), re.DOTALL)

@@ -9,7 +9,7 @@ Make = Callable[..., Sample]
 BYTES = {"kind": "byte"}
 
 
-def test_tokens_of_all_that_is_said_are_counted(chat: Make) -> None:
+def test_tokens_of_all_texts_are_counted(chat: Make) -> None:
     rule = Length(max_tokens=10, tokenizer=BYTES)
 
     assert rule.reason(chat("1234", "1234", "12")) is None
@@ -32,8 +32,8 @@ def test_short_answers(chat: Make) -> None:
     assert Length(min_characters=4).reason(chat("q", "1234")) is None
 
 
-def test_a_limit_in_tokens_needs_a_tokenizer_that_is_there() -> None:
-    with pytest.raises(ValueError, match="max_tokens needs tokenizer"):
+def test_a_limit_in_tokens_requires_an_existing_tokenizer() -> None:
+    with pytest.raises(ValueError, match="max_tokens requires tokenizer"):
         Length(max_tokens=32600)
     with pytest.raises(ValueError, match="nowhere"):
         Length(max_tokens=32600, tokenizer={"kind": "huggingface", "path": "nowhere"}).check()

@@ -33,7 +33,7 @@ def test_keywords_are_whole_words_without_regard_to_case_and_punctuation(
     assert dropped.detail == "'die partei hat immer recht'"
 
 
-def test_lists_come_from_files(tmp_path: Path, chat: Make) -> None:
+def test_lists_are_read_from_files(tmp_path: Path, chat: Make) -> None:
     (tmp_path / "a.txt").write_text("# patterns\nsupreme\\s+leader\n\n")
     (tmp_path / "b.yaml").write_text("patterns: ['five-year plans?']\nkeywords: [C++ party]\n")
     rule = Narrative(patterns=(), files=(str(tmp_path / "a.txt"), str(tmp_path / "b.yaml")))
@@ -47,20 +47,20 @@ def test_lists_come_from_files(tmp_path: Path, chat: Make) -> None:
     ("settings", "said"),
     [
         ({"patterns": "(a"}, r"patterns: '\(a' is not a regular expression"),
-        ({"patterns": "x|a*"}, "is found in every text"),
+        ({"patterns": "x|a*"}, "matches every text"),
         ({"patterns": r"(a)\1"}, "refers to a group"),
         ({"patterns": "(?i)a"}, "not a regular expression for a list: global flags"),
-        ({"patterns": (), "keywords": "!!"}, "'!!' has no word"),
+        ({"patterns": (), "keywords": "!!"}, "'!!' contains no word"),
         ({"patterns": ()}, "no patterns, keywords or files"),
         ({"files": "nowhere.txt"}, "nowhere.txt"),
     ],
 )
-def test_lists_that_cannot_be_used(settings: dict[str, str], said: str) -> None:
+def test_unusable_lists_are_refused(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         Narrative(**settings).check()  # type: ignore[arg-type]
 
 
-def test_a_yaml_list_of_another_form_is_named(tmp_path: Path) -> None:
+def test_a_yaml_list_of_another_form_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("words: [x]\n")
-    with pytest.raises(ValueError, match=r"a\.yaml: expected the keys patterns and keywords"):
+    with pytest.raises(ValueError, match=r"a\.yaml: expected only the keys patterns and keywords"):
         Narrative(files=(str(tmp_path / "a.yaml"),)).check()

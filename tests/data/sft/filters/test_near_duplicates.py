@@ -14,14 +14,14 @@ Prose = Callable[..., str]
 
 
 def changed(text: str, share: float, seed: int) -> str:
-    """The text with a block of words at a place of its own replaced: about (1 - share) / (1 + share) similar."""
+    """The text with a share of its words replaced, in one block: similarity about (1 - share) / (1 + share)."""
     words = text.split()
     count = round(share * len(words))
     start = int(np.random.default_rng(seed).integers(0, len(words) - count))
     return " ".join(words[:start] + [f"new{seed}x{number}" for number in range(count)] + words[start + count :])
 
 
-def test_samples_nearly_the_same_are_found_and_others_are_not(texts: Make, prose: Prose) -> None:
+def test_only_similar_samples_are_found(texts: Make, prose: Prose) -> None:
     rule = NearDuplicates()
     base = [prose(200, seed) for seed in range(100)]
     near = [changed(text, 0.05, seed) for seed, text in enumerate(base)]  # similarity 0.87
@@ -35,7 +35,7 @@ def test_samples_nearly_the_same_are_found_and_others_are_not(texts: Make, prose
     assert found[200:].tolist() == [-1] * 100
 
 
-def test_sketches_do_not_depend_on_the_batch_and_texts_without_words_are_no_duplicates(
+def test_sketches_do_not_depend_on_the_batch_and_texts_without_words_are_not_duplicates(
     texts: Make, prose: Prose
 ) -> None:
     rule = NearDuplicates()
@@ -58,7 +58,7 @@ def test_the_first_is_kept(texts: Make, prose: Prose) -> None:
     assert rule.duplicate_of(sketches).tolist() == [-1, -1, 0, 1, 0]
 
 
-def test_prompts_alone(texts: Make, prose: Prose) -> None:
+def test_comparison_by_prompts_only(texts: Make, prose: Prose) -> None:
     samples = [texts(prose(50, 1), prose(90, 2)), texts(prose(50, 1), prose(90, 3))]
 
     assert NearDuplicates().duplicate_of(NearDuplicates().sketch(samples)).tolist() == [-1, -1]
@@ -67,8 +67,8 @@ def test_prompts_alone(texts: Make, prose: Prose) -> None:
 
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=4, max_size=4), max_size=30))
-def test_what_goes_is_like_a_kept_one_before_it_and_no_two_kept_are_alike(rows: list[list[int]]) -> None:
-    # Bands are pieces of the slots, so all samples that are equal in one piece are compared.
+def test_dropped_samples_are_similar_to_an_earlier_kept_one_and_kept_ones_are_not(rows: list[list[int]]) -> None:
+    # Bands are parts of the slots, so all samples with an equal part are compared.
     rule = NearDuplicates(slots=16, rows=4, threshold=0.5)
     slots = np.repeat(np.array(rows, dtype=np.uint8).reshape(-1, 4), 4, axis=1)
     bands = (np.array(rows, dtype=np.uint32).reshape(-1, 4) + 1) * np.uint32(5)
@@ -89,7 +89,7 @@ def test_what_goes_is_like_a_kept_one_before_it_and_no_two_kept_are_alike(rows: 
     assert not any(alike(one, other) for one in kept for other in kept if one < other)
 
 
-def test_very_many_of_the_same_are_compared_with_the_first_only() -> None:
+def test_very_many_identical_samples_are_compared_with_the_first_only() -> None:
     rule = NearDuplicates()
     sketches = Sketches(np.full((50_000, 21), 7, np.uint32), np.zeros((50_000, 128), np.uint8))
 
@@ -104,7 +104,7 @@ def test_first_ids(ids: list[int]) -> None:
 
 
 def agent(number: int, *, system: str, query: str, answer: str = "done", words: int = 40) -> Texts:
-    """A question that all ask, a call, what the tool says, and an answer that all give."""
+    """A question, a call, a tool's answer and an answer; question and answer are the same in all samples."""
     call = ToolCall(name="sql", arguments={"query": query})
     shared = " ".join(f"shared{place}" for place in range(words))
     messages = [Message(role="system", content=system)] if system else []
@@ -113,7 +113,7 @@ def agent(number: int, *, system: str, query: str, answer: str = "done", words: 
     return Texts(Sample(id=str(number), messages=tuple(messages)))
 
 
-def test_calls_answers_of_tools_and_system_messages_tell_samples_apart(prose: Prose) -> None:
+def test_calls_tools_answers_and_system_messages_distinguish_samples(prose: Prose) -> None:
     rule, calls = NearDuplicates(), [prose(30, seed) for seed in range(20)]
     same = [agent(n, system="Be brief.", query=calls[0]) for n in range(2)]
     by_call = [agent(n, system="Be brief.", query=calls[n]) for n in range(20)]
@@ -125,7 +125,7 @@ def test_calls_answers_of_tools_and_system_messages_tell_samples_apart(prose: Pr
         assert rule.duplicate_of(rule.sketch(samples)).tolist() == [-1] * 20
 
 
-def test_a_long_system_message_that_all_share_makes_nothing_alike(prose: Prose) -> None:
+def test_a_long_shared_system_message_makes_no_samples_similar(prose: Prose) -> None:
     rule, system = NearDuplicates(), prose(3000, 99)
 
     samples = [agent(n, system=system, query=prose(30, n), words=5) for n in range(20)]
@@ -134,5 +134,5 @@ def test_a_long_system_message_that_all_share_makes_nothing_alike(prose: Prose) 
 
 
 def test_more_rows_than_slots_are_refused() -> None:
-    with pytest.raises(ValueError, match="rows=40 of a band, but there are only slots=32"):
+    with pytest.raises(ValueError, match="rows=40 must be at most slots=32"):
         NearDuplicates(slots=32, rows=40)

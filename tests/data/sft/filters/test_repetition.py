@@ -26,7 +26,7 @@ def test_a_loop_in_a_window_is_found_and_shown(texts: Callable[..., Texts], pros
     assert Repetition(window_times=7, trajectory_times=None).drop(texts("q", "a", trace)) is None
 
 
-def test_repetition_all_over_the_trajectory_counts_messages_together(chat: Make, prose: Prose) -> None:
+def test_repetition_over_the_trajectory_counts_all_messages(chat: Make, prose: Prose) -> None:
     again = " the answer must be an even number greater than two but smaller than nine "
     trace = "".join(prose(700, seed) + again for seed in range(12))
     answer = "".join(prose(700, seed + 50) + again for seed in range(8))
@@ -37,7 +37,7 @@ def test_repetition_all_over_the_trajectory_counts_messages_together(chat: Make,
     assert Repetition().reason(chat(answer + trace, "a")) is None  # the user may
 
 
-def test_a_text_of_nothing_but_the_repetition(chat: Make) -> None:
+def test_a_text_that_consists_of_the_repetition(chat: Make) -> None:
     rule = Repetition(ngram=3, window=9, window_times=3)
 
     assert rule.reason(chat("q", "one two three " * 3)) == "repeated-in-window"
@@ -53,13 +53,13 @@ def test_characters_in_a_row(chat: Make) -> None:
     assert Repetition(characters=None).reason(chat("q", "!" * 400)) is None
 
 
-def test_settings_that_cannot_be_met() -> None:
+def test_contradictory_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="window=20 words cannot hold 3 n-grams of 12"):
         Repetition(window=20, window_times=3)
 
 
 def occurs(words: list[int], length: int, times: int, window: int) -> set[int]:
-    """Beginnings of n-grams that occur often enough, by trying all."""
+    """Starts of n-grams that occur often enough, by exhaustive search."""
     found = set()
     for start in range(len(words) - length + 1):
         gram, place, count = words[start : start + length], start, 0
@@ -80,7 +80,9 @@ def occurs(words: list[int], length: int, times: int, window: int) -> set[int]:
     st.one_of(st.none(), st.integers(3, 30)),
 )
 @example([0, 0, 0, 0, 1, 0, 0], 2, 3, 6)  # three in a window that overlap, and a third that does not is beyond it
-def test_repetition_agrees_with_trying_all(words: list[int], length: int, times: int, window: int | None) -> None:
+def test_repetition_agrees_with_exhaustive_search(
+    words: list[int], length: int, times: int, window: int | None
+) -> None:
     grams = ngram_hashes(np.array(words, dtype=np.uint64), length)
 
     found = repeated(grams, np.arange(len(grams)), length=length, times=times, window=window)
@@ -90,7 +92,7 @@ def test_repetition_agrees_with_trying_all(words: list[int], length: int, times:
 
 
 @given(st.text("ab", max_size=12), st.integers(0, 60), st.text("abc", max_size=60), st.integers(32, 64))
-def test_runs_agree_with_trying_all(pattern: str, times: int, text: str, least: int) -> None:
+def test_runs_agree_with_exhaustive_search(pattern: str, times: int, text: str, least: int) -> None:
     data = text[:20] + pattern * times + text[20:]
     longest = 0
     for period in range(1, 9):

@@ -10,7 +10,7 @@ from nemo_ext.data.sft.sources import Located
 from nemo_ext.data.text.documents import ReadReport
 
 
-def test_the_first_reason_counts_with_its_place(chat: Callable[..., Sample]) -> None:
+def test_the_first_reason_is_counted_with_its_place(chat: Callable[..., Sample]) -> None:
     screen = load_filters({"narrative": {}, "structural": {}, "length": {"max_characters": 60}, "repetition": None})
     screen.check()
     report = ReadReport()
@@ -28,19 +28,19 @@ def test_the_first_reason_counts_with_its_place(chat: Callable[..., Sample]) -> 
     assert report.examples["narrative/narrative-answer"] == ["a:4 (1): 'our values'"]
 
 
-def test_a_typo_names_the_nearest() -> None:
+def test_a_typo_suggests_the_nearest_name() -> None:
     with pytest.raises(ValueError, match="filters: unknown filter 'lenght': did you mean 'length'"):
         load_filters({"lenght": {}})
     with pytest.raises(ValueError, match=r"filters.length: unknown key 'max_token': did you mean 'max_tokens'"):
         load_filters({"length": {"max_token": 1}})
     with pytest.raises(ValueError, match=r"filters.repetition: window_times=1: input should be greater"):
         load_filters({"repetition": {"window_times": 1}})
-    with pytest.raises(ValueError, match=r"filters\.length: max_tokens needs tokenizer"):
+    with pytest.raises(ValueError, match=r"filters\.length: max_tokens requires tokenizer"):
         load_filters({"length": {"max_tokens": 9}})
 
 
 def called(*arguments: str) -> Sample:
-    """A call for each, with an answer of the tool."""
+    """One call for each argument, with the tool's answer."""
     messages = [Message(role="user", content="please do so")]
     for text in arguments:
         call = ToolCall(name="write", arguments={"text": text})
@@ -48,7 +48,7 @@ def called(*arguments: str) -> Sample:
     return Sample(id="1", messages=(*messages, Message(role="assistant", content="Done.")))
 
 
-def test_calls_are_judged_and_what_tools_answer_is_not(tmp_path: Path, prose: Callable[[int, int], str]) -> None:
+def test_calls_are_judged_and_tools_answers_are_not(tmp_path: Path, prose: Callable[[int, int], str]) -> None:
     (tmp_path / "test.txt").write_text(prose(20, 1) + "\n" + prose(7, 2))
     rules = {"narrative": {}, "repetition": {}, "language": {"languages": "en"}}
     screen = load_filters(

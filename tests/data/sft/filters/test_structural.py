@@ -45,7 +45,7 @@ def reason(*messages: Message, tools: tuple[dict[str, Any], ...] = (ADD,), **set
     return Structural(**settings).reason(Sample(id="1", messages=messages, tools=tools))
 
 
-def test_good_conversations_are_kept() -> None:
+def test_valid_conversations_are_kept() -> None:
     assert reason(user(), says()) is None
     assert reason(SYSTEM, says("Hello"), user(), says("a", "so"), user(), says()) is None
     assert reason(user(), calls(GOOD, GOOD), answer("a"), answer("a"), calls(GOOD), answer(), says()) is None
@@ -81,7 +81,7 @@ def test_reasons(messages: tuple[Message, ...], expected: str) -> None:
     assert reason(*messages) == expected
 
 
-def test_tools_that_are_not_declared_or_whose_schema_is_none() -> None:
+def test_undeclared_tools_and_invalid_schemas() -> None:
     wrong = {"type": "function", "function": {"name": "add", "parameters": {"type": "number-ish"}}}
     remote = {"type": "function", "function": {"name": "add", "parameters": {"$ref": "http://127.0.0.1:9/s.json"}}}
     pattern = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"x": {"pattern": "("}}}}}
@@ -93,7 +93,7 @@ def test_tools_that_are_not_declared_or_whose_schema_is_none() -> None:
     assert reason(user(), call, tools=({"type": "function", "function": {"name": "add"}},)) is None
 
 
-def test_what_is_allowed_can_be_set_and_the_detail_says_where(chat: Callable[..., Sample]) -> None:
+def test_checks_can_be_disabled_and_the_detail_has_the_place(chat: Callable[..., Sample]) -> None:
     assert reason(user(), says(), user(), end_with_assistant=False) is None
     dropped = Structural().drop(
         Texts(Sample(id="1", messages=(user(), calls(ToolCall(name="add", arguments={"x": "1"}))), tools=(ADD,)))
