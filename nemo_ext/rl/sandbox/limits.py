@@ -40,7 +40,7 @@ class Limits:
         """Copy with the changes that a config or a task names.
 
         Raises:
-            ValueError: naming the key, what it holds and what it may hold.
+            ValueError: invalid change; the message names the key and the accepted values.
         """
         checked(Limits, changes, where, strict=True)
         return replace(self, **changes)

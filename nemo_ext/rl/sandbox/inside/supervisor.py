@@ -1,7 +1,7 @@
-"""The supervisor: takes one answer's programs from the host, runs one at a time, reports how each ended.
+"""Supervisor of one answer's programs: receives them from the host, runs one at a time, and reports each result.
 
-Each message of the host gets one answer; when the host's end of the connection closes, everything here ends.
-Expected outputs are never sent here, so a program cannot find them.
+Each message from the host gets one reply; when the host closes the connection, everything here ends. Expected
+outputs are never sent here, so a program cannot find them.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _CODE_BYTES = 64 << 20
 
 
 class Supervisor:
-    """One confinement and one prepared program at a time."""
+    """Supervisor with one confinement and one compiled program at a time."""
 
     def __init__(
         self,
@@ -86,15 +86,15 @@ class Supervisor:
             lambda: program.run_path(command, {**self._environment, "PATH": path}), header["limits"], compiler=True
         )
         if ended.ended == "exit" and ended.status == 0:
-            # Programs do not find it: it is open here, and its name goes with all else in the directory.
+            # Programs cannot find it: it stays open here, and its name is removed when the directory is emptied.
             self._executable = _above(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
         return ended
 
-    def _run(self, header: dict[str, Any], given: bytes) -> Ended:
+    def _run(self, header: dict[str, Any], stdin: bytes) -> Ended:
         limits, executable, code = header["limits"], self._executable, self._code
-        # Nothing of one run is left for the next.
+        # No run may leave anything for the next.
         self._place.confinement.empty_directory()
-        self._place.prepare(given)
+        self._place.prepare(stdin)
         if executable is not None:
             return self._once(
                 lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
@@ -114,20 +114,20 @@ class Supervisor:
 
 
 def _above(descriptor: int) -> int:
-    """Move a descriptor to a number above those that programs are given."""
+    """Move a descriptor to a number that programs do not use."""
     moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS)
     os.close(descriptor)
     return moved
 
 
 def serve(host: socket.socket) -> None:
-    """Supervise one answer's programs, until the host is gone."""
+    """Supervise one answer's programs until the host is gone."""
     message = wire.receive(host)
     if message is None:
         return
     header, _ = message
     here = os.getpid()
-    # The filter refuses this, to programs and from then on to this process too.
+    # Before the system call filter is installed, which refuses this to the supervisor too.
     stdin = _above(os.memfd_create("stdin", os.MFD_CLOEXEC))
     try:
         confinement = confined.enter(
@@ -140,9 +140,9 @@ def serve(host: socket.socket) -> None:
     except OSError as error:
         wire.send(host, {"failure": str(error)})
         return
-    # From here on programs' imports look nowhere but in the standard library and in what the host names.
+    # From here on, programs import only from the standard library and from the folders that the host names.
     sys.path += header["packages"]
-    wire.send(host, {"process": here, "isolation": confinement.described()})
+    wire.send(host, {"process": here, "isolation": confinement.describe()})
     try:
         Supervisor(host, confinement, stdin=stdin, disk_megabytes=header["disk_megabytes"]).serve()
     except (HostGoneError, OSError):
@@ -152,7 +152,7 @@ def serve(host: socket.socket) -> None:
         if not confinement.namespaces:
             os.chdir("/")
             confinement.empty_directory()
-            # The folder around it too: a host that has gone removes nothing.
+            # Remove the outer folder too, since a host that is gone cannot do it.
             with contextlib.suppress(OSError):
                 os.rmdir(header["directory"])
                 os.rmdir(os.path.dirname(header["directory"]))
