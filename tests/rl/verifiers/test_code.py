@@ -71,10 +71,10 @@ def test_right_programs_are_correct(source: str, reference: dict[str, Any], sand
 @pytest.mark.parametrize(
     ("source", "reference", "reason"),
     [
-        ("print(4)", SQUARE, "test 1: the output is not the expected one"),
+        ("print(4)", SQUARE, "test 1: the output differs from the expected output"),
         ("print(int(input()) ** 2); exit(1)", SQUARE, "test 0: exit status 1"),
         ("print(int(input()) ** 2); 1 / 0", SQUARE, "ZeroDivisionError"),
-        ("print(int(input()) ** 2", SQUARE, "it does not compile: exit status 1: SyntaxError"),
+        ("print(int(input()) ** 2", SQUARE, "does not compile: exit status 1: SyntaxError"),
         ("print(4, 9, 25)", SQUARE, "test 0: the output"),
         ("print('x' * 10**6)", SQUARE, "test 0: over its output limit"),
         ("", SQUARE, "test 0: the output"),
@@ -85,7 +85,7 @@ def test_right_programs_are_correct(source: str, reference: dict[str, Any], sand
         ("def add(a, b): yield a + b", ADD, "generator"),
         ("def add(a, b): return float('nan')", ADD, "test 0: the result"),
         ("def add(a, b):\n    x = []\n    for _ in range(500): x = [x]\n    return x", ADD, "test 0: the result"),
-        ("def add(a, b): return 10 ** 10000", ADD, "test 0: there is no result"),
+        ("def add(a, b): return 10 ** 10000", ADD, "test 0: the result is not valid JSON"),
     ],
 )
 def test_wrong_programs_are_wrong_and_the_reason_says_why(
@@ -324,7 +324,9 @@ def test_cpp(sandbox: Sandbox) -> None:
     assert verdict(right, reference, sandbox, tag="cpp").outcome == "correct"
     assert verdict(right.replace("n * n", "4"), reference, sandbox, tag="c++").outcome == "wrong"
     assert "does not compile" in verdict("int main() {", reference, sandbox, tag="cpp").reason
-    assert verdict("print(int(input()) ** 2)", reference, sandbox).reason.startswith("there is no fenced block of cpp")
+    assert verdict("print(int(input()) ** 2)", reference, sandbox).reason.startswith(
+        "the answer has no fenced cpp block"
+    )
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install() -> None:
@@ -447,7 +449,7 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
         ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\]: tolerance=2: .*less than 1"),
         ({"tests": [{"input": "", "output": "", "tolerance": float("nan")}]}, r"tests\[0\]: tolerance=nan: .*finite"),
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
-        ({"function": "f"}, r"reference.function is for style function"),
+        ({"function": "f"}, r"reference.function='f' applies only to style function"),
         ({"tests": [{"input": "\ud800", "output": ""}]}, r"tests\[0\]: .*surrogates"),
         ({"limits": {"processes": True}}, r"reference.limits: processes=True"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
@@ -478,7 +480,7 @@ def test_a_functions_reference_is_checked_too(change: dict[str, Any], message: s
 def test_a_functions_values_may_be_nested_deep() -> None:
     deep = json.loads("[" * 300 + "]" * 300)
     (test,) = code.check({**ADD, "tests": [{"args": (deep,), "expected": deep}]}).tests
-    assert json.loads(test.given)["args"] == [test.expected] == [deep]
+    assert json.loads(test.input)["args"] == [test.expected] == [deep]
 
 
 def test_imports_that_contests_omit_are_added() -> None:

@@ -78,11 +78,11 @@ def test_no_answer_is_neither(text: str, refuse: bool) -> None:
     assert (verify(text, refuse).outcome, verify(text, refuse).reason) == ("wrong", "no answer")
 
 
-def test_what_is_thought_does_not_count() -> None:
+def test_refusals_in_the_reasoning_do_not_count() -> None:
     assert verify("<think>I can't help with that.</think>Here you are.", refuse=False).outcome == "correct"
 
 
-def test_phrases_of_the_user_s_own() -> None:
+def test_phrases_from_the_settings() -> None:
     said = "Es tut mir leid, dabei kann ich nicht helfen."
 
     assert verify(said, refuse=True).outcome == "wrong"
