@@ -178,7 +178,7 @@ def test_a_source_is_in_its_module() -> None:
         ("needles", {"length": 127}, "length must be a whole number of at least 128"),
         ("needles", {"length": []}, "expected a length"),
         ("needles", {"length": "long"}, "length"),
-        ("needles", {"asked": 2}, "asked=2: there are keys=1"),
+        ("needles", {"asked": 2}, "asked=2: more than keys=1"),
         ("needles", {"keys": 9}, "keys=9: expected 1 to 8"),
         ("variables", {"hops": 0}, "hops must be a whole number of at least 1"),
         ("common_words", {"common": 11}, "common=11"),

@@ -1,8 +1,8 @@
-"""Generated tasks, so that every environment can be tried without external data.
+"""Generated tasks, to try every environment without external data.
 
 Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, which returns a correct answer,
-and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level they take turns. A task depends only
-on the seed, the level and its index: a larger count begins with the same tasks.
+and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level, tasks cycle through all. A task
+depends only on the seed, the level and its index: a larger count starts with the same tasks.
 """
 
 import importlib
@@ -27,10 +27,10 @@ GENERATORS: Mapping[str, str] = {
 
 
 def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
-    """Tasks of the generator with a name.
+    """Tasks from the generator of a name.
 
     Raises:
-        ValueError: unknown generator, or a number is out of range.
+        ValueError: unknown generator, or a number out of range.
     """
     if name not in GENERATORS:
         raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
@@ -40,10 +40,10 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
 
 
 def level_of(index: int, level: int | None, levels: int) -> int:
-    """Level of a generator's task: the requested one, or each in turn.
+    """Level of a task: the requested one, or else each level in turn.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: level out of range.
     """
     if level is None:
         return index % levels + 1

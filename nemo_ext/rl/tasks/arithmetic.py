@@ -27,22 +27,22 @@ def tasks(
 
     Args:
         level: level of all tasks; None for all levels in turn.
-        format: requested form of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
+        format: requested format of the answer; see `nemo_ext.rl.verifiers.math.Reference`.
         largest: largest number in a sum of level 1, which has `(largest + 1)^2` questions.
 
     Raises:
-        ValueError: there is no such level or format, or `largest` is below 1.
+        ValueError: unknown level or format, or `largest` is below 1.
     """
     if format not in _ASKED:
         raise ValueError(f"settings.format: unknown {format!r}: {nearest(str(format), _ASKED)}")
     checked_whole("settings.largest", largest, least=1)
     if largest != 9 and level not in (None, 1):
-        raise ValueError(f"settings.largest={largest}: is for level=1, and level={level}")
+        raise ValueError(f"settings.largest={largest} applies only to level=1, not to level={level}")
     for index in range(count):
-        of = level_of(index, level, LEVELS)
-        question, _, answer = _problem(seed, of, index, largest)
+        task_level = level_of(index, level, LEVELS)
+        question, _, answer = _problem(seed, task_level, index, largest)
         yield Task(
-            id=f"arithmetic/{seed}/{of}{'' if largest == 9 else f'-{largest}'}/{index}",
+            id=f"arithmetic/{seed}/{task_level}{'' if largest == 9 else f'-{largest}'}/{index}",
             environment="math",
             prompt=(Message(role="user", content=f"{question} {_ASKED[format]}"),),
             reference={"answer": answer, "format": format},
@@ -51,7 +51,7 @@ def tasks(
 
 
 def solution(task: Task) -> str:
-    """Worked-out correct answer, for training and tests."""
+    """Correct answer with its derivation, for training and tests."""
     _, seed, level, index = task.id.split("/")
     number, _, largest = level.partition("-")
     _, work, answer = _problem(int(seed), int(number), int(index), int(largest or 9))
@@ -124,7 +124,7 @@ LEVELS = 1 + len(_LEVELS)
 
 
 def _calculated(expression: str) -> tuple[str, str, str]:
-    # The expression is our own: digits, signs and brackets.
+    # eval is safe here: the expression was generated from digits, signs and brackets.
     value = eval(expression, {"__builtins__": {}})
     return f"What is {expression}?", f"{expression} = {value}", str(value)
 

@@ -1,7 +1,7 @@
-"""Long-context problems, most after RULER (arXiv 2404.06654, section 3), with texts that are generated, not downloaded.
+"""Long-context problems, mostly as in RULER (arXiv 2404.06654, section 3), with generated instead of downloaded texts.
 
-Rows: id, domain (the length), length, context, question, answers, wrong (what a right answer does not name). Lengths
-are in tokens of four characters.
+Columns: id, domain (the length), length, context, question, answers, wrong (texts that a right answer does not name).
+Lengths are in tokens of four characters.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +14,9 @@ from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sentences, unseen
 
 CHARACTERS = 4
-"""Characters taken for a token."""
+"""Number of characters counted as one token."""
 LEAST = 128
-"""Least length in tokens; a context is longer than asked where its needles alone are."""
+"""Minimum length in tokens; a context exceeds the requested length only if its needles do."""
 _DEPTHS = 10
 
 Lengths = int | Sequence[int]
@@ -32,26 +32,26 @@ def needles(
     values: int = 1,
     asked: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Codes of things, said somewhere in a long text: RULER's needles in a haystack.
+    """Codes of things, hidden in a long text: RULER's needles in a haystack.
 
-    The first code that is asked for moves through the text from problem to problem (column `depth`, from 0 to 1).
+    The first requested code moves through the text from problem to problem (column `depth`, from 0 to 1).
 
     Args:
         count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        keys: things with codes (4: RULER's multi-key).
-        values: codes of each thing (4: multi-value).
-        asked: things that are asked for (4: multi-query).
+        seed: seed of the random numbers.
+        length: number of tokens per context, or several numbers in turn.
+        keys: number of things with codes (4: RULER's multi-key).
+        values: number of codes per thing (4: multi-value).
+        asked: number of things in the question (4: multi-query).
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: setting out of range; the message names it.
     """
-    for key, given in {"keys": keys, "values": values, "asked": asked}.items():
-        if checked_whole(f"settings.{key}", given, least=1) > 8:
-            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    for key, value in {"keys": keys, "values": values, "asked": asked}.items():
+        if checked_whole(f"settings.{key}", value, least=1) > 8:
+            raise ValueError(f"settings.{key}={value}: expected 1 to 8")
     if asked > keys:
-        raise ValueError(f"settings.asked={asked}: there are keys={keys}")
+        raise ValueError(f"settings.asked={asked}: more than keys={keys}")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "needles", keys, values, asked, "sentences", tokens, number)
         places = random.permutation(len(ADJECTIVES) * len(NOUNS))[:keys]
@@ -78,34 +78,34 @@ def needles(
 def variables(
     count: int, *, seed: int, length: Lengths = 1024, chains: int = 2, hops: int = 4
 ) -> Iterator[dict[str, Any]]:
-    """Variables that get their value from each other: RULER's variable tracking (its default has one chain, 4 hops).
+    """Variables assigned from each other: RULER's variable tracking (whose default is one chain with 4 hops).
 
     Args:
         count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        chains: chains, each with a value of its own; the first is asked for.
-        hops: assignments of a chain after its first.
+        seed: seed of the random numbers.
+        length: number of tokens per context, or several numbers in turn.
+        chains: number of chains, each with a different value; the question is about the first.
+        hops: number of assignments per chain after the first.
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: setting out of range; the message names it.
     """
-    for key, given in {"chains": chains, "hops": hops}.items():
-        if checked_whole(f"settings.{key}", given, least=1) > 8:
-            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    for key, value in {"chains": chains, "hops": hops}.items():
+        if checked_whole(f"settings.{key}", value, least=1) > 8:
+            raise ValueError(f"settings.{key}={value}: expected 1 to 8")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "variables", chains, hops, tokens, number)
         names: set[str] = set()
         codes: set[str] = set()
-        made = [[unseen(random, names, 2).upper() for _ in range(hops + 1)] for _ in range(chains)]
-        names = {name for chain in made for name in chain}
-        said = []
-        for chain in made:
+        variables_by_chain = [[unseen(random, names, 2).upper() for _ in range(hops + 1)] for _ in range(chains)]
+        names = {name for chain in variables_by_chain for name in chain}
+        statements = []
+        for chain in variables_by_chain:
             sources = [_code(random, codes, digits=5), *chain[:-1]]
-            said.append([f"VAR {name} = {source}." for name, source in zip(chain, sources, strict=True)])
-        value = said[0][0].removesuffix(".").rpartition(" ")[2]
-        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for chain in said for line in chain))
-        for chain_lines in said:  # each in its order
+            statements.append([f"VAR {name} = {source}." for name, source in zip(chain, sources, strict=True)])
+        value = statements[0][0].removesuffix(".").rpartition(" ")[2]
+        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for chain in statements for line in chain))
+        for chain_lines in statements:  # each in its order
             places = sorted(map(int, random.choice(len(lines) + 1, size=hops + 1, replace=False)), reverse=True)
             for place, line in zip(places, reversed(chain_lines), strict=True):
                 lines.insert(place, line)
@@ -113,22 +113,22 @@ def variables(
             f"Which variables have the value {value}, by themselves or because they were set to another that has it? "
             "Answer with their names alone."
         )
-        yield _row("variables", seed, number, tokens, " ".join(lines), question, made[0], names)
+        yield _row("variables", seed, number, tokens, " ".join(lines), question, variables_by_chain[0], names)
 
 
 def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int = 5) -> Iterator[dict[str, Any]]:
     """The most frequent words of a long list: RULER's common words.
 
-    A quarter of the list are common words; each of them is there three times as often as any other word.
+    About a quarter of the list are common words, each of them three times as frequent as any other word.
 
     Args:
         count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        common: words that are asked for.
+        seed: seed of the random numbers.
+        length: number of tokens per context, or several numbers in turn.
+        common: number of words that the question asks for.
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: setting out of range; the message names it.
     """
     if checked_whole("settings.common", common, least=1) > 10:
         raise ValueError(f"settings.common={common}: expected 1 to 10")
@@ -145,16 +145,16 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
 
 
 def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -> Iterator[dict[str, Any]]:
-    """Questions on one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
+    """Questions about one or two of many short documents, instead of RULER's SQuAD and HotpotQA.
 
     Args:
         count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        hops: documents that the answer needs, 1 or 2.
+        seed: seed of the random numbers.
+        length: number of tokens per context, or several numbers in turn.
+        hops: number of documents needed for the answer, 1 or 2.
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: setting out of range; the message names it.
     """
     if checked_whole("settings.hops", hops, least=1) > 2:
         raise ValueError(f"settings.hops={hops}: expected 1 or 2")
@@ -185,17 +185,17 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
 def deliveries(
     count: int, *, seed: int, length: Lengths = 1024, towns: int = 4, asked: Asked = "order"
 ) -> Iterator[dict[str, Any]]:
-    """Dated deliveries to towns, not in the order of their days: which town came third, or what one got in all.
+    """Dated deliveries to towns, in random order: which town came third, or how much a town received in total.
 
     Args:
         count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        towns: towns, 3 to 8; a day each where their order is asked for, two to four deliveries each where a total is.
-        asked: `order`: the town at a place in the order of days; `total`: the sum of a town's deliveries.
+        seed: seed of the random numbers.
+        length: number of tokens per context, or several numbers in turn.
+        towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
+        asked: `order` for the town at a position in the order of days; `total` for the sum of a town's deliveries.
 
     Raises:
-        ValueError: naming the setting that is out of range.
+        ValueError: setting out of range; the message names it.
     """
     if checked_whole("settings.towns", towns, least=3) > 8:
         raise ValueError(f"settings.towns={towns}: expected 3 to 8")
@@ -204,37 +204,40 @@ def deliveries(
     for number, tokens in _lengths(count, length):
         random = generator(seed, "deliveries", towns, asked, tokens, number)
         chosen = [TOWNS[place] for place in random.permutation(len(TOWNS))[:towns]]
-        each = 1 if asked == "order" else int(random.integers(2, 5))
-        days = random.permutation(np.arange(2, 366))[: towns * each]
-        made = [
+        per_town = 1 if asked == "order" else int(random.integers(2, 5))
+        days = random.permutation(np.arange(2, 366))[: towns * per_town]
+        records = [
             (int(day), town, int(random.integers(11, 100)))
-            for day, town in zip(days, [town for town in chosen for _ in range(each)], strict=True)
+            for day, town in zip(days, [town for town in chosen for _ in range(per_town)], strict=True)
         ]
-        hidden = [f"On day {day} of the year {town} received {barrels} barrels." for day, town, barrels in made]
+        hidden = [f"On day {day} of the year {town} received {barrels} barrels." for day, town, barrels in records]
         lines = _filled(sentences(random), tokens, sum(len(line) + 1 for line in hidden))
         for line in (hidden[place] for place in random.permutation(len(hidden))):
             lines.insert(int(random.integers(len(lines) + 1)), line)
         if asked == "order":
             place = int(random.integers(towns))
-            answer, named = sorted(made)[place][1], chosen
+            answer, named = sorted(records)[place][1], chosen
             question = (
                 f"Order the towns that received barrels by the day of the year. Which one is number {place + 1}, from "
                 "the earliest? Answer with the name of the town alone."
             )
         else:
-            totals = {town: sum(barrels for _, to, barrels in made if to == town) for town in chosen}
-            answer, named = str(totals[chosen[0]]), [str(one) for one in (*totals.values(), *(row[2] for row in made))]
+            totals = {town: sum(barrels for _, to, barrels in records if to == town) for town in chosen}
+            answer, named = (
+                str(totals[chosen[0]]),
+                [str(one) for one in (*totals.values(), *(row[2] for row in records))],
+            )
             question = f"How many barrels did {chosen[0]} receive in all? Answer with the number alone."
         yield _row("deliveries", seed, number, tokens, " ".join(lines), question, [answer], named)
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
-    """Number of each row among those of its length, and that length."""
+    """For each row, its number among rows of the same length, and the length."""
     lengths = [length] if isinstance(length, int) else list(length)
     for each in lengths:
         checked_whole("settings.length", each, least=LEAST)
     if not lengths:
-        raise ValueError("settings.length: expected a length, or several")
+        raise ValueError("settings.length: expected at least one length")
     for index in range(count):
         yield index // len(lengths), lengths[index % len(lengths)]
 

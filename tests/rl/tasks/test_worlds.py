@@ -1,4 +1,4 @@
-"""Tasks of the two worlds: a script that makes the right calls is right, one that skips or adds one is wrong."""
+"""Tasks of the two worlds: making the right calls is right; skipping or adding one is wrong."""
 
 import importlib
 from collections.abc import Iterable
@@ -55,8 +55,8 @@ def test_tasks_are_records_and_depend_on_seed_level_and_number(name: str) -> Non
     assert all(task.tools == WORLDS[name].schemas for task in tasks)
 
 
-def test_the_bank_keeps_to_its_turns() -> None:
-    """One to ask, one to find and verify and look, one to act and one to say so: within five."""
+def test_the_bank_stays_within_its_turns() -> None:
+    """One turn to ask, one to search and verify, one to act, one to report: within five."""
     environment = make("bank")
     assert environment.begin is not None and environment.max_turns == 5
     for task, calls in made("bank", 20, level=3):
