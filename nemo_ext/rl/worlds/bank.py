@@ -2,8 +2,8 @@
 
 Nemotron 3 Nano, section 3.2.1, names such an environment: it "tests an agent's tool-calling and proactive asking
 capability" in "banking scenarios like assisting customers with unblocking a credit card or solving account disputes",
-verified by the databases' state. The paper says no more: data, tools and rules are this package's. The customer says
-what the task has them say, one thing each time the model turns to them without a call.
+verified by the databases' state. The paper gives no more detail: data, tools and rules are this package's. The customer
+says the texts of the task, one after each response without a call.
 """
 
 from datetime import date, timedelta
@@ -47,7 +47,7 @@ def verify_identity(
     """Compare the date of birth that the customer has said with the one on file. Failed checks are recorded."""
     row = database.get("customers", customer_id)
     if row["birth_date"] != birth_date:
-        # This changes the database, so that guessing dates does more than was asked for.
+        # Recorded in the database, so that guessing dates makes a change that no task requests.
         database.update("customers", customer_id, failed_checks=row["failed_checks"] + 1)
         return "Error: this is not the date on file; the failed check was recorded"
     database.update("customers", customer_id, verified=True)
@@ -183,7 +183,7 @@ def update_address(database: Database, customer_id: Id, address: Text) -> Any:
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables of a seed."""
+    """Build the tables for a seed."""
     random = generator(seed, "bank")
 
     def number(low: int, high: int) -> int:

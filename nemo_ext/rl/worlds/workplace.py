@@ -1,7 +1,7 @@
 """A workplace: five databases, a directory, 26 tools (Nemotron 3 Nano, section 3.2.1: "a sandbox environment with five
 databases, 26 tools", adapted from WorkBench).
 
-The tools are those of a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
+The tools suit a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
 """
 
 from datetime import datetime, timedelta
@@ -17,7 +17,7 @@ from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_
 
 NOW = datetime(2025, 6, 18, 9, 0)
 _MINUTES, _DAY = "%Y-%m-%d %H:%M", "%Y-%m-%d"
-_LAST = "9"  # after all days and times as texts
+_LAST = "9"  # sorts after all days and times
 
 PEOPLE = (
     *("Aisha Khan", "Bruno Costa", "Carla Rossi", "Daniel Weber", "Elena Petrova", "Farid Haddad", "Grace Okafor"),
@@ -49,18 +49,18 @@ BOARDS, STATES, STATUSES, PRODUCTS, SOURCES = map(get_args, (Board, State, Statu
 def _address(text: str) -> str:
     before, at, after = text.casefold().strip().partition("@")
     if not (before and at and "." in after) or any(character.isspace() for character in before + after):
-        raise ToolError(f"{text!r} is no email address")
+        raise ToolError(f"{text!r} is not an email address")
     return f"{before}@{after}"
 
 
 def _time(form: str, shown: str) -> AfterValidator:
-    """Check that a text is a time in a form, and write it as all others."""
+    """Validator of a text in a time format, which also normalizes it."""
 
     def checked(text: str) -> str:
         try:
             return datetime.strptime(text, form).strftime(form)
         except ValueError:
-            raise ToolError(f"{text!r} is no time as {shown}") from None
+            raise ToolError(f"{text!r} is not in the format {shown}") from None
 
     return AfterValidator(checked)
 
@@ -90,7 +90,7 @@ ME = address("Alex Moreau")
 def find_email_address(database: Database, name: Text) -> Any:
     """Addresses of the colleagues whose name holds the given words."""
     wanted = name.casefold().split()
-    return [row["address"] for _, row in database.rows("directory") if _holds(row["name"], wanted)]
+    return [row["address"] for _, row in database.rows("directory") if _contains(row["name"], wanted)]
 
 
 # email
@@ -105,7 +105,7 @@ def search_emails(
     page: Page = 1,
 ) -> Any:
     """Emails whose subject, body or correspondent hold all words, the latest first."""
-    found = _found(database, "emails", query, ("subject", "body", "correspondent"), box=box)
+    found = _search(database, "emails", query, ("subject", "body", "correspondent"), box=box)
     found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
 
@@ -117,19 +117,19 @@ def get_email(database: Database, email_id: Id) -> Any:
 
 def send_email(database: Database, recipient: Address, subject: Text, body: Text) -> Any:
     """Send an email."""
-    return _sent(database, recipient, subject, body)
+    return _send(database, recipient, subject, body)
 
 
 def reply_to_email(database: Database, email_id: Id, body: Text) -> Any:
     """Answer an email; its subject is kept."""
     email = database.get("emails", email_id)
-    return _sent(database, email["correspondent"], email["subject"], body)
+    return _send(database, email["correspondent"], email["subject"], body)
 
 
 def forward_email(database: Database, email_id: Id, recipient: Address) -> Any:
     """Send an email on to someone else, as it is."""
     email = database.get("emails", email_id)
-    return _sent(database, recipient, "FW: " + email["subject"], email["body"])
+    return _send(database, recipient, "FW: " + email["subject"], email["body"])
 
 
 def delete_email(database: Database, email_id: Id) -> Any:
@@ -149,7 +149,7 @@ def search_events(
     page: Page = 1,
 ) -> Any:
     """Events whose name or participant hold all words and that begin between the times, the earliest first."""
-    found = _found(database, "events", query, ("name", "participant"))
+    found = _search(database, "events", query, ("name", "participant"))
     found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["start"]), page)
 
@@ -196,7 +196,7 @@ def search_tasks(
     page: Page = 1,
 ) -> Any:
     """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
-    found = _found(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
+    found = _search(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
     found = [row for row in found if row["due"] < (due_before or _LAST)]
     return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
 
@@ -246,7 +246,7 @@ def search_customers(
 ) -> Any:
     """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
     given = {"status": status, "product": product, "assigned_to": assigned_to}
-    found = _found(database, "customers", query, ("name", "company", "address"), **given)
+    found = _search(database, "customers", query, ("name", "company", "address"), **given)
     return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
 
 
@@ -281,7 +281,7 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
     """The visits of one day."""
-    return _page(_found(database, "visits", "", (), day=day), page)
+    return _page(_search(database, "visits", "", (), day=day), page)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
@@ -307,7 +307,7 @@ def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"]
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables of a seed."""
+    """Build the tables for a seed."""
     random = generator(seed, "workplace")
     staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
     tables: dict[str, dict[str, dict[str, Any]]] = {
@@ -319,7 +319,7 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
     def person() -> str:
         return address(one_of(random, staff))
 
-    # One moment or day each, so that "the last" and "the first" are one.
+    # Times and days are distinct, so that "the last" and "the first" are unambiguous.
     for n, hour in enumerate(np.sort(random.choice(24 * 30, size=24, replace=False)), start=1):
         subject = one_of(random, SUBJECTS)
         tables["emails"][f"email-{n}"] = {
@@ -400,10 +400,10 @@ def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
     """Visits between two days, both included, from one source or from all."""
-    return [row for row in _found(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
+    return [row for row in _search(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
 
 
-def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
+def _send(database: Database, recipient: str, subject: str, body: str) -> Any:
     row = {"box": "sent", "correspondent": recipient, "subject": subject, "body": body}
     return {"id": database.insert("emails", {**row, "sent": NOW.strftime(_MINUTES)}, "email-")}
 
@@ -411,23 +411,23 @@ def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
 def _update(database: Database, table: str, key: str, **given: Any) -> Any:
     values = {name: value for name, value in given.items() if value is not None}
     if not values:
-        raise ToolError("nothing to change is given")
+        raise ToolError("no field to change was given")
     database.update(table, key, **values)
     return {"id": key, **database.get(table, key)}
 
 
-def _found(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Rows whose columns hold all words of the query, and that have the given values; None for any."""
+def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
+    """Rows whose columns contain all words of the query, and whose values match; None matches any value."""
     words = query.casefold().split()
     return [
         {"id": key, **row}
         for key, row in database.rows(table)
-        if _holds(" ".join(row[column] for column in columns), words)
+        if _contains(" ".join(row[column] for column in columns), words)
         and all(value is None or row[name] == value for name, value in given.items())
     ]
 
 
-def _holds(text: str, words: list[str]) -> bool:
+def _contains(text: str, words: list[str]) -> bool:
     plain = text.casefold()
     return all(word in plain for word in words)
 
@@ -438,5 +438,5 @@ def _page(rows: list[Row], page: int) -> Any:
 
 def _colleague(database: Database, address: str) -> str:
     if address != ME and all(row["address"] != address for _, row in database.rows("directory")):
-        raise ToolError(f"nobody here has the address {address}")
+        raise ToolError(f"no colleague has the address {address}")
     return address
