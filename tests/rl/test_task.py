@@ -39,7 +39,7 @@ def test_a_format_is_rewarded_that_the_prompt_asks_for(template: str) -> None:
     task = prompts.in_mode(Task.of(RECORD))
     text, opened = prompts.prompt(task)
 
-    assert Facts.of(task, thinking_opened=opened).thinking
+    assert Facts.from_task(task, thinking_opened=opened).thinking
     assert "thinking on" in text or opened
     off = prompts.in_mode(Task.of({**RECORD, "thinking": False}))
     assert off.thinking is False

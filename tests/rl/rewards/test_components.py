@@ -25,13 +25,13 @@ def test_values_are_clipped_and_weighted() -> None:
         ({"right": 1, "shrt": 0}, "unknown name 'shrt': did you mean 'short'"),
     ],
 )
-def test_what_cannot_be_combined(values: dict[str, float], message: str) -> None:
+def test_invalid_values_are_refused(values: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         combine([RIGHT, SHORT], values)
 
 
 def test_names_are_unique() -> None:
-    with pytest.raises(ValueError, match="right is there more than once"):
+    with pytest.raises(ValueError, match="duplicate name right"):
         combine([RIGHT, RIGHT], {"right": 1})
 
 
