@@ -88,7 +88,7 @@ ME = address("Alex Moreau")
 
 
 def find_email_address(database: Database, name: Text) -> Any:
-    """Addresses of the colleagues whose name holds the given words."""
+    """Find the addresses of colleagues whose name contains the given words."""
     wanted = name.casefold().split()
     return [row["address"] for _, row in database.rows("directory") if _contains(row["name"], wanted)]
 
@@ -104,14 +104,14 @@ def search_emails(
     date_to: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Emails whose subject, body or correspondent hold all words, the latest first."""
+    """Search for emails whose subject, body or correspondent contain all words, latest first."""
     found = _search(database, "emails", query, ("subject", "body", "correspondent"), box=box)
     found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
 
 
 def get_email(database: Database, email_id: Id) -> Any:
-    """One email."""
+    """Get one email."""
     return {"id": email_id, **database.get("emails", email_id)}
 
 
@@ -121,13 +121,13 @@ def send_email(database: Database, recipient: Address, subject: Text, body: Text
 
 
 def reply_to_email(database: Database, email_id: Id, body: Text) -> Any:
-    """Answer an email; its subject is kept."""
+    """Reply to an email; its subject is kept."""
     email = database.get("emails", email_id)
     return _send(database, email["correspondent"], email["subject"], body)
 
 
 def forward_email(database: Database, email_id: Id, recipient: Address) -> Any:
-    """Send an email on to someone else, as it is."""
+    """Forward an email unchanged."""
     email = database.get("emails", email_id)
     return _send(database, recipient, "FW: " + email["subject"], email["body"])
 
@@ -148,19 +148,19 @@ def search_events(
     time_to: Time | None = None,
     page: Page = 1,
 ) -> Any:
-    """Events whose name or participant hold all words and that begin between the times, the earliest first."""
+    """Search for events whose name or participant contain all words, starting between two times, earliest first."""
     found = _search(database, "events", query, ("name", "participant"))
     found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
     return _page(sorted(found, key=lambda row: row["start"]), page)
 
 
 def get_event(database: Database, event_id: Id) -> Any:
-    """One event."""
+    """Get one event."""
     return {"id": event_id, **database.get("events", event_id)}
 
 
 def create_event(database: Database, name: Text, participant: Address, start: Time, minutes: Minutes) -> Any:
-    """Put an event into the calendar."""
+    """Add an event to the calendar."""
     row = {"name": name, "participant": participant, "start": start, "minutes": minutes}
     return {"id": database.insert("events", row, "event-")}
 
@@ -173,12 +173,12 @@ def update_event(
     start: Time | None = None,
     minutes: Minutes | None = None,
 ) -> Any:
-    """Change what is given of an event."""
+    """Change the given fields of an event."""
     return _update(database, "events", event_id, name=name, participant=participant, start=start, minutes=minutes)
 
 
 def delete_event(database: Database, event_id: Id) -> Any:
-    """Take an event out of the calendar."""
+    """Remove an event from the calendar."""
     database.delete("events", event_id)
     return "deleted"
 
@@ -195,14 +195,14 @@ def search_tasks(
     due_before: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
+    """Search for tasks whose name contains all words, by board, state, assignee and due date, earliest due first."""
     found = _search(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
     found = [row for row in found if row["due"] < (due_before or _LAST)]
     return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
 
 
 def get_task(database: Database, task_id: Id) -> Any:
-    """One task."""
+    """Get one task."""
     return {"id": task_id, **database.get("tasks", task_id)}
 
 
@@ -221,7 +221,7 @@ def update_task(
     assigned_to: Address | None = None,
     due: Day | None = None,
 ) -> Any:
-    """Change what is given of a task."""
+    """Change the given fields of a task."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     given = {"name": name, "board": board, "state": state, "assigned_to": colleague, "due": due}
     return _update(database, "tasks", task_id, **given)
@@ -244,7 +244,7 @@ def search_customers(
     assigned_to: Address | None = None,
     page: Page = 1,
 ) -> Any:
-    """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
+    """Search for customers whose name, company or address contain all words, by status, product and assignee."""
     given = {"status": status, "product": product, "assigned_to": assigned_to}
     found = _search(database, "customers", query, ("name", "company", "address"), **given)
     return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
@@ -265,7 +265,7 @@ def update_customer(
     product: Product | None = None,
     assigned_to: Address | None = None,
 ) -> Any:
-    """Change what is given of a customer."""
+    """Change the given fields of a customer."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     return _update(database, "customers", customer_id, status=status, product=product, assigned_to=colleague)
 
@@ -280,28 +280,28 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
-    """The visits of one day."""
+    """List the visits of one day."""
     return _page(_search(database, "visits", "", (), day=day), page)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """How many visits there were from one day to another, both included."""
+    """Count the visits from one day to another, both included."""
     return len(visits(database, date_from, date_to, source))
 
 
 def count_engaged_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """How many of the visits were engaged."""
+    """Count the engaged visits from one day to another, both included."""
     return sum(row["engaged"] for row in visits(database, date_from, date_to, source))
 
 
 def average_session_minutes(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """The mean length of a visit in minutes, to one decimal."""
+    """Compute the mean length of a visit in minutes, to one decimal."""
     found = visits(database, date_from, date_to, source)
     return round(sum(row["minutes"] for row in found) / len(found), 1) if found else 0.0
 
 
 def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"], date_from: Day, date_to: Day) -> Any:
-    """Make a plot of a metric from one day to another and keep it."""
+    """Plot a metric from one day to another, and save the plot."""
     row = {"metric": metric, "kind": kind, "from": date_from, "to": date_to}
     return {"id": database.insert("plots", row, "plot-")}
 
