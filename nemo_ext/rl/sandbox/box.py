@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,7 +85,7 @@ class Settings:
     Attributes:
         python: path of an interpreter, 3.10 or later.
         packages: folders that Python programs import from besides the standard library.
-        readable: more files and folders that programs may read.
+        readable: files and folders that programs may read.
         compiler: path of the C++ compiler.
     """
 
@@ -95,9 +95,7 @@ class Settings:
     compiler: str | None
 
     @classmethod
-    def detect(
-        cls, *, python: str | None = None, packages: Sequence[str] | None = None, readable: Sequence[str] = ()
-    ) -> "Settings":
+    def detect(cls, *, python: str | None = None, packages: Sequence[str] | None = None) -> "Settings":
         """Settings with this interpreter, its site-packages, and g++ where it is installed."""
         if packages is None:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if python is None else []
@@ -106,7 +104,7 @@ class Settings:
         return cls(
             python=python or str(getattr(sys, "_base_executable", sys.executable)),
             packages=list(dict.fromkeys(packages)),
-            readable=[*SYSTEM, prefix, *packages, *readable],
+            readable=[*SYSTEM, prefix, *packages],
             compiler=compiler and os.path.realpath(compiler),
         )
 
@@ -236,7 +234,7 @@ class Box:
             "function": function,
             "prelude": names,
             "preload": preloaded(f"{source}\n{names}"),
-            "limits": limits.record(),
+            "limits": asdict(limits),
         }
         return self._run(header, _encoded(source), limits)
 
@@ -249,7 +247,7 @@ class Box:
         if self._settings.compiler is None:
             raise SandboxError("C++ programs need g++, which is not on PATH: install it (`apt-get install g++`)")
         header = {"operation": "compile_cpp", "compiler": [self._settings.compiler, *options]}
-        return self._run({**header, "limits": limits.record()}, _encoded(source), limits)
+        return self._run({**header, "limits": asdict(limits)}, _encoded(source), limits)
 
     def run(self, stdin: bytes, limits: Limits) -> Run:
         """Run the compiled program, or call its function."""
@@ -266,7 +264,7 @@ class Box:
             while taken < len(inputs):
                 # Send one ahead if it fits into the socket's buffer: neither side may block in the middle of sending.
                 while sent <= taken or (sent == taken + 1 < len(inputs) and len(inputs[sent]) < _SENT_AHEAD):
-                    header = {"operation": "run", "limits": limits[sent].record()}
+                    header = {"operation": "run", "limits": asdict(limits[sent])}
                     self._send(header, [inputs[sent]], seconds)
                     sent += 1
                 taken += 1

@@ -1,10 +1,10 @@
 """Isolation of programs on this machine, and errors of the sandbox."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["auto", "namespaces", "processes"]
-KINDS = ("auto", "namespaces", "processes")
+KINDS = get_args(Kind)
 
 
 class SandboxError(RuntimeError):

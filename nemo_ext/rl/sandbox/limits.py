@@ -1,7 +1,7 @@
 """Resource limits of a program."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -44,10 +44,6 @@ class Limits:
         """
         checked(Limits, changes, where, strict=True)
         return replace(self, **changes)
-
-    def record(self) -> dict[str, Any]:
-        """Limits as a JSON object."""
-        return asdict(self)
 
 
 COMPILATION = Limits(cpu_seconds=30, wall_seconds=60, memory_megabytes=2048, disk_megabytes=64)

@@ -37,16 +37,11 @@ def preloaded(source: str) -> list[str]:
     """Modules imported by the source that can be imported once, before all of its runs."""
     found: dict[str, None] = {}
     for match in _IMPORT.finditer(source):
-        for part in _imported(match):
-            name = part.split()[0] if part.split() else ""
-            top = name.split(".")[0]
+        for part in match[1].split(" import ")[0].split(","):
+            top = (part.split() or [""])[0].split(".")[0]
             if top not in _LOUD and (top in sys.stdlib_module_names or top in _LIBRARIES):
                 found[top] = None
     return list(found)
-
-
-def _imported(match: re.Match[str]) -> list[str]:
-    return match[1].split(" import ")[0].split(",")
 
 
 @functools.cache

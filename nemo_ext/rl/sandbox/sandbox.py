@@ -35,7 +35,6 @@ class Sandbox:
         strict: same as `isolation="namespaces"`.
         python: interpreter for programs, with the standard library only; by default this one, with its packages.
         packages: folders that programs import from.
-        readable: more files and folders that programs may read.
 
     Raises:
         ValueError: invalid argument.
@@ -52,7 +51,6 @@ class Sandbox:
         strict: bool = False,
         python: str | None = None,
         packages: Sequence[str] | None = None,
-        readable: Sequence[str] = (),
     ) -> None:
         if isolation not in KINDS:
             raise ValueError(f"isolation: unknown kind {isolation!r}: {nearest(str(isolation), KINDS)}")
@@ -66,7 +64,7 @@ class Sandbox:
         self.concurrency = concurrency or len(os.sched_getaffinity(0))
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
-        self._settings = Settings.detect(python=python, packages=packages, readable=readable)
+        self._settings = Settings.detect(python=python, packages=packages)
         self._nursery = Nursery(self._settings.python)
         self._requested = isolation
         self._lock = threading.Lock()

@@ -11,27 +11,26 @@ HumanEval and MBPP, run in the program's own process, which could tamper with th
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, StrictStr
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.answers import fences
+from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
+from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.verdict import Verdict
-
-if TYPE_CHECKING:
-    from nemo_ext.rl.environments import Environment
-    from nemo_ext.rl.sandbox.sandbox import Sandbox
 
 MAX_TESTS = 50
 """Maximum number of tests, as in Nemotron 3 Nano (section 3.2, competition code)."""
@@ -170,7 +169,7 @@ def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Refere
     return Reference(language=raw.language, function=raw.function, tests=tuple(tests), limits=limits)
 
 
-def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False) -> Verdict:
+def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
     """Run the answer's program on the tests, in this thread.
 
     Args:
@@ -186,9 +185,7 @@ def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", part
         return Verdict.error(str(error), source)
 
 
-async def verify_async(
-    response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False
-) -> Verdict:
+async def verify_async(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
     """`verify` for asyncio: as many at once as the sandbox runs; the rest wait."""
     source = program(response.answer, reference.language)
     if source is None:
@@ -210,7 +207,7 @@ def environment(
     queue_seconds: float | None = None,
     isolation: str = "auto",
     strict: bool = False,
-) -> "Environment":
+) -> Environment:
     """The environment `code`, with its own sandbox.
 
     Args:
@@ -222,9 +219,6 @@ def environment(
         ValueError: invalid setting.
         SandboxError: `strict` is set and namespaces are not available.
     """
-    from nemo_ext.rl.environments import Environment
-    from nemo_ext.rl.sandbox.sandbox import Sandbox
-
     checked_whole("max_tests", max_tests, least=1)
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
@@ -233,12 +227,11 @@ def environment(
         isolation=cast(Any, isolation),
         strict=strict,
     )
-
-    async def verified(response: Response, reference: Reference) -> Verdict:
-        return await verify_async(response, reference, sandbox=sandbox, partial=partial)
-
     return Environment(
-        name="code", check=lambda reference: check(reference, max_tests=max_tests), verify=verified, waits=True
+        name="code",
+        check=functools.partial(check, max_tests=max_tests),
+        verify=functools.partial(verify_async, sandbox=sandbox, partial=partial),
+        waits=True,
     )
 
 
@@ -264,13 +257,12 @@ def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, pa
     """
     if len(source) > _MOST_CODE:
         return Verdict.wrong(f"the program has {len(source)} characters, more than {_MOST_CODE}")
-    whole = source + _ASSERTS_CODE if reference.asserts else source
     applied = limits.changed(reference.limits)
-    compiled = (
-        box.compile_cpp(source)
-        if reference.language == "cpp"
-        else box.compile_python(whole, applied, function=reference.function)
-    )
+    if reference.language == "cpp":
+        compiled = box.compile_cpp(source)
+    else:
+        whole = source + _ASSERTS_CODE if reference.asserts else source
+        compiled = box.compile_python(whole, applied, function=reference.function)
     if not compiled.ok:
         return Verdict.wrong(f"does not compile: {_describe(compiled)}", source)
     tests, passed, reason = reference.tests, 0, ""

@@ -15,9 +15,10 @@ from pydantic import BeforeValidator, Field
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.judge import Judge, JudgeSettings
+from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
+from nemo_ext.rl.verifiers.judge import make_judge
 
 _GRADE = re.compile(r"\[\[\s*(?:grade:\s*)?(0|[1-9][0-9]{0,3})\s*\]\]", re.IGNORECASE)
 _INSTRUCTIONS = """\
@@ -96,7 +97,7 @@ def environment(
     if checked_whole("best", best, least=1) > 1000:
         raise ValueError(f"best={best}: expected 1 to 1000")
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    grader = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
+    grader = make_judge(judge)
     return Environment(
         name="graded",
         check=functools.partial(check, rubric=rubric, best=best),

@@ -72,7 +72,7 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
         ValueError: invalid setting; the message names it.
     """
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    grader = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
+    grader = make_judge(judge)
     return Environment(
         name="judge",
         check=check,
@@ -80,6 +80,11 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
         waits=True,
         reach=grader.check,
     )
+
+
+def make_judge(judge: Judge | Mapping[str, Any]) -> Judge:
+    """The judge itself, or a judge from its settings."""
+    return judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:

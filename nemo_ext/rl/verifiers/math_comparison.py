@@ -48,9 +48,7 @@ def difference(reference: Node, answer: Node) -> str:
         if not _symbols(reference):
             candidates = list(map(_without_quantity, candidates))
         lasts = list(map(_last, candidates))
-        if not any(map(_literal, lasts)) or (
-            _has(reference, "whole") and all(_has(last, "fraction") for last in lasts)
-        ):
+        if not any(map(_literal, lasts)) or (_has_whole_numbers(reference) and all(map(_has_fraction, lasts))):
             return "not worked out"
     same = _Comparison().same
     return "" if any(same(reference, candidate) for candidate in candidates) else "different answer"
@@ -126,11 +124,13 @@ def _without_quantity(answer: Node) -> Node:
     return answer
 
 
-def _has(node: Node, what: str) -> bool:
-    fraction = any(part.kind in ("div", "mixed", "ratio") for part in node.walk())
-    if what == "fraction":
-        return fraction
-    return not fraction and all(
+def _has_fraction(node: Node) -> bool:
+    return any(part.kind in ("div", "mixed", "ratio") for part in node.walk())
+
+
+def _has_whole_numbers(node: Node) -> bool:
+    """True if all numbers are whole, without fractions, percentages or powers."""
+    return not _has_fraction(node) and all(
         part.kind not in ("percent", "pow") and (part.kind != "number" or whole(part)) for part in node.walk()
     )
 
@@ -311,7 +311,7 @@ class _Comparison(Values):
         elif node.value in ("", "or", "and", "{}"):
             node = Node("group", tuple(each for part in node.parts for each in _both(part)), node.value)
         if node.kind == "group" and len(node.parts) == 1 and not _is_set(node.parts[0]):
-            return node if node.parts[0].kind == "group" and node.parts[0].value == "{}" else node.parts[0]
+            return node if _is_braced(node.parts[0]) else node.parts[0]
         if node.kind == "group" and node.value in ("", "and", "or"):
             pairs = [self.defined(part) for part in node.parts]
             names = [name for name, _ in pairs if name is not None]
@@ -331,7 +331,7 @@ class _Comparison(Values):
                 self.same_value(part, values[name]) for name, part in zip(expected.value, expected.parts, strict=True)
             )
         other = actual if expected.kind == "system" else expected
-        if other.kind == "group" and other.value == "{}":
+        if _is_braced(other):
             names = (expected if expected.kind == "system" else actual).value
             same_letter = len({str(name.value).partition("_")[0] for name in names}) == 1  # x_1 = 1, x_2 = 2
             return same_letter and self.same_unordered(expected, actual)

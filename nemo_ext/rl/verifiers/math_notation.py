@@ -520,8 +520,7 @@ class _Parser:
     def argument(self, *, digit: bool = False) -> Node:
         """Argument of a command: a group in braces, or one token; with `digit`, only one digit of a number."""
         if self.take("{"):
-            node = self.answer_in_braces()
-            return node
+            return self.answer_in_braces()
         if digit and self.kind() == "number" and self.peek() and len(self.peek() or "") > 1:
             token = self.tokens[self.at]
             self.tokens[self.at : self.at + 1] = [
@@ -535,10 +534,10 @@ class _Parser:
             raise UnknownNotation("empty braces")
         items, _ = self.items()
         if self.take(r"\over"):
-            items = [Node("div", (items[0], self.sum()))] if len(items) == 1 else []
+            if len(items) > 1:
+                raise UnknownNotation(r"\over")
+            items = [Node("div", (items[0], self.sum()))]
         self.expect("}")
-        if not items:
-            raise UnknownNotation(r"\over")
         return items[0] if len(items) == 1 else Node("group", tuple(items), "{}")
 
     def atom(self) -> Node:
@@ -551,8 +550,7 @@ class _Parser:
         if token.kind == "symbol" or (token.kind == "word" and len(text) == 1):
             if text in CONSTANTS:
                 return Node("constant", value=CONSTANTS[text])
-            symbol = Node("symbol", value=text)
-            return self.called(symbol)
+            return self.called(Node("symbol", value=text))
         if text in CONSTANTS:
             return Node("constant", value=CONSTANTS[text])
         if text in GREEK:
@@ -692,14 +690,11 @@ class _Parser:
         while True:
             if self.take("&"):
                 row.append(self.clause())
-            elif self.take("\\\\"):
-                rows.append(row)
-                if self.peek() == r"\end":
-                    break
-                row = [self.clause()]
             else:
                 rows.append(row)
-                break
+                if not self.take("\\\\") or self.peek() == r"\end":
+                    break
+                row = [self.clause()]
         self.expect(r"\end")
         self.expect("{")
         while self.take("}") is None:

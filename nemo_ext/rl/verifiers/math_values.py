@@ -53,7 +53,9 @@ class Values:
             left, right = (self.matrix(part, point) for part in parts)
             if kind == "add":
                 return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
-            return _product(left, right) if kind == "mul" else self.matrix(_over(*parts), point)
+            if kind == "mul":
+                return _product(left, right)
+            return self.matrix(Node("mul", (parts[0], Node("pow", (parts[1], MATRIX_POWERS[0])))), point)
         if kind == "neg":
             a, b, c, d = self.matrix(parts[0], point)
             return -a, -b, -c, -d
@@ -179,9 +181,9 @@ class Values:
         if name == "root":
             return self.root(first, values[1])
         if name == "!":
-            if isinstance(first, Fraction) and (first.denominator != 1 or not 0 <= first <= 5000):
+            if not isinstance(first, Fraction) or first.denominator != 1 or not 0 <= first <= 5000:
                 raise NoValue("factorial")
-            return self.factorial(first)
+            return Fraction(math.factorial(int(first)))
         if name in ("floor", "ceil"):
             return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
         if name == r"\binom":
@@ -198,11 +200,6 @@ class Values:
         if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
             raise NoValue("too large")
         return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
-
-    def factorial(self, number: Number) -> Number:
-        if not isinstance(number, Fraction):
-            raise NoValue("factorial")
-        return Fraction(math.factorial(int(number)))
 
     def root(self, number: Number, degree: Number) -> Number:
         if degree == 0:
@@ -234,10 +231,6 @@ def is_capital(node: Node) -> bool:
 def _product(left: _Matrix, right: _Matrix) -> _Matrix:
     (a, b, c, d), (e, f, g, h) = left, right
     return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
-
-
-def _over(above: Node, below: Node) -> Node:
-    return Node("mul", (above, Node("pow", (below, MATRIX_POWERS[0]))))
 
 
 def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:

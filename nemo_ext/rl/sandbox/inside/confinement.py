@@ -101,9 +101,7 @@ class Confinement:
                 soft, hard = min(soft, most), min(hard, most)
             resource.setrlimit(which, (soft, hard))
         if self.user is not None:
-            os.setgroups([])
-            os.setresgid(self.user, self.user, self.user)
-            os.setresuid(self.user, self.user, self.user)
+            become(self.user)
         kernel.drop_capabilities()
         kernel.no_new_privileges()
         # Unlike the supervisor, the program may be inspected by its user, or it could not open /dev/stdin.
@@ -312,9 +310,7 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
     child = os.fork()
     if not child:
         try:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become(user)
             for path in readable:
                 with contextlib.suppress(FileNotFoundError):
                     os.stat(path)
@@ -322,6 +318,13 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
         except OSError:
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0
+
+
+def become(user: int) -> None:
+    """Take on a user ID, and the same number as the only group ID."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def without_attributes(file: str | int) -> None:

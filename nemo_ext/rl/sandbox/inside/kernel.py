@@ -30,6 +30,13 @@ def _checked(what: str, result: int) -> int:
     return result
 
 
+def move_up(descriptor: int) -> int:
+    """Move a descriptor to a number that programs do not use."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, OWN_DESCRIPTORS)
+    os.close(descriptor)
+    return moved
+
+
 def unshare(flags: int) -> None:
     """Leave namespaces for new ones."""
     _checked("unshare", _libc.unshare(ctypes.c_int(flags)))
@@ -126,8 +133,7 @@ class Landlock:
             "landlock_create_ruleset",
             _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE), attributes, ctypes.c_size_t(size), ctypes.c_uint(0)),
         )
-        self.descriptor = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, OWN_DESCRIPTORS)
-        os.close(rules)
+        self.descriptor = move_up(rules)
         self.signals = version >= 6
         self._all_rights = all_rights
         for path in read:

@@ -49,10 +49,7 @@ def main() -> None:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 host.close()
-                low = descriptors[0]
-                connection = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS))
-                os.close(low)
-                supervisor.serve(connection)
+                supervisor.serve(socket.socket(fileno=kernel.move_up(descriptors[0])))
                 status = 0
             finally:
                 os._exit(status)

@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from nemo_ext.rl.sandbox.inside.confinement import Confinement
+from nemo_ext.rl.sandbox.inside.confinement import Confinement, become
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -59,9 +59,7 @@ def _end_all_of(user: int) -> None:
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError):
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become(user)
             os.kill(-1, signal.SIGKILL)
         os._exit(0)
     with contextlib.suppress(ChildProcessError):

@@ -97,16 +97,10 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
     return status
 
 
-def run_file(executable: int, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by the executable of an open file."""
+def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Replace this process by an executable, given by its path or an open descriptor."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
-
-
-def run_path(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by the executable at a path."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execve(arguments[0], arguments, environment)
 
 
 def _find_function(main: types.ModuleType, function: str) -> Any:

@@ -5,7 +5,6 @@ outputs are never sent here, so a program cannot find them.
 """
 
 import contextlib
-import fcntl
 import gc
 import importlib
 import os
@@ -54,9 +53,8 @@ class Supervisor:
             header, blobs = message
             ended = operations[header["operation"]](header, blobs[0])
             outputs = [ended.outputs.get(number, b"") for number in (1, 2, program.VALUE)]
-            facts = {"ended": ended.ended, "status": ended.status}
-            times = {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds}
-            wire.send(self._host, {**facts, **times}, outputs)
+            fields = {name: getattr(ended, name) for name in ("ended", "status", "seconds", "cpu_seconds")}
+            wire.send(self._host, fields, outputs)
 
     def _compile_python(self, header: dict[str, Any], source: bytes) -> Ended:
         for name in set(header["preload"]) - sys.modules.keys():
@@ -82,12 +80,13 @@ class Supervisor:
             os.fchmod(opened.fileno(), 0o644)
         command = [*header["compiler"], "-o", _BINARY, _SOURCE]
         path = f"{os.path.dirname(command[0])}:{self._environment['PATH']}"
+        environment = {**self._environment, "PATH": path}
         ended = self._once(
-            lambda: program.run_path(command, {**self._environment, "PATH": path}), header["limits"], compiler=True
+            lambda: program.run_executable(command[0], command, environment), header["limits"], compiler=True
         )
         if ended.ended == "exit" and ended.status == 0:
             # Programs cannot find it: it stays open here, and its name is removed when the directory is emptied.
-            self._executable = _above(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
+            self._executable = kernel.move_up(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
         return ended
 
     def _run(self, header: dict[str, Any], stdin: bytes) -> Ended:
@@ -97,7 +96,7 @@ class Supervisor:
         self._place.prepare(stdin)
         if executable is not None:
             return self._once(
-                lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
+                lambda: program.run_executable(executable, ["main"], self._environment), limits, keep=executable
             )
         assert code is not None
         return self._once(
@@ -113,13 +112,6 @@ class Supervisor:
         return Process(self._place, job, limits, **how).until_ended(value_bytes)
 
 
-def _above(descriptor: int) -> int:
-    """Move a descriptor to a number that programs do not use."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS)
-    os.close(descriptor)
-    return moved
-
-
 def serve(host: socket.socket) -> None:
     """Supervise one answer's programs until the host is gone."""
     message = wire.receive(host)
@@ -128,7 +120,7 @@ def serve(host: socket.socket) -> None:
     header, _ = message
     here = os.getpid()
     # Before the system call filter is installed, which refuses this to the supervisor too.
-    stdin = _above(os.memfd_create("stdin", os.MFD_CLOEXEC))
+    stdin = kernel.move_up(os.memfd_create("stdin", os.MFD_CLOEXEC))
     try:
         confinement = confined.enter(
             header["directory"],
