@@ -182,7 +182,7 @@ def test_a_source_is_in_its_module() -> None:
         ("needles", {"keys": 9}, "keys=9: expected 1 to 8"),
         ("variables", {"hops": 0}, "hops must be a whole number of at least 1"),
         ("common_words", {"common": 11}, "common=11"),
-        ("documents", {"hops": 3}, "hops=3: expected 1 or 2"),
+        ("documents", {"hops": 3}, "hops=3: expected 1 to 2"),
         ("deliveries", {"towns": 9}, "towns=9: expected 3 to 8"),
         ("deliveries", {"asked": "sum"}, "asked: unknown 'sum'"),
         ("choices", {"kinds": ["largst"]}, "unknown 'largst': did you mean 'largest'"),

@@ -69,9 +69,3 @@ def combine(components: Sequence[Component], values: Mapping[str, float]) -> Rew
             raise ValueError(f"reward component {component.name!r}: the value is NaN")
         parts[component.name] = component.weight * min(max(float(value), component.low), component.high)
     return Reward(total=sum(parts.values()), parts=parts)
-
-
-def reward_range(components: Sequence[Component]) -> tuple[float, float]:
-    """Smallest and largest possible total of the components."""
-    ends = [sorted((component.weight * component.low, component.weight * component.high)) for component in components]
-    return sum(low for low, _ in ends), sum(high for _, high in ends)

@@ -93,14 +93,6 @@ def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
     return NamedReward(score, counts_tokens, tuple(reference))
 
 
-def _outcome(verdict: Verdict, response: Response, facts: Facts) -> Reward:
-    return Reward(total=outcome_reward(verdict), parts={})
-
-
-def _score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
-    return Reward(total=verdict.score, parts={})
-
-
 def _domyn_math(verdict: Verdict, response: Response, facts: Facts, **settings: Any) -> Reward:
     assert response.tokens is not None
     format_score = domyn_format(response, thinking=facts.thinking)
@@ -119,8 +111,8 @@ def _genrm_training(verdict: Verdict, response: Response, facts: Facts, **settin
 
 
 _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
-    "outcome": (_outcome, (), False),
-    "score": (_score, (), False),
+    "outcome": (lambda verdict, response, facts: Reward(total=outcome_reward(verdict), parts={}), (), False),
+    "score": (lambda verdict, response, facts: Reward(total=verdict.score, parts={}), (), False),
     "domyn_math": (_domyn_math, ("max_tokens",), True),
     "genrm_training": (_genrm_training, ("format_penalty", "ranking_weight"), False),
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),

@@ -39,14 +39,13 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
     return made
 
 
-def level_of(index: int, level: int | None, levels: int) -> int:
-    """Level of a task: the requested one, or else each level in turn.
+def indexed_levels(count: int, level: int | None, levels: int) -> Iterator[tuple[int, int]]:
+    """Index and level of each task: the requested level, or else each level in turn.
 
     Raises:
         ValueError: level out of range.
     """
-    if level is None:
-        return index % levels + 1
-    if checked_whole("level", level, least=1) > levels:
+    if level is not None and checked_whole("level", level, least=1) > levels:
         raise ValueError(f"level={level}: expected 1 to {levels}")
-    return level
+    for index in range(count):
+        yield index, index % levels + 1 if level is None else level

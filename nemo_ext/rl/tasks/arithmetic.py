@@ -10,7 +10,7 @@ from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 Format = Literal["boxed", "text", "bare"]
 _ASKED = {
@@ -38,8 +38,7 @@ def tasks(
     checked_whole("settings.largest", largest, least=1)
     if largest != 9 and level not in (None, 1):
         raise ValueError(f"settings.largest={largest} applies only to level=1, not to level={level}")
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         question, _, answer = _problem(seed, task_level, index, largest)
         yield Task(
             id=f"arithmetic/{seed}/{task_level}{'' if largest == 9 else f'-{largest}'}/{index}",

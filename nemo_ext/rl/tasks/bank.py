@@ -12,7 +12,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.worlds.bank import STREETS, WORLD
 from nemo_ext.rl.worlds.world import Call, Database, Row, call_of, one_of, solution_calls
 
@@ -23,8 +23,7 @@ Wish = tuple[str, list[Call]]
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Tasks of a level, or of all levels in turn."""
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "bank-tasks", task_level, index)
         tables = int(random.integers(1000))
         database = WORLD.database(tables)

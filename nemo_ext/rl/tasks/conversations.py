@@ -13,7 +13,7 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.tasks.instructions import ALTERNATIVES, TOPICS, draw_instruction, write_answer
 from nemo_ext.rl.verifiers.instructions import check, verify
 from nemo_ext.rl.worlds.world import one_of
@@ -28,8 +28,7 @@ Active = dict[int, dict[str, Any]]
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Conversations with `level` changes, or with one to four in turn."""
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "conversations", task_level, index)
         while (conversation := _conversation(random, task_level)) is None:  # some draws contradict each other
             continue

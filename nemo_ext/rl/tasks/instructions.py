@@ -12,7 +12,7 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.verifiers.instruction_rules import sentences
 from nemo_ext.rl.verifiers.instructions import check, verify
 from nemo_ext.rl.worlds.world import one_of
@@ -51,8 +51,7 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Prompts with `level` instructions, or with one to ten in turn."""
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "instructions", task_level, index)
         topic = one_of(random, TOPICS)
         while True:  # some draws contradict each other

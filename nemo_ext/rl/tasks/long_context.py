@@ -1,7 +1,8 @@
 """Long-context problems, mostly as in RULER (arXiv 2404.06654, section 3), with generated instead of downloaded texts.
 
 Columns: id, domain (the length), length, context, question, answers, wrong (texts that a right answer does not name).
-Lengths are in tokens of four characters.
+`length` is a number of tokens per context, of four characters each, or several numbers that take turns. Settings out of
+range raise ValueError.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,19 +38,11 @@ def needles(
     The first requested code moves through the text from problem to problem (column `depth`, from 0 to 1).
 
     Args:
-        count: number of rows.
-        seed: seed of the random numbers.
-        length: number of tokens per context, or several numbers in turn.
         keys: number of things with codes (4: RULER's multi-key).
         values: number of codes per thing (4: multi-value).
         asked: number of things in the question (4: multi-query).
-
-    Raises:
-        ValueError: setting out of range; the message names it.
     """
-    for key, value in {"keys": keys, "values": values, "asked": asked}.items():
-        if checked_whole(f"settings.{key}", value, least=1) > 8:
-            raise ValueError(f"settings.{key}={value}: expected 1 to 8")
+    _check(1, 8, keys=keys, values=values, asked=asked)
     if asked > keys:
         raise ValueError(f"settings.asked={asked}: more than keys={keys}")
     for number, tokens in _lengths(count, length):
@@ -58,7 +51,7 @@ def needles(
         things = [f"{ADJECTIVES[place // len(NOUNS)]} {NOUNS[place % len(NOUNS)]}" for place in places]
         codes: set[str] = set()
         named = {thing: [_code(random, codes) for _ in range(values)] for thing in things}
-        hidden = [_needle(thing, code) for thing, own in named.items() for code in own]
+        hidden = [f"The code of the {thing} is {code}." for thing, own in named.items() for code in own]
         sought = things[:asked]
         lines = _filled(sentences(random), tokens, sum(len(each) + 1 for each in hidden))
         depth = (number % _DEPTHS) / (_DEPTHS - 1)
@@ -81,18 +74,10 @@ def variables(
     """Variables assigned from each other: RULER's variable tracking (whose default is one chain with 4 hops).
 
     Args:
-        count: number of rows.
-        seed: seed of the random numbers.
-        length: number of tokens per context, or several numbers in turn.
         chains: number of chains, each with a different value; the question is about the first.
         hops: number of assignments per chain after the first.
-
-    Raises:
-        ValueError: setting out of range; the message names it.
     """
-    for key, value in {"chains": chains, "hops": hops}.items():
-        if checked_whole(f"settings.{key}", value, least=1) > 8:
-            raise ValueError(f"settings.{key}={value}: expected 1 to 8")
+    _check(1, 8, chains=chains, hops=hops)
     for number, tokens in _lengths(count, length):
         random = generator(seed, "variables", chains, hops, tokens, number)
         names: set[str] = set()
@@ -122,16 +107,9 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
     About a quarter of the list are common words, each of them three times as frequent as any other word.
 
     Args:
-        count: number of rows.
-        seed: seed of the random numbers.
-        length: number of tokens per context, or several numbers in turn.
         common: number of words that the question asks for.
-
-    Raises:
-        ValueError: setting out of range; the message names it.
     """
-    if checked_whole("settings.common", common, least=1) > 10:
-        raise ValueError(f"settings.common={common}: expected 1 to 10")
+    _check(1, 10, common=common)
     words = NOUNS + PEOPLE
     others = 8 * common  # of which each takes a third of a common word's share
     for number, tokens in _lengths(count, length):
@@ -148,16 +126,9 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
     """Questions about one or two of many short documents, instead of RULER's SQuAD and HotpotQA.
 
     Args:
-        count: number of rows.
-        seed: seed of the random numbers.
-        length: number of tokens per context, or several numbers in turn.
         hops: number of documents needed for the answer, 1 or 2.
-
-    Raises:
-        ValueError: setting out of range; the message names it.
     """
-    if checked_whole("settings.hops", hops, least=1) > 2:
-        raise ValueError(f"settings.hops={hops}: expected 1 or 2")
+    _check(1, 2, hops=hops)
     for number, tokens in _lengths(count, length):
         random = generator(seed, "documents", hops, tokens, number)
         seen = set(TOWNS)
@@ -188,17 +159,10 @@ def deliveries(
     """Dated deliveries to towns, in random order: which town came third, or how much a town received in total.
 
     Args:
-        count: number of rows.
-        seed: seed of the random numbers.
-        length: number of tokens per context, or several numbers in turn.
         towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
         asked: `order` for the town at a position in the order of days; `total` for the sum of a town's deliveries.
-
-    Raises:
-        ValueError: setting out of range; the message names it.
     """
-    if checked_whole("settings.towns", towns, least=3) > 8:
-        raise ValueError(f"settings.towns={towns}: expected 3 to 8")
+    _check(3, 8, towns=towns)
     if asked not in ("order", "total"):
         raise ValueError(f"settings.asked: unknown {asked!r}: {nearest(str(asked), ('order', 'total'))}")
     for number, tokens in _lengths(count, length):
@@ -223,12 +187,16 @@ def deliveries(
             )
         else:
             totals = {town: sum(barrels for _, to, barrels in records if to == town) for town in chosen}
-            answer, named = (
-                str(totals[chosen[0]]),
-                [str(one) for one in (*totals.values(), *(row[2] for row in records))],
-            )
+            answer = str(totals[chosen[0]])
+            named = [str(number) for number in (*totals.values(), *(row[2] for row in records))]
             question = f"How many barrels did {chosen[0]} receive in all? Answer with the number alone."
         yield _row("deliveries", seed, number, tokens, " ".join(lines), question, [answer], named)
+
+
+def _check(least: int, most: int, **settings: int) -> None:
+    for key, value in settings.items():
+        if checked_whole(f"settings.{key}", value, least=least) > most:
+            raise ValueError(f"settings.{key}={value}: expected {least} to {most}")
 
 
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
@@ -271,10 +239,6 @@ def _row(
         "answers": list(answers),
         "wrong": sorted(set(named) - set(answers)),
     }
-
-
-def _needle(thing: str, code: str) -> str:
-    return f"The code of the {thing} is {code}."
 
 
 def _code(random: np.random.Generator, seen: set[str], digits: int = 7) -> str:

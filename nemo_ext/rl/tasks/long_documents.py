@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of, long_context
+from nemo_ext.rl.tasks import indexed_levels, long_context
 from nemo_ext.rl.tasks.long_context import Lengths
 
 LENGTH = 4096
@@ -41,8 +41,7 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
         ValueError: level or length out of range.
     """
     rows: dict[int, Iterator[Mapping[str, Any]]] = {}
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for _, task_level in indexed_levels(count, level, LEVELS):
         if task_level not in rows:
             rows[task_level] = _ROWS[task_level - 1](count, seed=seed, length=length)
         row = next(rows[task_level])

@@ -15,7 +15,7 @@ from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import checked_whole
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LEVELS = 6
 Style = Literal["function", "stdin"]
@@ -276,8 +276,7 @@ def tasks(
     checked_whole("tests", tests, least=2)
     if style not in (None, "function", "stdin"):
         raise ValueError(f"style must be function, stdin or none, not {style!r}")
-    for index in range(count):
-        chosen = level_of(index, level, LEVELS)
+    for index, chosen in indexed_levels(count, level, LEVELS):
         # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)
         task_style: Style = style or ("function" if turn % 2 == 0 else "stdin")

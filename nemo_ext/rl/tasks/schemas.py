@@ -9,7 +9,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LEVELS = 4
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -32,8 +32,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     Args:
         level: level of all tasks; None for all levels in turn.
     """
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         kind, schema, value = _draw(seed, task_level, index)
         content = (
             f"{_words(kind, value)}\n\nWrite this as JSON that the schema below allows. Answer with the JSON alone.\n\n"

@@ -8,7 +8,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LETTERS = "ABCD"
 _TOPICS = (
@@ -49,8 +49,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     Args:
         level: level of all tasks; None for all levels in turn.
     """
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tables", task_level, index)
         table = _table(random, rows=int(random.integers(3, 4 + task_level)))
         question, answer, wrong = _LEVELS[task_level - 1](random, table)

@@ -19,7 +19,7 @@ from pydantic import Field
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, pick, unseen
 from nemo_ext.rl.worlds.world import Call, Tool, call_of, one_of, solution_calls
 
@@ -125,8 +125,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     Args:
         level: level of all tasks; None for all levels in turn.
     """
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tool-calls", task_level, index)
         order = [_TOOLS[place] for place in random.permutation(len(_TOOLS))]
         number = {1: 1, 2: 1, 3: _whole(random, 2, 3), 4: _whole(random, 3, 4), 5: _whole(random, 2, 3)}[task_level]

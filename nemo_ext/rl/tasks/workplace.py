@@ -15,7 +15,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.worlds import workplace
 from nemo_ext.rl.worlds.workplace import BOARDS, COMPANIES, MEETINGS, NOW, PRODUCTS, SOURCES, SUBJECTS, WORK, WORLD
 from nemo_ext.rl.worlds.world import Call, Database, Row, call_of, one_of, solution_calls
@@ -37,8 +37,7 @@ _MOST = 4
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Tasks of a level, or of all levels in turn."""
-    for index in range(count):
-        task_level = level_of(index, level, LEVELS)
+    for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "workplace-tasks", task_level, index)
         tables = int(random.integers(1000))
         database = WORLD.database(tables)

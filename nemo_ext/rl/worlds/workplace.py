@@ -107,7 +107,7 @@ def search_emails(
     """Search for emails whose subject, body or correspondent contain all words, latest first."""
     found = _search(database, "emails", query, ("subject", "body", "correspondent"), box=box)
     found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
-    return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
+    return paged(sorted(found, key=lambda row: row["sent"], reverse=True), page, 5)
 
 
 def get_email(database: Database, email_id: Id) -> Any:
@@ -151,7 +151,7 @@ def search_events(
     """Search for events whose name or participant contain all words, starting between two times, earliest first."""
     found = _search(database, "events", query, ("name", "participant"))
     found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
-    return _page(sorted(found, key=lambda row: row["start"]), page)
+    return paged(sorted(found, key=lambda row: row["start"]), page, 5)
 
 
 def get_event(database: Database, event_id: Id) -> Any:
@@ -198,7 +198,7 @@ def search_tasks(
     """Search for tasks whose name contains all words, by board, state, assignee and due date, earliest due first."""
     found = _search(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
     found = [row for row in found if row["due"] < (due_before or _LAST)]
-    return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
+    return paged(sorted(found, key=lambda row: (row["due"], row["id"])), page, 5)
 
 
 def get_task(database: Database, task_id: Id) -> Any:
@@ -247,7 +247,7 @@ def search_customers(
     """Search for customers whose name, company or address contain all words, by status, product and assignee."""
     given = {"status": status, "product": product, "assigned_to": assigned_to}
     found = _search(database, "customers", query, ("name", "company", "address"), **given)
-    return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
+    return paged(sorted(found, key=lambda row: (row["name"], row["id"])), page, 5)
 
 
 def add_customer(
@@ -281,7 +281,7 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
     """List the visits of one day."""
-    return _page(_search(database, "visits", "", (), day=day), page)
+    return paged(_search(database, "visits", "", (), day=day), page, 5)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
@@ -430,10 +430,6 @@ def _search(database: Database, table: str, query: str, columns: tuple[str, ...]
 def _contains(text: str, words: list[str]) -> bool:
     plain = text.casefold()
     return all(word in plain for word in words)
-
-
-def _page(rows: list[Row], page: int) -> Any:
-    return paged(rows, page, 5)
 
 
 def _colleague(database: Database, address: str) -> str:

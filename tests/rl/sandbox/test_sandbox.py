@@ -335,19 +335,12 @@ def test_vandalism_affects_only_its_own_run(sandbox: Sandbox, vandalism: str) ->
         assert {word for word in run.stdout.decode() if word.isdigit()} <= {str(number)}, run
 
 
-def test_many_at_once_all_get_results(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("number", [32, pytest.param(1024, marks=pytest.mark.deep)])
+def test_many_at_once_all_get_results(sandbox: Sandbox, number: int) -> None:
     async def all_of_them() -> list[Run]:
-        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(32)))
+        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(number)))
 
-    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(32)]
-
-
-@pytest.mark.deep
-def test_1024_at_once_all_get_results(sandbox: Sandbox) -> None:
-    async def all_of_them() -> list[Run]:
-        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(1024)))
-
-    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(1024)]
+    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(number)]
 
 
 def test_it_can_be_used_from_threads(sandbox: Sandbox) -> None:

@@ -16,7 +16,7 @@ from nemo_ext.rl.tasks.job import run as make_tasks
 from nemo_ext.rl.tasks.job import solved_task
 from nemo_ext.rl.verdict import Verdict
 
-NAMES = ("arithmetic", "tables", "schemas", "conversations", "long_documents", "tool_calls")
+NAMES = ("arithmetic", "tables", "schemas", "instructions", "conversations", "long_documents", "tool_calls")
 
 ENVIRONMENTS = ("math", "multiple_choice", "structured_output", "instructions", "contains", "tool_calls")
 

@@ -51,15 +51,6 @@ def test_the_score_is_the_grade_over_the_best(endpoint: Any, reply: Any, said: s
     assert "Rain, again." in asked and "it rhymes {always}." in asked and "Write a poem" in asked and "Hm." not in asked
 
 
-@pytest.mark.parametrize("replied", [{"fault": "dropped"}, {"status": 500}, {"status": 400}, {"body": b"{"}], ids=str)
-def test_a_judge_that_is_down_gives_no_score(endpoint: Any, reply: Any, replied: dict[str, Any]) -> None:
-    endpoint.reply = lambda payload: reply(**replied)
-
-    verdict = verify(endpoint, "Rain")
-
-    assert verdict.outcome == "error" and verdict.reason.startswith("judge: ")
-
-
 @pytest.mark.parametrize("text", ["", " \n", "<think>Rain", "x" * 20_001, "x" * 1_000_000])
 def test_empty_and_overlong_answers_are_wrong_without_a_judge(endpoint: Any, text: str) -> None:
     assert (verify(endpoint, text).outcome, verify(endpoint, text).score) == ("wrong", 0)

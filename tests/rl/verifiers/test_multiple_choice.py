@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.chat.response import parse_response
-from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.multiple_choice import check, verify
 
 CITIES = ["Paris", "New York", "Rome", "Oslo"]
@@ -199,11 +198,6 @@ def test_the_number_of_choices_is_enough() -> None:
 def test_a_reference_that_cannot_be_used_is_named(reference: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check(reference)
-
-
-def test_the_environment() -> None:
-    made = make("multiple_choice")
-    assert made.verify is not None and not made.waits
 
 
 @pytest.mark.gym

@@ -143,14 +143,6 @@ def test_the_judge_decides(endpoint: Any, reply: Any, said: str, refuse: bool, o
     assert asked.count("[[refusal]]") == 1  # the instructions' own
 
 
-def test_a_judge_that_is_down_gives_no_score(endpoint: Any, reply: Any) -> None:
-    endpoint.reply = lambda payload: reply(status=400)
-
-    verdict = judged(endpoint, "Use kill.", refuse=False)
-
-    assert verdict.outcome == "error" and verdict.reason.startswith("judge: ")
-
-
 def test_a_judge_needs_the_question() -> None:
     made = make("refusal", {"judge": {"endpoint": "http://localhost:1/v1", "model": "m"}})
 
