@@ -91,17 +91,14 @@ async def reward_model_rewards(
     rest = sum(known) / len(known) if known else 0.0
     base = tuple(rest if reply.value is None else reply.value for reply in replies)
     judged = tuple(reply.value is not None for reply in replies)
-    none = (0.0,) * len(base)
-    rewards = GroupRewards(rewards=base, base=base, length=none, bonus=none, judged=judged)
-    if control is not None:
-        lengths = lengths or _in_characters(responses)
-        rewards = control_lengths(
-            base,
-            thinking_lengths=[thinking for thinking, _ in lengths],
-            answer_lengths=[answer for _, answer in lengths],
-            judged=judged,
-            control=control,
-        )
+    lengths = lengths or _in_characters(responses)
+    rewards = control_lengths(
+        base,
+        thinking_lengths=[thinking for thinking, _ in lengths],
+        answer_lengths=[answer for _, answer in lengths],
+        judged=judged,
+        control=control or LengthControl(thinking=0, answer=0, thinking_bonus=0, answer_bonus=0),
+    )
     problem = next((reply.problem for reply in replies if reply.value is None), "")
     return replace(rewards, missing=len(base) - len(known), problem=problem)
 

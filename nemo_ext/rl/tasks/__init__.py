@@ -9,6 +9,8 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.task import Task
 
@@ -37,6 +39,11 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
     checked_whole("count", count, least=0)
     made: Iterator[Task] = importlib.import_module(GENERATORS[name]).tasks(count, seed=seed, level=level, **settings)
     return made
+
+
+def whole(random: np.random.Generator, least: int, most: int) -> int:
+    """Draw an integer from `least` to `most`, both included."""
+    return int(random.integers(least, most, endpoint=True))
 
 
 def indexed_levels(count: int, level: int | None, levels: int) -> Iterator[tuple[int, int]]:

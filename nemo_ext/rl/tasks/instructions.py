@@ -4,6 +4,7 @@ The level is the number of instructions. They are drawn so that one answer can f
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import indexed_levels
+from nemo_ext.rl.tasks import indexed_levels, whole
 from nemo_ext.rl.verifiers.instruction_rules import sentences
 from nemo_ext.rl.verifiers.instructions import check, verify
 from nemo_ext.rl.worlds.world import one_of
@@ -83,9 +84,7 @@ def _places(random: np.random.Generator, number: int) -> list[int]:
 
 def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:
     """Draw the arguments of a rule by its id; returns an instruction as in a reference."""
-
-    def number(low: int, high: int) -> int:
-        return int(random.integers(low, high + 1))
+    number = partial(whole, random)
 
     def several(choices: tuple[str, ...], most: int) -> list[str]:
         return [choices[int(place)] for place in random.permutation(len(choices))[: number(1, most)]]

@@ -34,7 +34,6 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
     """Questions of the levels 1 to 7.
 
     Args:
-        level: level of all tasks; None for all levels in turn.
         length: number of tokens per text, or several numbers in turn within each level.
 
     Raises:

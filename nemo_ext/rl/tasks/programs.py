@@ -266,7 +266,6 @@ def tasks(
     """Tasks for the environment `code`, in Python.
 
     Args:
-        level: level from 1 to 6; None for all levels in turn.
         style: style of all tasks; None alternates after each round of levels.
         tests: number of tests per task.
 

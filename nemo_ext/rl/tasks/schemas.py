@@ -27,11 +27,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Descriptions of the levels 1 (two texts) to 4 (lists of objects).
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
+    """Descriptions of the levels 1 (two texts) to 4 (lists of objects)."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         kind, schema, value = _draw(seed, task_level, index)
         content = (

@@ -44,11 +44,7 @@ Question = tuple[str, str, Sequence[str]]
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest).
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
+    """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest)."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tables", task_level, index)
         table = _table(random, rows=int(random.integers(3, 4 + task_level)))

@@ -19,7 +19,7 @@ from pydantic import Field
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import indexed_levels
+from nemo_ext.rl.tasks import indexed_levels, whole
 from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, pick, unseen
 from nemo_ext.rl.worlds.world import Call, Tool, call_of, one_of, solution_calls
 
@@ -120,15 +120,11 @@ _TOOLS = tuple(map(Tool, _FUNCTIONS))
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Requests of the levels 1 to 5.
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
+    """Requests of the levels 1 to 5."""
     for index, task_level in indexed_levels(count, level, LEVELS):
         random = generator(seed, "tool-calls", task_level, index)
         order = [_TOOLS[place] for place in random.permutation(len(_TOOLS))]
-        number = {1: 1, 2: 1, 3: _whole(random, 2, 3), 4: _whole(random, 3, 4), 5: _whole(random, 2, 3)}[task_level]
+        number = {1: 1, 2: 1, 3: whole(random, 2, 3), 4: whole(random, 3, 4), 5: whole(random, 2, 3)}[task_level]
         declared = {1: 1, 2: 5, 3: 6, 4: 8, 5: 6}[task_level]
         # Level 5: the first or all of the requested tools are not declared.
         missing = one_of(random, (1, number)) if task_level == 5 else 0
@@ -179,10 +175,6 @@ def _call(random: np.random.Generator, tool: Tool, *, optional: bool) -> Call:
     )
 
 
-def _whole(random: np.random.Generator, least: int, most: int) -> int:
-    return int(random.integers(least, most, endpoint=True))
-
-
 def _thing(random: np.random.Generator, seen: set[str]) -> str:
     return f"{pick(random, ADJECTIVES)} {pick(random, NOUNS)}"
 
@@ -196,11 +188,11 @@ def _person(random: np.random.Generator, seen: set[str]) -> str:
 
 
 def _day(random: np.random.Generator, seen: set[str]) -> str:
-    return str(date(2026, 1, 1) + timedelta(days=_whole(random, 0, 729)))
+    return str(date(2026, 1, 1) + timedelta(days=whole(random, 0, 729)))
 
 
 def _several(random: np.random.Generator, draw: Callable[[], Any], most: int) -> list[Any]:
-    return [draw() for _ in range(_whole(random, 1, most))]
+    return [draw() for _ in range(whole(random, 1, most))]
 
 
 def _literal(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
@@ -219,18 +211,18 @@ _VALUES: Mapping[str, Callable[[np.random.Generator, set[str]], Any]] = {
     **dict.fromkeys(("recipient", "artist"), _person),
     **dict.fromkeys(("source", "target"), _literal(Currency)),
     **dict.fromkeys(("outside", "first_class", "shuffle", "repeat"), lambda random, seen: bool(random.integers(2))),
-    **dict.fromkeys(("label", "title", "name"), lambda random, seen: f"{_thing(random, seen)} {_whole(random, 1, 99)}"),
+    **dict.fromkeys(("label", "title", "name"), lambda random, seen: f"{_thing(random, seen)} {whole(random, 1, 99)}"),
     "text": lambda random, seen: f"The {_thing(random, seen)} is at {_place(random, seen)}",
-    "address": lambda random, seen: f"{_whole(random, 1, 200)} {_place(random, seen)} Street",
-    "amount": lambda random, seen: _whole(random, 2, 999_999),
-    "minutes": lambda random, seen: _whole(random, 1, 600),
-    "guests": lambda random, seen: _whole(random, 2, 12),
-    "brightness": lambda random, seen: _whole(random, 0, 100),
+    "address": lambda random, seen: f"{whole(random, 1, 200)} {_place(random, seen)} Street",
+    "amount": lambda random, seen: whole(random, 2, 999_999),
+    "minutes": lambda random, seen: whole(random, 1, 600),
+    "guests": lambda random, seen: whole(random, 2, 12),
+    "brightness": lambda random, seen: whole(random, 0, 100),
     "day": _day,
-    "time": lambda random, seen: f"{_whole(random, 7, 21):02}:{5 * _whole(random, 0, 11):02}",
+    "time": lambda random, seen: f"{whole(random, 7, 21):02}:{5 * whole(random, 0, 11):02}",
     "people": lambda random, seen: _several(random, lambda: _person(random, seen), 3),
     "goods": lambda random, seen: _several(
-        random, lambda: {"name": _thing(random, seen), "quantity": _whole(random, 1, 20)}, 3
+        random, lambda: {"name": _thing(random, seen), "quantity": whole(random, 1, 20)}, 3
     ),
     "avoid": lambda random, seen: _several(random, lambda: _literal(Obstacle)(random, seen), 3),
     **{name: _literal(kind) for name, kind in (("unit", Unit), ("language", Language), ("mode", Mode))},

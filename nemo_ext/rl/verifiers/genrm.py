@@ -3,9 +3,8 @@
 Tasks: `nemo-ext rl_tasks environment=genrm records=...`, from what `nemo-ext preference_data` writes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked
@@ -33,13 +32,8 @@ class Reference:
         true_judgement((self.score_1, self.score_2), self.ranking)
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a task's reference: {score_1: 4, score_2: null, ranking: 2}.
-
-    Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference, {score_1: 4, score_2: null, ranking: 2}; raises ValueError for an invalid one."""
 
 
 def verify(response: Response, reference: Reference) -> Verdict:

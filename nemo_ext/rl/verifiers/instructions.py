@@ -81,13 +81,8 @@ class Reference:
     whole_words: bool = False
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a reference.
-
-    Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = functools.partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference; raises ValueError for an invalid one."""
 
 
 def verify(

@@ -51,13 +51,8 @@ class Reference:
     rubric: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse the reference of a task.
-
-    Raises:
-        ValueError: invalid reference; the message names the key and the accepted values.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference; raises ValueError for an invalid one."""
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:

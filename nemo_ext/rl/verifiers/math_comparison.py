@@ -137,7 +137,7 @@ def _has_whole_numbers(node: Node) -> bool:
 
 def _literal(node: Node) -> bool:
     kind, parts = node.kind, node.parts
-    if kind in ("number", "constant", "symbol", "words", "named", "time"):
+    if kind in ("number", "constant", "symbol", "words", "named", "time", "mixed"):
         return True
     if kind in ("group", "relation", "union", "intersection", "minus", "matrix"):
         return all(map(_literal, parts))
@@ -148,8 +148,6 @@ def _literal(node: Node) -> bool:
         return all(map(_literal, terms))
     if kind in ("div", "ratio"):
         return all(map(_signed, parts))
-    if kind == "mixed":
-        return True
     return _power_of_ten(node) or (kind == "mul" and parts[0].kind == "number" and _power_of_ten(parts[1]))
 
 

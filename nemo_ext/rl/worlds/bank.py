@@ -7,13 +7,12 @@ says the texts of the task, one after each response without a call.
 """
 
 from datetime import date, timedelta
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
-from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 TODAY = date(2025, 6, 18)
@@ -237,17 +236,8 @@ WORLD = World(
 )
 
 
-def environment(*, max_turns: int = 5, style: Style = "any") -> Environment:
-    """The environment `bank`.
-
-    Args:
-        max_turns: maximum number of responses in one conversation; five in Domyn-Small, section 4.4.
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
-
-    Raises:
-        ValueError: invalid setting.
-    """
-    return world_environment(WORLD, max_turns=max_turns, style=style)
+environment = partial(world_environment, WORLD, max_turns=5, style="any")
+"""The environment `bank`; five turns as in Domyn-Small, section 4.4."""
 
 
 def _verified(database: Database, customer_id: str) -> None:

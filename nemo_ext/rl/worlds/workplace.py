@@ -5,14 +5,13 @@ The tools suit a small office, as in NeMo Gym's workplace_assistant; data, names
 """
 
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
-from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 NOW = datetime(2025, 6, 18, 9, 0)
@@ -385,17 +384,8 @@ WORLD = World(
 )
 
 
-def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
-    """The environment `workplace`.
-
-    Args:
-        max_turns: maximum number of responses in one conversation; NeMo Gym's workplace_assistant allows 6 steps.
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
-
-    Raises:
-        ValueError: invalid setting.
-    """
-    return world_environment(WORLD, max_turns=max_turns, style=style)
+environment = partial(world_environment, WORLD, max_turns=6, style="any")
+"""The environment `workplace`; six turns as in NeMo Gym's workplace_assistant."""
 
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:

@@ -361,6 +361,10 @@ class Session:
 def world_environment(world: World, *, max_turns: int, style: Style) -> Environment:
     """Environment of a world.
 
+    Args:
+        max_turns: maximum number of responses in one conversation.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
+
     Raises:
         ValueError: invalid setting.
     """

@@ -91,11 +91,6 @@ def test_a_reason_says_where(structured: Environment) -> None:
     assert found.reason == "$.exams.done: 'two' is not of type 'integer'"
 
 
-@pytest.mark.parametrize("bomb", ["[" * 100_000, '{"a":' * 30_000, "[" * 65 + "]" * 65, '["' * 50_000])
-def test_deep_nesting_is_wrong(structured: Environment, bomb: str) -> None:
-    assert verdict(structured, bomb, {}).outcome == "wrong"
-
-
 @given(st.recursive(st.none() | st.text() | st.floats(allow_nan=False, allow_infinity=False), st.lists, max_leaves=30))
 def test_depth_is_the_depth_of_the_value(value: Any) -> None:
     def nested(part: Any) -> int:
