@@ -1,7 +1,6 @@
 """Grades that a judge gives by a rubric."""
 
 import asyncio
-import json
 import pickle
 from typing import Any
 
@@ -98,14 +97,6 @@ def test_a_grade_is_from_zero_to_the_best(text: str) -> None:
     grade = parse_grade(text, best=10)
 
     assert grade is None or (0 <= grade <= 10 and f"[[{grade}]]" in text)
-
-
-@given(st.text(st.characters(), max_size=200) | st.binary().map(lambda raw: raw.decode(errors="surrogateescape")))
-def test_any_answer_can_be_shown_to_the_judge(answer: str) -> None:
-    asked = question(answer, check(REFERENCE))
-
-    assert json.dumps(asked).encode().decode() and parse_grade(asked, best=10) is None
-    asked.encode()
 
 
 @pytest.mark.parametrize("line", ["[[Grade: 7]]", "[[ 7 ]]", "Rating: [[7]]", "**[[7]]**."])

@@ -1,7 +1,5 @@
-import asyncio
 import csv
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -213,19 +211,6 @@ def test_long_and_deep_answers_are_wrong_without_being_parsed() -> None:
     assert verdict(math, r"\boxed{" + "9" * 101 + "}", answer="2").outcome == "wrong"
     deep = "{" * (MAX_DEPTH + 1) + "}" * (MAX_DEPTH + 1)
     assert "nested deeper" in verdict(math, rf"\boxed{{{deep}}}", answer="2").reason
-
-
-def test_from_threads_and_an_event_loop(math: Environment) -> None:
-    def one(number: int) -> bool:
-        return verdict(math, rf"\boxed{{{number}/7}}", answer=rf"\frac{{{number}}}{{7}}").outcome == "correct"
-
-    async def many() -> list[bool]:
-        return await asyncio.gather(*(asyncio.to_thread(one, number) for number in range(20)))
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(one, range(20)))
-    assert all(asyncio.run(many()))
-    assert math.waits
 
 
 @pytest.mark.parametrize(
