@@ -1,6 +1,6 @@
 """Rewards of a group of responses, from comparisons of each with the next and from their relative lengths.
 
-Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same, except where this follows the paper.
+Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare differs in details, where this follows the paper.
 """
 
 from collections.abc import Mapping, Sequence

@@ -37,7 +37,7 @@ class Facts:
 
     @classmethod
     def from_task(cls, task: Task, *, thinking_opened: bool) -> "Facts":
-        """Facts about a task whose prompt ends inside a trace or not."""
+        """Facts about a task; `thinking_opened` says whether its prompt ends inside a trace."""
         return cls(thinking_opened if task.thinking is None else task.thinking, thinking_opened, task.reference)
 
 

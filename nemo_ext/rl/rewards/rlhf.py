@@ -48,8 +48,8 @@ async def rlhf_rewards(
         show: function that makes the prompt of a comparison, a value of `SHOWN`.
         both_orders: compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
-        max_answer_characters: length at which an answer is cut for the judge (choice): a longer one than the judge can
-            read would not be judged, and earn the group's mean.
+        max_answer_characters: length at which an answer is cut for the judge (choice), so that answers longer than the
+            judge can read are judged too.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     pairs = circular_comparisons(len(responses), both_orders=both_orders)

@@ -29,7 +29,7 @@ class Isolation:
         landlock: True if, without namespaces, Landlock confines it to system folders and its own directory, and to
             signalling its own processes.
         counts_processes: True if the kernel enforces the number of processes; otherwise it refuses any second one,
-            or, without a filter, they are counted now and then.
+            or, without a filter, processes are counted periodically.
         why_no_namespaces: the system's message, or that namespaces were not requested.
     """
 

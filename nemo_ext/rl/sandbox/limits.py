@@ -25,7 +25,7 @@ class Limits:
         memory_megabytes: resident memory of all its processes together, checked every 20 ms, less often where many
             processes run; the kernel limits the address space of each to twice that.
         processes: number of processes and threads together.
-        output_bytes: size of stdout, and of a function's result. Of stderr 16 kB are kept.
+        output_bytes: size of stdout, and of a function's result. Only 16 kB of stderr are kept.
         disk_megabytes: size of its private directory.
     """
 

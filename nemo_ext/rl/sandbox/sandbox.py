@@ -25,7 +25,7 @@ Language = Literal["python", "cpp"]
 
 
 class Sandbox:
-    """Runs untrusted programs. Thread-safe; a sandbox may serve several event loops.
+    """Sandbox for untrusted programs. Thread-safe; it may serve several event loops.
 
     Args:
         limits: limits of each run.

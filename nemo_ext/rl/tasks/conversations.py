@@ -1,7 +1,7 @@
 """Conversations whose user adds, changes and withdraws instructions, in four levels, for `instructions`.
 
 The last answer must follow all instructions in force at the end. The level is the number of changes; the answers in
-between are correct at their time. A text that repeats the previous answer, or follows only the last message, is wrong.
+between are correct when they are given. Repeating the previous answer, or following only the last message, is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,7 +48,7 @@ def solution(task: Task) -> str:
 
 
 def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Message, ...], Mapping[str, Any]] | None:
-    """Messages up to the last question, and its reference; None if an answer is wrong, or an insufficient one right."""
+    """Messages up to the last question, and its reference; None if some answer is wrong, or too little is enough."""
     active: Active = {}
     for place in random.permutation(len(ALTERNATIVES))[:_AT_FIRST]:
         active[int(place)] = draw_instruction(random, one_of(random, ALTERNATIVES[place]))

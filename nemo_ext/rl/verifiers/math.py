@@ -156,7 +156,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """`verify`, with math-verify's own verdict on the whole answer, which papers report, in `more`."""
+    """`verify` that also reports math-verify's own verdict on the whole answer, as papers do, in `more`."""
     try:
         equal = bool(response.answer) and grader.call(reference.answer, response.answer)
     except WorkerError:
@@ -311,7 +311,7 @@ def _equal(expected: str, answer: str) -> bool:
 def _apart(gold: Any, answer: Any) -> bool:
     """True if two parsed answers differ although math-verify considers them equal.
 
-    It compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
+    math-verify compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
     considers two equations without real solutions equal, even in different unknowns.
     """
     from sympy import Expr, nan, oo, zoo

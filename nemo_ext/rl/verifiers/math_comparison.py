@@ -1,6 +1,6 @@
 """Comparison of two answers: numbers exactly or to 2680 digits, expressions at sample points, sets by their members.
 
-What is worked out in the reference must be worked out in the answer. A leading "x = " is ignored, unless both have one
+What the reference works out must be worked out in the answer too. A leading "x = " is ignored, unless both have one
 with different names. All members of a chain of equations must be equal. Lists and {} are unordered, () and [] are
 ordered. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may
 be omitted, but two units must measure the same. A decimal of at least six significant digits equals the number that it
@@ -115,7 +115,7 @@ def _with_name(node: Node, name: str, new: str) -> Node:
 
 
 def _without_quantity(answer: Node) -> Node:
-    """Right side of an equation such as m + n = 17, whose left side, of distinct symbols, names a quantity."""
+    """Right side of an answer such as m + n = 17, whose left side only names a quantity; other answers unchanged."""
     if _is_equation(answer) and answer.parts[0].kind in ("add", "mul", "div"):
         leaves = [part for part in answer.parts[0].walk() if part.kind not in ("add", "mul", "div", "neg")]
         if all(leaf.kind == "symbol" for leaf in leaves) and len(set(leaves)) == len(leaves):

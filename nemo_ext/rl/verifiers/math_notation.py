@@ -357,7 +357,7 @@ class _Parser:
         return self.unit(node) if self.kind() == "word" or self.peek() == "degree" else node
 
     def words(self) -> Node | None:
-        """Node of two or more letters alone; its parts have the product of symbols that they may also mean."""
+        """Node of two or more bare letters; its part is the product of symbols that they may also mean."""
         begins, end = self.at, self.at
         while end < len(self.tokens) and self.tokens[end].kind in ("word", "symbol"):
             end += 1

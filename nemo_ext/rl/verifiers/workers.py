@@ -75,7 +75,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Calls one function in worker processes. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
+    """Pool of worker processes that call one function. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
 
     Workers start on demand and end with the pool or with this process, even if it is killed. Forked children and
     unpickled copies have separate workers.
