@@ -178,7 +178,7 @@ def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
             position += 1
             continue
         if match is None:
-            raise UnknownNotation(f"{text[position : position + 20]!r}")
+            raise UnknownNotation(f"unexpected {text[position : position + 20]!r}")
         position, kind, this = match.end(), match.lastgroup or "", match[0]
         if match["space"]:
             spaced = True
@@ -241,7 +241,7 @@ def read(text: str, *, grouped: bool = True) -> Node:
         parser = _Parser(_tokens(text, grouped=grouped))
         tree = parser.answer()
         if parser.peek() is not None:
-            raise UnknownNotation(f"at {parser.peek()!r}")
+            raise UnknownNotation(f"unexpected {parser.peek()!r}")
     except RecursionError:
         raise UnknownNotation("nested too deeply") from None
     return tree
@@ -260,7 +260,7 @@ def number(text: str) -> Node:
     mantissa, _, exponent = text.lower().partition("e")
     power = int(exponent or 0)
     if abs(power) > 10_000:
-        raise UnknownNotation(f"exponent of {text}")
+        raise UnknownNotation(f"exponent of {text} is too large")
     decimals = len(mantissa.partition(".")[2]) - power if "." in mantissa else None
     return Node("number", value=(Fraction(mantissa) * Fraction(10) ** power, decimals))
 
@@ -411,7 +411,7 @@ class _Parser:
                     sign = -1 if exponent.kind == "neg" else sign
                     number = exponent.parts[0] if exponent.kind == "neg" else exponent
                     if number.kind != "number" or number.value[0] not in (1, 2, 3):
-                        raise UnknownNotation("power of a unit")
+                        raise UnknownNotation("invalid power of a unit")
                     power = int(number.value[0])
                 dimensions[dimension] += sign * power
                 size, sign, power = size * factor ** (sign * power), 1, 1
@@ -497,10 +497,10 @@ class _Parser:
         if node.kind == "number" and node.value[1] is None and self.tokens[self.at - 2].text != ")":
             base = self.argument()
             if not whole(base) or not 2 <= base.value[0] <= 36:
-                raise UnknownNotation("base of a number")
+                raise UnknownNotation("invalid base of a number")
             return Node("based", (node,), int(base.value[0]))
         if node.kind not in ("symbol", "constant"):
-            raise UnknownNotation("subscript")
+            raise UnknownNotation("unexpected subscript")
         begins = self.at
         if self.peek() == "{" and self.peek(1) in (r"\max", r"\min") and self.peek(2) == "}":
             self.at += 3
@@ -535,7 +535,7 @@ class _Parser:
         items, _ = self.items()
         if self.take(r"\over"):
             if len(items) > 1:
-                raise UnknownNotation(r"\over")
+                raise UnknownNotation(r"misplaced \over")
             items = [Node("div", (items[0], self.sum()))]
         self.expect("}")
         return items[0] if len(items) == 1 else Node("group", tuple(items), "{}")
@@ -610,18 +610,18 @@ class _Parser:
             return Node("intersection", (*whole, condition)) if whole else condition
         closing = self.take(*_CLOSES)
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
-            raise UnknownNotation("brackets")
+            raise UnknownNotation("mismatched brackets")
         shape = {"<<": "(", r"\{": "{"}.get(opening, opening) + {">>": ")", r"\}": "}"}.get(closing, closing)
         if len(items) == 1 and shape in ("()", "[]"):
             return items[0]
         if len(items) == 1 and shape != "{}":
-            raise UnknownNotation("brackets")
+            raise UnknownNotation("mismatched brackets")
         return Node("group", tuple(items), shape)
 
     def command(self, text: str) -> Node:
         if text == r"\frac":
             if self.peek() == "{" and self.peek(1) in ("d", r"\partial") and self.peek(2) in ("}", "^"):
-                raise UnknownNotation(r"\frac{d}")
+                raise UnknownNotation(r"derivative \frac{d}")
             return Node("div", (self.argument(digit=True), self.argument(digit=True)))
         if text == r"\binom":
             return Node("call", (self.argument(digit=True), self.argument(digit=True)), r"\binom")

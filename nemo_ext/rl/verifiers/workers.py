@@ -192,11 +192,11 @@ class WorkerPool:
             worker.send([self.time_limit, arguments])
             return worker.receive(self.time_limit + GRACE)
         except TimeLimitError:
-            raise TimeLimitError(f"time limit of {self.time_limit:g} s") from None
+            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s") from None
         except (EOFError, OSError):
             status = worker.process.wait(GRACE)
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"time limit of {self.time_limit:g} s")
+            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s")
         raise WorkerError(f"a worker exited with status {status}")
 
     def _discard(self, worker: _Worker) -> int:

@@ -263,5 +263,5 @@ def _own_card(database: Database, card_id: str) -> Row:
 def _cents(amount: float) -> int:
     cents = round(amount * 100)
     if cents < 1 or abs(cents - amount * 100) > 1e-6 * max(1, cents):
-        raise ToolError("an amount has two decimals at most")
+        raise ToolError("an amount may have at most two decimals")
     return cents
