@@ -176,7 +176,7 @@ def test_a_source_is_in_its_module() -> None:
         ("needels", {}, "generator: unknown name 'needels': did you mean 'needles'"),
         ("needles", {"lenght": 3}, "generator needles: settings: unknown key 'lenght': did you mean 'length'"),
         ("needles", {"length": 127}, "length must be a whole number of at least 128"),
-        ("needles", {"length": []}, "expected a length"),
+        ("needles", {"length": []}, "expected at least one length"),
         ("needles", {"length": "long"}, "length"),
         ("needles", {"asked": 2}, "asked=2: more than keys=1"),
         ("needles", {"keys": 9}, "keys=9: expected 1 to 8"),

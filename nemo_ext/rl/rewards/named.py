@@ -61,7 +61,7 @@ class NamedReward:
     def check(self, reference: Mapping[str, Any]) -> None:
         """Raises ValueError if a task's reference does not have a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
-            raise ValueError(f"reference: the reward requires {', '.join(missing)}")
+            raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is missing")
 
 
 def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
