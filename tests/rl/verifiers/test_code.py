@@ -469,7 +469,7 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
         ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
         ({"tests": [{"kwargs": {1: 2}, "expected": 1}]}, r"tests\[0\]: kwargs\.1"),
         ({"tests": [{"expected": 1, "tolerance": True}]}, r"tests\[0\]: tolerance=True"),
-        ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be JSON values"),
+        ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be JSON"),
     ],
 )
 def test_a_functions_reference_is_checked_too(change: dict[str, Any], message: str) -> None:
