@@ -55,9 +55,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     if key == "accepted":
         for call in expected:
             if wrong := [name for name, values in call.arguments.items() if not (isinstance(values, list) and values)]:
-                raise ValueError(
-                    f"reference.accepted: {call.name}: {wrong[0]} must be a list of accepted values"
-                )
+                raise ValueError(f"reference.accepted: {call.name}: {wrong[0]} must be a list of accepted values")
     if order not in ("any", "as_given"):
         raise ValueError(f"reference.order must be any or as_given, not {order!r}")
     tools = reference.get("tools")
