@@ -198,7 +198,7 @@ class Episodes:
 
     def _rewarded(self, episode: Episode, turn: Turn) -> Turn:
         assert turn.verdict is not None
-        facts = Facts.of(episode.task, thinking_opened=episode.thinking_opened)
+        facts = Facts.from_task(episode.task, thinking_opened=episode.thinking_opened)
         reward = self.reward.score(turn.verdict, turn.response, facts)
         outcome = {"correct": turn.verdict.outcome == "correct", "error": turn.verdict.outcome == "error"}
         parts = {f"reward/{name}": value for name, value in reward.parts.items()}

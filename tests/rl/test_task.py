@@ -39,7 +39,7 @@ def test_format_rewards_use_the_mode_of_the_prompt(template: str) -> None:
     task = prompts.in_mode(Task.from_record(RECORD))
     text, opened = prompts.prompt(task)
 
-    assert Facts.of(task, thinking_opened=opened).thinking
+    assert Facts.from_task(task, thinking_opened=opened).thinking
     assert "thinking on" in text or opened
     off = prompts.in_mode(Task.from_record({**RECORD, "thinking": False}))
     assert off.thinking is False

@@ -1,4 +1,4 @@
-"""Rewards: pure functions of verdicts, lengths and a judge's scores, for one response or a group.
+"""Rewards: pure functions of verdicts, lengths and scores of a judge, for one response or a group.
 
-Trainers import the function that they need; only `nemo_ext.rl.rewards.rlhf` asks a judge.
+Trainers import the function that they need; only `nemo_ext.rl.rewards.rlhf` sends requests to a judge.
 """

@@ -1,4 +1,4 @@
-"""Advantages over groups of responses to one prompt, for engines that lack them and to test adapters.
+"""Advantages within groups of responses to one prompt, for engines without them and for tests of adapters.
 
 Rewards are `[..., responses]`: the last axis is the group.
 """
@@ -24,7 +24,7 @@ def group_advantages(
 
     GRPO (arXiv 2402.03300): mean, std. OLMo 3: mean, none. RLOO (arXiv 2402.14740): leave_one_out, none. Domyn-Small,
     section 4.4: leave_one_out, unbiased_std ("normalised by the unbiased within-group standard deviation"). Without
-    variance, as in a group of one, advantages are exactly 0.
+    variance, as in a group of one response, advantages are exactly 0.
 
     Args:
         rewards: rewards, `[..., responses]`.
@@ -36,20 +36,20 @@ def group_advantages(
         Advantages, `[..., responses]`.
 
     Raises:
-        ValueError: a reward is not finite, there is none, or `baseline` or `normalise` is unknown.
+        ValueError: no rewards, a reward is not finite, or unknown `baseline` or `normalise`.
     """
-    given = _finite(rewards)
-    size = given.shape[-1]
+    values = _finite(rewards)
+    size = values.shape[-1]
     if baseline not in ("mean", "leave_one_out"):
         raise ValueError(f"baseline must be mean or leave_one_out, not {baseline!r}")
     if normalise not in ("std", "unbiased_std", "none"):
         raise ValueError(f"normalise must be std, unbiased_std or none, not {normalise!r}")
-    flat = zero_variance(given)[..., None]
-    # Rounding of the mean would leave advantages of 1e-17, which a standard deviation of 1e-17 makes large.
-    centred = np.where(flat, 0.0, given - given.mean(axis=-1, keepdims=True))
+    flat = zero_variance(values)[..., None]
+    # Rounding errors of 1e-17 in the mean would become large if divided by a standard deviation of 1e-17.
+    centred = np.where(flat, 0.0, values - values.mean(axis=-1, keepdims=True))
     if size == 1:
         return centred
-    # The mean of the others is the group's mean minus this deviation over size - 1.
+    # The mean of the other responses is the group's mean minus this deviation divided by size - 1.
     advantages = centred * (size / (size - 1)) if baseline == "leave_one_out" else centred
     if normalise == "none":
         return advantages
@@ -59,23 +59,23 @@ def group_advantages(
 
 
 def zero_variance(rewards: npt.ArrayLike, *, tolerance: float = 0.0) -> npt.NDArray[np.bool_]:
-    """True for groups whose rewards are all within `tolerance`, from which nothing is learnt.
+    """True for groups whose rewards differ by at most `tolerance`, from which nothing is learnt.
 
     `[..., responses]` -> `[...]`.
 
-    Dynamic sampling leaves such groups out (DAPO, arXiv 2503.14476, section 3.2; Domyn-Small, section 4.4; OLMo 3).
+    Dynamic sampling drops such groups (DAPO, arXiv 2503.14476, section 3.2; Domyn-Small, section 4.4; OLMo 3).
 
     Raises:
-        ValueError: a reward is not finite, or there is none.
+        ValueError: no rewards, or a reward is not finite.
     """
-    given = _finite(rewards)
-    return np.asarray(given.max(axis=-1) - given.min(axis=-1) <= tolerance)
+    values = _finite(rewards)
+    return np.asarray(values.max(axis=-1) - values.min(axis=-1) <= tolerance)
 
 
 def _finite(rewards: npt.ArrayLike) -> Array:
-    given = np.asarray(rewards, dtype=np.float64)
-    if given.ndim == 0 or given.shape[-1] == 0:
-        raise ValueError(f"rewards must be [..., responses] with at least one response, not of shape {given.shape}")
-    if not np.isfinite(given).all():
-        raise ValueError(f"rewards must be finite: {int((~np.isfinite(given)).sum())} of {given.size} are not")
-    return given
+    values = np.asarray(rewards, dtype=np.float64)
+    if values.ndim == 0 or values.shape[-1] == 0:
+        raise ValueError(f"rewards must be [..., responses] with at least one response, not of shape {values.shape}")
+    if not np.isfinite(values).all():
+        raise ValueError(f"rewards must be finite: {int((~np.isfinite(values)).sum())} of {values.size} are not")
+    return values

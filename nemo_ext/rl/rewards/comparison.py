@@ -1,6 +1,6 @@
-"""Rewards of a group of responses, from comparing each with the next and from their lengths within the group.
+"""Rewards of a group of responses, from comparisons of each with the next and from their relative lengths.
 
-Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare does the same; where the two differ, the paper holds.
+Nemotron 3 Nano, section 3.3.2. NeMo Gym's server genrm_compare differs in details, where this follows the paper.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,11 +20,11 @@ NO_PREFERENCE = (FIRST_SUPERIOR + SECOND_SUPERIOR) / 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A judge's judgement of two responses.
+    """Judgement of two responses by a judge.
 
     Attributes:
         helpfulness: scores of the first and second response as shown, 1 to 5.
-        ranking: preference from 1, the first is far superior, to 6, the second is.
+        ranking: preference from 1 (the first is far superior) to 6 (the second is).
 
     Raises:
         ValueError: out of range, or NaN.
@@ -42,7 +42,7 @@ class Judgement:
 
     @property
     def scores(self) -> tuple[float, float]:
-        """Helpfulness, with the ranking as tie-breaker if equal, equations 2 and 3: from -1.5 to 7.5."""
+        """Helpfulness, with the ranking as tie-breaker (equations 2 and 3): from -1.5 to 7.5."""
         first, second = self.helpfulness
         if first != second:
             return first, second
@@ -51,7 +51,7 @@ class Judgement:
 
 @pydantic.dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LengthControl:
-    """Length control within a group; the defaults are the paper's. Other values than these raise ValueError.
+    """Length control within a group; the defaults are the paper's. Values out of range raise ValueError.
 
     Attributes:
         thinking: lambda of the lengths of the traces, equation 6.
@@ -74,12 +74,12 @@ class GroupRewards:
 
     Attributes:
         rewards: total reward of each response.
-        base: part that comes from the judge.
-        length: zero-sum part that comes from lengths.
+        base: part of the reward from the judge.
+        length: part from lengths; the sum over the group is zero.
         bonus: bonus for the shortest good responses.
-        judged: True for responses with a judged match; the base of the others is the mean of those.
-        missing: number of comparisons that were not answered.
-        problem: reason why one of them was not answered.
+        judged: True for responses with a judged match; the other responses have the mean base of these.
+        missing: number of comparisons without a judgement.
+        problem: reason why one of them has no judgement.
     """
 
     rewards: tuple[float, ...]
@@ -96,7 +96,7 @@ def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[i
 
     "Each response is also judged twice in different positions": each pair is shown in both orders, 2N comparisons.
     With `both_orders=False` there are N, as in NeMo Gym, in which each response is once first and once second, but
-    against different others. A pair occurs at most once in each order: two responses make one pair, one makes none.
+    against different responses. A pair occurs at most once in each order: two responses make one pair, one makes none.
 
     Raises:
         ValueError: `size` is negative.
@@ -112,28 +112,28 @@ def circular_comparisons(size: int, *, both_orders: bool = True) -> list[tuple[i
 def base_rewards(
     size: int, judgements: Mapping[tuple[int, int], Judgement | None]
 ) -> tuple[tuple[float, ...], tuple[bool, ...]]:
-    """Mean of each response over its matches, a match's score being the mean over the orders that were judged.
+    """Mean score of each response over its matches; the score of a match is the mean over the judged orders.
 
-    A comparison without an answer is left out. A response with none left gets the mean of the others, so that with the
-    group's mean as baseline nothing is learnt from it; if the whole group has none, each gets the neutral 3.
+    Comparisons without a judgement are ignored. A response without any gets the mean of the other responses, so that
+    with the group's mean as baseline nothing is learnt from it; if the whole group has none, all get the neutral 3.
 
     Args:
-        judgements: judgements by (shown first, shown second); None where the judge did not answer.
+        judgements: judgements by (shown first, shown second); None where the judge gave none.
 
     Returns:
-        Rewards, and a flag for each that is True if it is from a judgement.
+        Rewards, and for each a flag that is True if it comes from a judgement.
 
     Raises:
-        ValueError: a comparison names a response that is not in the group, or one with itself.
+        ValueError: a comparison with a response that is not in the group, or of a response with itself.
     """
     matches: list[dict[int, list[float]]] = [{} for _ in range(size)]
     for (first, second), judgement in judgements.items():
         if first == second or not (0 <= first < size and 0 <= second < size):
-            raise ValueError(f"comparison {(first, second)}: expected two different responses of 0 to {size - 1}")
+            raise ValueError(f"comparison {(first, second)}: expected two different responses from 0 to {size - 1}")
         if judgement is not None:
-            one, other = judgement.scores
-            matches[first].setdefault(second, []).append(one)
-            matches[second].setdefault(first, []).append(other)
+            first_score, second_score = judgement.scores
+            matches[first].setdefault(second, []).append(first_score)
+            matches[second].setdefault(first, []).append(second_score)
     judged = tuple(map(bool, matches))
     known = [_mean([_mean(scores) for scores in match.values()]) for match in matches if match]
     rest = _mean(known) if known else NEUTRAL
@@ -166,31 +166,31 @@ def group_rewards(
     answer_lengths: Sequence[int],
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """Base rewards with length control of thinking and answers within the group, and bonuses.
+    """Base rewards, with length control of thinking and answers within the group, and bonuses.
 
-    Where the paper leaves a case open:
-    - An empty answer is not a short one: it counts as long as the longest, and neither it nor an empty trace can get a
-      bonus (as in NeMo Gym).
-    - Equally short responses all get the bonus, if they are good enough: a group has no order.
-    - The percentile is that of the judged responses, with linear interpolation; others cannot get a bonus.
-    - Without any judgement lengths do not count either, and all rewards are equal: a judge that is down would
-      otherwise teach brevity alone.
+    Cases that the paper leaves open:
+    - An empty answer counts as long as the longest one, and neither it nor an empty trace can get a bonus (as in NeMo
+      Gym).
+    - Equally short responses all get the bonus if they are good enough, since a group has no order.
+    - The percentile is taken over the judged responses, with linear interpolation; only these can get a bonus.
+    - Without any judgement lengths do not count either, and all rewards are equal: otherwise a judge that is down would
+      teach nothing but brevity.
 
     Args:
         judgements: judgements of the `circular_comparisons`.
-        thinking_lengths: length of each response's trace, in tokens or characters; 0 without one.
+        thinking_lengths: length of each response's trace, in tokens or characters; 0 for no trace.
         answer_lengths: length of the answer after the trace.
         control: coefficients; the paper's if None.
 
     Raises:
-        ValueError: the numbers of lengths differ, a length is negative, or a comparison names no response.
+        ValueError: the numbers of lengths differ, a length is negative, or a comparison is invalid.
     """
     base, judged = base_rewards(len(thinking_lengths), judgements)
     missing = sum(judgement is None for judgement in judgements.values())
-    given = control_lengths(
+    group = control_lengths(
         base, thinking_lengths=thinking_lengths, answer_lengths=answer_lengths, judged=judged, control=control
     )
-    return replace(given, missing=missing)
+    return replace(group, missing=missing)
 
 
 def control_lengths(
@@ -201,21 +201,21 @@ def control_lengths(
     judged: Sequence[bool] | None = None,
     control: LengthControl | None = None,
 ) -> GroupRewards:
-    """`group_rewards` with known base rewards, a verifier's for example.
+    """`group_rewards` for known base rewards, from a verifier for example.
 
     Args:
         base: base reward of each response.
-        judged: True for each response whose base reward is its own; all if None.
+        judged: True for each response that was judged; None if all were.
 
     Raises:
-        ValueError: the number of lengths is not that of the responses, or one is negative.
+        ValueError: the numbers of lengths and responses differ, or a length is negative.
     """
     control = control or LengthControl()
     size = len(base)
     judged = tuple(judged or (True,) * size)
-    for name, lengths in (("thinking", thinking_lengths), ("answers", answer_lengths)):
+    for name, lengths in (("thinking", thinking_lengths), ("answer", answer_lengths)):
         if len(lengths) != size:
-            raise ValueError(f"{size} responses, but {len(lengths)} lengths of {name}")
+            raise ValueError(f"{size} responses, but {len(lengths)} {name} lengths")
     thinking = length_weights(thinking_lengths)
     longest = max(answer_lengths, default=0)
     answer = length_weights([length or longest for length in answer_lengths])

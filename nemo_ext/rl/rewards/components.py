@@ -18,7 +18,7 @@ class Component:
         high: upper bound of the value, before the weight.
 
     Raises:
-        ValueError: the range is empty, or the weight or the range is not finite.
+        ValueError: empty range, or a weight or bound that is not finite.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Component:
     def __post_init__(self) -> None:
         if not all(map(math.isfinite, (self.weight, self.low, self.high))) or self.low > self.high:
             raise ValueError(
-                f"reward component {self.name!r}: weight and range must be finite, the range from low to high, "
+                f"reward component {self.name!r}: weight, low and high must be finite, with low <= high, "
                 f"not weight={self.weight}, low={self.low}, high={self.high}"
             )
 
@@ -51,27 +51,21 @@ def combine(components: Sequence[Component], values: Mapping[str, float]) -> Rew
     """Weighted sum of values, each clipped to its component's range.
 
     Raises:
-        ValueError: two components have the same name, a value is missing or NaN, or belongs to no component.
+        ValueError: duplicate names of components, or a value is missing, NaN or of no component.
     """
     names = [component.name for component in components]
     if twice := {name for name in names if names.count(name) > 1}:
-        raise ValueError(f"reward components: {', '.join(sorted(twice))} is there more than once")
+        raise ValueError(f"reward components: duplicate name {', '.join(sorted(twice))}")
     for name in values:
         if name not in names:
             raise ValueError(f"reward components: unknown name {name!r}: {nearest(name, names)}")
     parts = {}
     for component in components:
         if component.name not in values:
-            raise ValueError(f"reward component {component.name!r}: no value; there are {sorted(values)}")
+            raise ValueError(f"reward component {component.name!r}: no value among {sorted(values)}")
         value = values[component.name]
-        # NaN passes through min and max, and one of them makes a whole group's advantages NaN.
+        # NaN passes through min and max, and a single one makes all advantages of its group NaN.
         if math.isnan(value):
             raise ValueError(f"reward component {component.name!r}: the value is NaN")
         parts[component.name] = component.weight * min(max(float(value), component.low), component.high)
     return Reward(total=sum(parts.values()), parts=parts)
-
-
-def reward_range(components: Sequence[Component]) -> tuple[float, float]:
-    """Smallest and largest possible total."""
-    ends = [sorted((component.weight * component.low, component.weight * component.high)) for component in components]
-    return sum(low for low, _ in ends), sum(high for _, high in ends)

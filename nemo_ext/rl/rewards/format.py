@@ -1,6 +1,6 @@
 r"""Format scores of a response: <think> tags on or off, exactly one \boxed{}. Scores are in [0, 1].
 
-The papers word it differently: Llama-Nemotron asks for both tags, Domyn counts closing tags and boxes.
+The papers differ: Llama-Nemotron requires both tags, Domyn counts closing tags and boxes.
 """
 
 from nemo_ext.chat.response import CLOSE, OPEN, Response
@@ -29,7 +29,7 @@ def closes_once(response: Response, *, thinking: bool) -> float:
 
 
 def one_boxed(response: Response) -> float:
-    r"""1 for exactly one \boxed{} in the answer, the part after the thinking, else 0. A box in a box makes two."""
+    r"""1 for exactly one \boxed{} in the answer, the part after the thinking, else 0. Nested boxes count separately."""
     return float(len(boxes(response.answer)) == 1)
 
 

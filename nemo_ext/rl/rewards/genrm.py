@@ -1,7 +1,7 @@
-"""The generative reward model (GenRM): its prompts, the parsing of its answers, and its reward in training.
+"""Generative reward model (GenRM): its prompts, parsing of its judgements, and its reward in training.
 
-Roles and keys are those of NVIDIA's GenRM and of NeMo Gym's genrm_compare, as `nemo_ext.data.preference.genrm` writes
-them; helpfulness is 1 to 5, the ranking 1 to 6.
+Roles and keys are the same as in NVIDIA's GenRM, NeMo Gym's genrm_compare and `nemo_ext.data.preference.genrm`;
+helpfulness is 1 to 5, the ranking 1 to 6.
 """
 
 import json
@@ -20,7 +20,7 @@ from nemo_ext.rl.rewards.components import Reward
 # NeMo Gym's text in place of an empty answer; chat templates skip empty messages or fail on them.
 _EMPTY = "None"
 _KEYS = ("score_1", "score_2", "ranking")
-# Without braces inside, so that it is found in linear time.
+# Without inner braces, so that the search takes linear time.
 _FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 _LONGEST_OBJECT = 2000
 _AFTER = "` \t\r\n"  # the end of a code block
@@ -54,8 +54,8 @@ def genrm_messages(prompt: Sequence[Message], first: str, second: str) -> list[d
 
 
 def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> list[dict[str, Any]]:
-    """Messages of a comparison for any chat model, with instructions; the arguments are those of `genrm_messages`."""
-    turns = [f"{message.role}: {_said(message)}" for message in prompt]
+    """Messages of a comparison for any chat model, with instructions; arguments as for `genrm_messages`."""
+    turns = [f"{message.role}: {_message_text(message)}" for message in prompt]
     conversation, first, second = "\n\n".join(turns), _shown(first), _shown(second)
     mark = nonce(conversation, first, second)
     content = _INSTRUCTIONS.format(
@@ -68,21 +68,21 @@ def instructed_messages(prompt: Sequence[Message], first: str, second: str) -> l
 
 
 def parse_judgement(text: str) -> Judgement | None:
-    """Judgement in a GenRM's answer; None if there is none, or if it is ambiguous.
+    """Parse the judgement in a GenRM's answer; None if there is none, or if it is ambiguous.
 
-    An answer holds a flat JSON object with `score_1`, `score_2` and `ranking`, each a number in its range, after the
-    trace. Of several that differ, the one that ends the answer counts: others may be quotations. NeMo Gym takes the
-    neutral value for a missing key and the first or last of several objects, wherever it stands.
+    A judgement is a flat JSON object after the trace, with `score_1`, `score_2` and `ranking`, each a number in its
+    range. If several differ, only one at the end of the answer counts: others may be quotations. NeMo Gym uses the
+    neutral value for a missing key, and the first or last of several objects, wherever it is.
     """
     answer = parse_response(text).answer
-    found = [
+    candidates = [
         (judgement, answer[match.end() :])
         for match in _FLAT_OBJECT.finditer(answer)
         if (judgement := _judgement(match.group())) is not None
     ]
-    if len({judgement for judgement, _ in found}) > 1 and found[-1][1].strip(_AFTER):
+    if len({judgement for judgement, _ in candidates}) > 1 and candidates[-1][1].strip(_AFTER):
         return None
-    return found[-1][0] if found else None
+    return candidates[-1][0] if candidates else None
 
 
 def genrm_reward(
@@ -95,13 +95,13 @@ def genrm_reward(
 ) -> Reward:
     """Reward of a GenRM in training: -C1 I_format - |Ph1 - Gh1| - |Ph2 - Gh2| - C2 |Pr - Gr|.
 
-    Nemotron 3 Nano, section 3.3.1, equation 1: C1 = `format_penalty`, C2 = `ranking_weight`. Where the format is
-    violated there are no predictions, and the penalty stands alone. With the paper's coefficients predictions that are
-    as wrong as can be earn -13, less than none.
+    Nemotron 3 Nano, section 3.3.1, equation 1: C1 = `format_penalty`, C2 = `ranking_weight`. If the format is
+    violated, only the penalty applies. With the paper's coefficients the worst possible predictions earn -13, less than
+    no predictions.
 
     Args:
         answer: response of the GenRM, parsed by `parse_judgement`.
-        helpfulness: true scores of the responses in the order shown; None, which adds no term, where not known.
+        helpfulness: true scores of the responses in the order shown; an unknown one (None) adds no term.
         ranking: true ranking.
 
     Raises:
@@ -119,13 +119,13 @@ def genrm_reward(
     return Reward(total=sum(parts.values()), parts=parts)
 
 
-def _said(message: Message) -> str:
+def _message_text(message: Message) -> str:
     calls = (json.dumps({"name": call.name, "arguments": call.arguments}) for call in message.tool_calls)
     return "\n".join(filter(None, (message.content, *calls)))
 
 
 def true_judgement(helpfulness: tuple[float | None, float | None], ranking: float) -> Judgement:
-    """Judgement of the data, with the lowest score in place of an unknown one.
+    """Judgement in the data, with the lowest score in place of an unknown one.
 
     Raises:
         ValueError: a score is out of range.
@@ -150,7 +150,7 @@ def _judgement(text: str) -> Judgement | None:
 
 
 def _number(value: Any) -> float:
-    # True is an int, but nobody means 1 by it.
+    # bool is a subclass of int, but true does not mean 1 here.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"not a number: {value!r}")
     return value

@@ -1,10 +1,10 @@
-"""Reward of one response, named in the settings of its environment, from its verdict and facts of its task.
+"""Rewards by name, as in the settings of an environment: of one response, from its verdict and facts of its task.
 
 reward: outcome                                   1 for a correct response, else 0 (the default)
-reward: {name: score}                             the verdict's score, where parts of a task count
-reward: {name: domyn_math, max_tokens: 8192}      `nemo_ext.rl.rewards.verifiable`, as the next
+reward: {name: score}                             the verdict's score, which may be partial
+reward: {name: domyn_math, max_tokens: 8192}      see `nemo_ext.rl.rewards.verifiable`, also for the next
 reward: {name: accuracy_format, format_weight: 1}
-reward: {name: genrm_training, format_penalty: 10, ranking_weight: 1}     of tasks of `genrm`
+reward: {name: genrm_training, format_penalty: 10, ranking_weight: 1}     for tasks of `genrm`
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from nemo_ext.rl.verdict import Verdict
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts of a task that a reward may use besides the verdict.
+    """Facts about a task that a reward may use besides the verdict.
 
     Attributes:
         thinking: True if reasoning is requested, or, where the model has no modes, if the prompt begins it.
@@ -36,8 +36,8 @@ class Facts:
     reference: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, task: Task, *, thinking_opened: bool) -> "Facts":
-        """Facts of a task, given whether its prompt ends inside a trace."""
+    def from_task(cls, task: Task, *, thinking_opened: bool) -> "Facts":
+        """Facts about a task; `thinking_opened` says whether its prompt ends inside a trace."""
         return cls(thinking_opened if task.thinking is None else task.thinking, thinking_opened, task.reference)
 
 
@@ -46,7 +46,7 @@ Scoring = Callable[[Verdict, Response, Facts], Reward]
 
 @dataclass(frozen=True)
 class NamedReward:
-    """A named reward.
+    """Reward that was selected by name.
 
     Attributes:
         score: function that returns the reward of one response.
@@ -59,46 +59,38 @@ class NamedReward:
     reference: tuple[str, ...] = ()
 
     def check(self, reference: Mapping[str, Any]) -> None:
-        """Raises ValueError if a task's reference lacks a key that the reward reads."""
+        """Raises ValueError if a task's reference does not have a key that the reward reads."""
         if missing := [key for key in self.reference if key not in reference]:
-            raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is not there")
+            raise ValueError(f"reference: the reward reads {', '.join(missing)}, which is missing")
 
 
-def reward_of(given: Any, *, where: str = "reward") -> NamedReward:
-    """Reward of a setting: a name, or a mapping of `name` and the reward's arguments.
+def reward_of(setting: Any, *, where: str = "reward") -> NamedReward:
+    """Reward for a setting: a name, or a mapping with `name` and the reward's arguments.
 
     Raises:
-        ValueError: unknown reward, or unknown setting of it.
+        ValueError: unknown reward, or unknown or invalid argument of it.
     """
-    if given is not None and not isinstance(given, str | Mapping):
-        raise ValueError(f"{where} must be a name, or a mapping with a name, not {given!r}")
-    settings = {"name": given} if isinstance(given, str) else dict(given or {"name": "outcome"})
+    if setting is not None and not isinstance(setting, str | Mapping):
+        raise ValueError(f"{where} must be a name, or a mapping with a name, not {setting!r}")
+    settings = {"name": setting} if isinstance(setting, str) else dict(setting or {"name": "outcome"})
     name = settings.pop("name", None)
     if not isinstance(name, str) or name not in _REWARDS:
         raise ValueError(f"{where}: unknown name {name!r}: {nearest(str(name), _REWARDS)}")
-    made, known, counts_tokens = _REWARDS[name]
+    function, known, counts_tokens = _REWARDS[name]
     check_keys(settings, known, required=(), where=f"{where} ({name})")
     for key, value in settings.items():
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise ValueError(f"{where}.{key} must be a number, not {value!r}")
 
     def score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
-        return made(verdict, response, facts, **settings)
+        return function(verdict, response, facts, **settings)
 
     reference = _REFERENCES.get(name, {})
-    try:  # what only the reward itself knows of its settings
+    try:  # checks that only the reward itself can make
         score(Verdict.correct(), Response(text="", tokens=0), Facts(reference=reference))
     except ValueError as error:
         raise ValueError(f"{where} ({name}): {error}") from None
     return NamedReward(score, counts_tokens, tuple(reference))
-
-
-def _outcome(verdict: Verdict, response: Response, facts: Facts) -> Reward:
-    return Reward(total=outcome_reward(verdict), parts={})
-
-
-def _score(verdict: Verdict, response: Response, facts: Facts) -> Reward:
-    return Reward(total=verdict.score, parts={})
 
 
 def _domyn_math(verdict: Verdict, response: Response, facts: Facts, **settings: Any) -> Reward:
@@ -119,8 +111,8 @@ def _genrm_training(verdict: Verdict, response: Response, facts: Facts, **settin
 
 
 _REWARDS: Mapping[str, tuple[Callable[..., Reward], tuple[str, ...], bool]] = {
-    "outcome": (_outcome, (), False),
-    "score": (_score, (), False),
+    "outcome": (lambda verdict, response, facts: Reward(total=outcome_reward(verdict), parts={}), (), False),
+    "score": (lambda verdict, response, facts: Reward(total=verdict.score, parts={}), (), False),
     "domyn_math": (_domyn_math, ("max_tokens",), True),
     "genrm_training": (_genrm_training, ("format_penalty", "ranking_weight"), False),
     "accuracy_format": (_accuracy_format, ("accuracy_weight", "format_weight"), False),

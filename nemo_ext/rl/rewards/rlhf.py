@@ -1,4 +1,4 @@
-"""Rewards of a group by a reward model: asks the judge, then uses `nemo_ext.rl.rewards.comparison`."""
+"""Rewards of a group by a reward model: requests to the judge, then `nemo_ext.rl.rewards.comparison`."""
 
 import math
 import re
@@ -22,7 +22,7 @@ Show = Callable[[Sequence[Message], str, str], list[dict[str, Any]]]
 SHOWN: Mapping[str, Show] = {"genrm": genrm_messages, "instructed": instructed_messages}
 """`genrm` for a judge whose chat template has the roles response_1 and response_2, `instructed` for any other."""
 LONGEST = 40_000
-"""Characters at which an answer is cut for the judge (choice)."""
+"""Number of characters at which an answer is cut for the judge (choice)."""
 _REWARD = re.compile(r"\s*(?:reward\s*:)?\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
@@ -40,29 +40,29 @@ async def rlhf_rewards(
     """Rewards of the responses to one prompt, from 2N concurrent comparisons, or N with `both_orders=False`.
 
     Args:
-        judge: judge, which never raises or hangs; comparisons that it does not answer are left out and counted.
+        judge: judge, which never raises or hangs; comparisons without a judgement are ignored and counted.
         prompt: conversation up to the responses.
         responses: responses of the group.
-        lengths: each response's (trace, answer) in tokens of the policy, 0 for none; None for those of the texts in
-            characters, as NeMo Gym's genrm_compare has them, where no tokenizer is at hand.
-        show: one of `SHOWN`.
+        lengths: (trace, answer) of each response in tokens of the policy, 0 if empty; None without a tokenizer, for
+            lengths in characters as in NeMo Gym's genrm_compare.
+        show: function that makes the prompt of a comparison, a value of `SHOWN`.
         both_orders: compare each pair in both orders; see `circular_comparisons`.
         control: length control; see `group_rewards`.
-        max_answer_characters: length at which an answer is cut for the judge (choice): one that is more than the judge
-            can read would not be judged, and earn the mean of the others.
+        max_answer_characters: length at which an answer is cut for the judge (choice), so that answers longer than the
+            judge can read are judged too.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     pairs = circular_comparisons(len(responses), both_orders=both_orders)
     questions = [show(prompt, answers[first], answers[second]) for first, second in pairs]
     judged = await judge.ask_all(questions, parse_judgement)
     lengths = lengths or _in_characters(responses)
-    given = group_rewards(
+    rewards = group_rewards(
         {pair: answer.value for pair, answer in zip(pairs, judged, strict=True)},
         thinking_lengths=[thinking for thinking, _ in lengths],
         answer_lengths=[answer for _, answer in lengths],
         control=control,
     )
-    return replace(given, problem=next((answer.problem for answer in judged if answer.value is None), ""))
+    return replace(rewards, problem=next((answer.problem for answer in judged if answer.value is None), ""))
 
 
 async def reward_model_rewards(
@@ -74,36 +74,33 @@ async def reward_model_rewards(
     control: LengthControl | None = None,
     max_answer_characters: int = LONGEST,
 ) -> GroupRewards:
-    """Rewards of the responses to one prompt by a reward model that gives each a number.
+    """Rewards of the responses to one prompt by a reward model that returns a number for each.
 
-    The model is asked for the conversation with the answer as its last message, and says `reward:-3.25`, as
-    Llama-3.1-Nemotron-70B-Reward behind NVIDIA's NIM, or the number alone. A response without a reward gets the mean of
-    the others, and one of a group without any 0.
+    The request is the conversation with the answer as its last message. The model replies `reward:-3.25`, as
+    Llama-3.1-Nemotron-70B-Reward does behind NVIDIA's NIM, or just the number. A response without a reward gets the
+    mean of the other responses, or 0 if the whole group has none.
 
     Args:
         judge, prompt, responses, lengths, max_answer_characters: as for `rlhf_rewards`.
-        control: length control in units of the rewards; None for none.
+        control: length control in units of the rewards; None to disable it.
     """
     answers = [_cut(response.answer, max_answer_characters) for response in responses]
     before = openai_messages(prompt)
-    given = await judge.ask_all([[*before, {"role": "assistant", "content": answer}] for answer in answers], _reward)
-    known = [one.value for one in given if one.value is not None]
+    replies = await judge.ask_all([[*before, {"role": "assistant", "content": answer}] for answer in answers], _reward)
+    known = [reply.value for reply in replies if reply.value is not None]
     rest = sum(known) / len(known) if known else 0.0
-    base = tuple(rest if one.value is None else one.value for one in given)
-    judged = tuple(one.value is not None for one in given)
-    none = (0.0,) * len(base)
-    made = GroupRewards(rewards=base, base=base, length=none, bonus=none, judged=judged)
-    if control is not None:
-        lengths = lengths or _in_characters(responses)
-        made = control_lengths(
-            base,
-            thinking_lengths=[thinking for thinking, _ in lengths],
-            answer_lengths=[answer for _, answer in lengths],
-            judged=judged,
-            control=control,
-        )
-    problem = next((one.problem for one in given if one.value is None), "")
-    return replace(made, missing=len(base) - len(known), problem=problem)
+    base = tuple(rest if reply.value is None else reply.value for reply in replies)
+    judged = tuple(reply.value is not None for reply in replies)
+    lengths = lengths or _in_characters(responses)
+    rewards = control_lengths(
+        base,
+        thinking_lengths=[thinking for thinking, _ in lengths],
+        answer_lengths=[answer for _, answer in lengths],
+        judged=judged,
+        control=control or LengthControl(thinking=0, answer=0, thinking_bonus=0, answer_bonus=0),
+    )
+    problem = next((reply.problem for reply in replies if reply.value is None), "")
+    return replace(rewards, missing=len(base) - len(known), problem=problem)
 
 
 def _in_characters(responses: Sequence[Response]) -> list[tuple[int, int]]:

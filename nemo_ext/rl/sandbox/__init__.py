@@ -1,8 +1,8 @@
-"""Runs untrusted programs, each in its own processes that leave nothing behind.
+"""Sandbox for untrusted programs: each runs in its own processes, which leave nothing behind.
 
 limits.py     resource limits of a program
 sandbox.py    queue of programs, from threads and from asyncio
-box.py        one supervised place for the runs of one answer
-isolation.py  isolation found to work on this machine
-inside/       code on the other side: standard library only, nothing of the host's memory or environment
+box.py        host side of a supervisor, which runs the programs of one answer
+isolation.py  the isolation that works on this machine
+inside/       code of the supervisor: standard library only, without the host's memory or environment
 """

@@ -1,4 +1,4 @@
-"""One supervised place for the programs of one answer."""
+"""Host side of a supervisor, which runs the programs of one answer."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +32,7 @@ SYSTEM = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime", "/nix/store"),
 )
-"""Paths that programs may read besides the interpreter; those that a machine lacks are left out."""
+"""Paths that programs may read besides the interpreter; missing paths are skipped."""
 
 CPP_OPTIONS = ("-O2", "-std=gnu++20", "-pipe")
 
@@ -44,11 +44,11 @@ class Run:
     """Result of a program's run.
 
     Attributes:
-        ended: exit or signal, or the limit that ended it: time (wall clock), cpu, memory, output, processes, disk.
+        ended: exit or signal, or the limit that was exceeded: time (wall clock), cpu, memory, output, processes, disk.
         status: exit status, or the signal's number.
         stdout: standard output, up to the limit.
-        stderr: beginning of standard error, for messages.
-        value: result of a function as JSON, as the program wrote it: no more trustworthy than stdout.
+        stderr: start of standard error, for messages.
+        value: JSON result of a function, written by the program and so no more trustworthy than stdout.
         seconds: wall clock time.
         cpu_seconds: processor time.
     """
@@ -63,7 +63,7 @@ class Run:
 
     @property
     def ok(self) -> bool:
-        """True if it ended by itself with status 0."""
+        """True if the program exited with status 0."""
         return self.ended == "exit" and self.status == 0
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Run:
             case "exit":
                 return f"exit status {self.status}"
             case "signal":
-                return f"ended by signal {self.status}"
+                return f"killed by signal {self.status}"
             case "time" | "cpu":
                 return "over its time limit"
             case _:
@@ -85,7 +85,7 @@ class Settings:
     Attributes:
         python: path of an interpreter, 3.10 or later.
         packages: folders that Python programs import from besides the standard library.
-        readable: more files and folders that programs may read.
+        readable: files and folders that programs may read.
         compiler: path of the C++ compiler.
     """
 
@@ -95,9 +95,7 @@ class Settings:
     compiler: str | None
 
     @classmethod
-    def found(
-        cls, *, python: str | None = None, packages: Sequence[str] | None = None, readable: Sequence[str] = ()
-    ) -> "Settings":
+    def detect(cls, *, python: str | None = None, packages: Sequence[str] | None = None) -> "Settings":
         """Settings with this interpreter, its site-packages, and g++ where it is installed."""
         if packages is None:
             packages = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")] if python is None else []
@@ -106,13 +104,13 @@ class Settings:
         return cls(
             python=python or str(getattr(sys, "_base_executable", sys.executable)),
             packages=list(dict.fromkeys(packages)),
-            readable=[*SYSTEM, prefix, *packages, *readable],
+            readable=[*SYSTEM, prefix, *packages],
             compiler=compiler and os.path.realpath(compiler),
         )
 
 
 class Nursery:
-    """A started interpreter that forks supervisors; thread-safe. It ends with this process at the latest."""
+    """Running interpreter that forks supervisors; thread-safe. It ends no later than this process."""
 
     def __init__(self, python: str) -> None:
         self._python = python
@@ -132,22 +130,22 @@ class Nursery:
             try:
                 with self._lock:
                     try:
-                        socket.send_fds(self._started(), [b"+"], [inside.fileno()])
+                        socket.send_fds(self._connection(), [b"+"], [inside.fileno()])
                     except ConnectionError:
-                        # The interpreter was ended from outside; a second one may live.
+                        # The interpreter was killed from outside: retry with a new one.
                         self._stop()
-                        socket.send_fds(self._started(), [b"+"], [inside.fileno()])
+                        socket.send_fds(self._connection(), [b"+"], [inside.fileno()])
             except OSError as error:
                 ours.close()
                 raise SandboxError(f"sandbox: {self._python}: {error}") from error
         return ours
 
     def close(self) -> None:
-        """End the interpreter; supervisors that it has made go on."""
+        """End the interpreter; supervisors that it has forked continue."""
         with self._lock:
             self._stop()
 
-    def _started(self) -> socket.socket:
+    def _connection(self) -> socket.socket:
         if self._host is not None and self._owner != os.getpid():
             # This process is a fork of the nursery's owner.
             self._host.close()
@@ -179,10 +177,10 @@ class Nursery:
 
 
 class Box:
-    """Host side of a supervisor. Used by one thread; `kill` may be called by any.
+    """Host side of a supervisor. Used by one thread, but any thread may call `kill`.
 
     Raises:
-        SandboxError: its supervisor does not start, or not in the requested confinement.
+        SandboxError: the supervisor cannot start in the requested confinement.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class Box:
             directory = os.path.join(self._outer, "tmp") if self._outer else ""
             if directory:
                 os.mkdir(directory, 0o700)
-                # Programs cannot learn the directory's own name: they may pass through the outer folder, not list it.
+                # Programs may pass through the outer folder but not list it, so its contents stay hidden from them.
                 os.chmod(self._outer, 0o711)
             header = {
                 "directory": directory,
@@ -236,7 +234,7 @@ class Box:
             "function": function,
             "prelude": names,
             "preload": preloaded(f"{source}\n{names}"),
-            "limits": limits.record(),
+            "limits": asdict(limits),
         }
         return self._run(header, _encoded(source), limits)
 
@@ -244,48 +242,48 @@ class Box:
         """Compile a C++ program, which `run` then runs; the compiler's messages are in `stderr`.
 
         Raises:
-            SandboxError: there is no compiler.
+            SandboxError: g++ is not installed.
         """
         if self._settings.compiler is None:
-            raise SandboxError("C++: there is no g++ on PATH; install it (`apt-get install g++`)")
+            raise SandboxError("C++ programs need g++, which is not on PATH: install it (`apt-get install g++`)")
         header = {"operation": "compile_cpp", "compiler": [self._settings.compiler, *options]}
-        return self._run({**header, "limits": limits.record()}, _encoded(source), limits)
+        return self._run({**header, "limits": asdict(limits)}, _encoded(source), limits)
 
     def run(self, stdin: bytes, limits: Limits) -> Run:
         """Run the compiled program, or call its function."""
         return next(self.runs([stdin], [limits]))
 
-    def runs(self, given: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
-        """`run` for each input in turn; the next one begins while the caller handles the last.
+    def runs(self, inputs: Sequence[bytes], limits: Sequence[Limits]) -> Generator[Run]:
+        """`run` for each input in turn; the next run starts while the caller handles the last result.
 
-        Leaving the iterator before its end ends the box, since a program may be running then.
+        Closing the iterator early ends the box, since a program may still be running.
         """
         sent = taken = 0
         seconds = max(limit.wall_seconds for limit in limits) + _GRACE_SECONDS
         try:
-            while taken < len(given):
+            while taken < len(inputs):
                 # Send one ahead if it fits into the socket's buffer: neither side may block in the middle of sending.
-                while sent <= taken or (sent == taken + 1 < len(given) and len(given[sent]) < _SENT_AHEAD):
-                    header = {"operation": "run", "limits": limits[sent].record()}
-                    self._send(header, [given[sent]], seconds)
+                while sent <= taken or (sent == taken + 1 < len(inputs) and len(inputs[sent]) < _SENT_AHEAD):
+                    header = {"operation": "run", "limits": asdict(limits[sent])}
+                    self._send(header, [inputs[sent]], seconds)
                     sent += 1
                 taken += 1
-                yield self._ended()
+                yield self._result()
         finally:
             if taken < sent:
                 self.kill()
 
     def kill(self) -> None:
-        """End the box at once with all that runs in it; callers waiting for it get a SandboxError."""
+        """End the box and all that runs in it at once; callers waiting for it get a SandboxError."""
         with suppress(OSError):
             self._host.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """End the supervisor, wait until it has, and remove what is left."""
+        """End the supervisor, wait until it has exited, and remove its files."""
         self.kill()
         self._host.settimeout(_GRACE_SECONDS)
         try:
-            # It sees the connection's end, ends the program, cleans up, and lets go of its own end.
+            # The supervisor sees the closed connection, ends the program, cleans up and closes its side.
             while self._host.recv(1 << 16):
                 pass
         except ConnectionError:
@@ -309,27 +307,27 @@ class Box:
 
     def _run(self, header: Mapping[str, Any], blob: bytes, limits: Limits) -> Run:
         self._send(header, [blob], limits.wall_seconds + _GRACE_SECONDS)
-        return self._ended()
+        return self._result()
 
-    def _ended(self) -> Run:
+    def _result(self) -> Run:
         answer, (stdout, stderr, value) = self._receive()
         return Run(**answer, stdout=stdout, stderr=stderr, value=value)
 
     def _send(self, header: Mapping[str, Any], blobs: Sequence[bytes], seconds: float) -> None:
-        """Send a message; `seconds` is the time limit for this and for each later wait for an answer."""
+        """Send a message; `seconds` limits this and each later wait for a reply."""
         self._host.settimeout(seconds)
-        with _failures_told():
+        with _sandbox_errors():
             wire.send(self._host, header, blobs)
 
     def _receive(self) -> wire.Message:
-        with _failures_told():
+        with _sandbox_errors():
             answer = wire.receive(self._host)
         if answer is None:
-            raise SandboxError("sandbox: the supervisor has ended")
+            raise SandboxError("sandbox: the supervisor has exited")
         return answer
 
 
-# The packages above it are not imported on that side: they are the host's.
+# The parent packages are stubs there, since their code is for the host.
 _START = """
 import sys, types
 package = sys.argv[1]
@@ -344,7 +342,7 @@ main()
 
 
 def _environment() -> dict[str, str]:
-    """Environment of the interpreter; from this process it takes only the library path."""
+    """Environment of the interpreter; only the library path is inherited."""
     # A fixed hash seed gives sets of strings the same order in every run.
     environment = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     if "LD_LIBRARY_PATH" in os.environ:
@@ -357,10 +355,10 @@ def _encoded(source: str) -> bytes:
 
 
 @contextmanager
-def _failures_told() -> Iterator[None]:
+def _sandbox_errors() -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise SandboxError("sandbox: the supervisor does not answer") from None
+        raise SandboxError("sandbox: the supervisor does not respond") from None
     except OSError as error:
-        raise SandboxError(f"sandbox: the supervisor has ended: {error}") from None
+        raise SandboxError(f"sandbox: the supervisor has exited: {error}") from None

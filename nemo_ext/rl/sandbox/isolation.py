@@ -1,10 +1,10 @@
-"""Isolation of programs, as found to work on this machine."""
+"""Isolation of programs on this machine, and errors of the sandbox."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal["auto", "namespaces", "processes"]
-KINDS = ("auto", "namespaces", "processes")
+KINDS = get_args(Kind)
 
 
 class SandboxError(RuntimeError):
@@ -12,7 +12,7 @@ class SandboxError(RuntimeError):
 
 
 class BusyError(SandboxError):
-    """A request waited too long for a place to run."""
+    """A request waited longer than `queue_seconds` for a slot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,13 +24,13 @@ class Isolation:
             system folders, the interpreter, and nothing of a user's.
         own_user: True if nothing else runs under its user ID, so it can neither read this user's private files nor
             signal its processes.
-        network: namespace (there is none), filter (the kernel refuses sockets), open.
+        network: namespace (no network at all), filter (the kernel refuses sockets), open.
         system_call_filter: True with a seccomp filter; only x86_64 and aarch64 have one here.
         landlock: True if, without namespaces, Landlock confines it to system folders and its own directory, and to
             signalling its own processes.
         counts_processes: True if the kernel enforces the number of processes; otherwise it refuses any second one,
-            or, without a filter, they are counted now and then.
-        why_no_namespaces: message of the system, or that namespaces were not wanted.
+            or, without a filter, processes are counted periodically.
+        why_no_namespaces: the system's message, or that namespaces were not requested.
     """
 
     namespaces: bool
@@ -44,10 +44,10 @@ class Isolation:
     def __str__(self) -> str:
         parts = [
             "namespaces" if self.namespaces else f"no namespaces ({self.why_no_namespaces})",
-            "a user of its own" if self.own_user else "this process's user",
+            "a separate user" if self.own_user else "this process's user",
             {"namespace": "no network", "filter": "no sockets", "open": "NETWORK OPEN"}[self.network],
             "system call filter" if self.system_call_filter else "no system call filter",
         ]
         if not self.namespaces:
-            parts.append("Landlock" if self.landlock else "files as its user may read them")
+            parts.append("Landlock" if self.landlock else "file permissions of its user only")
         return ", ".join([*parts, "rlimits"])

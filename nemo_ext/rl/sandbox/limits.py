@@ -1,7 +1,7 @@
 """Resource limits of a program."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -25,7 +25,7 @@ class Limits:
         memory_megabytes: resident memory of all its processes together, checked every 20 ms, less often where many
             processes run; the kernel limits the address space of each to twice that.
         processes: number of processes and threads together.
-        output_bytes: size of stdout, and of a function's result. Of stderr 16 kB are kept.
+        output_bytes: size of stdout, and of a function's result. Only 16 kB of stderr are kept.
         disk_megabytes: size of its private directory.
     """
 
@@ -40,14 +40,10 @@ class Limits:
         """Copy with the changes that a config or a task names.
 
         Raises:
-            ValueError: naming the key, what it holds and what it may hold.
+            ValueError: invalid change; the message names the key and the accepted values.
         """
         checked(Limits, changes, where, strict=True)
         return replace(self, **changes)
-
-    def record(self) -> dict[str, Any]:
-        """Limits as a JSON object."""
-        return asdict(self)
 
 
 COMPILATION = Limits(cpu_seconds=30, wall_seconds=60, memory_megabytes=2048, disk_megabytes=64)

@@ -1,8 +1,8 @@
-"""Names that answers use without importing them, as in the editors of coding contests.
+"""Imports that contest solutions omit, because the editors of coding contests add them.
 
-The data's solutions leave out `from typing import List` and the like, and NeMo Gym's verifier runs every program after
+Solutions in the data omit `from typing import List` and the like, and NeMo Gym's verifier runs every program after
 star imports of twenty modules. Here only the names that occur in the source are imported; a program's own imports and
-definitions come later and win.
+definitions come later and take precedence.
 """
 
 import builtins
@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 
-# In the order of Gym's star imports: later ones win.
+# In the order of Gym's star imports: later ones take precedence.
 _STARS = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics"),
     *("itertools", "functools", "operator", "io", "sys", "json", "typing"),
@@ -34,19 +34,14 @@ def prelude(source: str) -> str:
 
 
 def preloaded(source: str) -> list[str]:
-    """Modules imported by the source that may be imported once, before all of its runs."""
+    """Modules imported by the source that can be imported once, before all of its runs."""
     found: dict[str, None] = {}
     for match in _IMPORT.finditer(source):
-        for part in _imported(match):
-            name = part.split()[0] if part.split() else ""
-            top = name.split(".")[0]
+        for part in match[1].split(" import ")[0].split(","):
+            top = (part.split() or [""])[0].split(".")[0]
             if top not in _LOUD and (top in sys.stdlib_module_names or top in _LIBRARIES):
                 found[top] = None
     return list(found)
-
-
-def _imported(match: re.Match[str]) -> list[str]:
-    return match[1].split(" import ")[0].split(",")
 
 
 @functools.cache

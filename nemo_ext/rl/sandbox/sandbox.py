@@ -1,4 +1,4 @@
-"""Many programs at once, from threads and from asyncio: a few run, the others wait, none is lost.
+"""Queue of untrusted programs, for threads and asyncio: `concurrency` of them run at a time, the rest wait.
 
 sandbox = Sandbox()
 print(sandbox.describe())
@@ -25,21 +25,20 @@ Language = Literal["python", "cpp"]
 
 
 class Sandbox:
-    """Runs untrusted programs. Thread-safe; a sandbox may serve several event loops.
+    """Sandbox for untrusted programs. Thread-safe; it may serve several event loops.
 
     Args:
         limits: limits of each run.
-        concurrency: number of boxes at once; by default the number of processors.
-        queue_seconds: time that a request may wait for its turn; None waits for as long as it takes.
-        isolation: auto uses namespaces where available, namespaces requires them, processes does without.
-        strict: same as requiring namespaces: raises, and runs nothing, if there are none.
+        concurrency: maximum number of boxes at a time; by default the number of processors.
+        queue_seconds: maximum time that a request waits for a slot; None for no limit.
+        isolation: auto uses namespaces where available, namespaces requires them, processes never uses them.
+        strict: same as `isolation="namespaces"`.
         python: interpreter for programs, with the standard library only; by default this one, with its packages.
         packages: folders that programs import from.
-        readable: more files and folders that programs may read.
 
     Raises:
-        ValueError: an argument is not one of those.
-        SandboxError: `strict` or `isolation="namespaces"` is set and there are no namespaces; says why.
+        ValueError: invalid argument.
+        SandboxError: namespaces are required and not available; the message says why.
     """
 
     def __init__(
@@ -52,65 +51,64 @@ class Sandbox:
         strict: bool = False,
         python: str | None = None,
         packages: Sequence[str] | None = None,
-        readable: Sequence[str] = (),
     ) -> None:
         if isolation not in KINDS:
             raise ValueError(f"isolation: unknown kind {isolation!r}: {nearest(str(isolation), KINDS)}")
         if strict and isolation == "processes":
-            raise ValueError("isolation: strict insists on namespaces, and 'processes' does without them")
+            raise ValueError("isolation='processes' never uses namespaces, which strict=True requires")
         if concurrency is not None:
             checked_whole("concurrency", concurrency, least=1)
         if queue_seconds is not None and not queue_seconds > 0:
-            raise ValueError(f"queue_seconds must be a number above 0 or none, not {queue_seconds!r}")
+            raise ValueError(f"queue_seconds must be a positive number or none, not {queue_seconds!r}")
         self.limits = limits or Limits()
         self.concurrency = concurrency or len(os.sched_getaffinity(0))
         self._gate = _Gate(self.concurrency)
         self._queue_seconds = queue_seconds
-        self._settings = Settings.found(python=python, packages=packages, readable=readable)
+        self._settings = Settings.detect(python=python, packages=packages)
         self._nursery = Nursery(self._settings.python)
-        self._wanted = isolation
+        self._requested = isolation
         self._lock = threading.Lock()
-        self._found: Isolation | None = None
+        self._isolation: Isolation | None = None
         if strict or isolation == "namespaces":
-            self._wanted = "namespaces"
+            self._requested = "namespaces"
             self.describe()
 
     def describe(self) -> Isolation:
-        """Isolation on this machine, found by trying, once.
+        """Isolation that works on this machine, determined on the first call by running a test program.
 
         Raises:
-            SandboxError: namespaces are required and not available, or nothing can be run at all.
+            SandboxError: namespaces are required and not available, or no program can be run at all.
         """
         with self._lock:
-            if self._found is None:
-                self._found = self._probe()
-            return self._found
+            if self._isolation is None:
+                self._isolation = self._probe()
+            return self._isolation
 
     def _probe(self) -> Isolation:
-        why_not = "not wanted (isolation: processes)"
-        if self._wanted != "processes":
+        why_not = "not requested (isolation: processes)"
+        if self._requested != "processes":
             try:
-                return self._probed(namespaces=True)
+                return self._try(namespaces=True)
             except SandboxError as error:
-                if self._wanted == "namespaces":
+                if self._requested == "namespaces":
                     raise SandboxError(
-                        f"sandbox: no namespaces: {error}. Allow user namespaces (sysctl user.max_user_namespaces, "
-                        "kernel.apparmor_restrict_unprivileged_userns=0; in containers a seccomp profile that has "
-                        "unshare and mount), or do without: strict=False, isolation: auto"
+                        f"sandbox: namespaces are not available: {error}. Allow user namespaces (sysctl "
+                        "user.max_user_namespaces, kernel.apparmor_restrict_unprivileged_userns=0; in containers a "
+                        "seccomp profile that allows unshare and mount), or run without: strict=False, isolation: auto"
                     ) from error
                 why_not = str(error)
-        return self._probed(namespaces=False, why_not=why_not)
+        return self._try(namespaces=False, why_not=why_not)
 
-    def _probed(self, *, namespaces: bool, why_not: str = "") -> Isolation:
+    def _try(self, *, namespaces: bool, why_not: str = "") -> Isolation:
         with Box(self._nursery, self._settings, namespaces=namespaces, why_not=why_not) as box:
             box.compile_python("print(6 * 7)", self.limits)
             run = box.run(b"", self.limits)
             if run.stdout != b"42\n":
-                raise SandboxError(f"sandbox: a first program does not run: {run}: {run.stderr.decode()!r}")
+                raise SandboxError(f"sandbox: the test program failed: {run}: {run.stderr.decode()!r}")
             return box.isolation
 
     def session(self, work: Callable[[Box], T]) -> T:
-        """Call `work` with a box of its own when its turn has come and return its result; waits in this thread.
+        """Wait for a slot in this thread, then call `work` with a new box and return its result.
 
         Raises:
             BusyError: it waited longer than `queue_seconds`.
@@ -126,7 +124,7 @@ class Sandbox:
             self._gate.leave()
 
     async def session_async(self, work: Callable[[Box], T]) -> T:
-        """`session` for asyncio: `work` runs in a thread. Cancelling ends it at once, together with its box."""
+        """`session` for asyncio: `work` runs in a thread. Cancelling ends it and its box at once."""
         turn = self._gate.enter()
         with self._waiting(turn):
             await asyncio.wait_for(asyncio.wrap_future(turn), self._queue_seconds)
@@ -144,16 +142,16 @@ class Sandbox:
                             result, failure = work(box), None
             except BaseException as error:
                 failure = error
-            # Told last: who has a result finds nothing of it left, and its place free.
+            # Before the result is set, so that whoever receives it finds the box closed and the slot free.
             self._gate.leave()
             with contextlib.suppress(InvalidStateError):
-                # The event loop may have ended meanwhile and cancelled it.
+                # The event loop may have ended in the meantime and cancelled the future.
                 if failure is None:
                     done.set_result(result)
                 else:
                     done.set_exception(failure)
 
-        # A daemon thread: a host that ends does not wait for programs, and their supervisors see that it is gone.
+        # A daemon thread: the host does not wait for programs when it exits, and supervisors notice that it is gone.
         threading.Thread(target=run, name="sandbox", daemon=True).start()
         try:
             return await asyncio.shield(asyncio.wrap_future(done))
@@ -166,7 +164,7 @@ class Sandbox:
     def run(
         self, source: str, *, stdin: str | bytes = b"", language: Language = "python", limits: Limits | None = None
     ) -> Run:
-        """Run one program once; if it does not compile, returns the compiler's run.
+        """Run one program once; returns the compiler's run if it does not compile.
 
         Raises:
             BusyError: it waited longer than `queue_seconds`.
@@ -181,32 +179,32 @@ class Sandbox:
         return await self.session_async(self._once(source, stdin, language, limits))
 
     def close(self) -> None:
-        """End the interpreter that starts supervisors. Running programs go on; a later one starts it anew."""
+        """End the interpreter that starts supervisors. Running programs continue; the next request starts a new one."""
         self._nursery.close()
 
     def _once(self, source: str, stdin: str | bytes, language: Language, limits: Limits | None) -> Callable[[Box], Run]:
-        given = stdin.encode() if isinstance(stdin, str) else stdin
-        held = limits or self.limits
+        encoded = stdin.encode() if isinstance(stdin, str) else stdin
+        applied = limits or self.limits
 
         def work(box: Box) -> Run:
-            compiled = box.compile_cpp(source) if language == "cpp" else box.compile_python(source, held)
-            return box.run(given, held) if compiled.ok else compiled
+            compiled = box.compile_cpp(source) if language == "cpp" else box.compile_python(source, applied)
+            return box.run(encoded, applied) if compiled.ok else compiled
 
         return work
 
     def _box(self) -> Box:
-        found = self.describe()
+        isolation = self.describe()
         return Box(
             self._nursery,
             self._settings,
-            namespaces=found.namespaces,
-            why_not=found.why_no_namespaces,
+            namespaces=isolation.namespaces,
+            why_not=isolation.why_no_namespaces,
             disk_megabytes=self.limits.disk_megabytes,
         )
 
     @contextlib.contextmanager
     def _waiting(self, turn: "Future[None]") -> Iterator[None]:
-        """Give the turn up if it does not come."""
+        """Give up the turn if waiting for it fails; raises BusyError after `queue_seconds`."""
         try:
             yield
         except BaseException as error:
@@ -214,16 +212,16 @@ class Sandbox:
             if not isinstance(error, TimeoutError):
                 raise
             raise BusyError(
-                f"sandbox: no place to run within queue_seconds ({self._queue_seconds:g}); "
-                f"{self._gate.waiting} wait, {self.concurrency} run at once"
+                f"sandbox: no slot was free within queue_seconds={self._queue_seconds:g}; {self._gate.waiting} more "
+                f"requests are waiting: raise queue_seconds, or concurrency={self.concurrency}"
             ) from None
 
 
 class _Gate:
     """First-come-first-served queue for threads and event loops alike."""
 
-    def __init__(self, places: int) -> None:
-        self._free = places
+    def __init__(self, slots: int) -> None:
+        self._free = slots
         self._turns: deque[Future[None]] = deque()
         self._lock = threading.Lock()
 
@@ -232,7 +230,7 @@ class _Gate:
         return len(self._turns)
 
     def enter(self) -> "Future[None]":
-        """Future that is done when there is a place; call `leave` afterwards."""
+        """Future that is done when a slot is free; call `leave` afterwards."""
         turn: Future[None] = Future()
         with self._lock:
             if self._free:
@@ -243,17 +241,17 @@ class _Gate:
         return turn
 
     def leave(self) -> None:
-        """Give the place to the next in line."""
+        """Give the slot to the next in line."""
         with self._lock:
             while self._turns:
                 turn = self._turns.popleft()
-                # False if its request has given up.
+                # False if the request has given up.
                 if turn.set_running_or_notify_cancel():
                     turn.set_result(None)
                     return
             self._free += 1
 
     def give_up(self, turn: "Future[None]") -> None:
-        """Stop waiting; a place that was given meanwhile goes to the next in line."""
+        """Stop waiting; a slot that was assigned in the meantime goes to the next in line."""
         if not turn.cancel():
             self.leave()

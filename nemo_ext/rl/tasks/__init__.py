@@ -1,13 +1,15 @@
-"""Generated tasks, so that every environment can be tried without external data.
+"""Generated tasks, to try every environment without external data.
 
 Each module has `tasks(count, *, seed, level=None) -> Iterator[Task]`, `solution(task)`, which returns a correct answer,
-and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level they take turns. A task depends only
-on the seed, the level and its index: a larger count begins with the same tasks.
+and `LEVELS`, the number of levels of difficulty: 1 is the easiest; without a level, tasks cycle through all. A task
+depends only on the seed, the level and its index: a larger count starts with the same tasks.
 """
 
 import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+import numpy as np
 
 from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.task import Task
@@ -27,10 +29,10 @@ GENERATORS: Mapping[str, str] = {
 
 
 def generate(name: str, count: int, *, seed: int, level: int | None = None, **settings: Any) -> Iterator[Task]:
-    """Tasks of the generator with a name.
+    """Tasks from the generator of a name.
 
     Raises:
-        ValueError: unknown generator, or a number is out of range.
+        ValueError: unknown generator, or a number out of range.
     """
     if name not in GENERATORS:
         raise ValueError(f"tasks: unknown name {name!r}: {nearest(name, GENERATORS)}")
@@ -39,14 +41,18 @@ def generate(name: str, count: int, *, seed: int, level: int | None = None, **se
     return made
 
 
-def level_of(index: int, level: int | None, levels: int) -> int:
-    """Level of a generator's task: the requested one, or each in turn.
+def whole(random: np.random.Generator, least: int, most: int) -> int:
+    """Draw an integer from `least` to `most`, both included."""
+    return int(random.integers(least, most, endpoint=True))
+
+
+def indexed_levels(count: int, level: int | None, levels: int) -> Iterator[tuple[int, int]]:
+    """Index and level of each task: the requested level, or else each level in turn.
 
     Raises:
-        ValueError: there is no such level.
+        ValueError: level out of range.
     """
-    if level is None:
-        return index % levels + 1
-    if checked_whole("level", level, least=1) > levels:
+    if level is not None and checked_whole("level", level, least=1) > levels:
         raise ValueError(f"level={level}: expected 1 to {levels}")
-    return level
+    for index in range(count):
+        yield index, index % levels + 1 if level is None else level

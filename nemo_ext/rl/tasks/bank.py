@@ -1,8 +1,8 @@
 """Conversations at the service desk of `nemo_ext.rl.worlds.bank`, in three levels.
 
-1  the customer gives number, date of birth and one wish at once
-2  the date of birth must be asked for
-3  the number must also be found by name, and there are two wishes, or one that has to be met in another way
+1  the customer states number, date of birth and one request at once
+2  the model must ask for the date of birth
+3  the model must also look up the number by name; there are two requests, or one to be met in a different way
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 from nemo_ext.rl.worlds.bank import STREETS, WORLD
 from nemo_ext.rl.worlds.world import Call, Database, Row, call_of, one_of, solution_calls
 
@@ -23,27 +23,26 @@ Wish = tuple[str, list[Call]]
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
     """Tasks of a level, or of all levels in turn."""
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        random = generator(seed, "bank-tasks", of, index)
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        random = generator(seed, "bank-tasks", task_level, index)
         tables = int(random.integers(1000))
         database = WORLD.database(tables)
         customer, row = one_of(random, list(database.rows("customers")))
-        wishes = _wishes(random, database, customer, of)
+        wishes = _wishes(random, database, customer, task_level)
         who = f"My name is {row['name']}."
-        if of < 3:
+        if task_level < 3:
             who += f" My customer number is {customer}."
         born = f"I was born on {row['birth_date']}."
-        opening = " ".join([who, *([born] if of == 1 else []), *(said for said, _ in wishes)])
+        opening = " ".join([who, *([born] if task_level == 1 else []), *(said for said, _ in wishes)])
         calls = [call_of("verify_identity", customer_id=customer, birth_date=row["birth_date"])]
         yield Task(
-            id=f"bank/{seed}/{of}/{index}",
+            id=f"bank/{seed}/{task_level}/{index}",
             environment="bank",
             prompt=(Message(role="system", content=WORLD.prompt), Message(role="user", content=opening)),
             reference={
                 "seed": tables,
                 "calls": [*calls, *(call for _, made in wishes for call in made)],
-                "user": [] if of == 1 else [born, "Yes, please do."],
+                "user": [] if task_level == 1 else [born, "Yes, please do."],
             },
             tools=WORLD.schemas,
             domain="bank",
@@ -51,7 +50,7 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...]:
-    """Calls that do what the customer asks for."""
+    """Correct calls for the customer's requests."""
     return solution_calls(task.reference)
 
 

@@ -1,8 +1,7 @@
 """Conversations whose user adds, changes and withdraws instructions, in four levels, for `instructions`.
 
-The last answer must follow all instructions that then hold. The level is the number of times that they change; the
-answers between are right when they are given. Neither the answer before nor the last message alone is enough: a text
-that repeats the former, or follows only the latter, is wrong.
+The last answer must follow all instructions in force at the end. The level is the number of changes; the answers in
+between are correct when they are given. Repeating the previous answer, or following only the last message, is wrong.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,29 +13,28 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
-from nemo_ext.rl.tasks.instructions import ALTERNATIVES, TOPICS, drawn, written
+from nemo_ext.rl.tasks import indexed_levels
+from nemo_ext.rl.tasks.instructions import ALTERNATIVES, TOPICS, draw_instruction, write_answer
 from nemo_ext.rl.verifiers.instructions import check, verify
 from nemo_ext.rl.worlds.world import one_of
 
 LEVELS = 4
 _AT_FIRST = 3
-"""Instructions of the first message."""
+"""Number of instructions in the first message."""
 
-Held = dict[int, dict[str, Any]]
-"""Instructions that hold, by their place in `ALTERNATIVES`, in the order in which they were given."""
+Active = dict[int, dict[str, Any]]
+"""Instructions in force, by index in `ALTERNATIVES`, in the order in which the user gave them."""
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Conversations with as many changes as the level says, or with one to four in turn."""
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        random = generator(seed, "conversations", of, index)
-        while (made := _conversation(random, of)) is None:  # not all draws can be kept at once
+    """Conversations with `level` changes, or with one to four in turn."""
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        random = generator(seed, "conversations", task_level, index)
+        while (conversation := _conversation(random, task_level)) is None:  # some draws contradict each other
             continue
-        prompt, reference = made
+        prompt, reference = conversation
         yield Task(
-            id=f"conversations/{seed}/{of}/{index}",
+            id=f"conversations/{seed}/{task_level}/{index}",
             environment="instructions",
             prompt=prompt,
             reference=reference,
@@ -45,60 +43,59 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> str:
-    """Text that follows all instructions that hold in the end."""
-    return written(task.reference)
+    """Text that follows all instructions in force at the end."""
+    return write_answer(task.reference)
 
 
 def _conversation(random: np.random.Generator, changes: int) -> tuple[tuple[Message, ...], Mapping[str, Any]] | None:
-    """Messages up to the last question and its reference; None if an answer is wrong, or too little is right."""
-    held: Held = {}
+    """Messages up to the last question, and its reference; None if some answer is wrong, or too little is enough."""
+    active: Active = {}
     for place in random.permutation(len(ALTERNATIVES))[:_AT_FIRST]:
-        held[int(place)] = drawn(random, one_of(random, ALTERNATIVES[place]))
-    listed = "\n".join(f"{number}. {_says(each)}" for number, each in enumerate(held.values(), start=1))
-    said = f"Write a short text about {one_of(random, TOPICS)}.\n{listed}"
+        active[int(place)] = draw_instruction(random, one_of(random, ALTERNATIVES[place]))
+    listed = "\n".join(f"{number}. {_request(each)}" for number, each in enumerate(active.values(), start=1))
+    message = f"Write a short text about {one_of(random, TOPICS)}.\n{listed}"
     messages: list[Message] = []
     answer, new = "", dict[str, Any]()
     for change in range(changes):
-        answer = written(_reference(held.values()))
-        if not _follows(answer, _reference(held.values())):
+        answer = write_answer(_reference(active.values()))
+        if not _follows(answer, _reference(active.values())):
             return None
-        messages += [Message(role="user", content=said), Message(role="assistant", content=answer)]
-        held, new, said = _changed(random, held, last=change == changes - 1)
-    reference = _reference(held.values())
-    enough = [answer, written(_reference([new]))]
-    if not _follows(written(reference), reference) or any(_follows(text, reference) for text in enough):
+        messages += [Message(role="user", content=message), Message(role="assistant", content=answer)]
+        active, new, message = _change(random, active, last=change == changes - 1)
+    reference = _reference(active.values())
+    enough = [answer, write_answer(_reference([new]))]
+    if not _follows(write_answer(reference), reference) or any(_follows(text, reference) for text in enough):
         return None
-    return (*messages, Message(role="user", content=said)), reference
+    return (*messages, Message(role="user", content=message)), reference
 
 
-def _changed(random: np.random.Generator, held: Held, *, last: bool) -> tuple[Held, dict[str, Any], str]:
-    """What holds after a change, the new instruction, and the message; the last change withdraws nothing."""
-    places = list(held)
-    changeable = [place for place in places if held[place]["kwargs"]]
-    ways = ["add", *(["change"] if changeable else []), *(["withdraw"] if not last and len(held) > 2 else [])]
+def _change(random: np.random.Generator, active: Active, *, last: bool) -> tuple[Active, dict[str, Any], str]:
+    """Instructions in force after a change, the new one, and the user's message; the last change withdraws nothing."""
+    places = list(active)
+    changeable = [place for place in places if active[place]["kwargs"]]
+    ways = ["add", *(["change"] if changeable else []), *(["withdraw"] if not last and len(active) > 2 else [])]
     way = one_of(random, ways)
     if way == "withdraw":
         gone = one_of(random, places)
-        kept = {place: each for place, each in held.items() if place != gone}
-        return kept, {}, f"Write it anew. This no longer holds:\n{_says(held[gone])}\nThe rest does."
+        remaining = {place: each for place, each in active.items() if place != gone}
+        return remaining, {}, f"Write it anew. This no longer holds:\n{_request(active[gone])}\nThe rest does."
     if way == "change":
         place = one_of(random, changeable)
-        new = drawn(random, held[place]["id"])
-        said = (
-            f"Write it anew. Instead of this:\n{_says(held[place])}\nI want this:\n{_says(new)}\nThe rest still holds."
-        )
+        new = draw_instruction(random, active[place]["id"])
+        old = _request(active[place])
+        message = f"Write it anew. Instead of this:\n{old}\nI want this:\n{_request(new)}\nThe rest still holds."
     else:
-        place = int(one_of(random, [place for place in range(len(ALTERNATIVES)) if place not in held]))
-        new = drawn(random, one_of(random, ALTERNATIVES[place]))
-        said = f"Write it anew. All that holds still holds, and this is new:\n{_says(new)}"
-    return {**held, place: new}, new, said
+        place = int(one_of(random, [place for place in range(len(ALTERNATIVES)) if place not in active]))
+        new = draw_instruction(random, one_of(random, ALTERNATIVES[place]))
+        message = f"Write it anew. All that holds still holds, and this is new:\n{_request(new)}"
+    return {**active, place: new}, new, message
 
 
 def _reference(instructions: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"instructions": list(instructions), "mode": "all"}
 
 
-def _says(instruction: Mapping[str, Any]) -> str:
+def _request(instruction: Mapping[str, Any]) -> str:
     return check(_reference([instruction])).instructions[0].says()
 
 

@@ -1,9 +1,10 @@
 """Prompts with one to ten instructions that a program can check (as many as in Llama-Nemotron, section 6.1).
 
-The level is their number. Instructions are drawn so that one answer can follow them all, and `solution` writes one.
+The level is the number of instructions. They are drawn so that one answer can follow all, which `solution` writes.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from nemo_ext.chat.response import parse_response
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels, whole
 from nemo_ext.rl.verifiers.instruction_rules import sentences
 from nemo_ext.rl.verifiers.instructions import check, verify
 from nemo_ext.rl.worlds.world import one_of
@@ -50,22 +51,23 @@ ALTERNATIVES: tuple[tuple[str, ...], ...] = (
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Prompts with as many instructions as the level says, or with one to ten in turn."""
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        random = generator(seed, "instructions", of, index)
+    """Prompts with `level` instructions, or with one to ten in turn."""
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        random = generator(seed, "instructions", task_level, index)
         topic = one_of(random, TOPICS)
-        while True:  # not all draws can be kept at once
-            chosen = [drawn(random, one_of(random, ALTERNATIVES[place])) for place in _places(random, of)]
+        while True:  # some draws contradict each other
+            chosen = [
+                draw_instruction(random, one_of(random, ALTERNATIVES[place])) for place in _places(random, task_level)
+            ]
             reference: dict[str, Any] = {"instructions": chosen, "mode": "all", "whole_words": True}
             parsed = check(reference)
-            if verify(parse_response(written(reference)), parsed).outcome == "correct":
+            if verify(parse_response(write_answer(reference)), parsed).outcome == "correct":
                 break
-        asked = "\n".join(f"{number}. {each.says()}" for number, each in enumerate(parsed.instructions, start=1))
+        listed = "\n".join(f"{number}. {each.says()}" for number, each in enumerate(parsed.instructions, start=1))
         yield Task(
-            id=f"instructions/{seed}/{of}/{index}",
+            id=f"instructions/{seed}/{task_level}/{index}",
             environment="instructions",
-            prompt=(Message(role="user", content=f"Write a short text about {topic}.\n{asked}"),),
+            prompt=(Message(role="user", content=f"Write a short text about {topic}.\n{listed}"),),
             reference=reference,
             domain="instructions",
         )
@@ -73,18 +75,16 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 def solution(task: Task) -> str:
     """Text that follows all of a task's instructions."""
-    return written(task.reference)
+    return write_answer(task.reference)
 
 
 def _places(random: np.random.Generator, number: int) -> list[int]:
     return sorted(int(place) for place in random.permutation(len(ALTERNATIVES))[:number])
 
 
-def drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
-    """An instruction of this id, with arguments, as a reference has it."""
-
-    def number(low: int, high: int) -> int:
-        return int(random.integers(low, high + 1))
+def draw_instruction(random: np.random.Generator, name: str) -> dict[str, Any]:
+    """Draw the arguments of a rule by its id; returns an instruction as in a reference."""
+    number = partial(whole, random)
 
     def several(choices: tuple[str, ...], most: int) -> list[str]:
         return [choices[int(place)] for place in random.permutation(len(choices))[: number(1, most)]]
@@ -122,54 +122,54 @@ def drawn(random: np.random.Generator, name: str) -> dict[str, Any]:
     return {"id": name, "kwargs": kwargs.get(name, {})}
 
 
-def written(reference: Mapping[str, Any]) -> str:
-    """Text made of what each instruction asks for, as long as they need."""
-    asked = {each["id"]: each["kwargs"] for each in reference["instructions"]}
-    parts = _parts(asked)
+def write_answer(reference: Mapping[str, Any]) -> str:
+    """Write a text that follows the instructions of a reference, as long as they require."""
+    arguments = {each["id"]: each["kwargs"] for each in reference["instructions"]}
+    parts = _parts(arguments)
     for length in range(40):
-        text = _assembled(asked, parts, length)
-        if _is_long_enough(asked, text):
+        text = _assemble(arguments, parts, length)
+        if _is_long_enough(arguments, text):
             return text
     return text
 
 
-def _parts(asked: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Sentences that contain what the instructions ask for."""
-    parts = [f"Here the word {word} belongs." for word in asked.get("keywords:existence", {}).get("keywords", ())]
-    if frequency := asked.get("keywords:frequency"):
+def _parts(arguments: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Sentences with the contents that the instructions require."""
+    parts = [f"Here the word {word} belongs." for word in arguments.get("keywords:existence", {}).get("keywords", ())]
+    if frequency := arguments.get("keywords:frequency"):
         parts.append("We wrote " + " and ".join([frequency["keyword"]] * frequency["frequency"]) + ".")
-    if placeholders := asked.get("detectable_content:number_placeholders"):
+    if placeholders := arguments.get("detectable_content:number_placeholders"):
         listed = " and ".join(f"[name {number}]" for number in range(1, placeholders["num_placeholders"] + 1))
         parts.append(f"It was written by {listed}.")
-    if highlights := asked.get("detectable_format:number_highlighted_sections"):
+    if highlights := arguments.get("detectable_format:number_highlighted_sections"):
         listed = " and ".join(["*this part*"] * highlights["num_highlights"])
         parts.append(f"Please look at {listed}.")
-    if capitals := asked.get("change_case:capital_word_frequency"):
+    if capitals := arguments.get("change_case:capital_word_frequency"):
         parts.append("We went " + " and ".join(_CAPITALS[: capitals["capital_frequency"]]) + ".")
     return parts
 
 
-def _assembled(asked: Mapping[str, Mapping[str, Any]], parts: list[str], length: int) -> str:
+def _assemble(arguments: Mapping[str, Mapping[str, Any]], parts: list[str], length: int) -> str:
     body = [*parts, *(_filler(number) for number in range(length))] or [_filler(0)]
-    if several := asked.get("length_constraints:number_paragraphs"):
+    if several := arguments.get("length_constraints:number_paragraphs"):
         text = _divided(body, several["num_paragraphs"], "\n***\n")
-    elif "paragraphs:paragraphs2" in asked:
+    elif "paragraphs:paragraphs2" in arguments:
         text = _divided(body, 2, "\n\n")
     else:
         text = " ".join(body)
-    if "detectable_format:title" in asked:
+    if "detectable_format:title" in arguments:
         text = f"<<A Short Text>>\n{text}"
-    if bullets := asked.get("detectable_format:number_bullet_lists"):
+    if bullets := arguments.get("detectable_format:number_bullet_lists"):
         text += "".join(f"\n* Point {number} of the list." for number in range(1, bullets["num_bullets"] + 1))
-    if postscript := asked.get("detectable_content:postscript"):
+    if postscript := arguments.get("detectable_content:postscript"):
         text += f"\n{postscript['postscript_marker']} We will write again soon."
-    if ending := asked.get("startend:end_checker"):
+    if ending := arguments.get("startend:end_checker"):
         text += f" {ending['end_phrase']}"
-    if "change_case:english_lowercase" in asked:
+    if "change_case:english_lowercase" in arguments:
         text = text.lower()
-    if "change_case:english_capital" in asked:
+    if "change_case:english_capital" in arguments:
         text = text.upper()
-    return f'"{text}"' if "startend:quotation" in asked else text
+    return f'"{text}"' if "startend:quotation" in arguments else text
 
 
 def _divided(body: list[str], number: int, divider: str) -> str:
@@ -177,19 +177,19 @@ def _divided(body: list[str], number: int, divider: str) -> str:
     return divider.join([*body[: number - 1], " ".join(body[number - 1 :])])
 
 
-def _is_long_enough(asked: Mapping[str, Mapping[str, Any]], text: str) -> bool:
-    letters = asked.get("keywords:letter_frequency")
+def _is_long_enough(arguments: Mapping[str, Mapping[str, Any]], text: str) -> bool:
+    letters = arguments.get("keywords:letter_frequency")
     if letters and text.lower().count(letters["letter"]) < letters["let_frequency"]:
         return False
-    words = asked.get("length_constraints:number_words")
+    words = arguments.get("length_constraints:number_words")
     if words and words["relation"] == "at least" and len(text.split()) < words["num_words"]:
         return False
-    few = asked.get("length_constraints:number_sentences")
+    few = arguments.get("length_constraints:number_sentences")
     return not (few and few["relation"] == "at least" and len(sentences(text)) < few["num_sentences"])
 
 
 def _filler(number: int) -> str:
-    """Filler sentence, distinct for each number up to some hundreds."""
+    """Filler sentence, different for each number up to several hundred."""
     subject = _SUBJECTS[number % len(_SUBJECTS)]
     verb = _VERBS[(number // 2) % len(_VERBS)]
     return f"{subject} {verb} {_OBJECTS[(number // 3) % len(_OBJECTS)]}."

@@ -1,4 +1,4 @@
-"""Writes files of tasks, generated or from records, and of conversations that solve generated ones."""
+"""Job that writes files of tasks, generated or from records, and of conversations that solve them."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,76 +21,76 @@ from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.settings import TaskSettings
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import GENERATORS, generate
-from nemo_ext.rl.tasks.records import SCORES, tasks_of
+from nemo_ext.rl.tasks.records import SCORES, tasks_from_records
 
 COUNT = 1000
 """Default number of generated tasks."""
 _WORKED_OUT = ("arithmetic", "tables")
-"""Generators whose solution is the work and, after an empty line, the answer."""
+"""Generators whose solutions are a derivation and, after an empty line, the answer."""
 
 
 def run(config: Mapping[str, Any]) -> None:
-    """Write tasks to `output`, and conversations with correct answers to `solutions` if it is given.
+    """Write tasks to `output`, and conversations with correct answers to `solutions` if it is set.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: invalid config; the message names the key and the accepted values.
     """
-    given = checked(TaskSettings, config)
-    tasks = _from_records(given) if given.records else _generated(given)
-    if given.without:
-        tasks = _new(tasks, given.without)
-    if given.thinking is not None:
-        share = float(given.thinking)
-        tasks = [replace(task, thinking=uniform(given.seed, "thinking", task.id) < share) for task in tasks]
-    _write(str(given.output), (task.record() for task in tasks))
-    if given.solutions:
-        solve = judged if given.records else partial(solved, generator=str(given.generator))
-        _write(given.solutions, (to_record(solve(task)) for task in tasks))
+    settings = checked(TaskSettings, config)
+    tasks = _from_records(settings) if settings.records else _generated(settings)
+    if settings.without:
+        tasks = _new(tasks, settings.without)
+    if settings.thinking is not None:
+        share = float(settings.thinking)
+        tasks = [replace(task, thinking=uniform(settings.seed, "thinking", task.id) < share) for task in tasks]
+    _write(str(settings.output), (task.record() for task in tasks))
+    if settings.solutions:
+        solve = judged_comparison if settings.records else partial(solved_task, generator=str(settings.generator))
+        _write(settings.solutions, (to_record(solve(task)) for task in tasks))
 
 
-def _generated(given: TaskSettings) -> list[Task]:
-    settings = given.settings or {}
+def _generated(config: TaskSettings) -> list[Task]:
+    settings = config.settings or {}
     try:
         return list(
-            generate(str(given.generator), given.count or COUNT, seed=given.seed, level=given.level, **settings)
+            generate(str(config.generator), config.count or COUNT, seed=config.seed, level=config.level, **settings)
         )
     except TypeError as error:
         raise ValueError(f"settings={settings}: {error}") from None
 
 
 def _new(tasks: Sequence[Task], files: Sequence[str]) -> list[Task]:
-    """Tasks whose prompt neither a task of the files nor an earlier one has."""
+    """Tasks whose prompt occurs neither in the files nor in an earlier task."""
     taken = {task.prompt for path in files for task in TaskFile(path).tasks}
-    there = len(taken)
-    kept = []
+    known = len(taken)
+    new = []
     for task in tasks:
         if task.prompt not in taken:
             taken.add(task.prompt)
-            kept.append(task)
-    if not kept:
+            new.append(task)
+    if not new:
         raise ValueError(
-            f"without={', '.join(files)}: all {len(tasks):,} tasks have a prompt of these files; raise count"
+            f"without={', '.join(files)}: the prompts of all {len(tasks):,} tasks occur in these files; raise count"
         )
     print(
-        f"left out: {len(tasks) - len(kept):,} of {len(tasks):,} tasks, whose prompt one of the {there:,} tasks of "
-        f"without, or an earlier task, has"
+        f"skipped: {len(tasks) - len(new):,} of {len(tasks):,} tasks, whose prompts occur in the {known:,} prompts of "
+        f"without or in an earlier task"
     )
-    return kept
+    return new
 
 
-def _from_records(given: TaskSettings) -> list[Task]:
+def _from_records(settings: TaskSettings) -> list[Task]:
     report = ConversationReport()
-    tasks = list(islice(tasks_of(str(given.environment), list(given.records), report), given.count))
+    tasks = list(islice(tasks_from_records(str(settings.environment), list(settings.records), report), settings.count))
     if report.skipped:
-        print(f"left out: {report.summary()}")
+        print(f"skipped: {report.summary()}")
     if not tasks:
-        files = ", ".join(given.records)
-        raise ValueError(f"records={files}: none of the {report.records:,} records gives a task")
+        files = ", ".join(settings.records)
+        raise ValueError(f"records={files}: none of the {report.records:,} records can be made into a task")
     return tasks
 
 
-def solved(task: Task, generator: str) -> Sample:
-    """Training conversation of a task with a correct answer; with thinking on, its work is the trace."""
+def solved_task(task: Task, generator: str) -> Sample:
+    """Training conversation that solves a task; with thinking on, the derivation is the trace."""
     answer = import_module(GENERATORS[generator]).solution(task)
     if isinstance(answer, tuple):
         messages = list(_calling(task, answer))
@@ -102,23 +102,23 @@ def solved(task: Task, generator: str) -> Sample:
     )
 
 
-def judged(task: Task) -> Sample:
-    """Training conversation of a comparison with the judgement of the data, as a model learns to give one.
+def judged_comparison(task: Task) -> Sample:
+    """Training conversation of a comparison whose answer is the judgement in the data.
 
     Raises:
-        ValueError: the data have no score of one of the responses.
+        ValueError: the data do not have all scores.
     """
     if missing := [key for key in SCORES if task.reference.get(key) is None]:
-        raise ValueError(f"solutions: {task.id} has no {', '.join(missing)}: take records with all scores")
+        raise ValueError(f"solutions: {task.id} has no {', '.join(missing)}: use records with all scores")
     answer = json.dumps({key: task.reference[key] for key in SCORES})
     messages = (*task.prompt, Message(role="assistant", content=answer))
     return Sample(id=task.id, messages=messages, task=task.domain, thinking=task.thinking)
 
 
 def _calling(task: Task, calls: tuple[ToolCall, ...]) -> Iterator[Message]:
-    """Questions while the user has more to say, all calls with the world's answers, and a last message.
+    """Messages of a solution with tools: questions to the user, all calls with their results, and a last message.
 
-    The calls alone where the environment has a single turn.
+    Only the calls if the environment has a single turn.
     """
     numbered = tuple(replace(call, id=call.id or f"call_{number}") for number, call in enumerate(calls))
     environment = make(task.environment)

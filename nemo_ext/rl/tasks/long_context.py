@@ -1,7 +1,8 @@
-"""Long-context problems, most after RULER (arXiv 2404.06654, section 3), with texts that are generated, not downloaded.
+"""Long-context problems, mostly as in RULER (arXiv 2404.06654, section 3), with generated instead of downloaded texts.
 
-Rows: id, domain (the length), length, context, question, answers, wrong (what a right answer does not name). Lengths
-are in tokens of four characters.
+Columns: id, domain (the length), length, context, question, answers, wrong (texts that a right answer does not name).
+`length` is a number of tokens per context, of four characters each, or several numbers that take turns. Settings out of
+range raise ValueError.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,9 +15,9 @@ from nemo_ext.job.settings import checked_whole, nearest
 from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, PEOPLE, TOWNS, pick, sentences, unseen
 
 CHARACTERS = 4
-"""Characters taken for a token."""
+"""Number of characters counted as one token."""
 LEAST = 128
-"""Least length in tokens; a context is longer than asked where its needles alone are."""
+"""Minimum length in tokens; a context exceeds the requested length only if its needles do."""
 _DEPTHS = 10
 
 Lengths = int | Sequence[int]
@@ -32,33 +33,25 @@ def needles(
     values: int = 1,
     asked: int = 1,
 ) -> Iterator[dict[str, Any]]:
-    """Codes of things, said somewhere in a long text: RULER's needles in a haystack.
+    """Codes of things, hidden in a long text: RULER's needles in a haystack.
 
-    The first code that is asked for moves through the text from problem to problem (column `depth`, from 0 to 1).
+    The first requested code moves through the text from problem to problem (column `depth`, from 0 to 1).
 
     Args:
-        count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        keys: things with codes (4: RULER's multi-key).
-        values: codes of each thing (4: multi-value).
-        asked: things that are asked for (4: multi-query).
-
-    Raises:
-        ValueError: naming the setting that is out of range.
+        keys: number of things with codes (4: RULER's multi-key).
+        values: number of codes per thing (4: multi-value).
+        asked: number of things in the question (4: multi-query).
     """
-    for key, given in {"keys": keys, "values": values, "asked": asked}.items():
-        if checked_whole(f"settings.{key}", given, least=1) > 8:
-            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    _check(1, 8, keys=keys, values=values, asked=asked)
     if asked > keys:
-        raise ValueError(f"settings.asked={asked}: there are keys={keys}")
+        raise ValueError(f"settings.asked={asked}: more than keys={keys}")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "needles", keys, values, asked, "sentences", tokens, number)
         places = random.permutation(len(ADJECTIVES) * len(NOUNS))[:keys]
         things = [f"{ADJECTIVES[place // len(NOUNS)]} {NOUNS[place % len(NOUNS)]}" for place in places]
         codes: set[str] = set()
         named = {thing: [_code(random, codes) for _ in range(values)] for thing in things}
-        hidden = [_needle(thing, code) for thing, own in named.items() for code in own]
+        hidden = [f"The code of the {thing} is {code}." for thing, own in named.items() for code in own]
         sought = things[:asked]
         lines = _filled(sentences(random), tokens, sum(len(each) + 1 for each in hidden))
         depth = (number % _DEPTHS) / (_DEPTHS - 1)
@@ -78,34 +71,26 @@ def needles(
 def variables(
     count: int, *, seed: int, length: Lengths = 1024, chains: int = 2, hops: int = 4
 ) -> Iterator[dict[str, Any]]:
-    """Variables that get their value from each other: RULER's variable tracking (its default has one chain, 4 hops).
+    """Variables assigned from each other: RULER's variable tracking (whose default is one chain with 4 hops).
 
     Args:
-        count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        chains: chains, each with a value of its own; the first is asked for.
-        hops: assignments of a chain after its first.
-
-    Raises:
-        ValueError: naming the setting that is out of range.
+        chains: number of chains, each with a different value; the question is about the first.
+        hops: number of assignments per chain after the first.
     """
-    for key, given in {"chains": chains, "hops": hops}.items():
-        if checked_whole(f"settings.{key}", given, least=1) > 8:
-            raise ValueError(f"settings.{key}={given}: expected 1 to 8")
+    _check(1, 8, chains=chains, hops=hops)
     for number, tokens in _lengths(count, length):
         random = generator(seed, "variables", chains, hops, tokens, number)
         names: set[str] = set()
         codes: set[str] = set()
-        made = [[unseen(random, names, 2).upper() for _ in range(hops + 1)] for _ in range(chains)]
-        names = {name for chain in made for name in chain}
-        said = []
-        for chain in made:
+        variables_by_chain = [[unseen(random, names, 2).upper() for _ in range(hops + 1)] for _ in range(chains)]
+        names = {name for chain in variables_by_chain for name in chain}
+        statements = []
+        for chain in variables_by_chain:
             sources = [_code(random, codes, digits=5), *chain[:-1]]
-            said.append([f"VAR {name} = {source}." for name, source in zip(chain, sources, strict=True)])
-        value = said[0][0].removesuffix(".").rpartition(" ")[2]
-        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for chain in said for line in chain))
-        for chain_lines in said:  # each in its order
+            statements.append([f"VAR {name} = {source}." for name, source in zip(chain, sources, strict=True)])
+        value = statements[0][0].removesuffix(".").rpartition(" ")[2]
+        lines = _filled(sentences(random), tokens, sum(len(line) + 1 for chain in statements for line in chain))
+        for chain_lines in statements:  # each in its order
             places = sorted(map(int, random.choice(len(lines) + 1, size=hops + 1, replace=False)), reverse=True)
             for place, line in zip(places, reversed(chain_lines), strict=True):
                 lines.insert(place, line)
@@ -113,25 +98,18 @@ def variables(
             f"Which variables have the value {value}, by themselves or because they were set to another that has it? "
             "Answer with their names alone."
         )
-        yield _row("variables", seed, number, tokens, " ".join(lines), question, made[0], names)
+        yield _row("variables", seed, number, tokens, " ".join(lines), question, variables_by_chain[0], names)
 
 
 def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int = 5) -> Iterator[dict[str, Any]]:
     """The most frequent words of a long list: RULER's common words.
 
-    A quarter of the list are common words; each of them is there three times as often as any other word.
+    About a quarter of the list are common words, each of them three times as frequent as any other word.
 
     Args:
-        count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        common: words that are asked for.
-
-    Raises:
-        ValueError: naming the setting that is out of range.
+        common: number of words that the question asks for.
     """
-    if checked_whole("settings.common", common, least=1) > 10:
-        raise ValueError(f"settings.common={common}: expected 1 to 10")
+    _check(1, 10, common=common)
     words = NOUNS + PEOPLE
     others = 8 * common  # of which each takes a third of a common word's share
     for number, tokens in _lengths(count, length):
@@ -145,19 +123,12 @@ def common_words(count: int, *, seed: int, length: Lengths = 1024, common: int =
 
 
 def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -> Iterator[dict[str, Any]]:
-    """Questions on one or two of many short documents, in place of RULER's SQuAD and HotpotQA.
+    """Questions about one or two of many short documents, instead of RULER's SQuAD and HotpotQA.
 
     Args:
-        count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        hops: documents that the answer needs, 1 or 2.
-
-    Raises:
-        ValueError: naming the setting that is out of range.
+        hops: number of documents needed for the answer, 1 or 2.
     """
-    if checked_whole("settings.hops", hops, least=1) > 2:
-        raise ValueError(f"settings.hops={hops}: expected 1 or 2")
+    _check(1, 2, hops=hops)
     for number, tokens in _lengths(count, length):
         random = generator(seed, "documents", hops, tokens, number)
         seen = set(TOWNS)
@@ -185,56 +156,56 @@ def documents(count: int, *, seed: int, length: Lengths = 1024, hops: int = 1) -
 def deliveries(
     count: int, *, seed: int, length: Lengths = 1024, towns: int = 4, asked: Asked = "order"
 ) -> Iterator[dict[str, Any]]:
-    """Dated deliveries to towns, not in the order of their days: which town came third, or what one got in all.
+    """Dated deliveries to towns, in random order: which town came third, or how much a town received in total.
 
     Args:
-        count: number of rows.
-        seed: seed.
-        length: tokens of a context, or several lengths in turn.
-        towns: towns, 3 to 8; a day each where their order is asked for, two to four deliveries each where a total is.
-        asked: `order`: the town at a place in the order of days; `total`: the sum of a town's deliveries.
-
-    Raises:
-        ValueError: naming the setting that is out of range.
+        towns: number of towns, 3 to 8; each has one delivery for `order`, two to four for `total`.
+        asked: `order` for the town at a position in the order of days; `total` for the sum of a town's deliveries.
     """
-    if checked_whole("settings.towns", towns, least=3) > 8:
-        raise ValueError(f"settings.towns={towns}: expected 3 to 8")
+    _check(3, 8, towns=towns)
     if asked not in ("order", "total"):
         raise ValueError(f"settings.asked: unknown {asked!r}: {nearest(str(asked), ('order', 'total'))}")
     for number, tokens in _lengths(count, length):
         random = generator(seed, "deliveries", towns, asked, tokens, number)
         chosen = [TOWNS[place] for place in random.permutation(len(TOWNS))[:towns]]
-        each = 1 if asked == "order" else int(random.integers(2, 5))
-        days = random.permutation(np.arange(2, 366))[: towns * each]
-        made = [
+        per_town = 1 if asked == "order" else int(random.integers(2, 5))
+        days = random.permutation(np.arange(2, 366))[: towns * per_town]
+        records = [
             (int(day), town, int(random.integers(11, 100)))
-            for day, town in zip(days, [town for town in chosen for _ in range(each)], strict=True)
+            for day, town in zip(days, [town for town in chosen for _ in range(per_town)], strict=True)
         ]
-        hidden = [f"On day {day} of the year {town} received {barrels} barrels." for day, town, barrels in made]
+        hidden = [f"On day {day} of the year {town} received {barrels} barrels." for day, town, barrels in records]
         lines = _filled(sentences(random), tokens, sum(len(line) + 1 for line in hidden))
         for line in (hidden[place] for place in random.permutation(len(hidden))):
             lines.insert(int(random.integers(len(lines) + 1)), line)
         if asked == "order":
             place = int(random.integers(towns))
-            answer, named = sorted(made)[place][1], chosen
+            answer, named = sorted(records)[place][1], chosen
             question = (
                 f"Order the towns that received barrels by the day of the year. Which one is number {place + 1}, from "
                 "the earliest? Answer with the name of the town alone."
             )
         else:
-            totals = {town: sum(barrels for _, to, barrels in made if to == town) for town in chosen}
-            answer, named = str(totals[chosen[0]]), [str(one) for one in (*totals.values(), *(row[2] for row in made))]
+            totals = {town: sum(barrels for _, to, barrels in records if to == town) for town in chosen}
+            answer = str(totals[chosen[0]])
+            named = [str(number) for number in (*totals.values(), *(row[2] for row in records))]
             question = f"How many barrels did {chosen[0]} receive in all? Answer with the number alone."
         yield _row("deliveries", seed, number, tokens, " ".join(lines), question, [answer], named)
 
 
+def _check(least: int, most: int, **settings: int) -> None:
+    for key, value in settings.items():
+        if checked_whole(f"settings.{key}", value, least=least) > most:
+            raise ValueError(f"settings.{key}={value}: expected {least} to {most}")
+
+
 def _lengths(count: int, length: Lengths) -> Iterator[tuple[int, int]]:
-    """Number of each row among those of its length, and that length."""
+    """For each row, its number among rows of the same length, and the length."""
     lengths = [length] if isinstance(length, int) else list(length)
     for each in lengths:
         checked_whole("settings.length", each, least=LEAST)
     if not lengths:
-        raise ValueError("settings.length: expected a length, or several")
+        raise ValueError("settings.length: expected at least one length")
     for index in range(count):
         yield index // len(lengths), lengths[index % len(lengths)]
 
@@ -268,10 +239,6 @@ def _row(
         "answers": list(answers),
         "wrong": sorted(set(named) - set(answers)),
     }
-
-
-def _needle(thing: str, code: str) -> str:
-    return f"The code of the {thing} is {code}."
 
 
 def _code(random: np.random.Generator, seen: set[str], digits: int = 7) -> str:

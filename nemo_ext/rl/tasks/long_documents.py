@@ -1,11 +1,11 @@
-"""Questions on long generated texts, in seven levels, for the environment `contains`.
+"""Questions about long generated texts, in seven levels, for the environment `contains`.
 
 1  one of two codes                         2  two of four codes
-3  a fact through two of many documents     4  variables that get their value from each other
+3  a fact from two of many documents        4  variables assigned from each other
 5  the most frequent words of a list        6  the order of dated events
 7  a sum over scattered amounts
 
-The texts are those of `nemo_ext.rl.tasks.long_context`; the setting `length` is in tokens of four characters.
+The texts come from `nemo_ext.rl.tasks.long_context`; the setting `length` is in tokens of four characters.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from typing import Any
 
 from nemo_ext.chat.sample import Message
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of, long_context
+from nemo_ext.rl.tasks import indexed_levels, long_context
 from nemo_ext.rl.tasks.long_context import Lengths
 
 LENGTH = 4096
@@ -34,21 +34,19 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
     """Questions of the levels 1 to 7.
 
     Args:
-        level: level of all tasks; None for all levels in turn.
-        length: tokens of a text, or several lengths in turn within each level.
+        length: number of tokens per text, or several numbers in turn within each level.
 
     Raises:
-        ValueError: there is no such level or length.
+        ValueError: level or length out of range.
     """
     rows: dict[int, Iterator[Mapping[str, Any]]] = {}
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        if of not in rows:
-            rows[of] = _ROWS[of - 1](count, seed=seed, length=length)
-        row = next(rows[of])
+    for _, task_level in indexed_levels(count, level, LEVELS):
+        if task_level not in rows:
+            rows[task_level] = _ROWS[task_level - 1](count, seed=seed, length=length)
+        row = next(rows[task_level])
         tokens, number = row["id"].split("/")[-2:]
         yield Task(
-            id=f"long_documents/{seed}/{of}/{tokens}/{number}",
+            id=f"long_documents/{seed}/{task_level}/{tokens}/{number}",
             environment="contains",
             prompt=(Message(role="user", content=f"{row['context']}\n\n{row['question']}"),),
             reference={"answers": row["answers"], "wrong": row["wrong"], "all": True},
@@ -57,5 +55,5 @@ def tasks(count: int, *, seed: int, level: int | None = None, length: Lengths = 
 
 
 def solution(task: Task) -> str:
-    """Right answer, without the words around it."""
+    """Correct answer, without a sentence around it."""
     return ", ".join(task.reference["answers"])

@@ -1,7 +1,7 @@
 """Small programming tasks with tests, in six levels and two styles, for the environment `code`.
 
-Every task is one of a level's kinds with a number of its own in the statement, so that a memorized program for one does
-not solve the next. Style `function` asks for a function; `stdin` for a program with one argument on each line.
+Every task is one of its level's kinds with a different number in the statement, so that a memorized program does not
+solve the next task. Style `function` requires a function; `stdin`, a program that reads one argument per line.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.job.settings import checked_whole
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LEVELS = 6
 Style = Literal["function", "stdin"]
@@ -27,7 +27,7 @@ _MOST_SAME = 0.7
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """A kind of task: K in the statement and the solution is the task's own number, drawn from `least` to `most`."""
+    """Kind of task: K in its statement and solution is the number of the task, drawn from `least` to `most`."""
 
     level: int
     least: int
@@ -51,7 +51,7 @@ _KINDS: list[_Kind] = []
 
 
 def _kind(level: int, least: int, most: int, draw: _Draw) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function a kind: its docstring is the statement, its body the solution."""
+    """Register a function as a kind: its docstring is the statement, its body the solution."""
 
     def listed(solution: Callable[..., Any]) -> Callable[..., Any]:
         _KINDS.append(_Kind(level, least, most, draw, solution))
@@ -83,7 +83,7 @@ def _two_texts(random: np.random.Generator) -> list[Any]:
 
 
 def _brackets(random: np.random.Generator) -> list[Any]:
-    """Random brackets, balanced in about half of all cases."""
+    """Draw random brackets, balanced in about half of all cases."""
     text, open = "", ""
     for _ in range(int(random.integers(1, 9))):
         if open and random.random() < 0.45:
@@ -266,23 +266,21 @@ def tasks(
     """Tasks for the environment `code`, in Python.
 
     Args:
-        level: level from 1 to 6; None for all levels in turn.
         style: style of all tasks; None alternates after each round of levels.
         tests: number of tests per task.
 
     Raises:
-        ValueError: there is no such level or style, or fewer than two tests are asked for.
+        ValueError: unknown level or style, or fewer than two tests.
     """
     checked_whole("tests", tests, least=2)
     if style not in (None, "function", "stdin"):
         raise ValueError(f"style must be function, stdin or none, not {style!r}")
-    for index in range(count):
-        chosen = level_of(index, level, LEVELS)
+    for index, chosen in indexed_levels(count, level, LEVELS):
         # A round of all levels in one style, then one in the other.
         turn = index // (LEVELS if level is None else 1)
-        asked: Style = style or ("function" if turn % 2 == 0 else "stdin")
+        task_style: Style = style or ("function" if turn % 2 == 0 else "stdin")
         kind, number, random = _drawn(seed, chosen, index)
-        yield _task(f"programs-{seed}-{chosen}-{index}", kind, number, asked, tests, random)
+        yield _task(f"programs-{seed}-{chosen}-{index}", kind, number, task_style, tests, random)
 
 
 def solution(task: Task) -> str:
@@ -296,7 +294,7 @@ def solution(task: Task) -> str:
 
 
 def _drawn(seed: int, level: int, index: int) -> tuple[_Kind, int, np.random.Generator]:
-    """Kind of a task, its own number, and the generator that its tests are drawn from."""
+    """Kind of a task, its number, and the generator that its tests are drawn from."""
     random = generator(seed, "programs", level, index)
     kinds = [kind for kind in _KINDS if kind.level == level]
     kind = kinds[random.integers(len(kinds))]
@@ -313,15 +311,15 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
         if random.random() < 0.002 or (all(args != other for other, _ in calls) and same < _MOST_SAME * tests):
             calls.append((args, expected))
     signature = f"{kind.name}({', '.join(kind.arguments)})"
-    said = kind.statement(number)
+    goal = kind.statement(number)
     reference: dict[str, Any] = {"language": "python", "style": style}
     if style == "function":
-        prompt = f"Write a Python function `{signature}` that returns {said}. {_shapes(kind)}"
+        prompt = f"Write a Python function `{signature}` that returns {goal}. {_shapes(kind)}"
         reference["function"] = kind.name
         reference["tests"] = [{"args": args, "expected": expected} for args, expected in calls]
     else:
         prompt = (
-            f"Write a Python program that reads {_lines(kind)} and prints {said}. Numbers in a list, read or printed, "
+            f"Write a Python program that reads {_lines(kind)} and prints {goal}. Numbers in a list, read or printed, "
             "are separated by blanks on one line, which is empty if there are none; true and false are printed so."
         )
         reference["tests"] = [{"input": _input(args), "output": _output(expected)} for args, expected in calls]
@@ -337,9 +335,9 @@ def _task(id: str, kind: _Kind, number: int, style: Style, tests: int, random: n
 def _source(kind: _Kind, number: int) -> str:
     """Function of the solution, with the number in place of K."""
     _, _, body = inspect.getsource(kind.solution).split('"""', 2)
-    # A negative number gets brackets, or `x -K` would be a subtraction.
-    said = str(number) if number >= 0 else f"({number})"
-    return f"def {kind.name}({', '.join(kind.arguments)}):{body.rstrip().replace('K', said)}"
+    # A negative number gets parentheses, which keep the precedence of operators.
+    literal = str(number) if number >= 0 else f"({number})"
+    return f"def {kind.name}({', '.join(kind.arguments)}):{body.rstrip().replace('K', literal)}"
 
 
 def _reading(kind: _Kind) -> str:

@@ -18,26 +18,26 @@ SCORES = ("score_1", "score_2", "ranking")
 """Keys of a judgement."""
 
 
-def tasks_of(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
+def tasks_from_records(environment: str, paths: Sequence[str], report: ConversationReport) -> Iterator[Task]:
     """A task for each record, in the files' order; skipped records are counted in `report`.
 
-    chat      a conversation in any format of `nemo-ext sft_data`: the messages up to the last question are the prompt
-    genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, which any chat model is told to compare
+    chat      conversations in any format of `nemo-ext sft_data`, whose messages up to the last question are the prompt
+    genrm     `genrm_*.jsonl` of `nemo-ext preference_data`: two responses, with instructions to compare them
 
     Args:
         paths: paths and globs of JSONL or Parquet files.
 
     Raises:
-        ValueError: records cannot be turned into tasks of this environment, or a file cannot be read.
+        ValueError: this environment has no tasks from records, or a file cannot be read.
     """
-    if environment not in _MADE:
-        raise ValueError(f"environment: no way from records to {environment!r}: {nearest(environment, _MADE)}")
+    if environment not in _READERS:
+        raise ValueError(f"environment: no tasks from records for {environment!r}: {nearest(environment, _READERS)}")
     source = ConversationSource(name=environment, path=tuple(paths))
     seen: set[str] = set()
     for part in source.parts(max_documents=_RECORDS, max_size=_BYTES):
-        for task, where in _MADE[environment](source, part, report):
+        for task, where in _READERS[environment](source, part, report):
             if task.id in seen:
-                report.skip("with the id of one before", where)
+                report.skip("with a duplicate id", where)
                 continue
             seen.add(task.id)
             yield task
@@ -50,7 +50,7 @@ def _chats(source: ConversationSource, part: Any, report: ConversationReport) ->
             report.skip("without a prompt", where)
             continue
         if sample.tools:
-            report.skip("with tools, whose calls a judge would not see", where)
+            report.skip("with tools, whose calls would be hidden from the judge", where)
             continue
         domain = sample.task or "chat"
         yield (
@@ -94,15 +94,15 @@ def _comparison(record: Mapping[str, Any]) -> Task:
         raise FormatError(f"task={task!r}: expected a text")
     reference = {key: record.get(key) for key in SCORES if record.get(key) is not None}
     make("genrm").check(reference)
-    (asked,) = instructed_messages(prompt, first.content, second.content)
+    (instruction,) = instructed_messages(prompt, first.content, second.content)
     return Task(
         id=identifier,
         environment="genrm",
-        prompt=(Message(role="user", content=asked["content"]),),
+        prompt=(Message(role="user", content=instruction["content"]),),
         reference=reference,
         domain=task,
     )
 
 
-_Making = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
-_MADE: Mapping[str, _Making] = {"chat": _chats, "genrm": _comparisons}
+_Reader = Callable[[ConversationSource, Any, ConversationReport], Iterator[tuple[Task, str]]]
+_READERS: Mapping[str, _Reader] = {"chat": _chats, "genrm": _comparisons}

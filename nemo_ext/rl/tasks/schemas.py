@@ -1,4 +1,4 @@
-"""Objects described in words and the JSON schemas they belong to, in four levels, for `structured_output`."""
+"""Objects described in words, to be written as JSON under a schema, in four levels, for `structured_output`."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LEVELS = 4
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -27,20 +27,15 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Descriptions of the levels 1 (two texts) to 4 (lists of objects).
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        kind, schema, made = _described(seed, of, index)
+    """Descriptions of the levels 1 (two texts) to 4 (lists of objects)."""
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        kind, schema, value = _draw(seed, task_level, index)
         content = (
-            f"{_words(kind, made)}\n\nWrite this as JSON that the schema below allows. Answer with the JSON alone.\n\n"
+            f"{_words(kind, value)}\n\nWrite this as JSON that the schema below allows. Answer with the JSON alone.\n\n"
             f"{json.dumps(schema)}"
         )
         yield Task(
-            id=f"schemas/{seed}/{of}/{index}",
+            id=f"schemas/{seed}/{task_level}/{index}",
             environment="structured_output",
             prompt=(Message(role="user", content=content),),
             reference={"schema": schema},
@@ -51,20 +46,20 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 def solution(task: Task) -> str:
     """Correct answer, the object that the prompt describes, for training and tests."""
     _, seed, level, index = task.id.split("/")
-    return json.dumps(_described(int(seed), int(level), int(index))[2])
+    return json.dumps(_draw(int(seed), int(level), int(index))[2])
 
 
-def _described(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Kind, schema and value of an object."""
+def _draw(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Draw an object: its kind, schema and value."""
     random = generator(seed, "schemas", level, index)
     kind = str(random.choice(list(_KINDS)))
-    schema, made = _flat(random, kind, properties=2 if level == 1 else 5)
+    schema, record = _flat(random, kind, properties=2 if level == 1 else 5)
     if level >= 3:
         inner, owner = _flat(random, kind, properties=2)
         inner["properties"] = {f"previous_{name}": part for name, part in inner["properties"].items()}
         inner["required"] = list(inner["properties"])
         schema["properties"]["previous"] = inner
-        made["previous"] = {f"previous_{name}": value for name, value in owner.items()}
+        record["previous"] = {f"previous_{name}": value for name, value in owner.items()}
         schema["required"].append("previous")
     if level >= 4:
         schema["$defs"] = {"review": _flat(random, kind, properties=0)[0]}
@@ -74,32 +69,32 @@ def _described(seed: int, level: int, index: int) -> tuple[str, dict[str, Any], 
         }
         schema["properties"]["reviews"] = {"type": "array", "items": {"$ref": "#/$defs/review"}, "minItems": 1}
         schema["required"].append("reviews")
-        made["reviews"] = [
+        record["reviews"] = [
             {"reader": _word(random), "stars": int(random.integers(1, 6))} for _ in range(int(random.integers(1, 4)))
         ]
-    return kind, schema, made
+    return kind, schema, record
 
 
 def _flat(random: np.random.Generator, kind: str, *, properties: int) -> tuple[dict[str, Any], dict[str, Any]]:
     schemas: dict[str, Any] = {}
-    made: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for place, name in enumerate(_KINDS[kind][:properties]):
         if name in _OPTIONS:
-            schemas[name], made[name] = {"enum": list(_OPTIONS[name])}, str(random.choice(_OPTIONS[name]))
+            schemas[name], values[name] = {"enum": list(_OPTIONS[name])}, str(random.choice(_OPTIONS[name]))
         elif place == 2:
-            schemas[name], made[name] = _whole_schema(1, 999), int(random.integers(1, 1000))
+            schemas[name], values[name] = _whole_schema(1, 999), int(random.integers(1, 1000))
         elif place == 4:
-            schemas[name], made[name] = {"type": "boolean"}, bool(random.integers(2))
+            schemas[name], values[name] = {"type": "boolean"}, bool(random.integers(2))
         else:
-            schemas[name], made[name] = {"type": "string", "minLength": 1}, f"{_word(random)} {_word(random)}"
+            schemas[name], values[name] = {"type": "string", "minLength": 1}, f"{_word(random)} {_word(random)}"
     schema = {"type": "object", "properties": schemas, "required": list(schemas), "additionalProperties": False}
-    return schema, made
+    return schema, values
 
 
-def _words(kind: str, made: Mapping[str, Any]) -> str:
+def _words(kind: str, record: Mapping[str, Any]) -> str:
     """Description of the object in sentences."""
     sentences = [f"There is a {kind}."]
-    for name, value in made.items():
+    for name, value in record.items():
         shown = name.replace("_", " ")
         if isinstance(value, Mapping):
             inner = ", ".join(f"{key.replace('_', ' ')} {_shown(part)}" for key, part in value.items())

@@ -1,4 +1,4 @@
-r"""Questions on small tables with four choices each, in five levels, for the environment `multiple_choice`."""
+r"""Questions about small tables with four choices each, in five levels, for the environment `multiple_choice`."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 from nemo_ext.chat.sample import Message
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels
 
 LETTERS = "ABCD"
 _TOPICS = (
@@ -25,7 +25,7 @@ _COLUMNS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Table with names in the first column and integers in the others, no number twice in a column."""
+    """Table with names in the first column and distinct integers in each other column."""
 
     kind: str
     names: tuple[str, ...]
@@ -44,21 +44,16 @@ Question = tuple[str, str, Sequence[str]]
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest).
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        random = generator(seed, "tables", of, index)
-        table = _table(random, rows=int(random.integers(3, 4 + of)))
-        question, answer, wrong = _LEVELS[of - 1](random, table)
+    """Questions of the levels 1 (look up a number) to 5 (a column's value where another is largest)."""
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        random = generator(seed, "tables", task_level, index)
+        table = _table(random, rows=int(random.integers(3, 4 + task_level)))
+        question, answer, wrong = _LEVELS[task_level - 1](random, table)
         choices, right = _choices(random, answer, wrong)
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=True))
         content = f"{table.markdown()}\n\n{question}\n\n{listed}\n\nPut the letter of the answer in \\boxed{{}}."
         yield Task(
-            id=f"tables/{seed}/{of}/{index}",
+            id=f"tables/{seed}/{task_level}/{index}",
             environment="multiple_choice",
             prompt=(Message(role="user", content=content),),
             reference={"answer": LETTERS[right], "choices": choices},

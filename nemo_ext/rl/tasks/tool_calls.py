@@ -1,12 +1,12 @@
-"""Wishes that a model must turn into tool calls, in five levels, for the environment `tool_calls`.
+"""Requests that a model must turn into tool calls, in five levels, for the environment `tool_calls`.
 
-1  one tool is declared, one call
-2  one call, of one among five tools, with arguments that may be left out
-3  two or three calls in one answer, in any order, of six tools
-4  three or four calls in the order in which they are asked for, of eight tools
-5  two or three wishes, of which one or all are beyond the six declared tools: these must not be called for
+1  one call of the only declared tool
+2  one call of one of five tools, some of whose arguments are optional
+3  two or three calls of six tools in one answer, in any order
+4  three or four calls of eight tools, in the requested order
+5  two or three requests, of which one or all need tools that are not among the six declared: no call is right for them
 
-Every value is in the wish as the call must have it, so that only one set of calls is right.
+Every value is in the request exactly as the call must have it, so that only one set of calls is correct.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from pydantic import Field
 from nemo_ext.chat.sample import Message, ToolCall
 from nemo_ext.job.seeds import generator
 from nemo_ext.rl.task import Task
-from nemo_ext.rl.tasks import level_of
+from nemo_ext.rl.tasks import indexed_levels, whole
 from nemo_ext.rl.tasks.words import ADJECTIVES, NOUNS, pick, unseen
 from nemo_ext.rl.worlds.world import Call, Tool, call_of, one_of, solution_calls
 
@@ -47,11 +47,11 @@ class Goods(TypedDict):
     quantity: Annotated[int, Field(ge=1)]
 
 
-# Each tool's signature and docstring are its schema, and what it returns is the wish that such a call fulfils.
+# The signature and docstring of a tool define its schema; it returns the request that a call of it fulfils.
 
 
 def get_weather(_: Any, city: str, unit: Unit = "celsius") -> str:
-    """Current weather in a city."""
+    """Get the current weather in a city."""
     return f"I would like to know the weather in {city}, in degrees {unit.capitalize()}."
 
 
@@ -61,7 +61,7 @@ def convert_currency(_: Any, amount: Annotated[int, Field(gt=0)], source: Curren
 
 
 def set_timer(_: Any, label: str, minutes: Annotated[int, Field(ge=1, le=600)], repeat: bool = False) -> str:
-    """Start a timer, which begins anew when it ends if it is to be repeated."""
+    """Start a timer; if it is to be repeated, it restarts whenever it ends."""
     return f'Start a timer "{label}" of {minutes} minutes, {"repeated" if repeat else "once"}.'
 
 
@@ -81,7 +81,7 @@ def find_trains(_: Any, origin: str, destination: str, day: Day, first_class: bo
 
 
 def play_music(_: Any, artist: str, shuffle: bool = False) -> str:
-    """Play an artist's songs, in random order if they are to be shuffled."""
+    """Play an artist's songs, in random order if shuffled."""
     return f"Play the songs of {artist}, {'shuffled' if shuffle else 'not shuffled'}."
 
 
@@ -108,52 +108,48 @@ def translate(_: Any, text: str, language: Language) -> str:
 
 
 def set_lamp(_: Any, name: str, brightness: Annotated[int, Field(ge=0, le=100)], colour: Colour | None = None) -> str:
-    """Set the lamp of a name to a brightness in percent, and to a colour."""
+    """Set the brightness of a lamp in percent, and optionally its colour."""
     return f'Set the lamp "{name}" to {brightness} percent' + (f" and to {colour}." if colour else ".")
 
 
-_WISHES: tuple[Callable[..., str], ...] = (
+_FUNCTIONS: tuple[Callable[..., str], ...] = (
     *(get_weather, convert_currency, set_timer, send_message, book_table, find_trains),
     *(play_music, add_event, order_goods, find_route, translate, set_lamp),
 )
-_TOOLS = tuple(map(Tool, _WISHES))
+_TOOLS = tuple(map(Tool, _FUNCTIONS))
 
 
 def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
-    """Wishes of the levels 1 to 5.
-
-    Args:
-        level: level of all tasks; None for all levels in turn.
-    """
-    for index in range(count):
-        of = level_of(index, level, LEVELS)
-        random = generator(seed, "tool-calls", of, index)
+    """Requests of the levels 1 to 5."""
+    for index, task_level in indexed_levels(count, level, LEVELS):
+        random = generator(seed, "tool-calls", task_level, index)
         order = [_TOOLS[place] for place in random.permutation(len(_TOOLS))]
-        number = {1: 1, 2: 1, 3: _whole(random, 2, 3), 4: _whole(random, 3, 4), 5: _whole(random, 2, 3)}[of]
-        declared = {1: 1, 2: 5, 3: 6, 4: 8, 5: 6}[of]
-        # Level 5: the first tools in order are wished for, those declared begin at one of them.
-        missing = one_of(random, (1, number)) if of == 5 else 0
+        number = {1: 1, 2: 1, 3: whole(random, 2, 3), 4: whole(random, 3, 4), 5: whole(random, 2, 3)}[task_level]
+        declared = {1: 1, 2: 5, 3: 6, 4: 8, 5: 6}[task_level]
+        # Level 5: the first or all of the requested tools are not declared.
+        missing = one_of(random, (1, number)) if task_level == 5 else 0
         used, offered = order[:number], order[missing : missing + declared]
-        if of in (3, 4) and random.random() < 0.3:
-            used[-1] = used[0]  # one tool twice, with other arguments
-        wishes: list[tuple[str, Call | None]] = []
+        if task_level in (3, 4) and random.random() < 0.3:
+            used[-1] = used[0]  # one tool twice, with different arguments
+        requests: list[tuple[str, Call | None]] = []
         for tool in used:
-            call = _call(random, tool, optional=of > 1)
-            wishes.append((str(tool.call(None, call["arguments"])), call if tool in offered else None))
-        shown = [wishes[place] for place in (range(number) if of == 4 else random.permutation(number))]
+            call = _call(random, tool, optional=task_level > 1)
+            requests.append((str(tool.call(None, call["arguments"])), call if tool in offered else None))
+        shown = [requests[place] for place in (range(number) if task_level == 4 else random.permutation(number))]
         schemas = tuple(offered[place].schema for place in random.permutation(len(offered)))
         yield Task(
-            id=f"tool_calls/{seed}/{of}/{index}",
+            id=f"tool_calls/{seed}/{task_level}/{index}",
             environment="tool_calls",
             prompt=(
                 Message(role="system", content=_SYSTEM),
                 Message(
-                    role="user", content=("In this order:\n" if of == 4 else "") + "\n".join(said for said, _ in shown)
+                    role="user",
+                    content=("In this order:\n" if task_level == 4 else "") + "\n".join(said for said, _ in shown),
                 ),
             ),
             reference={
                 "expected": [call for _, call in shown if call is not None],
-                "order": "as_given" if of == 4 else "any",
+                "order": "as_given" if task_level == 4 else "any",
                 "tools": list(schemas),
             },
             tools=schemas,
@@ -162,12 +158,12 @@ def tasks(count: int, *, seed: int, level: int | None = None) -> Iterator[Task]:
 
 
 def solution(task: Task) -> tuple[ToolCall, ...] | str:
-    """Right calls, or a sentence where there are none."""
+    """Correct calls, or a sentence if there are none."""
     return solution_calls({"calls": task.reference["expected"]}) or _NOTHING
 
 
 def _call(random: np.random.Generator, tool: Tool, *, optional: bool) -> Call:
-    """A call with arguments drawn by their names; each that may be left out is there half the time, if at all."""
+    """Draw a call, with arguments by their names; with `optional`, optional arguments occur half of the time."""
     seen: set[str] = set()
     return call_of(
         tool.name,
@@ -177,10 +173,6 @@ def _call(random: np.random.Generator, tool: Tool, *, optional: bool) -> Call:
             if field.is_required() or (optional and random.random() < 0.5)
         },
     )
-
-
-def _whole(random: np.random.Generator, least: int, most: int) -> int:
-    return int(random.integers(least, most, endpoint=True))
 
 
 def _thing(random: np.random.Generator, seen: set[str]) -> str:
@@ -196,15 +188,15 @@ def _person(random: np.random.Generator, seen: set[str]) -> str:
 
 
 def _day(random: np.random.Generator, seen: set[str]) -> str:
-    return str(date(2026, 1, 1) + timedelta(days=_whole(random, 0, 729)))
+    return str(date(2026, 1, 1) + timedelta(days=whole(random, 0, 729)))
 
 
-def _several(random: np.random.Generator, one: Callable[[], Any], most: int) -> list[Any]:
-    return [one() for _ in range(_whole(random, 1, most))]
+def _several(random: np.random.Generator, draw: Callable[[], Any], most: int) -> list[Any]:
+    return [draw() for _ in range(whole(random, 1, most))]
 
 
-def _of(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
-    """Draws one of a Literal's values, which are not drawn twice for one call."""
+def _literal(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
+    """Function that draws a value of a Literal, never the same twice in one call."""
 
     def drawn(random: np.random.Generator, seen: set[str]) -> Any:
         value = one_of(random, [each for each in get_args(kind) if each not in seen])
@@ -217,24 +209,24 @@ def _of(kind: Any) -> Callable[[np.random.Generator, set[str]], Any]:
 _VALUES: Mapping[str, Callable[[np.random.Generator, set[str]], Any]] = {
     **dict.fromkeys(("city", "origin", "destination", "restaurant"), _place),
     **dict.fromkeys(("recipient", "artist"), _person),
-    **dict.fromkeys(("source", "target"), _of(Currency)),
+    **dict.fromkeys(("source", "target"), _literal(Currency)),
     **dict.fromkeys(("outside", "first_class", "shuffle", "repeat"), lambda random, seen: bool(random.integers(2))),
-    **dict.fromkeys(("label", "title", "name"), lambda random, seen: f"{_thing(random, seen)} {_whole(random, 1, 99)}"),
+    **dict.fromkeys(("label", "title", "name"), lambda random, seen: f"{_thing(random, seen)} {whole(random, 1, 99)}"),
     "text": lambda random, seen: f"The {_thing(random, seen)} is at {_place(random, seen)}",
-    "address": lambda random, seen: f"{_whole(random, 1, 200)} {_place(random, seen)} Street",
-    "amount": lambda random, seen: _whole(random, 2, 999_999),
-    "minutes": lambda random, seen: _whole(random, 1, 600),
-    "guests": lambda random, seen: _whole(random, 2, 12),
-    "brightness": lambda random, seen: _whole(random, 0, 100),
+    "address": lambda random, seen: f"{whole(random, 1, 200)} {_place(random, seen)} Street",
+    "amount": lambda random, seen: whole(random, 2, 999_999),
+    "minutes": lambda random, seen: whole(random, 1, 600),
+    "guests": lambda random, seen: whole(random, 2, 12),
+    "brightness": lambda random, seen: whole(random, 0, 100),
     "day": _day,
-    "time": lambda random, seen: f"{_whole(random, 7, 21):02}:{5 * _whole(random, 0, 11):02}",
+    "time": lambda random, seen: f"{whole(random, 7, 21):02}:{5 * whole(random, 0, 11):02}",
     "people": lambda random, seen: _several(random, lambda: _person(random, seen), 3),
     "goods": lambda random, seen: _several(
-        random, lambda: {"name": _thing(random, seen), "quantity": _whole(random, 1, 20)}, 3
+        random, lambda: {"name": _thing(random, seen), "quantity": whole(random, 1, 20)}, 3
     ),
-    "avoid": lambda random, seen: _several(random, lambda: _of(Obstacle)(random, seen), 3),
-    **{name: _of(kind) for name, kind in (("unit", Unit), ("language", Language), ("mode", Mode))},
-    "colour": _of(Colour),
+    "avoid": lambda random, seen: _several(random, lambda: _literal(Obstacle)(random, seen), 3),
+    **{name: _literal(kind) for name, kind in (("unit", Unit), ("language", Language), ("mode", Mode))},
+    "colour": _literal(Colour),
 }
 
 

@@ -1,4 +1,4 @@
-"""Words, names and sentences that generated problems are made of. No fact in them is true."""
+"""Words, names and sentences for generated problems. Nothing that they state is true."""
 
 from collections.abc import Iterator
 from itertools import count
@@ -48,16 +48,16 @@ _SYLLABLES = _words(
 )
 
 _TRIES = 100
-"""Draws of a name before it gets another syllable."""
+"""Number of attempts before a name gets another syllable."""
 
 
 def pick(random: np.random.Generator, words: tuple[str, ...]) -> str:
-    """One of the words."""
+    """Draw one of the words."""
     return words[int(random.integers(len(words)))]
 
 
 def sentences(random: np.random.Generator) -> Iterator[str]:
-    """Sentences without end, such as "The old clock behind the gate, as the baker noticed ..."."""
+    """Infinitely many sentences, such as "The old baker repaired the red clock near the gate at noon."."""
     while True:
         yield (
             f"The {pick(random, ADJECTIVES)} {pick(random, PEOPLE)} {pick(random, VERBS)} the "
@@ -66,7 +66,7 @@ def sentences(random: np.random.Generator) -> Iterator[str]:
 
 
 def unseen(random: np.random.Generator, seen: set[str], syllables: int = 3) -> str:
-    """A made-up name that is not in `seen`, to which it is added; longer where hardly any of this length is left."""
+    """Invent a name that is not in `seen`, and add it there; longer when names of this length run out."""
     for tries in count():
         length = syllables + tries // _TRIES
         name = "".join(pick(random, _SYLLABLES) for _ in range(length)).capitalize()

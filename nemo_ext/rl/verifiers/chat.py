@@ -1,4 +1,4 @@
-"""Prompts without a correct answer: a judge compares the responses of a group and gives the only rewards.
+"""Prompts without a correct answer, rewarded only by a judge that compares the responses of a group.
 
 Nemotron 3 Nano, section 3.3.2. The judge and the length control are settings of the group, `rl.group`.
 """

@@ -6,32 +6,31 @@
 
 An answer's program is its last fenced block of the language, or its last block without a language. All tests must pass.
 Expected outputs stay in this process: a program gets inputs only, and its output is compared here, so it cannot pass by
-tampering with its own interpreter or reading its memory. A function's result comes as JSON. Asserts, which HumanEval
-and MBPP have, run in the program's own process, where it could tamper with them: for evaluation, not for rewards.
+tampering with its own interpreter or reading its memory. A function's result is returned as JSON. Asserts, as in
+HumanEval and MBPP, run in the program's own process, which could tamper with them: for evaluation, not for rewards.
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, StrictStr
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.answers import fences
+from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.sandbox.box import Box, Run
 from nemo_ext.rl.sandbox.isolation import SandboxError
 from nemo_ext.rl.sandbox.limits import Limits
+from nemo_ext.rl.sandbox.sandbox import Sandbox
 from nemo_ext.rl.verdict import Verdict
-
-if TYPE_CHECKING:
-    from nemo_ext.rl.environments import Environment
-    from nemo_ext.rl.sandbox.sandbox import Sandbox
 
 MAX_TESTS = 50
 """Maximum number of tests, as in Nemotron 3 Nano (section 3.2, competition code)."""
@@ -48,14 +47,14 @@ class Test:
     """One test.
 
     Attributes:
-        given: standard input, or the call's arguments as JSON.
-        expected: expected standard output, or result as a JSON value.
+        input: standard input, or the call's arguments as JSON.
+        expected: expected standard output, or expected result as a JSON value.
         tolerance: absolute or relative tolerance of numbers; None compares exactly.
     """
 
     __test__ = False
 
-    given: bytes
+    input: bytes
     expected: Any
     tolerance: float | None = None
 
@@ -80,8 +79,8 @@ class Reference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Given:
-    """A reference as a task has it."""
+class _RawReference:
+    """Reference as written in a task."""
 
     language: Literal["python", "cpp"]
     style: Literal["stdin", "function", "asserts"]
@@ -102,10 +101,10 @@ class _Lines:
     tolerance: Tolerance | None = None
 
     def __post_init__(self) -> None:
-        (self.input + self.output).encode()  # or it is no Unicode
+        (self.input + self.output).encode()  # raises on lone surrogates
 
     def test(self) -> Test:
-        return Test(given=self.input.encode(), expected=self.output.encode(), tolerance=self.tolerance)
+        return Test(input=self.input.encode(), expected=self.output.encode(), tolerance=self.tolerance)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,81 +120,79 @@ class _Call:
         try:
             json.dumps([self.args, self.kwargs, self.expected], allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"args, kwargs and expected must be values of JSON: {error}") from None
+            raise ValueError(f"args, kwargs and expected must be JSON values: {error}") from None
 
     def test(self) -> Test:
-        # Results are compared with the JSON form, with tuples as lists for example.
+        # Results are compared in JSON form, where tuples are lists, for example.
         expected = json.loads(json.dumps(self.expected))
-        given = json.dumps({"args": self.args, "kwargs": self.kwargs}).encode()
-        return Test(given=given, expected=expected, tolerance=self.tolerance)
+        call = json.dumps({"args": self.args, "kwargs": self.kwargs}).encode()
+        return Test(input=call, expected=expected, tolerance=self.tolerance)
 
 
 def _asserts(test: Any, where: str) -> Test:
-    """A test that is statements."""
+    """Parse a test that consists of statements."""
     if not isinstance(test, str) or not test.strip():
-        raise ValueError(f"{where} must be statements, not {test!r:.80}")
-    return Test(given=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
+        raise ValueError(f"{where} must be Python statements, not {test!r:.80}")
+    return Test(input=json.dumps({"args": [test], "kwargs": {}}).encode(), expected=True)
 
 
 def check(reference: Mapping[str, Any], *, max_tests: int = MAX_TESTS) -> Reference:
     """Parse a task's reference.
 
     Raises:
-        ValueError: naming `reference.KEY`, what it holds and what it may hold.
+        ValueError: invalid reference; the message names the key and the accepted values.
     """
-    given = checked(_Given, reference, where="reference")  # not as JSON: tests may be long
-    if given.style == "function":
-        if given.language != "python":
-            raise ValueError(f"reference.language must be python for style function, not {given.language!r}")
-        if not (given.function or "").isidentifier():
-            raise ValueError(f"reference.function must be the function's name, not {given.function!r}")
-    elif given.function is not None:
+    raw = checked(_RawReference, reference, where="reference")  # not as JSON: tests may be long
+    if raw.style == "function":
+        if raw.language != "python":
+            raise ValueError(f"reference.language must be python for style function, not {raw.language!r}")
+        if not (raw.function or "").isidentifier():
+            raise ValueError(f"reference.function must be the function's name, not {raw.function!r}")
+    elif raw.function is not None:
         raise ValueError(
-            f"reference.function is for style function, not for style {given.style}; it is {given.function!r}"
+            f"reference.function={raw.function!r} applies only to style function, not to style {raw.style}"
         )
-    elif given.style == "asserts" and given.language != "python":
-        raise ValueError(f"reference.language must be python for style asserts, not {given.language!r}")
-    if len(given.tests) > max_tests:
+    elif raw.style == "asserts" and raw.language != "python":
+        raise ValueError(f"reference.language must be python for style asserts, not {raw.language!r}")
+    if len(raw.tests) > max_tests:
         raise ValueError(
-            f"reference.tests has {len(given.tests)} tests, more than max_tests ({max_tests}): leave some out of the "
-            "task, or raise the environment's max_tests"
+            f"reference.tests has {len(raw.tests)} tests, more than max_tests ({max_tests}): remove some, or raise "
+            "the environment's max_tests"
         )
-    limits = given.limits or {}
+    limits = raw.limits or {}
     Limits().changed(limits, "reference.limits")
-    if given.style == "asserts":
-        made = [_asserts(test, f"reference.tests[{index}]") for index, test in enumerate(given.tests)]
-        return Reference(language="python", function=_ASSERTS, tests=tuple(made), asserts=True, limits=limits)
-    kind: type[_Call | _Lines] = _Call if given.style == "function" else _Lines
-    made = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(given.tests)]
-    return Reference(language=given.language, function=given.function, tests=tuple(made), limits=limits)
+    if raw.style == "asserts":
+        tests = [_asserts(test, f"reference.tests[{index}]") for index, test in enumerate(raw.tests)]
+        return Reference(language="python", function=_ASSERTS, tests=tuple(tests), asserts=True, limits=limits)
+    kind: type[_Call | _Lines] = _Call if raw.style == "function" else _Lines
+    tests = [checked(kind, test, f"reference.tests[{index}]").test() for index, test in enumerate(raw.tests)]
+    return Reference(language=raw.language, function=raw.function, tests=tuple(tests), limits=limits)
 
 
-def verify(response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False) -> Verdict:
+def verify(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
     """Run the answer's program on the tests, in this thread.
 
     Args:
-        partial: score wrong answers by the share of tests that pass, which runs all of them; otherwise testing stops
-            at the first failure.
+        partial: score wrong answers by the share of tests that pass, for which all tests run; otherwise testing
+            stops at the first failure.
     """
     source = program(response.answer, reference.language)
     if source is None:
         return _no_program(response.answer, reference.language)
     try:
-        return sandbox.session(lambda box: judged(box, source, reference, limits=sandbox.limits, partial=partial))
+        return sandbox.session(lambda box: run_tests(box, source, reference, limits=sandbox.limits, partial=partial))
     except SandboxError as error:
         return Verdict.error(str(error), source)
 
 
-async def verify_async(
-    response: Response, reference: Reference, *, sandbox: "Sandbox", partial: bool = False
-) -> Verdict:
-    """`verify` for asyncio: as many at once as the sandbox runs; others wait."""
+async def verify_async(response: Response, reference: Reference, *, sandbox: Sandbox, partial: bool = False) -> Verdict:
+    """`verify` for asyncio: as many at once as the sandbox runs; the rest wait."""
     source = program(response.answer, reference.language)
     if source is None:
         return _no_program(response.answer, reference.language)
     try:
         return await sandbox.session_async(
-            lambda box: judged(box, source, reference, limits=sandbox.limits, partial=partial)
+            lambda box: run_tests(box, source, reference, limits=sandbox.limits, partial=partial)
         )
     except SandboxError as error:
         return Verdict.error(str(error), source)
@@ -210,8 +207,8 @@ def environment(
     queue_seconds: float | None = None,
     isolation: str = "auto",
     strict: bool = False,
-) -> "Environment":
-    """The environment `code`, with a sandbox of its own.
+) -> Environment:
+    """The environment `code`, with its own sandbox.
 
     Args:
         max_tests: maximum number of tests; a reference with more is refused.
@@ -220,11 +217,8 @@ def environment(
 
     Raises:
         ValueError: invalid setting.
-        SandboxError: `strict`, and there are no namespaces.
+        SandboxError: `strict` is set and namespaces are not available.
     """
-    from nemo_ext.rl.environments import Environment
-    from nemo_ext.rl.sandbox.sandbox import Sandbox
-
     checked_whole("max_tests", max_tests, least=1)
     sandbox = Sandbox(
         limits=Limits().changed(limits or {}),
@@ -233,17 +227,16 @@ def environment(
         isolation=cast(Any, isolation),
         strict=strict,
     )
-
-    async def verified(response: Response, reference: Reference) -> Verdict:
-        return await verify_async(response, reference, sandbox=sandbox, partial=partial)
-
     return Environment(
-        name="code", check=lambda reference: check(reference, max_tests=max_tests), verify=verified, waits=True
+        name="code",
+        check=functools.partial(check, max_tests=max_tests),
+        verify=functools.partial(verify_async, sandbox=sandbox, partial=partial),
+        waits=True,
     )
 
 
 def program(answer: str, language: str) -> str | None:
-    """Last closed fence of the language; else the last fence without a language; None without either.
+    """Last closed fence of the language, else the last fence without a language, else None.
 
     Models show inputs and outputs in fences too, so the very last fence need not be the program.
     """
@@ -256,32 +249,31 @@ def program(answer: str, language: str) -> str | None:
     return named if named is not None else unnamed
 
 
-def judged(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
-    """Verdict on a program, run in a box.
+def run_tests(box: Box, source: str, reference: Reference, *, limits: Limits, partial: bool = False) -> Verdict:
+    """Run a program on the tests in a box.
 
     Raises:
         SandboxError: the sandbox failed.
     """
     if len(source) > _MOST_CODE:
         return Verdict.wrong(f"the program has {len(source)} characters, more than {_MOST_CODE}")
-    whole = source + _ASSERTS_CODE if reference.asserts else source
-    held = limits.changed(reference.limits)
-    compiled = (
-        box.compile_cpp(source)
-        if reference.language == "cpp"
-        else box.compile_python(whole, held, function=reference.function)
-    )
+    applied = limits.changed(reference.limits)
+    if reference.language == "cpp":
+        compiled = box.compile_cpp(source)
+    else:
+        whole = source + _ASSERTS_CODE if reference.asserts else source
+        compiled = box.compile_python(whole, applied, function=reference.function)
     if not compiled.ok:
-        return Verdict.wrong(f"it does not compile: {_words(compiled)}", source)
+        return Verdict.wrong(f"does not compile: {_describe(compiled)}", source)
     tests, passed, reason = reference.tests, 0, ""
-    ends = [_limits(test, held) for test in tests]
-    runs = box.runs([test.given for test in tests], ends)
+    test_limits = [_limits(test, applied) for test in tests]
+    runs = box.runs([test.input for test in tests], test_limits)
     with contextlib.closing(runs):
         for index, (test, run) in enumerate(zip(tests, runs, strict=True)):
-            missed = _missed(run, test, reference.function)
-            passed += not missed
-            if missed:
-                reason = reason or f"test {index}: {missed}"
+            failure = _failure(run, test, reference.function)
+            passed += not failure
+            if failure:
+                reason = reason or f"test {index}: {failure}"
                 if not partial:
                     break
     if passed == len(tests):
@@ -290,32 +282,33 @@ def judged(box: Box, source: str, reference: Reference, *, limits: Limits, parti
 
 
 def _limits(test: Test, limits: Limits) -> Limits:
-    """Limits of a test: an output much longer than the expected one is cut off as wrong."""
+    """Limits of a test: output much longer than expected ends the run."""
     expected = test.expected if isinstance(test.expected, bytes) else json.dumps(test.expected)
     return replace(limits, output_bytes=min(limits.output_bytes, 4 * len(expected) + (1 << 16)))
 
 
-def _missed(run: Run, test: Test, function: str | None) -> str:
+def _failure(run: Run, test: Test, function: str | None) -> str:
     """Reason why the program fails the test; "" if it passes."""
     if not run.ok:
-        return _words(run)
+        return _describe(run)
     if function is None:
-        return "" if same_output(run.stdout, test.expected, test.tolerance) else "the output is not the expected one"
+        same = same_output(run.stdout, test.expected, test.tolerance)
+        return "" if same else "the output differs from the expected output"
     try:
         same = same_value(json.loads(run.value), test.expected, test.tolerance)
     except (ValueError, RecursionError):
-        return "there is no result"
-    return "" if same else "the result is not the expected one"
+        return "the result is not valid JSON"
+    return "" if same else "the result differs from the expected result"
 
 
 def same_output(output: bytes, expected: bytes, tolerance: float | None = None) -> bool:
-    """True if two outputs have the same lines of the same words, ignoring white space around lines and at both ends.
+    """True if two outputs have the same words on the same lines, ignoring other white space.
 
-    Words that are numbers on a line of numbers compare by value, 1.50 with 1.5, as in NeMo Gym's verifier.
+    On lines of numbers alone, numbers compare by value (1.50 and 1.5 are equal), as in NeMo Gym's verifier.
     """
-    mine, wanted = output.strip().split(b"\n"), expected.strip().split(b"\n")
-    return len(mine) == len(wanted) and all(
-        _same_line(one, other, tolerance) for one, other in zip(mine, wanted, strict=True)
+    actual, lines = output.strip().split(b"\n"), expected.strip().split(b"\n")
+    return len(actual) == len(lines) and all(
+        _same_line(line, target, tolerance) for line, target in zip(actual, lines, strict=True)
     )
 
 
@@ -342,7 +335,7 @@ def _near(word: bytes, expected: bytes, tolerance: float) -> bool:
 
 
 def same_value(value: Any, expected: Any, tolerance: float | None = None) -> bool:
-    """True if two JSON values are equal: 1, 1.0 and true are, as in Python, and NaN equals nothing.
+    """True if two JSON values are equal: 1, 1.0 and true are equal, as in Python, and NaN equals nothing.
 
     Raises:
         RecursionError: the values are nested too deep.
@@ -368,11 +361,11 @@ def same_value(value: Any, expected: Any, tolerance: float | None = None) -> boo
 
 
 def _no_program(answer: str, language: str) -> Verdict:
-    reason = f"there is no fenced block of {language} in the answer" if answer else "the answer is empty"
+    reason = f"the answer has no fenced {language} block" if answer else "the answer is empty"
     return Verdict.wrong(reason)
 
 
-def _words(run: Run) -> str:
-    """How the run ended, and the last line of its stderr."""
+def _describe(run: Run) -> str:
+    """How the run ended, with the last line of stderr."""
     lines = run.stderr.decode(errors="replace").strip().splitlines()
     return f"{run}: {lines[-1][:200]}" if lines else str(run)

@@ -1,7 +1,7 @@
 """Short answers that must occur in a response: codes, names and words, as RULER (arXiv 2404.06654) scores them.
 
-RULER counts the share of answers found anywhere. Here an answer that lists everything or repeats its context does not
-win: it may not be long, and naming what is known to be wrong lowers the score.
+RULER scores the share of answers that occur anywhere. Here, listing everything or repeating the context does not pay
+off: a response may not be long, and naming known wrong answers lowers the score.
 """
 
 import functools
@@ -19,7 +19,7 @@ from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.verdict import Verdict
 
 MAX_CHARACTERS = 2000
-"""Most characters of an answer."""
+"""Maximum length of an answer in characters."""
 
 
 _MARKS = str.maketrans({"\u2010": "-", "\u2011": "-", "\u2212": "-", "\u2018": "'", "\u2019": "'", "\u02bc": "'"})
@@ -32,7 +32,7 @@ class Reference:
 
     Attributes:
         answers: the texts.
-        all: whether all of them must occur; else one of them.
+        all: whether all of them must occur, rather than one.
         wrong: texts that a right answer does not name.
         whole_words: whether a text counts only where no letter or digit touches it.
     """
@@ -45,18 +45,18 @@ class Reference:
     def __post_init__(self) -> None:
         for key in ("answers", "wrong"):
             if not all(map(normal, getattr(self, key))):
-                raise ValueError(f"{key}: expected texts that are not empty")
+                raise ValueError(f"{key}: expected non-empty texts")
         if not self.answers:
-            raise ValueError("answers: expected one text at least")
+            raise ValueError("answers: expected at least one text")
         if both := set(map(normal, self.answers)) & set(map(normal, self.wrong)):
-            raise ValueError(f"wrong: {min(both)!r} is an answer too")
+            raise ValueError(f"wrong: {min(both)!r} is also one of the answers")
 
 
 def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a task's reference: {answers: [texts] or one, all: false, wrong: [texts], whole_words: true}.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: invalid reference; the message names the key and the accepted values.
     """
     given: dict[str, JsonValue] = dict(reference)
     for key in ("answers", "wrong"):
@@ -66,9 +66,9 @@ def check(reference: Mapping[str, Any]) -> Reference:
 
 
 def verify(response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS) -> Verdict:
-    """Correct if the answer names what it should and nothing wrong.
+    """Correct if the answer names the expected texts and no wrong ones.
 
-    With `all`, the score is the number of right texts named, over that of all right texts and the wrong ones named.
+    With `all`, the score is the number of right texts named, divided by all right texts plus the wrong ones named.
     """
     if not response.answer:
         return Verdict.wrong("no answer")
@@ -76,46 +76,50 @@ def verify(response: Response, reference: Reference, *, max_characters: int = MA
         return Verdict.wrong(f"too long: more than {max_characters} characters", response.answer[:200])
     text = normal(response.answer)
     answers = dict.fromkeys(map(normal, reference.answers))
-    found = [each for each in answers if _occurs(each, text, reference.whole_words)]
-    wrong = [each for each in dict.fromkeys(map(normal, reference.wrong)) if _occurs(each, text, reference.whole_words)]
-    shown = ", ".join(found + wrong)[:200] or None
-    if not found:
-        return Verdict.wrong("another answer" if wrong else "no answer is named", shown)
+    named = [wanted for wanted in answers if _occurs(wanted, text, reference.whole_words)]
+    wrong = [
+        wanted for wanted in dict.fromkeys(map(normal, reference.wrong)) if _occurs(wanted, text, reference.whole_words)
+    ]
+    shown = ", ".join(named + wrong)[:200] or None
+    if not named:
+        return Verdict.wrong("names a wrong answer" if wrong else "names no answer", shown)
     if not reference.all:
-        return Verdict.wrong("a wrong answer is named too", shown) if wrong else Verdict.correct(shown)
-    score = len(found) / (len(answers) + len(wrong))
+        return Verdict.wrong("also names a wrong answer", shown) if wrong else Verdict.correct(shown)
+    score = len(named) / (len(answers) + len(wrong))
     if score == 1:
         return Verdict.correct(shown)
-    return Verdict.wrong(f"{len(found)} of {len(answers)} named, and {len(wrong)} wrong ones", shown, score=score)
+    return Verdict.wrong(
+        f"names {len(named)} of {len(answers)} answers and {len(wrong)} wrong ones", shown, score=score
+    )
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS) -> Environment:
     """The environment `contains`.
 
     Args:
-        max_characters: most characters of an answer; a longer one is wrong.
+        max_characters: maximum length of an answer; longer ones are wrong.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting is out of range.
     """
     checked_whole("max_characters", max_characters, least=1)
     return Environment(name="contains", check=check, verify=functools.partial(verify, max_characters=max_characters))
 
 
 def normal(text: str) -> str:
-    """Form for comparing: no letter case, no widths of characters, plain marks, no commas in numbers, single spaces."""
+    """Normalize a text for comparison: case, character widths, quotes, dashes, commas in numbers and white space."""
     plain = _THOUSANDS.sub("", unicodedata.normalize("NFKC", text).translate(_MARKS))
     return " ".join(plain.casefold().split())
 
 
 def _occurs(sought: str, text: str, whole_words: bool) -> bool:
-    """Whether a text occurs in another, both in their normal form."""
+    """True if a text occurs in another; both are normalized."""
     return bool(_pattern(sought).search(text)) if whole_words and sought in text else sought in text
 
 
 @functools.lru_cache(maxsize=10_000)
 def _pattern(sought: str) -> re.Pattern[str]:
-    # No letter or digit beside it (an underscore is Markdown's), nor more of a number: 12 is not in 3.12 or 12.5.
+    # No adjacent letter or digit (underscores are Markdown), and no longer number: 12 is not in 3.12 or 12.5.
     before, after = r"(?<![^\W_])", r"(?![^\W_])"
     if sought[:1].isdigit():
         before += r"(?<!\d[.,])(?<!(?<!\.)\.)(?<!(?<![^\W_])-)(?<![/^])"

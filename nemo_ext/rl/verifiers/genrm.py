@@ -1,11 +1,10 @@
-"""Checks that a reward model in training prefers the same response as the data. Its reward is `genrm_training`.
+"""Verifier for training a reward model: it must prefer the same response as the data. The reward is `genrm_training`.
 
 Tasks: `nemo-ext rl_tasks environment=genrm records=...`, from what `nemo-ext preference_data` writes.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 from nemo_ext.chat.response import Response
 from nemo_ext.job.settings import checked
@@ -20,7 +19,7 @@ class Reference:
     """Human judgement of two responses.
 
     Attributes:
-        ranking: preference from 1, the first is far superior, to 6, the second is.
+        ranking: preference from 1 (the first is far superior) to 6 (the second is).
         score_1: helpfulness of the first response as shown, 1 to 5; None where not known.
         score_2: helpfulness of the second one.
     """
@@ -33,23 +32,18 @@ class Reference:
         true_judgement((self.score_1, self.score_2), self.ranking)
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a task's reference: {score_1: 4, score_2: null, ranking: 2}.
-
-    Raises:
-        ValueError: naming the key, what it holds and what it may hold.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference, {score_1: 4, score_2: null, ranking: 2}; raises ValueError for an invalid one."""
 
 
 def verify(response: Response, reference: Reference) -> Verdict:
-    """Correct if the judgement's ranking prefers the same response as the data; one in the middle is wrong."""
+    """Correct if the judgement's ranking prefers the same response as the data; no preference is wrong."""
     judgement = parse_judgement(response.answer)
     if judgement is None:
         return Verdict.wrong("no judgement, or more than one")
     found = f"{judgement.helpfulness[0]:g} {judgement.helpfulness[1]:g} {judgement.ranking:g}"
     agrees = (judgement.ranking - NO_PREFERENCE) * (reference.ranking - NO_PREFERENCE) > 0
-    return Verdict.correct(found) if agrees else Verdict.wrong("the other response is preferred, or none", found)
+    return Verdict.correct(found) if agrees else Verdict.wrong("prefers the other response, or neither", found)
 
 
 def environment() -> Environment:

@@ -1,7 +1,7 @@
-"""Grades by a rubric, given by a judge: open-ended answers, and how safe or harmful a response is.
+"""Grades that a judge gives by a rubric: for open-ended answers, and for how safe or harmful a response is.
 
 MT-Bench's single answers (arXiv 2306.05685, section 3.1), StrongREJECT's and HarmBench's graders (arXiv 2402.10260,
-2402.04249) differ in the rubric, which the benchmark brings.
+2402.04249) differ only in the rubric, which the benchmark provides.
 """
 
 import functools
@@ -15,9 +15,10 @@ from pydantic import BeforeValidator, Field
 from nemo_ext.chat.response import Response, parse_response
 from nemo_ext.job.settings import checked, checked_whole
 from nemo_ext.rl.environments import Environment
-from nemo_ext.rl.judge import Judge, JudgeSettings
+from nemo_ext.rl.judge import Judge
 from nemo_ext.rl.quotation import nonce, quote
 from nemo_ext.rl.verdict import Verdict
+from nemo_ext.rl.verifiers.judge import make_judge
 
 _GRADE = re.compile(r"\[\[\s*(?:grade:\s*)?(0|[1-9][0-9]{0,3})\s*\]\]", re.IGNORECASE)
 _INSTRUCTIONS = """\
@@ -38,13 +39,13 @@ a whole number from 0 to {best}."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What the judge grades by.
+    """Request, rubric and scale for the judge.
 
     Attributes:
-        question: the request.
-        rubric: what earns which grade; "" takes the environment's.
-        best: the highest grade; 0 is the lowest. None takes the environment's.
-        answer: a reference answer that the judge sees; "" if none.
+        question: request that the response answers.
+        rubric: criteria for each grade; "" for the environment's.
+        best: highest grade, where 0 is the lowest; None for the environment's.
+        answer: reference answer that the judge sees, or "".
     """
 
     question: Annotated[str, Field(pattern=r"\S")]
@@ -57,18 +58,18 @@ def check(reference: Mapping[str, Any], *, rubric: str = "", best: int = 10) -> 
     """Parse a task's reference: {question: text, rubric: text, best: 10, answer: text}.
 
     Args:
-        reference: the reference.
+        reference: reference as written in a task.
         rubric: rubric of references without one.
         best: highest grade of references without one.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: invalid reference; the message names the key and the accepted values.
     """
-    found = checked(Reference, reference, where="reference", strict=True)
-    if not (found.rubric or rubric).strip():
-        raise ValueError("reference.rubric: there is none, in the reference or the environment's settings")
+    parsed = checked(Reference, reference, where="reference", strict=True)
+    if not (parsed.rubric or rubric).strip():
+        raise ValueError("reference.rubric is missing: give one here or in the environment's settings")
     return Reference(
-        question=found.question, rubric=found.rubric or rubric, best=found.best or best, answer=found.answer
+        question=parsed.question, rubric=parsed.rubric or rubric, best=parsed.best or best, answer=parsed.answer
     )
 
 
@@ -79,40 +80,40 @@ def environment(
     best: int = 10,
     max_answer_characters: int = 20_000,
 ) -> Environment:
-    """The environment `graded`. The score is the grade over the best one.
+    """The environment `graded`. The score is the grade divided by the best one.
 
     Args:
         judge: judge, or its settings (`JudgeSettings`).
         rubric: rubric of references without one.
         best: highest grade of references without one.
-        max_answer_characters: most characters of an answer; a longer one gets grade 0 and is not shown, since an answer
-            must not escape its grade by its length. (choice)
+        max_answer_characters: maximum length of an answer (choice); longer ones get grade 0 and are not shown to the
+            judge, since an answer must not escape its grade by its length.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: invalid setting; the message names it.
     """
     if not isinstance(rubric, str):
         raise ValueError(f"rubric={rubric!r}: expected a text")
     if checked_whole("best", best, least=1) > 1000:
         raise ValueError(f"best={best}: expected 1 to 1000")
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    asked = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
+    grader = make_judge(judge)
     return Environment(
         name="graded",
         check=functools.partial(check, rubric=rubric, best=best),
-        verify=functools.partial(verify, judge=asked, max_answer_characters=max_answer_characters),
+        verify=functools.partial(verify, judge=grader, max_answer_characters=max_answer_characters),
         waits=True,
-        reach=asked.check,
+        reach=grader.check,
     )
 
 
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """The judge's grade over the best one, correct if it is the best; an error if it gives none."""
+    """Grade of the judge divided by the best one, correct if it is the best; `error` if it gives none."""
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
     if len(answer) > max_answer_characters:
-        return Verdict.wrong(f"an answer of more than {max_answer_characters} characters")
+        return Verdict.wrong(f"longer than {max_answer_characters} characters")
     best = reference.best or 1
     content = question(answer, reference)
     judged = await judge.ask([{"role": "user", "content": content}], functools.partial(parse_grade, best=best))
@@ -125,7 +126,7 @@ async def verify(response: Response, reference: Reference, *, judge: Judge, max_
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Prompt of the judge."""
+    """Prompt for the judge."""
     mark = nonce(reference.question, reference.rubric, reference.answer, answer)
     parts = {"request": reference.question}
     if reference.answer:
@@ -141,9 +142,9 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_grade(text: str, *, best: int) -> int | None:
-    """The grade that the last line after the judge's trace is; None unless it is just one, from 0 to the best.
+    """Grade in the last line after the judge's trace; None unless there is exactly one, from 0 to `best`.
 
-    Grades above it do not count: a judge may quote what the response wrote. Markdown around it is allowed.
+    Grades in earlier lines are ignored: a judge may quote the response. Markdown around the grade is allowed.
     """
     lines = parse_response(text).answer.splitlines()
     found = _GRADE.findall(lines[-1]) if lines else []

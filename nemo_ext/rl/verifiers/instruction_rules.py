@@ -1,9 +1,9 @@
-"""The rules that `instructions` checks, by their published ids: IFEval's 25 and the 29 more of NeMo Gym's server.
+"""Rules that the verifier `instructions` checks, by published id: IFEval's 25, and 29 more of NeMo Gym's server.
 
-IFEval: Zhou et al. 2023, arXiv:2311.07911. The others: the training constraints of Pyatkin et al. 2025 (IFBench), as
-the library of Gym's instruction_following server has them. Written here, because what there is needs a download of
-NLTK data at run time (lm-eval, Gym's library, which is on no package index either), raises on some answers, and takes
-quadratic time on others.
+IFEval: Zhou et al. 2023, arXiv:2311.07911. The others: the training constraints of Pyatkin et al. 2025 (IFBench), as in
+the library of Gym's instruction_following server. They are reimplemented because the published code (lm-eval, and Gym's
+library, which is on no package index) downloads NLTK data at run time, raises on some answers, and takes quadratic time
+on others.
 
 These rules are stricter than the published checks only where doing nothing would be rewarded; `docs/rl/tools.md` lists
 the differences. All take time linear in the answer. Keywords are text, never patterns.
@@ -26,7 +26,7 @@ from nemo_ext.job.settings import STRICT, Count, Whole
 MOST_WORDS = 30
 """Maximum number of words of a phrase to repeat."""
 OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-# Languages of IFEval's data, and others that py3langid tells apart.
+# Languages of IFEval's data, and others that py3langid distinguishes.
 LANGUAGES = (
     *("ar", "bg", "bn", "cs", "da", "de", "el", "en", "es", "et", "fa", "fi", "fr", "gu", "he", "hi", "hr", "hu", "id"),
     *("it", "ja", "kn", "ko", "lt", "lv", "mk", "ml", "mr", "ne", "nl", "no", "pa", "pl", "pt", "ro", "ru", "sk", "sl"),
@@ -35,11 +35,11 @@ LANGUAGES = (
 _LANGUAGE_CHARACTERS = 5000
 
 _WORD = re.compile(r"\w+(?:[-'’]\w+)*")
-# Each run is looked at once, from its start and without going back.
+# Possessive quantifiers: each run of marks is scanned once, without backtracking.
 _SENTENCE_END = re.compile(r"(?<![.!?。！？])([.!?。！？]++)[\"'”’)\]*]*+(?=\s|$)")
 _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n")
 _LOWERCASE = re.compile(r"\s*[^\W\d_A-Z]")
-# Written with a full stop: before a name, before a number, and anywhere unless a capital letter follows.
+# Abbreviations with a full stop: before names, before numbers, and anywhere unless a capital letter follows.
 _ABBREVIATIONS = frozenset(
     [
         *("mr", "mrs", "ms", "mx", "dr", "st", "prof", "capt", "lt", "col", "gen", "sgt", "rev", "hon", "gov", "sen"),
@@ -48,13 +48,13 @@ _ABBREVIATIONS = frozenset(
 )
 _BEFORE_NUMBERS = frozenset(("no", "nos", "fig", "figs", "vol", "p", "pp", "eq", "ch", "sec", "art", "ca", "c"))
 _BEFORE_LOWERCASE = frozenset(("etc", "a.m", "p.m", "b.c", "a.d", "ph.d", "m.d", "b.a", "m.a", "b.sc", "m.sc"))
-# Several initials ("U.S", "e.g"), one of a name, and the number or letter of an item at the start of a line.
+# Several initials ("U.S", "e.g"), and the number or letter of a list item at the start of a line.
 _INITIALS = re.compile(r"(?:[^\W\d_]\.)+[^\W\d_]")
 _ITEM = re.compile(r"[\s\-*+>#(\[]*(?:\d{1,3}|[^\W\d_]|[ivx]{1,4})")
 
 
 def _phrase(text: str) -> str:
-    # Time is linear in the answer times this.
+    # The check takes time proportional to the answer's length times this.
     if 3 <= len(words(text)) <= MOST_WORDS:
         return text
     raise ValueError(f"phrase must have 3 to {MOST_WORDS} words, not {text!r}")
@@ -81,14 +81,14 @@ PARAMETERS = {name: kind for kind, names in _KINDS.items() for name in names.spl
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule.
+    """Rule that an answer is checked against.
 
     Attributes:
-        says: request in a prompt, to be formatted with the parameters.
-        follows: function that returns True if an answer follows the rule, given its parameters by name, and how to
-            `count` keywords if it takes that.
-        ignored: parameters that occur in data but that the rule does not need.
-        kinds: types of parameters that differ from those of `PARAMETERS`.
+        says: request for a prompt, a format string of the parameters.
+        follows: function of an answer and the parameters, True if the answer follows the rule; if it takes `count`,
+            that is the function that counts keywords.
+        ignored: parameters that occur in data but that the rule does not use.
+        kinds: types of parameters where they differ from `PARAMETERS`.
     """
 
     says: str
@@ -116,26 +116,26 @@ def words(text: str) -> list[str]:
 
 
 def paragraphs(text: str) -> list[str]:
-    """Paragraphs of a text, which lines without a word or sign divide."""
+    """Paragraphs of a text, which are separated by blank lines."""
     return [part for part in _PARAGRAPH_END.split(text) if part.strip()]
 
 
 def sentences(text: str) -> list[str]:
-    """Sentences of a text, split at end punctuation and blank lines, but not at abbreviations and numbers of items."""
-    found = []
+    """Sentences of a text, split at end punctuation and blank lines, but not at abbreviations and item numbers."""
+    parts = []
     for block in _PARAGRAPH_END.split(text):
         start = 0
         for end in _SENTENCE_END.finditer(block):
-            if end[1] == "." and _goes_on(block, end.start(), end.end()):
+            if end[1] == "." and _continues(block, end.start(), end.end()):
                 continue
-            found.append(block[start : end.end()].strip())
+            parts.append(block[start : end.end()].strip())
             start = end.end()
-        found.append(block[start:].strip())
-    return [sentence for sentence in found if re.search(r"\w", sentence)]
+        parts.append(block[start:].strip())
+    return [sentence for sentence in parts if re.search(r"\w", sentence)]
 
 
-def _goes_on(text: str, stop: int, at: int) -> bool:
-    """True if the full stop at a place does not end a sentence; `at` is where the text goes on."""
+def _continues(text: str, stop: int, at: int) -> bool:
+    """True if the full stop at `stop` does not end a sentence; the text after it starts at `at`."""
     before = text[max(0, stop - 20) : stop]
     line = before.rpartition("\n")[2]
     if (line != before or stop <= 20) and _ITEM.fullmatch(line):
@@ -190,7 +190,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _parts(text: str, divider: str) -> list[str] | None:
-    """Parts of a text between dividers; None if one in the middle is empty."""
+    """Parts of a text between dividers; None if a part in the middle is empty."""
     parts = [part.strip() for part in text.split(divider)]
     if not all(parts[1:-1]):
         return None
@@ -275,7 +275,7 @@ def _repeat_phrase(answer: str, phrase: str, small_n: int) -> bool:
 
 
 def _copy_span(answer: str, prompt_to_repeat: str, n_start: int, n_end: int) -> bool:
-    # The prompt includes the last character, the published check does not.
+    # The prompt includes the last character, but the published check does not.
     return any(_same(answer, prompt_to_repeat[n_start:end]) for end in (n_end, n_end + 1))
 
 

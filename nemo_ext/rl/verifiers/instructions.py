@@ -1,8 +1,8 @@
 """Instruction following: rules that a program can check (IFEval, Zhou et al. 2023, and IFBench's training constraints).
 
 A reference is {instructions: [{id, kwargs}], mode: all | share, whole_words: false}, with one to ten instructions
-a prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of those
-that are.
+per prompt as in Llama-Nemotron, section 6.1. All must be followed; with `share` the verdict's score is the share of
+instructions that are followed.
 """
 
 import functools
@@ -23,7 +23,7 @@ from nemo_ext.rl.verifiers.instruction_rules import RULES
 MOST = 10
 MAX_CHARACTERS = 100_000
 
-# Characters that no text has: control characters other than white space, lone surrogates.
+# Characters that text does not contain: control characters other than white space, and lone surrogates.
 _NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]")
 
 
@@ -35,14 +35,14 @@ def _composed(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """An instruction of a prompt.
+    """Instruction in a prompt.
 
     Attributes:
         id: id of the rule, a key of `RULES`.
         kwargs: parameters of the rule.
 
     Raises:
-        ValueError: unknown rule, or parameters that do not fit it.
+        ValueError: unknown rule, or invalid parameters for it.
     """
 
     id: str
@@ -52,7 +52,7 @@ class Instruction:
     def __post_init__(self) -> None:
         if self.id not in RULES:
             raise ValueError(f"reference.instructions: unknown id {self.id!r}: {nearest(self.id, RULES)}")
-        # Tables of several instructions have a column for the parameters of each, empty where they are another's.
+        # Tables have a column for each parameter of any rule, empty in rows of other rules.
         rule = RULES[self.id]
         given = {
             key: _composed(value) for key, value in self.kwargs.items() if value is not None and key not in rule.ignored
@@ -61,7 +61,7 @@ class Instruction:
         object.__setattr__(self, "kwargs", dict(made))
 
     def says(self) -> str:
-        """Request for it in a prompt."""
+        """Request for the instruction, as written in a prompt."""
         shown = {key: ", ".join(value) if isinstance(value, tuple) else value for key, value in self.kwargs.items()}
         return RULES[self.id].says.format(**shown)
 
@@ -71,9 +71,9 @@ class Reference:
     """Instructions that a response is checked against.
 
     Attributes:
-        instructions: all instructions of the prompt.
-        mode: score if only some are followed: 0 (`all`) or their share (`share`).
-        whole_words: whether keywords count as words only; IFEval counts them inside of words, too.
+        instructions: all instructions in the prompt.
+        mode: score if only some instructions are followed: 0 (`all`) or their share (`share`).
+        whole_words: whether keywords count only as whole words; IFEval counts them inside words too.
     """
 
     instructions: Annotated[tuple[Instruction, ...], Field(min_length=1, max_length=MOST)]
@@ -81,22 +81,17 @@ class Reference:
     whole_words: bool = False
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse a reference.
-
-    Raises:
-        ValueError: naming the key, what it holds and what it may hold.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = functools.partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference; raises ValueError for an invalid one."""
 
 
 def verify(
     response: Response, reference: Reference, *, max_characters: int = MAX_CHARACTERS, published: Any = None
 ) -> Verdict:
-    """Correct if the answer follows all instructions; one that is not text, or has no word, follows none.
+    """Correct if the answer follows all instructions; text with control characters or without words follows none.
 
     Args:
-        published: module `lm_eval.tasks.ifeval.utils`, whose checkers take the place of ours; None for ours.
+        published: module `lm_eval.tasks.ifeval.utils`, whose checkers replace ours; None to use ours.
     """
     answer = response.answer
     if len(answer) > max_characters:
@@ -104,15 +99,15 @@ def verify(
     if published is not None:
         ids, kwargs = zip(*((each.id, dict(each.kwargs)) for each in reference.instructions), strict=True)
         try:
-            asked = published.InputExample(key=0, instruction_id_list=list(ids), prompt="", kwargs=list(kwargs))
-            kept = published.test_instruction_following_strict(asked, answer).follow_instruction_list
+            example = published.InputExample(key=0, instruction_id_list=list(ids), prompt="", kwargs=list(kwargs))
+            followed = published.test_instruction_following_strict(example, answer).follow_instruction_list
         except Exception as error:  # its checkers raise on some answers
             return Verdict.error(f"lm-evaluation-harness: {type(error).__name__}: {error}"[:200])
-        return _verdict([name for name, follows in zip(ids, kept, strict=True) if not follows], reference)
+        return _verdict([name for name, follows in zip(ids, followed, strict=True) if not follows], reference)
     if not re.search(r"\w", answer):
         return Verdict.wrong("no answer")
     if _NO_TEXT.search(answer):
-        return Verdict.wrong("characters that no text has")
+        return Verdict.wrong("contains control characters or lone surrogates")
     answer = normalize("NFC", answer)  # a letter and its accent are one character
     broken = [
         each.id
@@ -127,7 +122,7 @@ def _verdict(broken: Sequence[str], reference: Reference) -> Verdict:
         return Verdict.correct()
     total = len(reference.instructions)
     score = (total - len(broken)) / total if reference.mode == "share" else 0.0
-    return Verdict.wrong(f"{len(broken)} of {total} not kept: {', '.join(broken)}", score=score)
+    return Verdict.wrong(f"{len(broken)} of {total} instructions not followed: {', '.join(broken)}", score=score)
 
 
 def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False) -> Environment:
@@ -135,8 +130,8 @@ def environment(*, max_characters: int = MAX_CHARACTERS, published: bool = False
 
     Args:
         max_characters: maximum length of an answer; longer ones are wrong.
-        published: whether lm-evaluation-harness's checkers verify IFEval's 25 rules, as in papers. They are for
-            benchmarks: they reward doing nothing in places, and raise on some answers (`error`).
+        published: whether lm-evaluation-harness's checkers verify IFEval's 25 rules, as in papers. Use them only for
+            benchmarks: they reward doing nothing in some cases, and raise on some answers (`error`).
 
     Raises:
         ValueError: invalid setting, or the published checkers or their data are not installed.
@@ -157,11 +152,13 @@ def _published() -> Any:
         nltk.data.find("tokenizers/punkt_tab")  # lm-evaluation-harness downloads it when it is imported
         from lm_eval.tasks.ifeval import utils
     except ImportError as error:
-        raise ValueError(f"the published checkers of IFEval need: pip install 'nemo_ext[harness]' ({error})") from None
+        raise ValueError(
+            f"the published checkers of IFEval require: pip install 'nemo_ext[harness]' ({error})"
+        ) from None
     except LookupError:
         raise ValueError(
-            "the published checkers of IFEval need data of NLTK: python -m nltk.downloader punkt_tab "
-            "(without a network, a copy of its folder below NLTK_DATA/tokenizers)"
+            "the published checkers of IFEval require NLTK data: run python -m nltk.downloader punkt_tab "
+            "(offline, copy its folder to NLTK_DATA/tokenizers)"
         ) from None
-    DetectorFactory.seed = 0  # languages of short texts would be drawn
+    DetectorFactory.seed = 0  # otherwise the language of a short text is random
     return utils

@@ -1,4 +1,4 @@
-"""Equivalence of an answer and the reference, by a judge: open questions, and questions on long documents.
+"""Equivalence of an answer and a reference, decided by a judge: open questions, and questions on long documents.
 
 Nemotron 3 Nano, section 3.2.1 (long context), and Llama-Nemotron, section 5.1. The judge sees the question, the
 reference and the answer, not the document, as in NeMo Gym's lc_judge.
@@ -38,12 +38,12 @@ Say in a few sentences what agrees and what does not. Then end with a line that 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Question and correct answer that the judge compares with.
+    """Question and correct answer, which the judge compares the response with.
 
     Attributes:
         question: question without the document.
         answer: correct answer.
-        rubric: further criteria for the judge; "" if none.
+        rubric: further criteria for the judge, or "".
     """
 
     question: Annotated[str, Field(pattern=r"\S")]
@@ -51,13 +51,8 @@ class Reference:
     rubric: Annotated[str, BeforeValidator(lambda given: given or "")] = ""
 
 
-def check(reference: Mapping[str, Any]) -> Reference:
-    """Parse the reference of a task.
-
-    Raises:
-        ValueError: naming the key `reference.KEY`, what it holds and what it may hold.
-    """
-    return checked(Reference, reference, where="reference", strict=True)
+check = partial(checked, Reference, where="reference", strict=True)
+"""Parse a task's reference; raises ValueError for an invalid one."""
 
 
 def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int = 20_000) -> Environment:
@@ -65,38 +60,43 @@ def environment(*, judge: Judge | Mapping[str, Any], max_answer_characters: int 
 
     Args:
         judge: judge, or its settings (`JudgeSettings`).
-        max_answer_characters: maximum length of an answer; a longer one is wrong and not shown: it may be more than the
-            judge can read, and an answer must not escape its verdict by its length. (choice)
+        max_answer_characters: maximum length of an answer (choice); longer ones are wrong and not shown to the judge,
+            since an answer must not escape its verdict by being more than the judge can read.
 
     Raises:
-        ValueError: naming the setting.
+        ValueError: invalid setting; the message names it.
     """
     checked_whole("max_answer_characters", max_answer_characters, least=1)
-    asked = judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
+    grader = make_judge(judge)
     return Environment(
         name="judge",
         check=check,
-        verify=partial(verify, judge=asked, max_answer_characters=max_answer_characters),
+        verify=partial(verify, judge=grader, max_answer_characters=max_answer_characters),
         waits=True,
-        reach=asked.check,
+        reach=grader.check,
     )
 
 
+def make_judge(judge: Judge | Mapping[str, Any]) -> Judge:
+    """The judge itself, or a judge from its settings."""
+    return judge if isinstance(judge, Judge) else Judge(checked(JudgeSettings, judge, "judge", strict=True))
+
+
 async def verify(response: Response, reference: Reference, *, judge: Judge, max_answer_characters: int) -> Verdict:
-    """The judge's verdict; an error if it gives none."""
+    """Verdict of the judge; `error` if it gives none."""
     answer = response.answer.strip()
     if not answer:
         return Verdict.wrong("no answer")
     if len(answer) > max_answer_characters:
-        return Verdict.wrong(f"an answer of more than {max_answer_characters} characters")
+        return Verdict.wrong(f"longer than {max_answer_characters} characters")
     judged = await judge.ask([{"role": "user", "content": question(answer, reference)}], parse_verdict)
     if judged.value is None:
         return Verdict.error(f"judge: {judged.problem}", answer)
-    return Verdict.correct(answer) if judged.value else Verdict.wrong("judged to be wrong", answer)
+    return Verdict.correct(answer) if judged.value else Verdict.wrong("judged incorrect", answer)
 
 
 def question(answer: str, reference: Reference) -> str:
-    """Prompt of the judge."""
+    """Prompt for the judge."""
     mark = nonce(reference.question, reference.answer, reference.rubric, answer)
     parts = {"question": reference.question, "reference answer": reference.answer}
     if reference.rubric:
@@ -106,9 +106,9 @@ def question(answer: str, reference: Reference) -> str:
 
 
 def parse_verdict(text: str, *, correct: str = CORRECT, incorrect: str = INCORRECT) -> bool | None:
-    """True or False by the label that begins the last line after the judge's trace; None unless there is just one.
+    """True or False by the label that starts the last line after the judge's trace; None unless there is exactly one.
 
-    Labels above it do not count: a judge may quote what the candidate wrote. Markdown around a label is allowed.
+    Labels in earlier lines are ignored: a judge may quote the candidate. Markdown around a label is allowed.
 
     Args:
         correct: label of a correct answer; neither label may be part of the other.
@@ -116,7 +116,7 @@ def parse_verdict(text: str, *, correct: str = CORRECT, incorrect: str = INCORRE
     """
     lines = parse_response(text).answer.splitlines()
     last = lines[-1].lstrip(_MARKDOWN) if lines else ""
-    said = [label for label in (correct, incorrect) if last.startswith(label)]
-    if not said or last.count(correct) + last.count(incorrect) != 1:
+    labels = [label for label in (correct, incorrect) if last.startswith(label)]
+    if not labels or last.count(correct) + last.count(incorrect) != 1:
         return None
-    return said == [correct]
+    return labels == [correct]

@@ -1,8 +1,8 @@
 r"""Mathematics: the answer's last \boxed{} compared with a reference.
 
-`math_notation` says what is a value and `math_comparison` when two are equal. What is not in that grammar (sums,
-integrals, functions that it does not know) is left to math-verify (based on sympy), unless words are in it: math-verify
-takes "5 or six" for 5. Values have to be worked out: where 92 is the answer, 36 + 56 is wrong.
+`math_notation` parses values and `math_comparison` compares them. Anything outside that grammar (sums, integrals,
+unknown functions) is passed to math-verify (based on sympy), unless it contains words: math-verify reads "5 or six" as
+5. Values must be worked out: if the answer is 92, 36 + 56 is wrong.
 """
 
 import functools
@@ -27,7 +27,7 @@ MAX_LENGTH = 500
 MAX_DEPTH = 40
 """Maximum nesting depth of brackets; the parser's time grows as a power of it."""
 CLOSE_ENOUGH = 1e-4
-"""Relative tolerance: numbers that differ by more are not equal, whatever math-verify's rounding says."""
+"""Relative tolerance: numbers that differ by more are not equal, even if math-verify rounds them to the same value."""
 
 _BRACKETS = re.compile(r"\\.|[()\[\]{}]", re.DOTALL)
 _REASON = re.compile(r",?\s(?:since|because)\b")
@@ -42,7 +42,7 @@ _SPACE = r"\s|\\[ ,;:!]|~|\\(?:q?quad|enspace|thinspace)(?![A-Za-z])|\\hspace\*?
 _BEGINS = re.compile(rf"(?:{_SPACE})+")
 _ENDS = re.compile(rf"(?:{_SPACE}|\\\\|\\)+\Z")
 _FUNCTIONS = "gcd|lcm|GCD|LCM|HCF|max|min|sup|inf|det|dim|deg|rank|Pr|Var|Cov"
-# The left side of an equation that names a result, and is no value and no equation to solve.
+# Left side of an equation that names a result: neither a value nor a side of an equation to solve.
 _RESULT = re.compile(
     rf"(?:\\(?:{_FUNCTIONS}|lim|sum|prod|i{{0,2}}int|oint)(?![A-Za-z])|(?:{_FUNCTIONS}|[EP])(?=\s*(?:\\left\s*)?[(\[])"
     rf"|\\(?:text|mathrm|operatorname|mathbb|mathbf)\s*\{{\s*(?:{_FUNCTIONS}|[EP])\s*\}}"
@@ -60,7 +60,7 @@ _MODULO = re.compile(
     r"|\(\s*(?:\\(?:text|mathrm)\s*\{\s*mod\s*\}|\\?b?mod)(?:\s|\\[,;: ])*)\s*"
     r"(?P<modulus>[1-9]\d*)\s*[})]?"
 )
-# "k in Z" behind an answer with a parameter.
+# "k in Z" after an answer with a parameter.
 _PARAMETER = re.compile(
     r"(?:\s|[,;(]|\\[,;: ]|\\q?quad|\\text\s*\{\s*(?:where|for|with|for any|for all|for some)?\s*\})*"
     r"(?P<name>[a-z])\s*\\in\s*(?:\\mathbb|\\mathbf|\\Bbb)?\s*\{?\s*\\?(?P<set>[ZN])\s*\}?\s*\)?\Z"
@@ -76,7 +76,7 @@ class Reference:
         answer: LaTeX, or a number, expression, equation, set, interval, percentage or word in plain text.
         format: place of the response's answer: `boxed`, its last \boxed{}; `text`, the text after its last "answer is"
             or "Answer:" (or GSM8K's "####"), up to "since" or "because"; `bare`, the whole response, one line. A box
-            counts in these, too.
+            also counts in `text` and `bare`.
     """
 
     answer: str
@@ -87,14 +87,14 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
     """Parse a task's reference, whose answer may be a number.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: invalid reference; the message names the key and the accepted values.
     """
     answer = reference.get("answer")
     if isinstance(answer, int | float) and not isinstance(answer, bool):
         reference = {**reference, "answer": repr(answer)}
-    made = checked(Reference, reference, where="reference", strict=True)
-    boxed = last_boxed(made.answer)
-    text = made.answer.strip() if boxed is None else boxed
+    parsed = checked(Reference, reference, where="reference", strict=True)
+    boxed = last_boxed(parsed.answer)
+    text = parsed.answer.strip() if boxed is None else boxed
     plain, refused = prepared(text, max_length=max_length)
     if not refused:
         try:
@@ -104,8 +104,8 @@ def check(reference: Mapping[str, Any], *, max_length: int = MAX_LENGTH) -> Refe
         except UnknownNotation:
             pass  # math-verify may know it
     if refused:
-        raise ValueError(f"reference.answer={made.answer[:80]!r}: expected an expression: {refused}")
-    return Reference(answer=text, format=made.format)
+        raise ValueError(f"reference.answer={parsed.answer[:80]!r}: expected an expression: {refused}")
+    return Reference(answer=text, format=parsed.format)
 
 
 def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
@@ -123,12 +123,12 @@ def prepared(answer: str, *, max_length: int = MAX_LENGTH) -> tuple[str, str]:
     if reason := unreadable(answer):
         return "", reason
     if r"\boxed" in answer:
-        return "", "a box in a box"
+        return "", "nested boxes"
     deepest, balanced = _nesting(answer)
     if deepest > MAX_DEPTH:
         return "", f"brackets nested deeper than {MAX_DEPTH}"
     if not balanced:
-        return "", "braces that do not balance"
+        return "", "unbalanced braces"
     if answer.endswith(".") and not answer.endswith(".."):
         answer = _ENDS.sub("", answer[:-1])
     return answer, ""
@@ -138,11 +138,11 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
     """Correct if the response's answer equals the reference's; `error` if that takes longer than the time limit."""
     if not response.answer:
         return Verdict.wrong("no answer")
-    found = _FIND[reference.format](response.answer)
-    if found is None:
+    extracted = _FIND[reference.format](response.answer)
+    if extracted is None:
         return Verdict.wrong(f"no answer in the format {reference.format}")
-    answer, refused = prepared(found, max_length=max_length)
-    shown = found[:max_length]
+    answer, refused = prepared(extracted, max_length=max_length)
+    shown = extracted[:max_length]
     if refused:
         return Verdict.wrong(refused, shown)
     expected, _ = prepared(reference.answer, max_length=max(max_length, len(reference.answer)))
@@ -156,7 +156,7 @@ def verify(response: Response, reference: Reference, *, pool: WorkerPool, max_le
 
 
 def verify_twice(response: Response, reference: Reference, *, grader: WorkerPool, **settings: Any) -> Verdict:
-    """As `verify`; `more` has math-verify's own verdict on the whole answer, as papers report it."""
+    """`verify` that also reports math-verify's own verdict on the whole answer, as papers do, in `more`."""
     try:
         equal = bool(response.answer) and grader.call(reference.answer, response.answer)
     except WorkerError:
@@ -179,13 +179,13 @@ def environment(
         workers: maximum number of worker processes; None for one per core, eight at most.
         max_length: maximum length of an answer in characters; longer ones are wrong without being parsed.
         memory: address space of a worker, in MiB.
-        math_verify: whether to report math-verify's own verdict on each answer too; it is no part of the score.
+        math_verify: whether to report math-verify's own verdict on each answer too, without effect on the score.
 
     Raises:
-        ValueError: a setting out of range, or math-verify is not installed.
+        ValueError: a setting is out of range, or math-verify is not installed.
     """
     if importlib.util.find_spec("math_verify") is None:
-        raise ValueError("the environment math needs math-verify: pip install math-verify")
+        raise ValueError("the environment math requires math-verify: pip install math-verify")
     checked_whole("max_length", max_length, least=1)
     pool = WorkerPool(f"{__name__}:difference", time_limit=time_limit, workers=workers, memory=memory)
     verifying = functools.partial(verify, pool=pool, max_length=max_length)
@@ -201,7 +201,7 @@ def environment(
 
 
 def prepare() -> None:
-    """In a worker: import math-verify and silence its log of what it cannot parse."""
+    """In a worker: import math-verify, and silence its warnings about unparsable text."""
     import logging
 
     logging.disable(logging.CRITICAL)
@@ -216,40 +216,40 @@ def difference(expected: str, answer: str) -> str:
     (wanted_name, expected), (given_name, answer) = map(_without_name, (expected, answer))
     left = _split(answer)[0]
     if wanted_name and wanted_name != given_name and (given_name or len(left) > 1):
-        return "another answer"  # f(x) = for f^{-1}(x) =
+        return "different answer"  # f(x) = for f^{-1}(x) =
     if wanted_parameter := _PARAMETER.search(expected):
         given_parameter = _PARAMETER.search(answer)
         if given_parameter and given_parameter["set"] != wanted_parameter["set"]:
-            return "another answer"
+            return "different answer"
         expected, answer = (_PARAMETER.sub("", text) for text in (expected, answer))
     if wanted_class := _MODULO.fullmatch(expected):
         if given_class := _MODULO.fullmatch(answer):
-            return "" if _residues(wanted_class) == _residues(given_class) else "another answer"
+            return "" if _residues(wanted_class) == _residues(given_class) else "different answer"
         if wanted_class["name"] and left:
-            return "another answer"
+            return "different answer"
         expected = wanted_class["value"]
     if math_comparison.operations(answer) - math_comparison.operations(expected):
         return "not worked out"
-    wanted, _ = _tree(expected, grouped=not _SEVERAL.search(expected))
+    target, _ = _tree(expected, grouped=not _SEVERAL.search(expected))
     readings = [_tree(answer, grouped=grouped) for grouped in (True, False)[: 1 + ("," in answer)]]
-    given = [tree for tree, _ in readings if tree is not None]
-    if wanted is not None and given:
-        reasons = [math_comparison.difference(wanted, tree) for tree in given]
+    trees = [tree for tree, _ in readings if tree is not None]
+    if target is not None and trees:
+        reasons = [math_comparison.difference(target, tree) for tree in trees]
         return "" if "" in reasons else reasons[0]
-    if wanted is not None:
+    if target is not None:
         return f"not a value: {readings[0][1]}"
     texts = [_BLANKS.sub("", _FONTS.sub(r"\1", text)) for text in (expected, answer)]
     words = _WORDS.search(expected) or _WORDS.search(answer)
     if texts[0] == texts[1] or (words and texts[0].casefold() == texts[1].casefold()):
         return ""
     if words:
-        return "other words"
+        return "different words"
     symbols, given_symbols = (set(_SYMBOL.findall(text)) for text in (expected, answer))
     if _SHARED.search(expected) and symbols:
-        return "another answer"  # sympy's gcd of any two symbols is 1
+        return "different answer"  # sympy's gcd of any two symbols is 1
     if any(symbol.swapcase() in given_symbols - symbols for symbol in symbols - given_symbols):
-        return "another answer"  # N and n are one symbol to math-verify
-    return "" if _equal(expected, answer) else "another answer"
+        return "different answer"  # N and n are one symbol to math-verify
+    return "" if _equal(expected, answer) else "different answer"
 
 
 def graded(expected: str, answer: str) -> bool:
@@ -278,7 +278,7 @@ def _without_name(text: str) -> tuple[str, str]:
     if numbers := _OF_NUMBERS.fullmatch(name):
         function = math.gcd if numbers[1].lower() == "gcd" else math.lcm
         if str(function(*map(int, numbers[2].replace(",", " ").split()))) != rest:
-            return "", text  # it says what is not so
+            return "", text  # the equation is false
     return _PLAIN.sub("", name).translate(_ROUND), _without_name(rest)[1]
 
 
@@ -288,7 +288,7 @@ def _residues(found: re.Match[str]) -> tuple[int, set[int]]:
 
 
 def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
-    """Tree of a text, or None and why there is none."""
+    """Tree of a text and "", or None and the reason why it cannot be parsed."""
     try:
         return read(text, grouped=grouped), ""
     except UnknownNotation as error:
@@ -296,42 +296,42 @@ def _tree(text: str, *, grouped: bool) -> tuple[Node | None, str]:
 
 
 def _equal(expected: str, answer: str) -> bool:
-    """True if math-verify takes two texts for equal."""
+    """True if math-verify considers two texts equal."""
     from math_verify import LatexExtractionConfig, parse, verify
 
-    gold, found = (
+    gold, parsed = (
         parse(rf"$\boxed{{{text}}}$", [LatexExtractionConfig()], parsing_timeout=None) for text in (expected, answer)
     )
     if r"\lim" in expected and gold and getattr(gold[0], "free_symbols", None):
-        return False  # sympy's limit of a_n is a_n, whatever n goes to
-    same = bool(gold and found) and verify(gold, found, timeout_seconds=None)
-    return bool(same) and not _apart(gold[0], found[0])
+        return False  # sympy's limit of a_n is a_n, whatever n tends to
+    same = bool(gold and parsed) and verify(gold, parsed, timeout_seconds=None)
+    return bool(same) and not _apart(gold[0], parsed[0])
 
 
-def _apart(gold: Any, found: Any) -> bool:
-    """True if two parsed answers that math-verify takes for equal are not.
+def _apart(gold: Any, answer: Any) -> bool:
+    """True if two parsed answers differ although math-verify considers them equal.
 
-    It rounds differences of numbers absolutely (1e-20 and 1e-30 are equal to it), simplifies products with infinity,
-    and takes two equations without real solutions for equal, even in different unknowns.
+    math-verify compares numbers with an absolute tolerance (1e-20 equals 1e-30), simplifies products with infinity, and
+    considers two equations without real solutions equal, even in different unknowns.
     """
     from sympy import Expr, nan, oo, zoo
     from sympy.core.relational import Relational
 
-    if isinstance(gold, Relational) and isinstance(found, Relational):
-        return bool(gold.free_symbols != found.free_symbols)
-    if not isinstance(gold, Expr) or not isinstance(found, Expr):
+    if isinstance(gold, Relational) and isinstance(answer, Relational):
+        return bool(gold.free_symbols != answer.free_symbols)
+    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
-    if gold.free_symbols or found.free_symbols:
-        return bool(gold.free_symbols != found.free_symbols)
-    if gold.has(oo, -oo, zoo, nan) or found.has(oo, -oo, zoo, nan):
-        return bool(gold.doit() != found.doit())
-    difference, size = abs((gold - found).evalf(30)), abs(gold.evalf(30))
-    # What is left of an exact 0 is some 1e-100.
+    if gold.free_symbols or answer.free_symbols:
+        return bool(gold.free_symbols != answer.free_symbols)
+    if gold.has(oo, -oo, zoo, nan) or answer.has(oo, -oo, zoo, nan):
+        return bool(gold.doit() != answer.doit())
+    difference, size = abs((gold - answer).evalf(30)), abs(gold.evalf(30))
+    # An exact 0 is computed as about 1e-100.
     return bool(difference.is_finite and size.is_finite and difference > CLOSE_ENOUGH * size + 1e-90)
 
 
 def _shown_in(text: str | None, *, reasoned: bool) -> str | None:
-    """Contents of the last box in a phrase; without a box, the phrase, up to its reason if it may have one."""
+    """Contents of the last box in a phrase, else the phrase; if `reasoned`, only up to "since" or "because"."""
     if text is None:
         return None
     if (boxed := last_boxed(text)) is not None:
@@ -343,8 +343,8 @@ def _nesting(text: str) -> tuple[int, bool]:
     """Nesting depth of all kinds of brackets, and whether the braces balance, escaped ones aside."""
     deepest = depth = braces = 0
     balanced = True
-    for found in _BRACKETS.finditer(text):
-        mark = found[0]
+    for match in _BRACKETS.finditer(text):
+        mark = match[0]
         if mark in "([{":
             depth += 1
             deepest = max(deepest, depth)

@@ -1,9 +1,10 @@
-"""Whether two answers are the same: numbers exactly or to 2680 digits, expressions at points, sets by their members.
+"""Comparison of two answers: numbers exactly or to 2680 digits, expressions at sample points, sets by their members.
 
-The rules: what is worked out in the reference is worked out in the answer. "x = " in front counts for nothing, unless
-both have it and the names differ. All members of a chain of numbers are equal. Lists and {} have no order, () and []
-have. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may be
-left out, but two must measure the same. A decimal number equals what it is rounded from, with six significant digits.
+What the reference works out must be worked out in the answer too. A leading "x = " is ignored, unless both have one
+with different names. All members of a chain of equations must be equal. Lists and {} are unordered, () and [] are
+ordered. Intervals, inequalities and unions are equal if they have the same members. 50 % is both 50 and 0.5. A unit may
+be omitted, but two units must measure the same. A decimal of at least six significant digits equals the number that it
+is rounded from.
 """
 
 import itertools
@@ -17,7 +18,7 @@ from nemo_ext.rl.verifiers.math_notation import MORE, UNITS, Node, whole
 from nemo_ext.rl.verifiers.math_values import MATRIX_POWERS, NoValue, Number, Values, is_capital, points
 
 _DIGITS = {80: 9, 3000: 1}
-"""Digits to which numbers are compared, and at how many values of their symbols; many digits find the nearly equal."""
+"""Digits of a comparison -> number of sample points; many digits tell nearly equal numbers apart."""
 _ZERO = Node("number", value=(Fraction(0), None))
 _ONE = Node("number", value=(Fraction(1), None))
 _HUNDRED = Node("number", value=(Fraction(100), None))
@@ -31,7 +32,7 @@ _TURNED = {"<": ">", ">": "<", "<=": ">=", ">=": "<="}
 
 
 def operations(text: str) -> set[str]:
-    """Operations in a text that a final answer has only where its reference has them."""
+    """Unevaluated operations in a text, which an answer may have only if its reference has them."""
     return set(_OPERATION.findall(text))
 
 
@@ -47,16 +48,14 @@ def difference(reference: Node, answer: Node) -> str:
         if not _symbols(reference):
             candidates = list(map(_without_quantity, candidates))
         lasts = list(map(_last, candidates))
-        if not any(map(_literal, lasts)) or (
-            _has(reference, "whole") and all(_has(last, "fraction") for last in lasts)
-        ):
+        if not any(map(_literal, lasts)) or (_has_whole_numbers(reference) and all(map(_has_fraction, lasts))):
             return "not worked out"
     same = _Comparison().same
-    return "" if any(same(reference, candidate) for candidate in candidates) else "another answer"
+    return "" if any(same(reference, candidate) for candidate in candidates) else "different answer"
 
 
 def _candidates(answer: Node) -> list[Node]:
-    """The answer; of "2/3 = 0.667 to three digits", both numbers; none if the second is not the first rounded."""
+    """The answer, or both numbers of "2/3 ~ 0.667"; a contradiction if the second is not the first one rounded."""
     if answer.kind != "relation" or "~" not in answer.value:
         return [answer]
     begin = answer.value.index("~") + 1
@@ -70,10 +69,10 @@ def _candidates(answer: Node) -> list[Node]:
 
 
 def _measured(reference: Node, answer: Node) -> Node:
-    """Answer with its letters as units if the reference has these: 220 V."""
-    wanted = _last(reference)
-    if wanted.kind == "unit" and (read := _with_units(answer)) and sorted(read[2].items()) == [*wanted.value[1]]:
-        return Node("unit", (read[0],), (read[1], wanted.value[1]))
+    """Answer with its letters read as units if the reference has the same units: 220 V."""
+    expected = _last(reference)
+    if expected.kind == "unit" and (read := _with_units(answer)) and sorted(read[2].items()) == [*expected.value[1]]:
+        return Node("unit", (read[0],), (read[1], expected.value[1]))
     return answer
 
 
@@ -82,23 +81,23 @@ _CONSTANTS = frozenset(("C", "c", "K", "k", "A", "C_1", "c_1", "C_0"))
 
 
 def _renamed(reference: Node, answer: Node) -> Node:
-    """Answer with the reference's name of the parameter: 2k pi for 2n pi, x^2 + C for x^2 + c."""
-    wanted, given = _last(reference), _last(answer)
-    names = [sorted(one - other) for one, other in itertools.permutations((_symbols(wanted), _symbols(given)))]
-    if any(len(each) != 1 for each in names):
+    """Answer with its parameter renamed to the reference's: 2k pi to 2n pi, x^2 + C to x^2 + c."""
+    expected, actual = _last(reference), _last(answer)
+    names = [sorted(one - other) for one, other in itertools.permutations((_symbols(expected), _symbols(actual)))]
+    if any(len(differing) != 1 for differing in names):
         return answer
     (ours,), (theirs,) = names
     whole_numbers = {ours, theirs} <= _WHOLE_NUMBERS and all(
-        any(part.kind == "constant" and part.value == "pi" for part in node.walk()) for node in (wanted, given)
+        any(part.kind == "constant" and part.value == "pi" for part in node.walk()) for node in (expected, actual)
     )
-    constants = {ours, theirs} <= _CONSTANTS and not {"a", "b", "A", "B"} & (_symbols(wanted) & _symbols(given))
-    if whole_numbers or (constants and _is_constant(wanted, ours) and _is_constant(given, theirs)):
+    constants = {ours, theirs} <= _CONSTANTS and not {"a", "b", "A", "B"} & (_symbols(expected) & _symbols(actual))
+    if whole_numbers or (constants and _is_constant(expected, ours) and _is_constant(actual, theirs)):
         return _with_name(answer, theirs, ours)
     return answer
 
 
 def _is_constant(node: Node, name: str) -> bool:
-    """True for the constant of integration: added once, or before a power of e."""
+    """True if a symbol is a constant of integration: one summand, or a factor of a power of e."""
     if sum(part.value == name for part in node.walk() if part.kind == "symbol") != 1:
         return False
     if node.kind == "add":
@@ -116,7 +115,7 @@ def _with_name(node: Node, name: str, new: str) -> Node:
 
 
 def _without_quantity(answer: Node) -> Node:
-    """What m + n = 17 says of m + n: an expression of symbols alone, each once, names a quantity."""
+    """Right side of an answer such as m + n = 17, whose left side only names a quantity; other answers unchanged."""
     if _is_equation(answer) and answer.parts[0].kind in ("add", "mul", "div"):
         leaves = [part for part in answer.parts[0].walk() if part.kind not in ("add", "mul", "div", "neg")]
         if all(leaf.kind == "symbol" for leaf in leaves) and len(set(leaves)) == len(leaves):
@@ -125,18 +124,20 @@ def _without_quantity(answer: Node) -> Node:
     return answer
 
 
-def _has(node: Node, what: str) -> bool:
-    fraction = any(part.kind in ("div", "mixed", "ratio") for part in node.walk())
-    if what == "fraction":
-        return fraction
-    return not fraction and all(
+def _has_fraction(node: Node) -> bool:
+    return any(part.kind in ("div", "mixed", "ratio") for part in node.walk())
+
+
+def _has_whole_numbers(node: Node) -> bool:
+    """True if all numbers are whole, without fractions, percentages or powers."""
+    return not _has_fraction(node) and all(
         part.kind not in ("percent", "pow") and (part.kind != "number" or whole(part)) for part in node.walk()
     )
 
 
 def _literal(node: Node) -> bool:
     kind, parts = node.kind, node.parts
-    if kind in ("number", "constant", "symbol", "words", "named", "time"):
+    if kind in ("number", "constant", "symbol", "words", "named", "time", "mixed"):
         return True
     if kind in ("group", "relation", "union", "intersection", "minus", "matrix"):
         return all(map(_literal, parts))
@@ -147,13 +148,11 @@ def _literal(node: Node) -> bool:
         return all(map(_literal, terms))
     if kind in ("div", "ratio"):
         return all(map(_signed, parts))
-    if kind == "mixed":
-        return True
     return _power_of_ten(node) or (kind == "mul" and parts[0].kind == "number" and _power_of_ten(parts[1]))
 
 
 def _terms(node: Node) -> list[Node]:
-    """Terms of a ratio; another value alone."""
+    """Terms of a ratio; for anything else, the node alone."""
     return [*_terms(node.parts[0]), node.parts[1]] if node.kind == "ratio" else [node]
 
 
@@ -202,7 +201,7 @@ def _symbols(node: Node) -> frozenset[str]:
 
 
 def _chain(node: Node) -> tuple[Node | None, list[Node]]:
-    """Name and further members of a chain of equations; (None, [node]) for what defines nothing."""
+    """Name and further members of a chain of equations; (None, [node]) for anything else."""
     if _is_equation(node):
         names = [name for part in node.parts if (name := _name(part)) is not None]
         others = [part for part in node.parts if _name(part) is None]
@@ -216,7 +215,7 @@ def _chain(node: Node) -> tuple[Node | None, list[Node]]:
 
 
 def _last(node: Node) -> Node:
-    """What is left of an answer without "x =" and what it was computed from."""
+    """Result of an answer, without "x =" and the intermediate results before it."""
     if _is_equation(node):
         members = _chain(node)[1]
         return members[-1] if members else node
@@ -226,29 +225,34 @@ def _last(node: Node) -> Node:
 
 
 class _Comparison(Values):
-    """One comparison."""
+    """Comparison of a reference with an answer."""
 
     def same(self, reference: Node, answer: Node) -> bool:
         """True if two answers are equal."""
-        wanted_name, wanted = self.defined(reference)
-        given_name, given = self.defined(answer)
-        if wanted is None or given is None:
+        expected_name, expected = self.defined(reference)
+        actual_name, actual = self.defined(answer)
+        if expected is None or actual is None:
             return False
-        if given_name and wanted_name is None and wanted.kind == "relation" and _is_set(wanted):
-            wanted_name = Node("symbol", value=min(_symbols(wanted), default=given_name.value))
-        kinds = [name.kind for name in (wanted_name, given_name) if name]
-        if wanted_name != given_name and kinds in ([kind] * 2 for kind in ("symbol", "ratio", "div", "call")):
+        if actual_name and expected_name is None and expected.kind == "relation" and _is_set(expected):
+            expected_name = Node("symbol", value=min(_symbols(expected), default=actual_name.value))
+        kinds = [name.kind for name in (expected_name, actual_name) if name]
+        if expected_name != actual_name and kinds in ([kind] * 2 for kind in ("symbol", "ratio", "div", "call")):
             return False
-        if _is_equation(reference) and _is_equation(answer) and (wanted_name is None) != (given_name is None):
+        if _is_equation(reference) and _is_equation(answer) and (expected_name is None) != (actual_name is None):
             return self.same_relation(reference, answer)  # y = 2x + 1 and 2x - y = -1
-        if wanted_name and given_name and _primes(wanted_name) != _primes(given_name):
+        if expected_name and actual_name and _primes(expected_name) != _primes(actual_name):
             return False  # f'(x) is not f(x)
-        if given_name and not wanted_name and _symbols(given_name) & _symbols(wanted) and wanted.kind != "relation":
+        if (
+            actual_name
+            and not expected_name
+            and _symbols(actual_name) & _symbols(expected)
+            and expected.kind != "relation"
+        ):
             return False  # x = x^2 for x^2
-        return self.same_value(wanted, given)
+        return self.same_value(expected, actual)
 
     def defined(self, node: Node) -> tuple[Node | None, Node | None]:
-        """Name and value of a definition, name None without; value None if its members differ."""
+        """Name and value of a definition; name None if it has none, value None if its members differ."""
         if node.kind == "relation" and node.value == (r"\in",) and _name(node.parts[0]):
             return node.parts[0], node.parts[1]
         if node.kind == "group" and node.value in ("", "or", "and") and all(map(_is_definition, node.parts)):
@@ -267,33 +271,33 @@ class _Comparison(Values):
             return None, _system(name.parts, members[-1].parts)
         return name, members[-1]
 
-    def same_value(self, wanted: Node, given: Node) -> bool:
-        wanted, given = self.plain(wanted), self.plain(given)
-        if wanted == given:
+    def same_value(self, expected: Node, actual: Node) -> bool:
+        expected, actual = self.plain(expected), self.plain(actual)
+        if expected == actual:
             return True
-        if wanted.kind == "system" or given.kind == "system":
-            return self.same_system(wanted, given)
-        terms = _terms(wanted), _terms(given)
+        if expected.kind == "system" or actual.kind == "system":
+            return self.same_system(expected, actual)
+        terms = _terms(expected), _terms(actual)
         if max(map(len, terms)) > 2:
             return len(terms[0]) == len(terms[1]) and all(
                 self.same_scalar(Node("mul", (first, terms[1][0])), Node("mul", (second, terms[0][0])))
                 and self.same_scalar(first, _ZERO) == self.same_scalar(second, _ZERO)
                 for first, second in zip(*terms, strict=True)
             )
-        if wanted.kind == given.kind == "words":
-            return bool(wanted.value == given.value)
-        if wanted.kind == "words" and wanted.parts:
-            wanted = wanted.parts[0]
+        if expected.kind == actual.kind == "words":
+            return bool(expected.value == actual.value)
+        if expected.kind == "words" and expected.parts:
+            expected = expected.parts[0]
         for kind in ("time", "based", "matrix", "words", "builder"):
-            if kind in (wanted.kind, given.kind):
-                return self.same_parts(wanted, given)
-        if (_is_set(wanted) or _is_set(given)) and (answer := self.same_members(wanted, given)) is not None:
+            if kind in (expected.kind, actual.kind):
+                return self.same_parts(expected, actual)
+        if (_is_set(expected) or _is_set(actual)) and (answer := self.same_members(expected, actual)) is not None:
             return answer
-        if wanted.kind == "relation" and given.kind == "relation":
-            return self.same_relation(wanted, given)
-        if wanted.kind == "group" or given.kind == "group":
-            return self.same_group(wanted, given)
-        return self.same_scalar(wanted, given)
+        if expected.kind == "relation" and actual.kind == "relation":
+            return self.same_relation(expected, actual)
+        if expected.kind == "group" or actual.kind == "group":
+            return self.same_group(expected, actual)
+        return self.same_scalar(expected, actual)
 
     def plain(self, node: Node) -> Node:
         """Node with both signs of +- as a list, and "x = 1, y = 2" as a system."""
@@ -305,7 +309,7 @@ class _Comparison(Values):
         elif node.value in ("", "or", "and", "{}"):
             node = Node("group", tuple(each for part in node.parts for each in _both(part)), node.value)
         if node.kind == "group" and len(node.parts) == 1 and not _is_set(node.parts[0]):
-            return node if node.parts[0].kind == "group" and node.parts[0].value == "{}" else node.parts[0]
+            return node if _is_braced(node.parts[0]) else node.parts[0]
         if node.kind == "group" and node.value in ("", "and", "or"):
             pairs = [self.defined(part) for part in node.parts]
             names = [name for name, _ in pairs if name is not None]
@@ -317,74 +321,74 @@ class _Comparison(Values):
                     return _system(names, values)
         return node
 
-    def same_system(self, wanted: Node, given: Node) -> bool:
-        """Several unknowns by their names, or in their order where only one side names them."""
-        if wanted.kind == given.kind:
-            values = dict(zip(given.value, given.parts, strict=True))
-            return set(wanted.value) == set(given.value) and all(
-                self.same_value(part, values[name]) for name, part in zip(wanted.value, wanted.parts, strict=True)
+    def same_system(self, expected: Node, actual: Node) -> bool:
+        """True if several unknowns are equal: by name, or in order where only one side names them."""
+        if expected.kind == actual.kind:
+            values = dict(zip(actual.value, actual.parts, strict=True))
+            return set(expected.value) == set(actual.value) and all(
+                self.same_value(part, values[name]) for name, part in zip(expected.value, expected.parts, strict=True)
             )
-        other = given if wanted.kind == "system" else wanted
-        if other.kind == "group" and other.value == "{}":
-            names = (wanted if wanted.kind == "system" else given).value
+        other = actual if expected.kind == "system" else expected
+        if _is_braced(other):
+            names = (expected if expected.kind == "system" else actual).value
             same_letter = len({str(name.value).partition("_")[0] for name in names}) == 1  # x_1 = 1, x_2 = 2
-            return same_letter and self.same_unordered(wanted, given)
-        return other.kind == "group" and other.value in ("()", "", "[]") and self.all_same(wanted, given)
+            return same_letter and self.same_unordered(expected, actual)
+        return other.kind == "group" and other.value in ("()", "", "[]") and self.all_same(expected, actual)
 
-    def all_same(self, wanted: Node, given: Node) -> bool:
-        return len(wanted.parts) == len(given.parts) and all(map(self.same_value, wanted.parts, given.parts))
+    def all_same(self, expected: Node, actual: Node) -> bool:
+        return len(expected.parts) == len(actual.parts) and all(map(self.same_value, expected.parts, actual.parts))
 
-    def same_parts(self, wanted: Node, given: Node) -> bool:
-        if wanted.kind == "based" and given.kind == "number":
-            return self.same_value(wanted.parts[0], given)  # the base may be left out
-        for column, vector in ((wanted, given), (given, wanted)):
+    def same_parts(self, expected: Node, actual: Node) -> bool:
+        if expected.kind == "based" and actual.kind == "number":
+            return self.same_value(expected.parts[0], actual)  # the base may be omitted
+        for column, vector in ((expected, actual), (actual, expected)):
             if column.kind == "matrix" and vector.kind == "group" and all(len(row.parts) == 1 for row in column.parts):
                 entries = Node("group", tuple(row.parts[0] for row in column.parts), "()")
                 return vector.value in ("()", "[]") and self.all_same(entries, vector)
-        if wanted.kind != given.kind:
+        if expected.kind != actual.kind:
             return False
-        return (wanted.kind == "matrix" or wanted.value == given.value) and self.all_same(wanted, given)
+        return (expected.kind == "matrix" or expected.value == actual.value) and self.all_same(expected, actual)
 
-    def same_group(self, wanted: Node, given: Node) -> bool:
-        if wanted.kind != given.kind:
+    def same_group(self, expected: Node, actual: Node) -> bool:
+        if expected.kind != actual.kind:
             return False
-        if {wanted.value, given.value} == {"and", "or"} and not any(
-            part.kind in ("number", "constant") for part in wanted.walk()
+        if {expected.value, actual.value} == {"and", "or"} and not any(
+            part.kind in ("number", "constant") for part in expected.walk()
         ):
-            return False  # of statements, not of solutions
-        first, second = ({"or": "{}", "and": ""}.get(node.value, node.value) for node in (wanted, given))
-        if wanted.value == "" and _is_order(wanted):
-            return self.all_same(wanted, given)
+            return False  # the parts are statements, not solutions
+        first, second = ({"or": "{}", "and": ""}.get(node.value, node.value) for node in (expected, actual))
+        if expected.value == "" and _is_order(expected):
+            return self.all_same(expected, actual)
         if {first, second} <= {"", "{}"}:
-            return self.same_unordered(wanted, given)
-        vectors = {first, second} <= {"()", "[]"} and len(wanted.parts) > 2
-        return (first == second or vectors or {first, second} == {"", "()"}) and self.all_same(wanted, given)
+            return self.same_unordered(expected, actual)
+        vectors = {first, second} <= {"()", "[]"} and len(expected.parts) > 2
+        return (first == second or vectors or {first, second} == {"", "()"}) and self.all_same(expected, actual)
 
-    def same_unordered(self, wanted: Node, given: Node) -> bool:
-        left = list(given.parts)
-        for part in wanted.parts:
-            # One of several members is a set or is not: {1}, {2} is not {1, 2}.
-            found = next(
+    def same_unordered(self, expected: Node, actual: Node) -> bool:
+        remaining = list(actual.parts)
+        for part in expected.parts:
+            # Among several members, sets match sets only: {1}, {2} is not {1, 2}.
+            match = next(
                 (
                     place
-                    for place, other in enumerate(left)
-                    if (len(wanted.parts) == 1 or _is_braced(part) == _is_braced(other)) and self.same(part, other)
+                    for place, other in enumerate(remaining)
+                    if (len(expected.parts) == 1 or _is_braced(part) == _is_braced(other)) and self.same(part, other)
                 ),
                 None,
             )
-            if found is None:
+            if match is None:
                 return False
-            left.pop(found)
-        return not left
+            remaining.pop(match)
+        return not remaining
 
-    def same_relation(self, wanted: Node, given: Node) -> bool:
-        """Equations and inequalities, each with everything on its left, up to a factor."""
-        if len(wanted.value) != 1 or len(given.value) != 1 or _symbols(wanted) != _symbols(given):
-            turned = Node("relation", given.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in given.value[::-1]))
-            return any(wanted.value == each.value and self.all_same(wanted, each) for each in (given, turned))
-        left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (wanted, given))
+    def same_relation(self, expected: Node, actual: Node) -> bool:
+        """True if equations or inequalities, with all terms moved to the left, are equal up to a factor."""
+        if len(expected.value) != 1 or len(actual.value) != 1 or _symbols(expected) != _symbols(actual):
+            turned = Node("relation", actual.parts[::-1], tuple(_TURNED.get(sign, sign) for sign in actual.value[::-1]))
+            return any(expected.value == each.value and self.all_same(expected, each) for each in (actual, turned))
+        left, right = (Node("add", (node.parts[0], Node("neg", (node.parts[1],)))) for node in (expected, actual))
         ratios: list[Number] = []
-        for point in points(_symbols(wanted)):
+        for point in points(_symbols(expected)):
             try:
                 first, second = self.value(left, point), self.value(right, point)
             except (NoValue, ZeroDivisionError):
@@ -396,68 +400,68 @@ class _Comparison(Values):
             ratios.append(self.quotient(second, first))
             if not self.close(ratios[0], ratios[-1]):
                 return False
-        sign = wanted.value[0]
-        if len(ratios) < (2 if _symbols(wanted) else 1):
+        sign = expected.value[0]
+        if len(ratios) < (2 if _symbols(expected) else 1):
             return False
-        return bool(given.value[0] == (sign if self.lift(ratios[0]).real > 0 else _TURNED.get(sign, sign)))
+        return bool(actual.value[0] == (sign if self.lift(ratios[0]).real > 0 else _TURNED.get(sign, sign)))
 
-    def same_scalar(self, wanted: Node, given: Node) -> bool:
-        if {wanted.kind, given.kind} == {"percent", "unit"}:
+    def same_scalar(self, expected: Node, actual: Node) -> bool:
+        if {expected.kind, actual.kind} == {"percent", "unit"}:
             return False
-        if "percent" in (wanted.kind, given.kind):
-            inner = [node.parts[0] if node.kind == "percent" else node for node in (wanted, given)]
-            parts = [_hundredth(node.parts[0]) if node.kind == "percent" else node for node in (wanted, given)]
-            return self.same_scalar(*inner) or (wanted.kind != given.kind and self.same_scalar(*parts))
+        if "percent" in (expected.kind, actual.kind):
+            inner = [node.parts[0] if node.kind == "percent" else node for node in (expected, actual)]
+            parts = [_hundredth(node.parts[0]) if node.kind == "percent" else node for node in (expected, actual)]
+            return self.same_scalar(*inner) or (expected.kind != actual.kind and self.same_scalar(*parts))
         factors = Fraction(1), Fraction(1)
-        if wanted.kind == given.kind == "unit" and wanted.value[1] and given.value[1]:
-            ways, units = zip(*(_ways_and_units(node.value[1]) for node in (wanted, given)), strict=True)
+        if expected.kind == actual.kind == "unit" and expected.value[1] and actual.value[1]:
+            ways, units = zip(*(_ways_and_units(node.value[1]) for node in (expected, actual)), strict=True)
             if (
                 (all(ways) and ways[0] != ways[1])
                 or "fewer" in ways[0] ^ ways[1]
                 or (all(units) and units[0] != units[1])
             ):
                 return False
-            factors = wanted.value[0], given.value[0]
-        wanted, given = (node.parts[0] if node.kind == "unit" else node for node in (wanted, given))
-        if wanted == given and factors[0] == factors[1]:
+            factors = expected.value[0], actual.value[0]
+        expected, actual = (node.parts[0] if node.kind == "unit" else node for node in (expected, actual))
+        if expected == actual and factors[0] == factors[1]:
             return True
-        if wanted.kind in ("named", "relation", "group") or given.kind in ("named", "relation", "group"):
+        if expected.kind in ("named", "relation", "group") or actual.kind in ("named", "relation", "group"):
             return False
-        if _are_matrices(wanted, given):
-            return self.same_matrices(wanted, given)
-        decimal = _decimals(wanted) is not None or _decimals(given) is not None
-        symbols = _symbols(wanted) | _symbols(given)
+        if _are_matrices(expected, actual):
+            return self.same_matrices(expected, actual)
+        decimal = _decimals(expected) is not None or _decimals(actual) is not None
+        symbols = _symbols(expected) | _symbols(actual)
         for digits, most in _DIGITS.items():
             self.mp.dps, seen = digits, 0
-            for first, second in self.sampled(wanted, given, symbols):
+            for first, second in self.sampled(expected, actual, symbols):
                 if seen == most:
                     break
                 seen += 1
                 if factors[0] != factors[1]:
                     first, second = self.product(first, factors[0]), self.product(second, factors[1])
                 if not self.close(first, second) and (
-                    not decimal or symbols or not self.rounded(wanted, given, first, second)
+                    not decimal or symbols or not self.rounded(expected, actual, first, second)
                 ):
                     return False
             if seen < (min(2, most) if symbols else 1):
                 return False
         return True
 
-    def same_matrices(self, wanted: Node, given: Node) -> bool:
-        """True if two expressions are equal with matrices for their capital letters, whose order counts."""
-        symbols = _symbols(wanted) | _symbols(given)
+    def same_matrices(self, expected: Node, actual: Node) -> bool:
+        """True if two expressions are equal with matrices as capital letters, where the order of factors matters."""
+        symbols = _symbols(expected) | _symbols(actual)
         for point in itertools.islice(points(symbols), 0, 5, 2):
             try:
-                first, second = (self.matrix(node, point) for node in (wanted, given))
+                first, second = (self.matrix(node, point) for node in (expected, actual))
                 if first != second:
                     return False
             except (NoValue, ZeroDivisionError):
                 return False
         return True
 
-    def rounded(self, wanted: Node, given: Node, first: Number, second: Number) -> bool:
+    def rounded(self, expected: Node, actual: Node, first: Number, second: Number) -> bool:
         """True if the less precise of two numbers is the other rounded, with six significant digits or more."""
-        pairs = ((_decimals(wanted), first), (_decimals(given), second))
+        pairs = ((_decimals(expected), first), (_decimals(actual), second))
         decimals, short = min(
             ((places, value) for places, value in pairs if places is not None), key=lambda pair: pair[0]
         )
@@ -465,7 +469,7 @@ class _Comparison(Values):
         return bool(abs(self.lift(short)) >= 100_000 * unit and abs(self.lift(first) - self.lift(second)) <= unit / 2)
 
     def roughly(self, exact: Node, rounded: Node) -> bool:
-        """True if a number, whole or decimal, is another rounded."""
+        """True if `rounded`, an integer or a decimal, is `exact` rounded."""
         if rounded.kind == "unit":
             rounded = rounded.parts[0]
         try:
@@ -477,18 +481,18 @@ class _Comparison(Values):
 
     # Sets of real numbers.
 
-    def same_members(self, wanted: Node, given: Node) -> bool | None:
-        """Whether two sets have the same members, None if that cannot be told by their ends."""
+    def same_members(self, expected: Node, actual: Node) -> bool | None:
+        """True if two sets have the same members; None if their end points do not decide it."""
         names = [
             frozenset[str]().union(*(_symbols(part) for part in node.walk() if part.kind == "relation"))
-            for node in (wanted, given)
+            for node in (expected, actual)
         ]
         if all(names) and names[0] != names[1]:
             return False
         self.mp.dps = min(_DIGITS)
         ends: list[Any] = []
         try:
-            for node in (wanted, given):
+            for node in (expected, actual):
                 for end in _ends(node):
                     number = self.lift(self.value(end, {}))
                     if isinstance(number, self.mp.mpc) and number.imag != 0:
@@ -505,7 +509,9 @@ class _Comparison(Values):
         lowest = 3 if any(number == -self.mp.inf for number, _ in ends) else 1
         highest = place - 1 if any(number == self.mp.inf for number, _ in ends) else place + 1
         try:
-            return all(_member(wanted, at, places) == _member(given, at, places) for at in range(lowest, highest + 1))
+            return all(
+                _member(expected, at, places) == _member(actual, at, places) for at in range(lowest, highest + 1)
+            )
         except (KeyError, _NoSet):
             return None
 
@@ -525,7 +531,7 @@ def _is_set(node: Node) -> bool:
 
 
 def _ends(node: Node) -> Iterator[Node]:
-    """Numbers at which membership may change."""
+    """End points of a set, at which membership may change."""
     if node.kind == "named":
         return
     if node.kind == "group" or node.kind == "relation":
@@ -542,7 +548,7 @@ def _ends(node: Node) -> Iterator[Node]:
 
 
 def _member(node: Node, at: int, places: dict[Node, int]) -> bool:
-    """Whether a place, that of an end or between two, is in a set."""
+    """True if a position, at an end point or between two of them, is in a set."""
     parts = node.parts
     if node.kind == "named":
         if node.value not in ("R", "empty"):
@@ -579,7 +585,7 @@ _HOLDS: dict[str, Callable[[int, int], bool]] = {
 
 
 def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
-    """Several unknowns: x, y and z in this order, others as they come."""
+    """Node of several unknowns and their values: x, y and z in this order, others as written."""
     pairs = list(zip(names, values, strict=True))
     if all(name.kind == "symbol" and name.value in "xyz" for name in names):
         pairs.sort(key=lambda pair: str(pair[0].value))
@@ -587,7 +593,7 @@ def _system(names: Sequence[Node], values: Sequence[Node]) -> Node:
 
 
 def _is_order(node: Node) -> bool:
-    """True for a list of letters that says in which order they come: not that of the alphabet, or three or more."""
+    """True for a list of letters that states an order: three or more, or not in alphabetical order."""
     letters = [str(part.value) for part in node.parts if part.kind == "symbol" or part.kind == "words"]
     if len(letters) < len(node.parts) or any(len(letter) > 1 for letter in letters):
         return False
@@ -644,7 +650,7 @@ def _ways_and_units(dimensions: Sequence[tuple[str, int]]) -> tuple[frozenset[st
 
 
 def _decimals(node: Node) -> int | None:
-    """Decimals of a decimal number, also in scientific notation, or None."""
+    """Number of decimals of a decimal number, also in scientific notation; None for anything else."""
     if node.kind == "neg":
         return _decimals(node.parts[0])
     if node.kind == "mul" and node.parts[0].kind == "number" and _power_of_ten(node.parts[1]):
@@ -655,7 +661,7 @@ def _decimals(node: Node) -> int | None:
 
 
 def _hundredth(node: Node) -> Node:
-    """A hundredth of a value, with two decimals more if it has decimals."""
+    """A hundredth of a value, with two more decimals if it has any."""
     if node.kind == "neg":
         return Node("neg", (_hundredth(node.parts[0]),))
     if node.kind == "number" and node.value[1] is not None:

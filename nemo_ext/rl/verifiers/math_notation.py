@@ -1,4 +1,4 @@
-r"""What counts as a value: a tokenizer of LaTeX and plain mathematics, and the grammar of final answers.
+r"""Tokenizer and parser of final answers in LaTeX or plain mathematics, which have this grammar:
 
     answer    clause { ("," | ";" | "or" | "and") clause }
     clause    [ "=" | "~" ] region { ("=" | "<" | ">" | "<=" | ">=" | "!=" | "in" | "~") region }
@@ -9,7 +9,7 @@ r"""What counts as a value: a tokenizer of LaTeX and plain mathematics, and the 
     power     atom { "!" | "^" power | "_" subscript | degrees }
     atom      number | mixed number | symbol | constant | function power | fraction | root | matrix | brackets
 
-`read` makes a tree of it. What is not in the grammar is `UnknownNotation`; only spaces, fonts and sizes are skipped.
+`read` returns the tree. Anything else raises `UnknownNotation`; only spaces, fonts and sizes are skipped.
 """
 
 import functools
@@ -23,16 +23,16 @@ from unicodedata import normalize
 
 
 class UnknownNotation(ValueError):
-    """A text is not in the grammar; the text says where."""
+    """A text is not in the grammar; the message says where."""
 
 
 class Ambiguous(UnknownNotation):
-    """Numbers side by side, which may be one, two or a product."""
+    """Adjacent numbers, which may be one number, two, or a product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Part of an answer.
+    """Node of an answer's tree.
 
     Attributes:
         kind: `number` (value: Fraction, and its decimals or None), `symbol`, `constant`, `words` (value: name), `add`,
@@ -90,7 +90,7 @@ _UNICODE = {
 _UNICODE |= {each: rf"\frac{{{normalize('NFKC', each).replace('\u2044', '}{')}}}" for each in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _TO_LATEX = str.maketrans(_UNICODE)
 
-# Units that are written as symbols, behind a number and with nothing behind them.
+# Units written as symbols, directly after a number and at the end of a value.
 _SYMBOLIC = re.compile(
     r"(?<=[\d}])(?:\s|~|\\[,;: ])*(?:(?:\\(?:text|mathrm)\s*\{\s*(?P<text>[kMm])\s*\}|(?P<bare>[kMm]))?\s*"
     r"(?:\\Omega(?![A-Za-z])|\\(?:text|mathrm)\s*\{\s*(?P<inner>[kMm]?)\s*\\Omega\s*\})"
@@ -117,7 +117,7 @@ UNITS = {
 }
 SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SQUARE = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-# Words that say something else of the value before them, and so are no unit.
+# Words that change the meaning of the value before them, and so are not units.
 _NO_UNITS = """
 not no nor but if unless except without maybe perhaps possibly probably about around roughly approximately approx
 almost nearly than least most greater over under above below between to from until versus vs is are was
@@ -134,7 +134,7 @@ billions trillions zillion lakh crore bn mn mio mrd
 _FRACTIONS = """fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth fifteenth sixteenth
 seventeenth eighteenth nineteenth twentieth hundredth thousandth"""
 MORE = frozenset(("more", "fewer", "less"))
-"""Words that say which way a difference goes, as in "3 more apples"."""
+"""Words for the direction of a difference, as in "3 more apples"."""
 NO_UNITS = frozenset(_NO_UNITS.split()) | {word + end for word in _FRACTIONS.split() for end in ("", "s")}
 
 _SIGNS = {"percent": "%", "percentage": "%", "pct": "%", "degrees": "degree"}
@@ -169,50 +169,50 @@ _TOKENS = {True: _tokens_of(rf"{_SPACES}|,"), False: _tokens_of(_SPACES)}
 
 
 def _tokens(text: str, *, grouped: bool, words: bool = False) -> list[_Token]:
-    """Tokens of a text; in `words`, the contents of \\text{}, letters are words."""
-    made: list[_Token] = []
+    """Tokens of a text; with `words`, for the contents of \\text{}, letters form words."""
+    tokens: list[_Token] = []
     position, spaced = 0, False
     while position < len(text):
-        found = _TOKENS[grouped].match(text, position)
-        if found is None and words and text[position] == ".":
+        match = _TOKENS[grouped].match(text, position)
+        if match is None and words and text[position] == ".":
             position += 1
             continue
-        if found is None:
-            raise UnknownNotation(f"{text[position : position + 20]!r}")
-        position, kind, this = found.end(), found.lastgroup or "", found[0]
-        if found["space"]:
+        if match is None:
+            raise UnknownNotation(f"unexpected {text[position : position + 20]!r}")
+        position, kind, this = match.end(), match.lastgroup or "", match[0]
+        if match["space"]:
             spaced = True
             continue
-        if found["font"]:
-            inner = found["inner"]
-            plain = found["font"].startswith(("text", "mbox", "hbox")) or (
-                found["font"] in ("mathrm", "operatorname", "rm")
+        if match["font"]:
+            inner = match["inner"]
+            plain = match["font"].startswith(("text", "mbox", "hbox")) or (
+                match["font"] in ("mathrm", "operatorname", "rm")
                 and (len(inner.strip()) > 1 or inner.strip() in UNITS)
                 and inner.strip() not in FUNCTIONS
             )
             more = _tokens(inner, grouped=grouped, words=plain)
             if more:
                 more[0].spaced |= spaced or plain
-            made += more
+            tokens += more
             spaced = bool(more) and plain
             continue
-        if found["letters"]:
-            after_number = bool(made) and made[-1].kind == "number"
-            made += _letters(this, words=words, spaced=spaced, after_number=after_number)
+        if match["letters"]:
+            after_number = bool(tokens) and tokens[-1].kind == "number"
+            tokens += _letters(this, words=words, spaced=spaced, after_number=after_number)
             position += words and text[position : position + 1] == "."  # an abbreviation
-        elif found["command"]:
+        elif match["command"]:
             name = _SAME.get(this, this)
-            made.append(_Token("command" if name.startswith("\\") else "sign", name, spaced))
+            tokens.append(_Token("command" if name.startswith("\\") else "sign", name, spaced))
         elif kind in ("half", "sign"):
-            made.append(_Token(kind, this, spaced))
+            tokens.append(_Token(kind, this, spaced))
         else:
-            made.append(_Token("number", this, spaced))
+            tokens.append(_Token("number", this, spaced))
         spaced = False
-    return made
+    return tokens
 
 
 def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list[_Token]:
-    """Tokens of a run of letters: a word, a name of a function or constant, or one symbol a letter."""
+    """Tokens of a run of letters: a word, the name of a function or constant, or one symbol per letter."""
     if run.lower() in ("or", "and"):
         return [_Token("sign", run.lower(), spaced)]
     if run.lower() in _SIGNS:
@@ -227,10 +227,10 @@ def _letters(run: str, *, words: bool, spaced: bool, after_number: bool) -> list
 
 
 def read(text: str, *, grouped: bool = True) -> Node:
-    """Tree of an answer.
+    """Parse an answer into a tree.
 
     Args:
-        grouped: whether "1,234" is one number; else it is two.
+        grouped: whether "1,234" is one number rather than two.
 
     Raises:
         UnknownNotation: the text is not in the grammar.
@@ -239,28 +239,28 @@ def read(text: str, *, grouped: bool = True) -> Node:
     text = _SYMBOLIC.sub(_unit_in_words, text)
     try:
         parser = _Parser(_tokens(text, grouped=grouped))
-        made = parser.answer()
+        tree = parser.answer()
         if parser.peek() is not None:
-            raise UnknownNotation(f"at {parser.peek()!r}")
+            raise UnknownNotation(f"unexpected {parser.peek()!r}")
     except RecursionError:
-        raise UnknownNotation("nested too deep") from None
-    return made
+        raise UnknownNotation("nested too deeply") from None
+    return tree
 
 
-def _unit_in_words(found: re.Match[str]) -> str:
-    if found["length"]:
+def _unit_in_words(match: re.Match[str]) -> str:
+    if match["length"]:
         return r"\text{ angstrom}"
-    if of := found["of"] or found["letter"]:
+    if of := match["of"] or match["letter"]:
         return rf"\text{{ micro{_MICRO.get(of, of)}}}"
-    return rf"\text{{ {found['text'] or found['bare'] or found['inner'] or ''}ohm}}"
+    return rf"\text{{ {match['text'] or match['bare'] or match['inner'] or ''}ohm}}"
 
 
 def number(text: str) -> Node:
-    """A number in digits, with a point or an exponent, exactly."""
+    """Exact number from digits, with an optional point and exponent."""
     mantissa, _, exponent = text.lower().partition("e")
     power = int(exponent or 0)
     if abs(power) > 10_000:
-        raise UnknownNotation(f"exponent of {text}")
+        raise UnknownNotation(f"exponent of {text} is too large")
     decimals = len(mantissa.partition(".")[2]) - power if "." in mantissa else None
     return Node("number", value=(Fraction(mantissa) * Fraction(10) ** power, decimals))
 
@@ -299,26 +299,26 @@ class _Parser:
 
     def next(self) -> _Token:
         if self.at >= len(self.tokens):
-            raise UnknownNotation("ends too early")
+            raise UnknownNotation("unexpected end")
         self.at += 1
         return self.tokens[self.at - 1]
 
     def take(self, *texts: str) -> str | None:
-        """The next token if it is one of these signs."""
+        """Consume the next token if it is one of these signs, and return it; else None."""
         if self.kind() in ("sign", "command") and self.peek() in texts:
             return self.next().text
         return None
 
     def expect(self, text: str) -> None:
         if self.take(text) is None:
-            raise UnknownNotation(f"{text} is missing at {self.peek()!r}")
+            raise UnknownNotation(f"expected {text} at {self.peek()!r}")
 
     def answer(self) -> Node:
         items, between = self.items()
         return items[0] if len(items) == 1 else Node("group", tuple(items), between)
 
     def items(self) -> tuple[list[Node], str]:
-        """Clauses, and "or" or "and" if only that is between them, else ""."""
+        """Clauses, and "or" or "and" if only that word separates them, else ""."""
         items, between = [self.clause()], set()
         while sign := self.take(",", ";", "or", "and"):
             word = self.take("or", "and") if sign in ",;" else None  # "1, 2, and 3"
@@ -335,10 +335,10 @@ class _Parser:
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
     def region(self) -> Node:
-        made = self.value()
+        node = self.value()
         while kind := self.take("union", "intersection", "minus"):
-            made = Node(kind, (made, self.value()))
-        return made
+            node = Node(kind, (node, self.value()))
+        return node
 
     def value(self) -> Node:
         if words := self.words():
@@ -346,31 +346,31 @@ class _Parser:
         if self.kind() == "number" and (time := self.time()):
             return time
         currency = self.take("$", "€", "£", "¥")
-        made = self.sum()
+        node = self.sum()
         if self.take("%"):
-            made = Node("percent", (made,))
+            node = Node("percent", (node,))
         elif (scale := SCALES.get((self.peek() or "").lower())) and self.kind() == "word":
             self.next()
-            made = Node("mul", (made, Node("pow", (number("10"), number(str(scale))))))
+            node = Node("mul", (node, Node("pow", (number("10"), number(str(scale))))))
         if currency:
-            return Node("unit", (made,), (Fraction(1), ((currency.replace("$", "dollar"), 1),)))
-        return self.unit(made) if self.kind() == "word" or self.peek() == "degree" else made
+            return Node("unit", (node,), (Fraction(1), ((currency.replace("$", "dollar"), 1),)))
+        return self.unit(node) if self.kind() == "word" or self.peek() == "degree" else node
 
     def words(self) -> Node | None:
-        """Letters alone, two or more; their parts are the product that they may be, too."""
+        """Node of two or more bare letters; its part is the product of symbols that they may also mean."""
         begins, end = self.at, self.at
         while end < len(self.tokens) and self.tokens[end].kind in ("word", "symbol"):
             end += 1
-        said = self.tokens[begins:end]
-        behind = self.tokens[end].text if end < len(self.tokens) else ";"
-        if sum(len(token.text) for token in said) < 2 or behind not in _ENDS:
+        run = self.tokens[begins:end]
+        following = self.tokens[end].text if end < len(self.tokens) else ";"
+        if sum(len(token.text) for token in run) < 2 or following not in _ENDS:
             return None
         self.at = end
         product: tuple[Node, ...] = ()
-        if all(token.kind == "symbol" for token in said):
-            letters = (Node("constant" if token.text in CONSTANTS else "symbol", value=token.text) for token in said)
+        if all(token.kind == "symbol" for token in run):
+            letters = (Node("constant" if token.text in CONSTANTS else "symbol", value=token.text) for token in run)
             product = (functools.reduce(lambda left, right: Node("mul", (left, right)), letters),)
-        name = "".join(token.text for token in said).casefold()
+        name = "".join(token.text for token in run).casefold()
         return Node("named", value="R") if name == "allrealnumbers" else Node("words", product, name)
 
     def time(self) -> Node | None:
@@ -381,11 +381,11 @@ class _Parser:
         tokens = [self.next().text for _ in range(half + 1)]
         clock = [int(text) if text.isdigit() and len(text) < 3 else 99 for text in tokens[:half:2]] + [0]
         if not 1 <= clock[0] <= 12 or clock[1] > 59:
-            raise UnknownNotation("a time of no day")
+            raise UnknownNotation("not a time of day")
         return Node("time", value=(clock[0] % 12, clock[1], tokens[-1][0].lower()))
 
-    def unit(self, made: Node) -> Node:
-        """Value with the unit behind it: words, of which two may be unknown, with powers and quotients."""
+    def unit(self, value: Node) -> Node:
+        """Value with the unit that follows it: words, at most two of them unknown, with powers and quotients."""
         size, dimensions, sign, power, unknown = Fraction(1), Counter[str](), 1, 1, 0
         while self.kind() == "word" or self.peek() in ("/", "*", "degree") or (dimensions and self.kind() == "symbol"):
             word = self.next().text
@@ -395,7 +395,7 @@ class _Parser:
             elif lower in _SQUARE:
                 power = _SQUARE[lower]
             elif lower in NO_UNITS or lower in SCALES or unknown > 1 or (lower in MORE and MORE & set(dimensions)):
-                raise UnknownNotation(f"{word!r} behind a value")
+                raise UnknownNotation(f"{word!r} after a value")
             elif lower in MORE:
                 dimensions[lower] = 1
             elif word != "a" and lower not in ("an", "the", "of") and (lower != "in" or self.kind() != "word"):
@@ -411,51 +411,51 @@ class _Parser:
                     sign = -1 if exponent.kind == "neg" else sign
                     number = exponent.parts[0] if exponent.kind == "neg" else exponent
                     if number.kind != "number" or number.value[0] not in (1, 2, 3):
-                        raise UnknownNotation("power of a unit")
+                        raise UnknownNotation("invalid power of a unit")
                     power = int(number.value[0])
                 dimensions[dimension] += sign * power
                 size, sign, power = size * factor ** (sign * power), 1, 1
-        return Node("unit", (made,), (size, tuple(sorted(dimensions.items()))))
+        return Node("unit", (value,), (size, tuple(sorted(dimensions.items()))))
 
     def sum(self) -> Node:
         signs = {"+": "", "-": "neg", "pm": "pm", "mp": "mp"}
         sign = self.take(*signs)
-        made = self.product()
+        node = self.product()
         if sign and signs[sign]:
-            made = Node(signs[sign], (made,))
+            node = Node(signs[sign], (node,))
         while sign := self.take(*signs):
             part = self.product()
-            if made.kind == "named" and sign == "-":
-                made = Node("minus", (made, part))
+            if node.kind == "named" and sign == "-":
+                node = Node("minus", (node, part))
             else:
-                made = Node("add", (made, Node(signs[sign], (part,)) if signs[sign] else part))
-        return made
+                node = Node("add", (node, Node(signs[sign], (part,)) if signs[sign] else part))
+        return node
 
     def product(self, *, stop_at_functions: bool = False) -> Node:
-        made = self.power()
+        node = self.power()
         while True:
             if sign := self.take("*", "/") or (None if self.builds_set else self.take(":")):
                 negative = self.take("-")
                 right = self.power()
                 right = Node("neg", (right,)) if negative else right
-                made = Node({"*": "mul", "/": "div", ":": "ratio"}[sign], (made, right))
+                node = Node({"*": "mul", "/": "div", ":": "ratio"}[sign], (node, right))
             elif self._begins_factor() and not (stop_at_functions and (self.peek() or "")[1:] in FUNCTIONS):
                 before = self.tokens[self.at - 1]
                 bare_number = self.kind() == "number" and before.kind == "number" and self.peek(-2) not in ("^", "_")
                 begins = self.at
                 right = self.power()
                 if bare_number:  # "1 1/2"
-                    if not (made.kind == "number" and self.tokens[begins].spaced and self.take("/")):
+                    if not (node.kind == "number" and self.tokens[begins].spaced and self.take("/")):
                         raise Ambiguous("numbers side by side")
-                    made = self._whole_and_part(made, Node("div", (right, self.power())))
-                elif whole(made) and self.tokens[begins].text == r"\frac" and all(map(whole, right.parts)):
-                    made = self._whole_and_part(made, right)
-                elif self.tokens[begins].kind == "number" and made.kind in ("div", "mixed"):
+                    node = self._whole_and_part(node, Node("div", (right, self.power())))
+                elif whole(node) and self.tokens[begins].text == r"\frac" and all(map(whole, right.parts)):
+                    node = self._whole_and_part(node, right)
+                elif self.tokens[begins].kind == "number" and node.kind in ("div", "mixed"):
                     raise Ambiguous("numbers side by side")  # \frac{1}{2} 3
                 else:
-                    made = Node("mul", (made, right))
+                    node = Node("mul", (node, right))
             else:
-                return made
+                return node
 
     @staticmethod
     def _whole_and_part(count: Node, part: Node) -> Node:
@@ -473,41 +473,41 @@ class _Parser:
         return kind == "command" and (text in CONSTANTS or text in GREEK or text in _BEGIN or text[1:] in FUNCTIONS)
 
     def power(self) -> Node:
-        made = self.atom()
+        node = self.atom()
         while True:
             if self.take("^"):
                 if self.peek() == r"\circ" or (self.peek() == "{" and self.peek(1) == r"\circ" and self.peek(2) == "}"):
                     for _ in range(1 if self.peek() == r"\circ" else 3):
                         self.next()
                     self.tokens.insert(self.at, _Token("sign", "degree", False))
-                    return made
+                    return node
                 if self.peek() == "degree":
-                    return made
-                made = Node("pow", (made, self.exponent()))
+                    return node
+                node = Node("pow", (node, self.exponent()))
             elif self.take("_"):
-                made = self.subscripted(made)
+                node = self.subscripted(node)
             elif self.take("!"):
-                made = Node("call", (made,), "!")
-            elif made.kind == "symbol" and self.take("'"):
-                made = Node("symbol", value=made.value + "'")
+                node = Node("call", (node,), "!")
+            elif node.kind == "symbol" and self.take("'"):
+                node = Node("symbol", value=node.value + "'")
             else:
-                return made
+                return node
 
-    def subscripted(self, made: Node) -> Node:
-        if made.kind == "number" and made.value[1] is None and self.tokens[self.at - 2].text != ")":
+    def subscripted(self, node: Node) -> Node:
+        if node.kind == "number" and node.value[1] is None and self.tokens[self.at - 2].text != ")":
             base = self.argument()
             if not whole(base) or not 2 <= base.value[0] <= 36:
-                raise UnknownNotation("base of a number")
-            return Node("based", (made,), int(base.value[0]))
-        if made.kind not in ("symbol", "constant"):
-            raise UnknownNotation("subscript")
+                raise UnknownNotation("invalid base of a number")
+            return Node("based", (node,), int(base.value[0]))
+        if node.kind not in ("symbol", "constant"):
+            raise UnknownNotation("unexpected subscript")
         begins = self.at
         if self.peek() == "{" and self.peek(1) in (r"\max", r"\min") and self.peek(2) == "}":
             self.at += 3
         else:
             self.argument()
         name = "".join(token.text for token in self.tokens[begins : self.at] if token.text not in "{}")
-        return Node("symbol", value=f"{made.value}_{name}")
+        return Node("symbol", value=f"{node.value}_{name}")
 
     def exponent(self) -> Node:
         if self.take("-"):
@@ -518,10 +518,9 @@ class _Parser:
         return Node("pow", (base, self.exponent())) if self.take("^") else base
 
     def argument(self, *, digit: bool = False) -> Node:
-        """What a command takes: a group in braces or one token; of a number, one digit if `digit`."""
+        """Argument of a command: a group in braces, or one token; with `digit`, only one digit of a number."""
         if self.take("{"):
-            made = self.answer_in_braces()
-            return made
+            return self.answer_in_braces()
         if digit and self.kind() == "number" and self.peek() and len(self.peek() or "") > 1:
             token = self.tokens[self.at]
             self.tokens[self.at : self.at + 1] = [
@@ -535,10 +534,10 @@ class _Parser:
             raise UnknownNotation("empty braces")
         items, _ = self.items()
         if self.take(r"\over"):
-            items = [Node("div", (items[0], self.sum()))] if len(items) == 1 else []
+            if len(items) > 1:
+                raise UnknownNotation(r"misplaced \over")
+            items = [Node("div", (items[0], self.sum()))]
         self.expect("}")
-        if not items:
-            raise UnknownNotation(r"\over")
         return items[0] if len(items) == 1 else Node("group", tuple(items), "{}")
 
     def atom(self) -> Node:
@@ -551,8 +550,7 @@ class _Parser:
         if token.kind == "symbol" or (token.kind == "word" and len(text) == 1):
             if text in CONSTANTS:
                 return Node("constant", value=CONSTANTS[text])
-            made = Node("symbol", value=text)
-            return self.called(made)
+            return self.called(Node("symbol", value=text))
         if text in CONSTANTS:
             return Node("constant", value=CONSTANTS[text])
         if text in GREEK:
@@ -572,7 +570,7 @@ class _Parser:
         return self.command(text)
 
     def called(self, name: Node) -> Node:
-        """f(1, 2): a function of several values; f(x) is read as a product."""
+        """Call of a function of several values, f(1, 2); f(x) is read as a product."""
         if self.peek() != "(" or not self._several():
             return name
         self.next()
@@ -580,7 +578,7 @@ class _Parser:
         return Node("call", (name, *inner.parts), "f")
 
     def _several(self) -> bool:
-        """Whether there is a comma in the brackets that begin here, and not in inner ones."""
+        """True if the brackets that begin here have a comma that is not in inner brackets."""
         depth = 0
         for token in self.tokens[self.at :]:
             depth += (token.text in _OPENING) - (token.text in _CLOSES)
@@ -589,11 +587,11 @@ class _Parser:
         return False
 
     def brackets(self, opening: str) -> Node:
-        around = self.bars, self.builds_set
+        outer = self.bars, self.builds_set
         self.bars, self.builds_set = int(opening == r"\{"), opening == r"\{"
-        made = self.inside(opening)
-        self.bars, self.builds_set = around
-        return made
+        node = self.inside(opening)
+        self.bars, self.builds_set = outer
+        return node
 
     def inside(self, opening: str) -> Node:
         if opening == r"\{" and self.take(r"\}"):
@@ -606,24 +604,24 @@ class _Parser:
             conditions, between = self.items()
             self.expect(r"\}")
             whole = items[0].parts[1:] if items[0].kind == "relation" and items[0].value == (r"\in",) else ()
-            made = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
+            condition = conditions[0] if len(conditions) == 1 else Node("group", tuple(conditions), between or "and")
             if (items[0].parts[0] if whole else items[0]).kind != "symbol":
-                return Node("builder", (items[0], made))
-            return Node("intersection", (*whole, made)) if whole else made
+                return Node("builder", (items[0], condition))
+            return Node("intersection", (*whole, condition)) if whole else condition
         closing = self.take(*_CLOSES)
         if closing is None or (closing != _OPENING[opening] and {opening, closing} not in ({"(", "]"}, {"[", ")"})):
-            raise UnknownNotation("brackets")
+            raise UnknownNotation("mismatched brackets")
         shape = {"<<": "(", r"\{": "{"}.get(opening, opening) + {">>": ")", r"\}": "}"}.get(closing, closing)
         if len(items) == 1 and shape in ("()", "[]"):
             return items[0]
         if len(items) == 1 and shape != "{}":
-            raise UnknownNotation("brackets")
+            raise UnknownNotation("mismatched brackets")
         return Node("group", tuple(items), shape)
 
     def command(self, text: str) -> Node:
         if text == r"\frac":
             if self.peek() == "{" and self.peek(1) in ("d", r"\partial") and self.peek(2) in ("}", "^"):
-                raise UnknownNotation(r"\frac{d}")
+                raise UnknownNotation(r"derivative \frac{d}")
             return Node("div", (self.argument(digit=True), self.argument(digit=True)))
         if text == r"\binom":
             return Node("call", (self.argument(digit=True), self.argument(digit=True)), r"\binom")
@@ -673,8 +671,8 @@ class _Parser:
             inner = Node("mul", (inner, Node("div", (Node("constant", value="pi"), number("180")))))
         if name in ("sin", "cos", "tan") and power == Node("neg", (number("1"),)):
             name, power = f"arc{name}", None
-        made = Node("call", (inner,) if base is None else (inner, base), name)
-        return made if power is None else Node("pow", (made, power))
+        call = Node("call", (inner,) if base is None else (inner, base), name)
+        return call if power is None else Node("pow", (call, power))
 
     def matrix(self) -> Node:
         self.expect("{")
@@ -692,14 +690,11 @@ class _Parser:
         while True:
             if self.take("&"):
                 row.append(self.clause())
-            elif self.take("\\\\"):
-                rows.append(row)
-                if self.peek() == r"\end":
-                    break
-                row = [self.clause()]
             else:
                 rows.append(row)
-                break
+                if not self.take("\\\\") or self.peek() == r"\end":
+                    break
+                row = [self.clause()]
         self.expect(r"\end")
         self.expect("{")
         while self.take("}") is None:

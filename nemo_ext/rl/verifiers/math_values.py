@@ -1,4 +1,4 @@
-"""Values of the expressions in an answer: exact or to many digits, with numbers or matrices for their symbols."""
+"""Numerical values of expressions, exact or to many digits, with numbers or matrices in place of symbols."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -18,18 +18,18 @@ MATRIX_POWERS = (Node("neg", (Node("number", value=(Fraction(1), None)),)), Node
 
 
 class NoValue(ArithmeticError):
-    """An expression has no number as its value, or one that is too large."""
+    """An expression has no numerical value, or its value is too large."""
 
 
 class Values:
-    """Calculator of one comparison, with the precision of its numbers."""
+    """Calculator for one comparison, with an adjustable precision."""
 
     mp = MPContext()
     left_reals = False
-    """Whether something of the last value was complex although its operands were real."""
+    """Whether a part of the last value was complex although its operands were real."""
 
     def matrix(self, node: Node, point: dict[str, Fraction]) -> _Matrix:
-        """Value of an expression in which a capital letter is a matrix and everything else a multiple of the unit."""
+        """Value of an expression in which capital letters are 2 x 2 matrices and numbers multiples of the identity."""
         kind, parts = node.kind, node.parts
         if kind == "words" and parts:
             return self.matrix(parts[0], point)
@@ -45,15 +45,17 @@ class Values:
                 raise NoValue("power of a matrix")
             size = a * d - b * c
             base = (d / size, -b / size, -c / size, a / size) if power < 0 else (a, b, c, d)
-            made: _Matrix = (Fraction(1), Fraction(0), Fraction(0), Fraction(1))
+            result: _Matrix = (Fraction(1), Fraction(0), Fraction(0), Fraction(1))
             for _ in range(abs(int(power))):
-                made = _product(made, base)
-            return made
+                result = _product(result, base)
+            return result
         if kind in ("add", "mul", "div"):
             left, right = (self.matrix(part, point) for part in parts)
             if kind == "add":
                 return left[0] + right[0], left[1] + right[1], left[2] + right[2], left[3] + right[3]
-            return _product(left, right) if kind == "mul" else self.matrix(_over(*parts), point)
+            if kind == "mul":
+                return _product(left, right)
+            return self.matrix(Node("mul", (parts[0], Node("pow", (parts[1], MATRIX_POWERS[0])))), point)
         if kind == "neg":
             a, b, c, d = self.matrix(parts[0], point)
             return -a, -b, -c, -d
@@ -62,14 +64,14 @@ class Values:
             raise NoValue("matrix")
         return number, Fraction(0), Fraction(0), number
 
-    def sampled(self, wanted: Node, given: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
-        """Values of two expressions at points where both are real; at all points if hardly any is such a point."""
+    def sampled(self, expected: Node, actual: Node, symbols: frozenset[str]) -> Iterator[tuple[Number, Number]]:
+        """Values of two expressions at points where both are real, or at all points if fewer than two are real."""
         others: list[tuple[Number, Number]] = []
         real = 0
         for point in points(symbols):
             self.left_reals = False
             try:
-                first, second = self.value(wanted, point), self.value(given, point)
+                first, second = self.value(expected, point), self.value(actual, point)
             except (NoValue, ZeroDivisionError):
                 continue
             if self.left_reals:
@@ -81,7 +83,7 @@ class Values:
             yield from others
 
     def close(self, first: Number, second: Number) -> bool:
-        """Equal in the precision of the moment, less a tenth and 20 digits for what computing lost."""
+        """True if two numbers agree to the current precision, less a tenth and 20 digits for rounding errors."""
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         first, second = self.lift(first), self.lift(second)
@@ -97,18 +99,20 @@ class Values:
         return self.mp.mpf(number.numerator) / number.denominator if isinstance(number, Fraction) else number
 
     def value(self, node: Node, point: dict[str, Fraction]) -> Number:
-        """Number that an expression is, with these values of its symbols.
+        """Value of an expression at a point, which gives the values of its symbols.
 
         Raises:
-            NoValue, ZeroDivisionError: it has none.
+            NoValue, ZeroDivisionError: the expression has no value there.
         """
-        made = self._value(node, point)
-        if isinstance(made, Fraction):
-            if max(made.numerator.bit_length(), made.denominator.bit_length()) > _MAX_BITS:
+        result = self._value(node, point)
+        if isinstance(result, Fraction):
+            if max(result.numerator.bit_length(), result.denominator.bit_length()) > _MAX_BITS:
                 raise NoValue("too large")
-        elif self.mp.isnan(made) or (not self.mp.isinf(made) and made != 0 and abs(self.mp.mag(made)) > _MAX_BITS):
+        elif self.mp.isnan(result) or (
+            not self.mp.isinf(result) and result != 0 and abs(self.mp.mag(result)) > _MAX_BITS
+        ):
             raise NoValue("too large")
-        return made
+        return result
 
     def finite(self, node: Node, point: dict[str, Fraction]) -> Number:
         made = self.value(node, point)
@@ -133,14 +137,14 @@ class Values:
         if kind == "call" and node.value == "f":
             raise NoValue("f")
         values = [self.finite(part, point) for part in parts]
-        made = self.called(node.value, values) if kind == "call" else _OPERATIONS[kind](self, *values)
+        result = self.called(node.value, values) if kind == "call" else _OPERATIONS[kind](self, *values)
         if (
-            isinstance(made, self.mp.mpc)
-            and made.imag != 0
-            and not any(isinstance(each, self.mp.mpc) for each in values)
+            isinstance(result, self.mp.mpc)
+            and result.imag != 0
+            and not any(isinstance(value, self.mp.mpc) for value in values)
         ):
             self.left_reals = True
-        return made
+        return result
 
     def sum(self, first: Number, second: Number) -> Number:
         if isinstance(first, Fraction) and isinstance(second, Fraction):
@@ -177,9 +181,9 @@ class Values:
         if name == "root":
             return self.root(first, values[1])
         if name == "!":
-            if isinstance(first, Fraction) and (first.denominator != 1 or not 0 <= first <= 5000):
+            if not isinstance(first, Fraction) or first.denominator != 1 or not 0 <= first <= 5000:
                 raise NoValue("factorial")
-            return self.factorial(first)
+            return Fraction(math.factorial(int(first)))
         if name in ("floor", "ceil"):
             return Fraction(int(getattr(self.mp, name)(self.lift(first).real)))
         if name == r"\binom":
@@ -196,11 +200,6 @@ class Values:
         if abs(number) > (_MAX_BITS * 0.69 if name in ("exp", "sinh", "cosh", "tanh") else 1e30):
             raise NoValue("too large")
         return getattr(self.mp, {"arcsin": "asin", "arccos": "acos", "arctan": "atan"}.get(name, name))(number)
-
-    def factorial(self, number: Number) -> Number:
-        if not isinstance(number, Fraction):
-            raise NoValue("factorial")
-        return Fraction(math.factorial(int(number)))
 
     def root(self, number: Number, degree: Number) -> Number:
         if degree == 0:
@@ -234,17 +233,13 @@ def _product(left: _Matrix, right: _Matrix) -> _Matrix:
     return a * e + b * g, a * f + b * h, c * e + d * g, c * f + d * h
 
 
-def _over(above: Node, below: Node) -> Node:
-    return Node("mul", (above, Node("pow", (below, MATRIX_POWERS[0]))))
-
-
 def points(symbols: frozenset[str]) -> Iterator[dict[str, Fraction]]:
-    """Values of symbols, whole numbers and fractions of both signs in turn, the same for the same names.
+    """Sample points, symbol -> value: integers and fractions of both signs, the same for the same names.
 
-    The last two are far out on either side, behind the corners of |x + 5|.
+    The last two points are far out on either side, beyond the kinks of expressions like |x + 5|.
     """
     for turn in range(9 if symbols else 1):
-        # Of all remainders by 4, for (-1)^n and i^n.
+        # With all remainders modulo 4, for (-1)^n and i^n.
         points = {
             name: Fraction(3 * place + (2, 5, 7, 12, 10)[turn // 2]) for place, name in enumerate(sorted(symbols))
         }

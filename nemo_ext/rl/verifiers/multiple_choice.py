@@ -21,10 +21,10 @@ class Reference:
 
     Attributes:
         answer: letter of the correct choice.
-        choices: text of each letter; None where only their number is known.
+        choices: letter -> text; None where only the number of choices is known.
         format: place of the response's choice: `boxed`, in \boxed{}; `text`, after the last "Answer:" or "answer is";
             `letter`, in \boxed{} and by letter alone, NeMo Gym's strict_single_letter_boxed; `any`, in \boxed{} if
-            there is one, else after "Answer:", else the whole answer.
+            there is a box, else after "Answer:", else the whole answer.
     """
 
     answer: str
@@ -36,7 +36,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a task's reference: {answer: "B", choices: [texts] or their number}.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold.
+        ValueError: invalid reference; the message names the key and the accepted values.
     """
     check_keys(reference, ("answer", "choices", "format"), required=("answer", "choices"), where="reference")
     choices, form = reference["choices"], reference.get("format", "any")
@@ -45,7 +45,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         number = len(choices)
     if number is None or not 2 <= number <= MAX_CHOICES:
         shown = repr(choices)[:200]
-        raise ValueError(f"reference.choices={shown}: expected 2 to {MAX_CHOICES} texts, or how many there are")
+        raise ValueError(f"reference.choices={shown}: expected 2 to {MAX_CHOICES} texts, or their number")
     letters = string.ascii_uppercase[:number]
     texts: list[str | None] = [None] * number if isinstance(choices, int) else list(choices)
     if empty := [letter for letter, text in zip(letters, texts, strict=True) if text is not None and not text.strip()]:
@@ -54,7 +54,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         raise ValueError(f"reference.choices: expected texts of at most {MAX_CHOICE} characters")
     normals = [normal(text) for text in texts if text is not None]
     if len(set(normals)) < len(normals):
-        raise ValueError(f"reference.choices={repr(choices)[:200]}: two of them are the same")
+        raise ValueError(f"reference.choices={repr(choices)[:200]}: two texts are the same")
     answer = reference["answer"]
     if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
         raise ValueError(f"reference.answer={answer!r}: expected a letter, {letters[0]} to {letters[-1]}")
@@ -68,25 +68,25 @@ def verify(response: Response, reference: Reference) -> Verdict:
     text, form = response.answer, reference.format
     if not text:
         return Verdict.wrong("no answer")
-    # Without texts, not with unknown ones, behind which a letter may stand.
+    # "" means no text; None, an unknown text, would allow any text after the letter.
     choices = dict.fromkeys(reference.choices, "") if form == "letter" else reference.choices
-    found = [] if form == "text" else [(content, named_choices(content, choices)) for content in _boxed(text)]
-    if not found and form in ("any", "text"):
+    candidates = [] if form == "text" else [(content, named_choices(content, choices)) for content in _boxed(text)]
+    if not candidates and form in ("any", "text"):
         if final := final_text(text):
-            found = [(final, named_in_sentences(final, choices))]
+            candidates = [(final, named_in_sentences(final, choices))]
         elif form == "any" and (line := bare(text)):
-            found = [(line, named_choices(line, choices))]
-    if not found:
+            candidates = [(line, named_choices(line, choices))]
+    if not candidates:
         return Verdict.wrong(f"no answer in the format {form}")
     named: set[str] = set()
-    for content, letters in found:
+    for content, letters in candidates:
         if not letters:
             return Verdict.wrong("no choice is named", content.strip()[:200])
         named |= letters
     if len(named) > 1:
         return Verdict.wrong("more than one choice is named", ", ".join(sorted(named)))
     (letter,) = named
-    return Verdict.correct(letter) if letter == reference.answer else Verdict.wrong("another choice", letter)
+    return Verdict.correct(letter) if letter == reference.answer else Verdict.wrong("different choice", letter)
 
 
 def environment() -> Environment:
@@ -95,7 +95,7 @@ def environment() -> Environment:
 
 
 def _boxed(text: str) -> list[str]:
-    """Contents of the boxes; of nested boxes only the outermost, which names no choice."""
+    """Contents of all boxes; of nested boxes only the outermost, which names no choice."""
     outer: list[tuple[int, int]] = []
     for begin, end in boxes(text):
         while outer and outer[-1][0] > begin:

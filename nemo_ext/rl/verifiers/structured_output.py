@@ -1,7 +1,7 @@
-"""Structured output: JSON that a schema allows. Nemotron 3 Nano rewards validity alone, not the content.
+"""Structured output: JSON that is valid under a schema. As in Nemotron 3 Nano, the content is not judged.
 
 Checks that can be slow for some schemas and answers (regular expressions, unique items, recursive schemas) run in a
-worker with a time limit. Nothing is ever fetched: a schema may refer to parts of itself only.
+worker with a time limit. Nothing is ever fetched: a schema may refer only to parts of itself.
 """
 
 import functools
@@ -51,7 +51,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     Gym's structured_outputs does with every schema).
 
     Raises:
-        ValueError: naming the key and the problem: an invalid schema, or one that refers to another document.
+        ValueError: invalid schema, or a reference to another document; the message names the key.
     """
     check_keys(reference, ("schema", "strict"), required=("schema",), where="reference")
     schema, strict = reference["schema"], reference.get("strict", False)
@@ -70,7 +70,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
         text = json.dumps(strictly(schema) if strict else schema, allow_nan=False)
         if "$schema" in schema and validator_for(schema, default=None) is None:
             raise ValueError(f"unknown $schema {schema['$schema']!r}")
-        made = validator(text)
+        compiled = validator(text)
     except SchemaError as error:
         path = "".join(f".{part}" for part in error.absolute_path)
         raise ValueError(f"reference.schema{path}: {error.message[:200]}") from None
@@ -81,9 +81,9 @@ def check(reference: Mapping[str, Any]) -> Reference:
     for path, part in _parts(schema, "reference.schema"):
         _check_part(schema, part, path)
     try:
-        made.is_valid({})
+        compiled.is_valid({})
     except RecursionError:
-        raise ValueError("reference.schema: it refers to itself without end") from None
+        raise ValueError("reference.schema: its references form an endless loop") from None
     return Reference(text=text)
 
 
@@ -95,7 +95,7 @@ def verify(
     max_length: int = MAX_LENGTH,
     max_depth: int = MAX_DEPTH,
 ) -> Verdict:
-    """Correct if the answer is JSON, alone or in one ```json fence, that the schema allows."""
+    """Correct if the answer is valid JSON under the schema, alone or in one ```json fence."""
     if not response.answer:
         return Verdict.wrong("no answer")
     if len(response.answer) > max_length:
@@ -130,7 +130,7 @@ def environment(
         memory: address space of a worker, in MiB.
 
     Raises:
-        ValueError: a setting out of range.
+        ValueError: a setting is out of range.
     """
     checked_whole("max_length", max_length, least=1)
     checked_whole("max_depth", max_depth, least=1)
@@ -147,29 +147,29 @@ def unfenced(text: str) -> str:
     """JSON text of an answer: all of it, or the contents of its only fence.
 
     Raises:
-        NotJsonError: there is text after the fence, or the fence does not close.
+        NotJsonError: there is text around the fence, or the fence is not closed.
     """
     text = text.strip()
     if not text.startswith(("```", "~~~")):
         return text
-    found = fences(text)
-    if len(found) != 1 or found[0][2:] != (0, text.count("\n")) or found[0][0] not in ("", "json"):
-        raise NotJsonError("not one fence alone")
-    return found[0][1]
+    blocks = fences(text)
+    if len(blocks) != 1 or blocks[0][2:] != (0, text.count("\n")) or blocks[0][0] not in ("", "json"):
+        raise NotJsonError("not JSON alone or in a single fenced block")
+    return blocks[0][1]
 
 
 def parse(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     """Parse JSON (RFC 8259); refuses NaN, infinities, numbers that overflow, and duplicate keys in an object.
 
     Raises:
-        NotJsonError: it is not such JSON, or nested deeper than `max_depth`.
+        NotJsonError: invalid JSON, or nested deeper than `max_depth`.
     """
     try:
         value = strict_json(text)
         deep = _depth(value) > max_depth
     except RecursionError:
         deep = True
-    except ValueError as error:  # a whole number of more than 4300 digits, too
+    except ValueError as error:  # also an integer of more than 4300 digits
         raise NotJsonError(f"not JSON: {str(error)[:100]}") from None
     if deep:
         raise NotJsonError(f"nested deeper than {max_depth}")
@@ -200,7 +200,7 @@ def prepare() -> None:
 
 
 def problem(schema: str, text: str) -> str:
-    """In a worker: reason why the schema refuses a JSON text; "" if it allows it. May take any time."""
+    """In a worker: reason why a JSON text is invalid under the schema, or "". May take any time."""
     # Recursive schemas descend as deep as the answer, with several calls per level.
     sys.setrecursionlimit(20_000)
     error = next(validator(schema).iter_errors(json.loads(text)), None)
@@ -210,7 +210,7 @@ def problem(schema: str, text: str) -> str:
 
 
 def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """A schema and all schemas in it, with their paths."""
+    """A schema and all of its subschemas, with their paths."""
     if isinstance(schema, list | tuple):
         for index, part in enumerate(schema):
             yield from _parts(part, f"{path}[{index}]")
@@ -226,15 +226,17 @@ def _parts(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _check_part(root: Mapping[str, Any], part: Mapping[str, Any], path: str) -> None:
     if "$id" in part and part is not root:
-        raise ValueError(f"{path}.$id={part['$id']!r}: a part of a schema may not be a document of its own")
+        raise ValueError(f"{path}.$id={part['$id']!r}: only the whole schema may have an $id")
     for key in _REFERS:
         target = part.get(key)
         if target is None:
             continue
         if not isinstance(target, str) or not target.startswith("#"):
-            raise ValueError(f"{path}.{key}={target!r}: a schema may refer to itself only: '#/$defs/...'")
+            raise ValueError(
+                f"{path}.{key}={target!r}: a schema may refer only to parts of itself, such as '#/$defs/...'"
+            )
         if key == "$ref" and not _resolves(root, target):
-            raise ValueError(f"{path}.{key}={target!r}: there is no such part of the schema")
+            raise ValueError(f"{path}.{key}={target!r}: the schema has no such part")
 
 
 def _resolves(root: Mapping[str, Any], target: str) -> bool:

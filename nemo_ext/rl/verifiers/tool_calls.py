@@ -1,12 +1,12 @@
-"""Tool calls of a single turn: exactly the expected ones.
+"""Tool calls of a single turn, which must be exactly the expected ones.
 
 A reference is {expected: [{name, arguments}], order: any | as_given, tools}. Arguments are compared as JSON: 1 and 1.0
 are equal, true is not a number, and a missing argument has its schema's default. NeMo Gym's xlam_fc also requires the
 same number of calls, but lets a call have unexpected arguments.
 
-In place of `expected`, {accepted: [{name, arguments: {key: [values]}}]} is as in the Berkeley Function-Calling
-Leaderboard: an argument has one of several values, and one with "" among them may be left out; in texts, letter case,
-spaces, quotes and the signs ,./-_*^ count for nothing.
+With {accepted: [{name, arguments: {key: [values]}}]} in place of `expected`, calls are compared as in the Berkeley
+Function-Calling Leaderboard: each argument has a list of accepted values, which contains "" if it may be omitted; in
+strings, letter case, spaces, quotes and the signs ,./-_*^ are ignored.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Reference:
         expected: expected calls; empty where the model should answer without calls.
         order: `as_given` if the calls must come in this order, `any` if not.
         accepted: whether the arguments of the calls are lists of accepted values.
-        tools: declared tools of the task, one of which every call must fit; None to compare the calls alone.
+        tools: declared tools of the task, whose schemas every call must match; None to compare only the calls.
     """
 
     expected: tuple[ToolCall, ...]
@@ -46,16 +46,16 @@ def check(reference: Mapping[str, Any]) -> Reference:
     """Parse a reference.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold; an expected call that fits no declared tool.
+        ValueError: invalid reference, or an expected call that matches no declared tool; the message names the key.
     """
     key = "accepted" if "accepted" in reference else "expected"
     check_keys(reference, (key, "order", "tools"), required=(key,), where="reference")
-    given, order = reference[key], reference.get("order", "any")
-    expected = expected_calls(given, f"reference.{key}")
+    calls, order = reference[key], reference.get("order", "any")
+    expected = expected_calls(calls, f"reference.{key}")
     if key == "accepted":
         for call in expected:
             if wrong := [name for name, values in call.arguments.items() if not (isinstance(values, list) and values)]:
-                raise ValueError(f"reference.accepted: {call.name}: {wrong[0]} must be a list of values")
+                raise ValueError(f"reference.accepted: {call.name}: {wrong[0]} must be a list of accepted values")
     if order not in ("any", "as_given"):
         raise ValueError(f"reference.order must be any or as_given, not {order!r}")
     tools = reference.get("tools")
@@ -67,15 +67,15 @@ def check(reference: Mapping[str, Any]) -> Reference:
     return Reference(expected=expected, order=order, accepted=key == "accepted", tools=tools)
 
 
-def expected_calls(given: Any, where: str) -> tuple[ToolCall, ...]:
+def expected_calls(calls: Any, where: str) -> tuple[ToolCall, ...]:
     """Parse a reference's list of {name, arguments}.
 
     Raises:
-        ValueError: it is not such a list.
+        ValueError: not such a list.
     """
-    if not isinstance(given, list | tuple):
-        raise ValueError(f"{where} must be a list of {{name, arguments}}, not {given!r}")
-    read = read_openai_calls(given)
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"{where} must be a list of {{name, arguments}}, not {calls!r}")
+    read = read_openai_calls(calls)
     if read.problems:
         raise ValueError(f"{where}: {read.problems[0].replace('tool_calls', '')}")
     return read.calls
@@ -85,27 +85,27 @@ def verify(response: Response, reference: Reference, *, style: Style = "any") ->
     """Correct if the response makes the expected calls and no others."""
     tools = reference.tools
     parsed = calls_of(response, tools or (), style)
-    said = ", ".join(call.name for call in parsed.calls)[:200] or None
+    names = ", ".join(call.name for call in parsed.calls)[:200] or None
     if parsed.problems:
-        return Verdict.wrong(f"a call cannot be read: {parsed.problems[0]}"[:300], said)
+        return Verdict.wrong(f"malformed call: {parsed.problems[0]}"[:300], names)
     if not response.answer and not parsed.calls:
         return Verdict.wrong("no answer")
     if tools is not None:
         for call in parsed.calls:
             if problem := call_problem(call, tools):
-                return Verdict.wrong(problem, said)
+                return Verdict.wrong(problem, names)
     if len(parsed.calls) != len(reference.expected):
-        return Verdict.wrong(f"{len(parsed.calls)} calls instead of {len(reference.expected)}", said)
+        return Verdict.wrong(f"{len(parsed.calls)} calls instead of {len(reference.expected)}", names)
     defaults = _defaults(tools or ())
-    left = list(parsed.calls)
+    remaining = list(parsed.calls)
     same = _accepted_call if reference.accepted else _same_call
     for expected in reference.expected:
-        candidates = left[:1] if reference.order == "as_given" else left
+        candidates = remaining[:1] if reference.order == "as_given" else remaining
         fitting = [place for place, call in enumerate(candidates) if same(call, expected, defaults)]
         if not fitting:
-            return Verdict.wrong(f"no call {expected.name} as expected", said)
-        del left[fitting[0]]
-    return Verdict.correct(said)
+            return Verdict.wrong(f"no call matches the expected call of {expected.name}", names)
+        del remaining[fitting[0]]
+    return Verdict.correct(names)
 
 
 def environment(*, style: Style = "any") -> Environment:
@@ -115,7 +115,7 @@ def environment(*, style: Style = "any") -> Environment:
         style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
-        ValueError: there is no such style.
+        ValueError: unknown style.
     """
     check_style(style)
     return Environment(
@@ -132,7 +132,7 @@ def check_style(style: Any) -> None:
 
 
 def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Default values of the arguments of each tool."""
+    """Default values of arguments, by tool and argument."""
     made = {}
     for tool in tools:
         properties = (tool["function"].get("parameters") or {}).get("properties") or {}
@@ -147,8 +147,8 @@ def _defaults(tools: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def _same_call(one: ToolCall, other: ToolCall, defaults: Mapping[str, Mapping[str, Any]]) -> bool:
     if one.name != other.name:
         return False
-    left_out = defaults.get(one.name, {})
-    return same_json({**left_out, **one.arguments}, {**left_out, **other.arguments})
+    omitted = defaults.get(one.name, {})
+    return same_json({**omitted, **one.arguments}, {**omitted, **other.arguments})
 
 
 def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Mapping[str, Any]]) -> bool:
@@ -156,7 +156,7 @@ def _accepted_call(one: ToolCall, accepted: ToolCall, _defaults: Mapping[str, Ma
 
 
 def _accepts(value: Any, accepted: Any) -> bool:
-    """Whether a value is an accepted one, in which each key of an object has a list of values."""
+    """True if a value matches an accepted one, where each key of an object has a list of accepted values."""
     if isinstance(value, Mapping) and isinstance(accepted, Mapping):
         return value.keys() <= accepted.keys() and all(
             any(_accepts(value[key], each) for each in values) if key in value else "" in values

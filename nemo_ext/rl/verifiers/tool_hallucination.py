@@ -1,11 +1,11 @@
-"""Tool hallucination: a call is wrong where no tool is declared, whatever the answer is.
+"""Tool hallucination: where no tool is declared, any tool call is wrong, whatever the answer is.
 
 Nemotron 3 Nano, appendix C: where no tools are given, the model must "rely entirely on internal reasoning; therefore,
 any output containing a tool call" is a hallucination, in whatever format. Calls in text are recognized as in the
 preference data (`nemo_ext.data.preference.hallucination`).
 
-A reference is {tools, answer}: `tools` are the declared ones, none by default; `answer` is the check of the answer
-itself, {environment: math, reference: {answer: "4"}}; without it any answer without undeclared calls is correct.
+A reference is {tools, answer}: `tools` are the declared tools, none by default; `answer` is a check of the answer
+itself, {environment: math, reference: {answer: "4"}}; without it, any answer without undeclared calls is correct.
 """
 
 from collections.abc import Awaitable, Mapping
@@ -29,7 +29,7 @@ class Reference:
 
     Attributes:
         tools: declared tools.
-        answer: environment that checks the answer, and its parsed reference; None for no check.
+        answer: environment that checks the answer, and its parsed reference; None to skip this check.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -38,7 +38,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The check of the answer as a task names it."""
+    """Check of the answer, as written in a task."""
 
     environment: str
     reference: Mapping[str, Any]
@@ -56,30 +56,31 @@ class Verifier:
         self._style = style
         self._rules = HallucinationRules(search_reasoning=search_reasoning)
         self._settings = dict(environments or {})
-        self._made = {name: self._single_turn(name, "environments") for name in self._settings}
+        self._environments = {name: self._single_turn(name, "environments") for name in self._settings}
 
     def check(self, reference: Mapping[str, Any]) -> Reference:
         """Parse a reference.
 
         Raises:
-            ValueError: naming the key, what it holds and what it may hold.
+            ValueError: invalid reference; the message names the key and the accepted values.
         """
         check_keys(reference, ("tools", "answer"), required=(), where="reference")
         tools = check_tools(reference.get("tools") or (), "reference.tools")
-        given = reference.get("answer")
-        if given is None:
+        answer = reference.get("answer")
+        if answer is None:
             return Reference(tools=tools)
-        wanted = checked(_Answer, given, where="reference.answer", strict=True)
-        name = wanted.environment
-        if name not in self._made:
-            self._made[name] = self._single_turn(name, "reference.answer.environment")
+        check = checked(_Answer, answer, where="reference.answer", strict=True)
+        name = check.environment
+        if name not in self._environments:
+            self._environments[name] = self._single_turn(name, "reference.answer.environment")
+        environment = self._environments[name]
         try:
-            return Reference(tools=tools, answer=(self._made[name], self._made[name].check(wanted.reference)))
+            return Reference(tools=tools, answer=(environment, environment.check(check.reference)))
         except ValueError as error:
             raise ValueError(f"reference.answer: {error}") from None
 
     def verify(self, response: Response, reference: Reference) -> Verdict | Awaitable[Verdict]:
-        """Wrong for a call to an undeclared tool; otherwise the verdict of the answer's own check."""
+        """Wrong if an undeclared tool is called; otherwise the verdict of the check of the answer."""
         message = Message(
             role="assistant",
             content=response.answer,
@@ -87,7 +88,7 @@ class Verifier:
             tool_calls=response.tool_calls,
         )
         if not reference.tools and self._rules.calls(Generation(messages=(message,))):
-            return Verdict.wrong("calls a tool where none is declared")
+            return Verdict.wrong("calls a tool although none is declared")
         if reference.tools:
             parsed = calls_of(response, reference.tools, self._style)
             problems = [*parsed.problems, *(call_problem(call, reference.tools) for call in parsed.calls)]
@@ -103,7 +104,7 @@ class Verifier:
 
     async def reach(self) -> None:
         """Raises ValueError if a judge that checks answers cannot be reached."""
-        for made in self._made.values():
+        for made in self._environments.values():
             if made.reach is not None:
                 await made.reach()
 
@@ -127,14 +128,14 @@ def environment(
 
     Args:
         environments: settings of the environments that check answers, {math: {time_limit: 10}}.
-        search_reasoning: True to count calls that are only written in the reasoning, as the preference data do.
+        search_reasoning: True to count calls written only in the reasoning too, as the preference data do.
         style: style of calls in raw text, for tasks that declare tools.
 
     Raises:
         ValueError: invalid setting.
     """
     verifier = Verifier(environments=environments, search_reasoning=search_reasoning, style=style)
-    # Only the reference tells whether the answer's check waits.
+    # Whether the check of the answer waits depends on the reference.
     return Environment(
         name="tool_hallucination", check=verifier.check, verify=verifier.verify, waits=True, reach=verifier.reach
     )

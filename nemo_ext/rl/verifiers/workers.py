@@ -1,8 +1,8 @@
-"""Worker processes that are killed at a time limit, for libraries that nothing else stops.
+"""Worker processes that are killed at a time limit, for libraries that cannot be stopped otherwise.
 
 A signal handler does not run while C code computes (a power of large integers, a regular expression), and works only in
-the main thread, where engines do not call verifiers. Here the kernel's own timer ends the process, so that the limit
-always holds. Workers import what they need once and serve many calls; a new one replaces a killed one.
+the main thread, where engines do not call verifiers. Here a kernel timer kills the process, so that the limit always
+holds. Workers import their function once and serve many calls; a killed worker is replaced.
 """
 
 import importlib
@@ -20,14 +20,14 @@ from typing import Any
 START_LIMIT = 120.0
 """Seconds within which a worker must have imported its function."""
 GRACE = 5.0
-"""Seconds after which the host kills a worker that its own timer has not ended."""
+"""Seconds after the time limit at which the host kills a worker whose timer has not done so."""
 MAX_CALLS = 2000
 """Number of calls after which a worker is replaced, since parsers keep growing caches."""
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "SYSTEMROOT", "TMPDIR")
 
 
 class WorkerError(Exception):
-    """A worker gave no result; the text says why."""
+    """A worker gave no result; the message says why."""
 
 
 class TimeLimitError(WorkerError):
@@ -59,7 +59,7 @@ class _Worker:
         self.calls = 0
 
     def receive(self, seconds: float) -> Any:
-        """Read the next message; raises TimeLimitError or, at the end of the process, EOFError or OSError."""
+        """Read the next message; raises TimeLimitError, or EOFError or OSError if the process has exited."""
         if not self.connection.poll(seconds):
             raise TimeLimitError
         return json.loads(self.connection.recv_bytes())
@@ -75,13 +75,13 @@ class _Worker:
 
 
 class WorkerPool:
-    """Calls one function in worker processes. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
+    """Pool of worker processes that call one function. Thread-safe; from asyncio, `asyncio.to_thread(pool.call, ...)`.
 
-    Workers start when they are needed and end with the pool, with this process, and by themselves if this process is
-    killed. A forked child and an unpickled copy have workers of their own.
+    Workers start on demand and end with the pool or with this process, even if it is killed. Forked children and
+    unpickled copies have separate workers.
 
     Attributes:
-        time_limit: seconds for each call, from when a worker takes it.
+        time_limit: seconds per call, from the moment a worker receives it.
     """
 
     def __init__(self, function: str, time_limit: float, workers: int | None = None, memory: int = 4096) -> None:
@@ -89,12 +89,12 @@ class WorkerPool:
         Args:
             function: `module:name` of a function that takes and returns JSON values. If the module has a function
                 `prepare`, each worker calls it once before it counts as started: for slow imports.
-            time_limit: seconds for each call.
+            time_limit: seconds per call.
             workers: maximum number of processes; None for one per core that this process may use, eight at most.
             memory: address space of each worker, in MiB.
 
         Raises:
-            ValueError: a number that is not positive.
+            ValueError: a number is not positive.
         """
         if workers is None:
             from nemo_ext.job.workers import usable_cores  # here, since workers import this module too
@@ -116,14 +116,14 @@ class WorkerPool:
 
         Raises:
             TimeLimitError: the call took longer than the time limit.
-            WorkerError: the function raised, or its process ended or did not start; the text says which.
+            WorkerError: the function raised, or its process exited or did not start; the message says which.
         """
         with self._free:
             worker = self._borrow()
             try:
                 answer = self._ask(worker, arguments)
             except BaseException:
-                # Including Ctrl-C: an answer in flight must not be taken for that of the next call.
+                # Including Ctrl-C: the next call must not receive the pending result of this one.
                 self._discard(worker)
                 raise
             if worker.calls >= MAX_CALLS or self._closed:
@@ -135,7 +135,7 @@ class WorkerPool:
         return answer["result"]
 
     def close(self) -> None:
-        """End all workers; calls from now on fail."""
+        """End all workers; later calls fail."""
         self._closed = True
         self._end()
 
@@ -162,14 +162,14 @@ class WorkerPool:
                 return self._start()
             if worker.process.poll() is None:
                 return worker
-            self._discard(worker)  # ended while nobody used it, for want of memory for example
+            self._discard(worker)  # it was killed while idle, by the out-of-memory killer for example
         raise WorkerError("the pool is closed")
 
     def _start(self) -> _Worker:
         try:
             worker = _Worker(self._function, self._memory)
         except OSError as error:
-            raise WorkerError(f"no worker can be started: {error}") from error
+            raise WorkerError(f"cannot start a worker: {error}") from error
         self._alive.add(worker)
         try:
             ready = worker.receive(START_LIMIT)
@@ -177,7 +177,7 @@ class WorkerPool:
             self._discard(worker)
             raise WorkerError(f"a worker did not start within {START_LIMIT:g} s") from None
         except (EOFError, OSError):
-            raise WorkerError(f"a worker ended while it started: status {self._discard(worker)}") from None
+            raise WorkerError(f"a worker exited while starting, with status {self._discard(worker)}") from None
         except BaseException:
             self._discard(worker)
             raise
@@ -192,12 +192,12 @@ class WorkerPool:
             worker.send([self.time_limit, arguments])
             return worker.receive(self.time_limit + GRACE)
         except TimeLimitError:
-            raise TimeLimitError(f"time limit of {self.time_limit:g} s") from None
+            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s") from None
         except (EOFError, OSError):
             status = worker.process.wait(GRACE)
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
-            raise TimeLimitError(f"time limit of {self.time_limit:g} s")
-        raise WorkerError(f"a worker ended with status {status}")
+            raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s")
+        raise WorkerError(f"a worker exited with status {status}")
 
     def _discard(self, worker: _Worker) -> int:
         self._alive.discard(worker)
@@ -223,7 +223,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _serve(function: str, memory: int, connection: Connection) -> None:
-    """Main loop of a worker: import, report it, answer until the parent is gone."""
+    """Main loop of a worker: import the function, report readiness, answer calls until the parent is gone."""
     parent = os.getppid()
 
     def answer(message: Any) -> None:
@@ -253,7 +253,7 @@ def _serve(function: str, memory: int, connection: Connection) -> None:
             seconds, arguments = json.loads(connection.recv_bytes())
         except (EOFError, OSError):
             return
-        # The default action of SIGALRM ends the process, whatever it computes.
+        # The default action of SIGALRM kills the process, whatever it is doing.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:

@@ -1,1 +1,1 @@
-"""Worlds: databases with tools, in which a model has work to do. They import no framework."""
+"""Worlds: databases with tools, which a model works with. They import no framework."""

@@ -2,18 +2,17 @@
 
 Nemotron 3 Nano, section 3.2.1, names such an environment: it "tests an agent's tool-calling and proactive asking
 capability" in "banking scenarios like assisting customers with unblocking a credit card or solving account disputes",
-verified by the databases' state. The paper says no more: data, tools and rules are this package's. The customer says
-what the task has them say, one thing each time the model turns to them without a call.
+verified by the databases' state. The paper gives no more detail: data, tools and rules are this package's. The customer
+says the texts of the task, one after each response without a call.
 """
 
 from datetime import date, timedelta
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
-from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 TODAY = date(2025, 6, 18)
@@ -36,7 +35,7 @@ Loss = Literal["lost", "stolen", "damaged"]
 
 
 def find_customer(database: Database, name: Text) -> Any:
-    """Customer numbers of a name."""
+    """Find customer numbers by name."""
     wanted = " ".join(name.casefold().split())
     return [key for key, row in database.rows("customers") if row["name"].casefold() == wanted]
 
@@ -44,10 +43,10 @@ def find_customer(database: Database, name: Text) -> Any:
 def verify_identity(
     database: Database, customer_id: Id, birth_date: Annotated[str, Field(description="YYYY-MM-DD", max_length=10)]
 ) -> Any:
-    """Compare the date of birth that the customer has said with the one on file. Failed checks are recorded."""
+    """Check the date of birth stated by the customer against the one on file. Failed checks are recorded."""
     row = database.get("customers", customer_id)
     if row["birth_date"] != birth_date:
-        # This changes the database, so that guessing dates does more than was asked for.
+        # Recorded in the database, so that guessing dates makes a change that no task requests.
         database.update("customers", customer_id, failed_checks=row["failed_checks"] + 1)
         return "Error: this is not the date on file; the failed check was recorded"
     database.update("customers", customer_id, verified=True)
@@ -55,7 +54,7 @@ def verify_identity(
 
 
 def list_accounts(database: Database, customer_id: Id) -> Any:
-    """A verified customer's accounts."""
+    """List a verified customer's accounts."""
     _verified(database, customer_id)
     return [
         {"id": key, "kind": row["kind"], "balance": row["balance"] / 100}
@@ -65,7 +64,7 @@ def list_accounts(database: Database, customer_id: Id) -> Any:
 
 
 def list_cards(database: Database, customer_id: Id) -> Any:
-    """A verified customer's cards."""
+    """List a verified customer's cards."""
     _verified(database, customer_id)
     return [
         {"id": key, **row, "limit": row["limit"] / 100}
@@ -77,7 +76,7 @@ def list_cards(database: Database, customer_id: Id) -> Any:
 def list_transactions(
     database: Database, account_id: Id, page: Annotated[int, Field(description="from 1", ge=1, le=1000)] = 1
 ) -> Any:
-    """The transactions of a verified customer's account, the latest first."""
+    """List the transactions of a verified customer's account, latest first."""
     _own_account(database, account_id)
     found: list[Row] = [
         {"id": key, **row, "amount": row["amount"] / 100}
@@ -89,7 +88,7 @@ def list_transactions(
 
 
 def list_disputes(database: Database, customer_id: Id) -> Any:
-    """A verified customer's disputes."""
+    """List a verified customer's disputes."""
     _verified(database, customer_id)
     return [
         {"id": key, **row}
@@ -115,7 +114,7 @@ def transfer(database: Database, from_account: Id, to_account: Id, amount: Amoun
 
 
 def block_card(database: Database, card_id: Id, reason: Loss) -> Any:
-    """Block a verified customer's card for good; a new one needs replace_card."""
+    """Permanently block a verified customer's card; replace_card sends a new one."""
     card = _own_card(database, card_id)
     if card["state"] not in ("active", "blocked by PIN"):
         raise ToolError(f"the card is {card['state']}")
@@ -124,7 +123,7 @@ def block_card(database: Database, card_id: Id, reason: Loss) -> Any:
 
 
 def unblock_card(database: Database, card_id: Id) -> Any:
-    """Unblock a card that was blocked by a wrong PIN."""
+    """Unblock a card that was blocked because of a wrong PIN."""
     card = _own_card(database, card_id)
     if card["state"] != "blocked by PIN":
         raise ToolError(f"the card is {card['state']}: only cards blocked by PIN can be unblocked")
@@ -133,7 +132,7 @@ def unblock_card(database: Database, card_id: Id) -> Any:
 
 
 def replace_card(database: Database, card_id: Id) -> Any:
-    """Send a new card for one that is blocked as lost, stolen or damaged."""
+    """Send a replacement for a card that is blocked as lost, stolen or damaged."""
     card = _own_card(database, card_id)
     if not card["state"].startswith("blocked: "):
         raise ToolError(f"the card is {card['state']}: block it first")
@@ -143,7 +142,7 @@ def replace_card(database: Database, card_id: Id) -> Any:
 
 
 def set_card_limit(database: Database, card_id: Id, limit: Amount) -> Any:
-    """Set the monthly limit of an active card, 10000 at most."""
+    """Set the monthly limit of an active card, at most 10000."""
     card, cents = _own_card(database, card_id), _cents(limit)
     if card["state"] != "active":
         raise ToolError(f"the card is {card['state']}")
@@ -183,7 +182,7 @@ def update_address(database: Database, customer_id: Id, address: Text) -> Any:
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables of a seed."""
+    """Build the tables for a seed."""
     random = generator(seed, "bank")
 
     def number(low: int, high: int) -> int:
@@ -237,17 +236,8 @@ WORLD = World(
 )
 
 
-def environment(*, max_turns: int = 5, style: Style = "any") -> Environment:
-    """The environment `bank`.
-
-    Args:
-        max_turns: maximum number of responses in one conversation; five in Domyn-Small, section 4.4.
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
-
-    Raises:
-        ValueError: invalid setting.
-    """
-    return world_environment(WORLD, max_turns=max_turns, style=style)
+environment = partial(world_environment, WORLD, max_turns=5, style="any")
+"""The environment `bank`; five turns as in Domyn-Small, section 4.4."""
 
 
 def _verified(database: Database, customer_id: str) -> None:
@@ -273,5 +263,5 @@ def _own_card(database: Database, card_id: str) -> Row:
 def _cents(amount: float) -> int:
     cents = round(amount * 100)
     if cents < 1 or abs(cents - amount * 100) > 1e-6 * max(1, cents):
-        raise ToolError("an amount has two decimals at most")
+        raise ToolError("an amount may have at most two decimals")
     return cents

@@ -1,23 +1,22 @@
 """A workplace: five databases, a directory, 26 tools (Nemotron 3 Nano, section 3.2.1: "a sandbox environment with five
 databases, 26 tools", adapted from WorkBench).
 
-The tools are those of a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
+The tools suit a small office, as in NeMo Gym's workplace_assistant; data, names and wording are this package's.
 """
 
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from pydantic import AfterValidator, Field
 
-from nemo_ext.chat.tool_calls import Style
 from nemo_ext.job.seeds import generator
-from nemo_ext.rl.environments import Environment
 from nemo_ext.rl.worlds.world import Database, Row, Text, ToolError, World, one_of, paged, world_environment
 
 NOW = datetime(2025, 6, 18, 9, 0)
 _MINUTES, _DAY = "%Y-%m-%d %H:%M", "%Y-%m-%d"
-_LAST = "9"  # after all days and times as texts
+_LAST = "9"  # sorts after all days and times
 
 PEOPLE = (
     *("Aisha Khan", "Bruno Costa", "Carla Rossi", "Daniel Weber", "Elena Petrova", "Farid Haddad", "Grace Okafor"),
@@ -49,18 +48,18 @@ BOARDS, STATES, STATUSES, PRODUCTS, SOURCES = map(get_args, (Board, State, Statu
 def _address(text: str) -> str:
     before, at, after = text.casefold().strip().partition("@")
     if not (before and at and "." in after) or any(character.isspace() for character in before + after):
-        raise ToolError(f"{text!r} is no email address")
+        raise ToolError(f"{text!r} is not an email address")
     return f"{before}@{after}"
 
 
 def _time(form: str, shown: str) -> AfterValidator:
-    """Check that a text is a time in a form, and write it as all others."""
+    """Validator of a text in a time format, which also normalizes it."""
 
     def checked(text: str) -> str:
         try:
             return datetime.strptime(text, form).strftime(form)
         except ValueError:
-            raise ToolError(f"{text!r} is no time as {shown}") from None
+            raise ToolError(f"{text!r} is not in the format {shown}") from None
 
     return AfterValidator(checked)
 
@@ -88,9 +87,9 @@ ME = address("Alex Moreau")
 
 
 def find_email_address(database: Database, name: Text) -> Any:
-    """Addresses of the colleagues whose name holds the given words."""
+    """Find the addresses of colleagues whose name contains the given words."""
     wanted = name.casefold().split()
-    return [row["address"] for _, row in database.rows("directory") if _holds(row["name"], wanted)]
+    return [row["address"] for _, row in database.rows("directory") if _contains(row["name"], wanted)]
 
 
 # email
@@ -104,32 +103,32 @@ def search_emails(
     date_to: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Emails whose subject, body or correspondent hold all words, the latest first."""
-    found = _found(database, "emails", query, ("subject", "body", "correspondent"), box=box)
+    """Search for emails whose subject, body or correspondent contain all words, latest first."""
+    found = _search(database, "emails", query, ("subject", "body", "correspondent"), box=box)
     found = [row for row in found if (date_from or "") <= row["sent"][:10] <= (date_to or _LAST)]
-    return _page(sorted(found, key=lambda row: row["sent"], reverse=True), page)
+    return paged(sorted(found, key=lambda row: row["sent"], reverse=True), page, 5)
 
 
 def get_email(database: Database, email_id: Id) -> Any:
-    """One email."""
+    """Get one email."""
     return {"id": email_id, **database.get("emails", email_id)}
 
 
 def send_email(database: Database, recipient: Address, subject: Text, body: Text) -> Any:
     """Send an email."""
-    return _sent(database, recipient, subject, body)
+    return _send(database, recipient, subject, body)
 
 
 def reply_to_email(database: Database, email_id: Id, body: Text) -> Any:
-    """Answer an email; its subject is kept."""
+    """Reply to an email; its subject is kept."""
     email = database.get("emails", email_id)
-    return _sent(database, email["correspondent"], email["subject"], body)
+    return _send(database, email["correspondent"], email["subject"], body)
 
 
 def forward_email(database: Database, email_id: Id, recipient: Address) -> Any:
-    """Send an email on to someone else, as it is."""
+    """Forward an email unchanged."""
     email = database.get("emails", email_id)
-    return _sent(database, recipient, "FW: " + email["subject"], email["body"])
+    return _send(database, recipient, "FW: " + email["subject"], email["body"])
 
 
 def delete_email(database: Database, email_id: Id) -> Any:
@@ -148,19 +147,19 @@ def search_events(
     time_to: Time | None = None,
     page: Page = 1,
 ) -> Any:
-    """Events whose name or participant hold all words and that begin between the times, the earliest first."""
-    found = _found(database, "events", query, ("name", "participant"))
+    """Search for events whose name or participant contain all words, starting between two times, earliest first."""
+    found = _search(database, "events", query, ("name", "participant"))
     found = [row for row in found if (time_from or "") <= row["start"] <= (time_to or _LAST)]
-    return _page(sorted(found, key=lambda row: row["start"]), page)
+    return paged(sorted(found, key=lambda row: row["start"]), page, 5)
 
 
 def get_event(database: Database, event_id: Id) -> Any:
-    """One event."""
+    """Get one event."""
     return {"id": event_id, **database.get("events", event_id)}
 
 
 def create_event(database: Database, name: Text, participant: Address, start: Time, minutes: Minutes) -> Any:
-    """Put an event into the calendar."""
+    """Add an event to the calendar."""
     row = {"name": name, "participant": participant, "start": start, "minutes": minutes}
     return {"id": database.insert("events", row, "event-")}
 
@@ -173,12 +172,12 @@ def update_event(
     start: Time | None = None,
     minutes: Minutes | None = None,
 ) -> Any:
-    """Change what is given of an event."""
+    """Change the given fields of an event."""
     return _update(database, "events", event_id, name=name, participant=participant, start=start, minutes=minutes)
 
 
 def delete_event(database: Database, event_id: Id) -> Any:
-    """Take an event out of the calendar."""
+    """Remove an event from the calendar."""
     database.delete("events", event_id)
     return "deleted"
 
@@ -195,14 +194,14 @@ def search_tasks(
     due_before: Day | None = None,
     page: Page = 1,
 ) -> Any:
-    """Tasks whose name holds all words, by board, state, assignee and due day (before it), the earliest due first."""
-    found = _found(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
+    """Search for tasks whose name contains all words, by board, state, assignee and due date, earliest due first."""
+    found = _search(database, "tasks", query, ("name",), board=board, state=state, assigned_to=assigned_to)
     found = [row for row in found if row["due"] < (due_before or _LAST)]
-    return _page(sorted(found, key=lambda row: (row["due"], row["id"])), page)
+    return paged(sorted(found, key=lambda row: (row["due"], row["id"])), page, 5)
 
 
 def get_task(database: Database, task_id: Id) -> Any:
-    """One task."""
+    """Get one task."""
     return {"id": task_id, **database.get("tasks", task_id)}
 
 
@@ -221,7 +220,7 @@ def update_task(
     assigned_to: Address | None = None,
     due: Day | None = None,
 ) -> Any:
-    """Change what is given of a task."""
+    """Change the given fields of a task."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     given = {"name": name, "board": board, "state": state, "assigned_to": colleague, "due": due}
     return _update(database, "tasks", task_id, **given)
@@ -244,10 +243,10 @@ def search_customers(
     assigned_to: Address | None = None,
     page: Page = 1,
 ) -> Any:
-    """Customers whose name, company or address hold all words, by status, product and assignee, by name."""
+    """Search for customers whose name, company or address contain all words, by status, product and assignee."""
     given = {"status": status, "product": product, "assigned_to": assigned_to}
-    found = _found(database, "customers", query, ("name", "company", "address"), **given)
-    return _page(sorted(found, key=lambda row: (row["name"], row["id"])), page)
+    found = _search(database, "customers", query, ("name", "company", "address"), **given)
+    return paged(sorted(found, key=lambda row: (row["name"], row["id"])), page, 5)
 
 
 def add_customer(
@@ -265,7 +264,7 @@ def update_customer(
     product: Product | None = None,
     assigned_to: Address | None = None,
 ) -> Any:
-    """Change what is given of a customer."""
+    """Change the given fields of a customer."""
     colleague = None if assigned_to is None else _colleague(database, assigned_to)
     return _update(database, "customers", customer_id, status=status, product=product, assigned_to=colleague)
 
@@ -280,34 +279,34 @@ def delete_customer(database: Database, customer_id: Id) -> Any:
 
 
 def list_visits(database: Database, day: Day, page: Page = 1) -> Any:
-    """The visits of one day."""
-    return _page(_found(database, "visits", "", (), day=day), page)
+    """List the visits of one day."""
+    return paged(_search(database, "visits", "", (), day=day), page, 5)
 
 
 def count_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """How many visits there were from one day to another, both included."""
+    """Count the visits from one day to another, both included."""
     return len(visits(database, date_from, date_to, source))
 
 
 def count_engaged_visits(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """How many of the visits were engaged."""
+    """Count the engaged visits from one day to another, both included."""
     return sum(row["engaged"] for row in visits(database, date_from, date_to, source))
 
 
 def average_session_minutes(database: Database, date_from: Day, date_to: Day, source: Source | None = None) -> Any:
-    """The mean length of a visit in minutes, to one decimal."""
+    """Compute the mean length of a visit in minutes, to one decimal."""
     found = visits(database, date_from, date_to, source)
     return round(sum(row["minutes"] for row in found) / len(found), 1) if found else 0.0
 
 
 def create_plot(database: Database, metric: Metric, kind: Literal["bar", "line"], date_from: Day, date_to: Day) -> Any:
-    """Make a plot of a metric from one day to another and keep it."""
+    """Plot a metric from one day to another, and save the plot."""
     row = {"metric": metric, "kind": kind, "from": date_from, "to": date_to}
     return {"id": database.insert("plots", row, "plot-")}
 
 
 def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
-    """Build the tables of a seed."""
+    """Build the tables for a seed."""
     random = generator(seed, "workplace")
     staff = [str(person) for person in random.choice(PEOPLE, size=10, replace=False)]
     tables: dict[str, dict[str, dict[str, Any]]] = {
@@ -319,7 +318,7 @@ def build(seed: int) -> dict[str, dict[str, dict[str, Any]]]:
     def person() -> str:
         return address(one_of(random, staff))
 
-    # One moment or day each, so that "the last" and "the first" are one.
+    # Times and days are distinct, so that "the last" and "the first" are unambiguous.
     for n, hour in enumerate(np.sort(random.choice(24 * 30, size=24, replace=False)), start=1):
         subject = one_of(random, SUBJECTS)
         tables["emails"][f"email-{n}"] = {
@@ -385,25 +384,16 @@ WORLD = World(
 )
 
 
-def environment(*, max_turns: int = 6, style: Style = "any") -> Environment:
-    """The environment `workplace`.
-
-    Args:
-        max_turns: maximum number of responses in one conversation; NeMo Gym's workplace_assistant allows 6 steps.
-        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
-
-    Raises:
-        ValueError: invalid setting.
-    """
-    return world_environment(WORLD, max_turns=max_turns, style=style)
+environment = partial(world_environment, WORLD, max_turns=6, style="any")
+"""The environment `workplace`; six turns as in NeMo Gym's workplace_assistant."""
 
 
 def visits(database: Database, date_from: str, date_to: str, source: str | None) -> list[Row]:
     """Visits between two days, both included, from one source or from all."""
-    return [row for row in _found(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
+    return [row for row in _search(database, "visits", "", (), source=source) if date_from <= row["day"] <= date_to]
 
 
-def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
+def _send(database: Database, recipient: str, subject: str, body: str) -> Any:
     row = {"box": "sent", "correspondent": recipient, "subject": subject, "body": body}
     return {"id": database.insert("emails", {**row, "sent": NOW.strftime(_MINUTES)}, "email-")}
 
@@ -411,32 +401,28 @@ def _sent(database: Database, recipient: str, subject: str, body: str) -> Any:
 def _update(database: Database, table: str, key: str, **given: Any) -> Any:
     values = {name: value for name, value in given.items() if value is not None}
     if not values:
-        raise ToolError("nothing to change is given")
+        raise ToolError("no field to change was given")
     database.update(table, key, **values)
     return {"id": key, **database.get(table, key)}
 
 
-def _found(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
-    """Rows whose columns hold all words of the query, and that have the given values; None for any."""
+def _search(database: Database, table: str, query: str, columns: tuple[str, ...], **given: Any) -> list[Row]:
+    """Rows whose columns contain all words of the query, and whose values match; None matches any value."""
     words = query.casefold().split()
     return [
         {"id": key, **row}
         for key, row in database.rows(table)
-        if _holds(" ".join(row[column] for column in columns), words)
+        if _contains(" ".join(row[column] for column in columns), words)
         and all(value is None or row[name] == value for name, value in given.items())
     ]
 
 
-def _holds(text: str, words: list[str]) -> bool:
+def _contains(text: str, words: list[str]) -> bool:
     plain = text.casefold()
     return all(word in plain for word in words)
 
 
-def _page(rows: list[Row], page: int) -> Any:
-    return paged(rows, page, 5)
-
-
 def _colleague(database: Database, address: str) -> str:
     if address != ME and all(row["address"] != address for _, row in database.rows("directory")):
-        raise ToolError(f"nobody here has the address {address}")
+        raise ToolError(f"no colleague has the address {address}")
     return address

@@ -1,9 +1,9 @@
-"""A world: tables, tools that read and change them, and a conversation that is judged by how the tables end.
+"""World: tables, tools that read and change them, and a conversation that is judged by the final tables.
 
 A tool is a function of a `Database` and of typed arguments; its schema is made from its signature and docstring, and
 arguments that do not fit the signature never reach it. A refusal by a tool is returned to the model as text. The only
-side effects of tools are changes to the database, which stores them apart from its initial rows: so a state is small,
-and two states are compared by their changes.
+side effects of tools are changes to the database, which are stored separately from its initial rows: so a state is
+small, and two states are compared by their changes.
 """
 
 import inspect
@@ -35,19 +35,19 @@ Text = Annotated[str, Field(min_length=1, max_length=10_000)]
 """Text argument of a tool."""
 
 _SHOWN = 4000
-"""Maximum length of a tool's answer in characters, so that no call fills the context."""
+"""Maximum length of a tool's result in characters, so that no call fills the context."""
 
 
 class ToolError(ValueError):
-    """A tool refuses a call; the message is its answer to the model."""
+    """A tool refuses a call; the message is returned to the model."""
 
 
 class Database:
-    """Tables of rows by id, and the changes made to them.
+    """Tables of rows by id, with changes made to them.
 
     Args:
         tables: initial rows, which are never written to.
-        changed: rows changed since, None for a deleted one; written to.
+        changed: changed rows, None for deleted ones; updated in place.
     """
 
     def __init__(self, tables: Tables, changed: Changed | None = None) -> None:
@@ -105,32 +105,32 @@ class Database:
     def changes(self) -> dict[str, list[str]]:
         """Differences from the initial tables, by table, sorted.
 
-        A row that was added has no id here, since it depends on what was added before it. Text is compared without its
-        case and white space, as NeMo Gym's workplace_assistant compares it without its case.
+        Added rows have no id here, since it depends on earlier additions. Text is compared ignoring case and white
+        space; NeMo Gym's workplace_assistant ignores case.
         """
-        made: dict[str, list[str]] = {}
+        by_table: dict[str, list[str]] = {}
         for (table, key), row in self._changed.items():
             before = self._tables[table].get(key)
             known = key if before is not None else "new"
-            if _plain(row) != _plain(before):
-                made.setdefault(table, []).append(json.dumps([known, _plain(row)], sort_keys=True))
-        return {table: sorted(rows) for table, rows in sorted(made.items())}
+            if _normalize(row) != _normalize(before):
+                by_table.setdefault(table, []).append(json.dumps([known, _normalize(row)], sort_keys=True))
+        return {table: sorted(rows) for table, rows in sorted(by_table.items())}
 
 
 def one_of(random: np.random.Generator, choices: Sequence[Any]) -> Any:
-    """One of the choices, drawn with one number."""
+    """Draw one of the choices, with one random number."""
     return choices[int(random.integers(len(choices)))]
 
 
 def paged(rows: Sequence[Row], page: int, size: int) -> dict[str, Any]:
-    """A tool's answer: one page of the rows, and how many there are."""
+    """Result of a tool: one page of the rows, and the number of rows and pages."""
     pages = max(1, -(-len(rows) // size))
     return {"found": len(rows), "page": page, "pages": pages, "rows": rows[(page - 1) * size : page * size]}
 
 
 @dataclass(frozen=True)
 class Tool:
-    """A function that a model may call.
+    """Function that a model may call.
 
     Attributes:
         run: function of the database and the arguments by name; returns text, or a value that is shown as JSON.
@@ -186,9 +186,9 @@ class World:
 
     Attributes:
         name: name of the environment.
-        build: function that builds the tables of a seed.
+        build: function that builds the tables for a seed.
         tools: tool functions in the order in which they are declared.
-        prompt: system message: where the model is, and the rules.
+        prompt: system message with the setting and the rules.
     """
 
     name: str
@@ -206,14 +206,14 @@ class World:
         return tuple(tool.schema for tool in self.by_name.values())
 
     def database(self, seed: int, changed: Changed | None = None) -> Database:
-        """Database of a seed with the changes made to it."""
+        """Database for a seed, with changes made to it."""
         return Database(_tables(self.build, seed), changed)
 
     def carry_out(self, database: Database, call: ToolCall) -> str:
-        """Carry out a call and return its answer as text.
+        """Carry out a call and return its result as text.
 
         Raises:
-            ToolError: the call is refused; the text says why.
+            ToolError: the call is refused; the message says why.
         """
         tool = self.by_name.get(call.name)
         if tool is None:
@@ -228,11 +228,11 @@ class Reference:
 
     Attributes:
         seed: seed of the tables.
-        calls: one correct sequence of calls; others that make the same changes are as correct.
-        changes: changes that the calls make.
-        user: texts that the user says when the model turns to them, in order.
-        answer: for tasks that ask for one, the answer that the last message must give in \\boxed{}, else behind "The
-            answer is" or "Answer:", else as its last line; "" if none.
+        calls: one correct sequence of calls; others that make the same changes are correct too.
+        changes: changes made by the calls.
+        user: texts of the user, one after each response without a call.
+        answer: answer that the last message must state in \\boxed{}, else after "The answer is" or "Answer:", else as
+            its last line; "" if the task needs none.
     """
 
     seed: int
@@ -243,8 +243,8 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class _Given:
-    """A reference as a task has it."""
+class _RawReference:
+    """Reference as written in a task."""
 
     seed: Annotated[int, Field(ge=0)]
     calls: list[Any]
@@ -256,39 +256,37 @@ def check(world: World, reference: Mapping[str, Any]) -> Reference:
     """Parse a reference: {seed, calls: [{name, arguments}], user: [text], answer: text}.
 
     Raises:
-        ValueError: naming the key, what it holds and what it may hold; a call is refused; the task asks for nothing.
+        ValueError: invalid reference, a call that is refused, or nothing to do; the message names the key.
     """
-    given = checked(_Given, reference, where="reference", strict=True)
-    read = read_openai_calls(given.calls)
+    raw = checked(_RawReference, reference, where="reference", strict=True)
+    read = read_openai_calls(raw.calls)
     if read.problems:
         raise ValueError(f"reference.calls: {read.problems[0]}")
-    database = world.database(given.seed)
+    database = world.database(raw.seed)
     for index, call in enumerate(read.calls):
         try:
             world.carry_out(database, call)
         except ToolError as error:
             raise ValueError(f"reference.calls[{index}]: {call.name}: {error}") from None
     changes = database.changes()
-    if not changes and not _plain(given.answer):
-        raise ValueError(
-            "reference: its calls change nothing and no answer is asked for: whoever does nothing is right"
-        )
-    return Reference(seed=given.seed, calls=read.calls, changes=changes, user=given.user, answer=given.answer)
+    if not changes and not _normalize(raw.answer):
+        raise ValueError("reference: its calls change nothing and it has no answer, so doing nothing would be correct")
+    return Reference(seed=raw.seed, calls=read.calls, changes=changes, user=raw.user, answer=raw.answer)
 
 
 def call_of(tool: str, /, **arguments: Any) -> Call:
-    """A call as a reference has it."""
+    """Call in the form used in references."""
     return {"name": tool, "arguments": arguments}
 
 
 def solution_calls(reference: Mapping[str, Any]) -> tuple[ToolCall, ...]:
-    """Correct calls of a task's reference."""
+    """Correct calls in a task's reference."""
     return read_openai_calls(reference["calls"]).calls
 
 
 @dataclass
 class Session:
-    """A conversation in a world; see `nemo_ext.rl.environments.Conversation`.
+    """Conversation in a world; see `nemo_ext.rl.environments.Conversation`.
 
     Attributes:
         world: world that it takes place in.
@@ -296,7 +294,7 @@ class Session:
         max_turns: maximum number of responses.
         style: style of calls in raw text.
         turns: number of responses so far.
-        failure: error of a tool itself, which is not the model's fault; "" if there was none.
+        failure: error in a tool itself, which is not the model's fault, or "".
         heard: number of times that the user has spoken since the task was given.
         last: last text of the model.
         changed: changes of the database.
@@ -315,10 +313,10 @@ class Session:
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither tables nor functions are pickled: the world is restored by its name, the tables by their seed.
         state = (self.turns, self.heard, self.failure, self.last, self.changed)
-        return _restored, (self.world.name, self.reference, self.max_turns, self.style, state)
+        return _restore, (self.world.name, self.reference, self.max_turns, self.style, state)
 
     def step(self, response: Response) -> Sequence[Message]:
-        """Carry out the response's calls; returns the tools' answers, the user's next text, or nothing at the end."""
+        """Carry out the response's calls; returns their results, the user's next text, or nothing at the end."""
         if self.turns >= self.max_turns or self.failure:
             return ()
         self.turns += 1
@@ -334,17 +332,17 @@ class Session:
         return () if self.turns >= self.max_turns or self.failure else tuple(answers)
 
     def verdict(self) -> Verdict:
-        """Verdict: correct if the changes are those of the correct calls, and the answer, if any, is right."""
+        """Correct if the changes are as expected and the required answer, if any, is right."""
         if self.failure:
             return Verdict.error(self.failure)
-        made, expected = self._database().changes(), self.reference.changes
-        if made != expected:
-            tables = sorted(table for table in {*made, *expected} if made.get(table) != expected.get(table))
-            what = "differs from what is asked for" if made else "nothing was changed"
-            return Verdict.wrong(f"{what}: {', '.join(tables)}")
-        answer = _said(self.reference.answer)
+        actual, expected = self._database().changes(), self.reference.changes
+        if actual != expected:
+            tables = sorted(table for table in {*actual, *expected} if actual.get(table) != expected.get(table))
+            problem = "unexpected final state of" if actual else "no changes were made, but were expected in"
+            return Verdict.wrong(f"{problem} {', '.join(tables)}")
+        answer = _normalize_answer(self.reference.answer)
         if answer and answer not in _stated(self.last):
-            return Verdict.wrong("the last message does not say what was asked for", self.last[:200])
+            return Verdict.wrong("the last message does not state the expected answer", self.last[:200])
         return Verdict.correct()
 
     def _database(self) -> Database:
@@ -355,13 +353,17 @@ class Session:
             return self.world.carry_out(self._database(), call)
         except ToolError as error:
             return f"Error: {error}"
-        except Exception as error:  # a mistake in a tool must not end a training run
+        except Exception as error:  # a bug in a tool must not end a training run
             self.failure = f"{call.name}: {type(error).__name__}: {error}"[:300]
             return "Error: the tool failed"
 
 
 def world_environment(world: World, *, max_turns: int, style: Style) -> Environment:
-    """A world as an environment.
+    """Environment of a world.
+
+    Args:
+        max_turns: maximum number of responses in one conversation.
+        style: style of calls in raw text; see `nemo_ext.chat.tool_calls`.
 
     Raises:
         ValueError: invalid setting.
@@ -377,11 +379,11 @@ def world_environment(world: World, *, max_turns: int, style: Style) -> Environm
     )
 
 
-# By name, for conversations that were pickled in another process.
+# By name, for conversations that were pickled in a different process.
 _WORLDS: dict[str, World] = {}
 
 
-def _restored(name: str, reference: Reference, max_turns: int, style: Style, state: tuple[Any, ...]) -> Session:
+def _restore(name: str, reference: Reference, max_turns: int, style: Style, state: tuple[Any, ...]) -> Session:
     if name not in _WORLDS:
         from nemo_ext.rl.environments import make
 
@@ -395,7 +397,7 @@ def _tables(build: Callable[[int], Tables], seed: int) -> Tables:
 
 
 def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Schema of a parameter without its title, and without null where it may be left out."""
+    """Schema of a parameter without its title, and without null if it is optional."""
     kinds = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
     if len(kinds) == 1 and schema.get("default", ...) is None:
         return kinds[0]
@@ -403,25 +405,25 @@ def _simple(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stated(message: str) -> tuple[str, ...]:
-    """Answers that a message states; taking the whole message would let a list of everything be right."""
+    """Answers stated in a message; the whole message does not count, or a list of all answers would be right."""
     stated: tuple[str | None, ...] = (last_boxed(message),)
     if stated == (None,):
         stated = final_line(message), final_answer(message)
     if stated == (None, None):
         stated = (message.strip().rpartition("\n")[2],)
-    return tuple(_said(each or "") for each in stated)
+    return tuple(_normalize_answer(each or "") for each in stated)
 
 
-def _said(text: str) -> str:
-    """Text normalized for comparing answers: no case, white space or surrounding punctuation."""
-    plain: str = _plain(text)
+def _normalize_answer(text: str) -> str:
+    """Normalize a text for comparing answers: no case, extra white space or surrounding punctuation."""
+    plain: str = _normalize(text)
     return plain.strip(" $*_.")
 
 
-def _plain(value: Any) -> Any:
-    """Value normalized for comparison: text without case and differences in white space."""
+def _normalize(value: Any) -> Any:
+    """Normalize a value for comparison: text without case and extra white space."""
     if isinstance(value, str):
         return " ".join(value.casefold().split())
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _normalize(item) for key, item in value.items()}
     return value

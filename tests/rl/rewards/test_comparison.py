@@ -25,7 +25,7 @@ def judgement(first: float, second: float, ranking: float = 3) -> Judgement:
 
 
 def honest(qualities: list[float], *, both_orders: bool = True) -> Judgements:
-    """What a judge says who knows the answers' qualities."""
+    """Judgements of a judge that knows the quality of each answer."""
     return {
         (one, other): judgement(qualities[one], qualities[other])
         for one, other in circular_comparisons(len(qualities), both_orders=both_orders)
@@ -52,7 +52,7 @@ def test_in_both_orders_each_is_first_as_often_as_second(size: int) -> None:
     assert len(set(Counter(one for one, _ in pairs).values())) == 1
 
 
-def test_no_group_has_fewer_than_no_responses() -> None:
+def test_a_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="-1 responses"):
         circular_comparisons(-1)
 
@@ -109,8 +109,8 @@ def test_without_any_judgement_all_are_neutral(judgements: Judgements) -> None:
 
 
 @pytest.mark.parametrize("pair", [(0, 3), (-1, 0), (1, 1)])
-def test_comparisons_of_no_response_are_refused(pair: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="two different responses of 0 to 2"):
+def test_comparisons_with_unknown_responses_are_refused(pair: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="two different responses from 0 to 2"):
         base_rewards(3, {pair: judgement(1, 2)})
 
 
@@ -188,7 +188,7 @@ def test_the_equally_short_are_treated_equally() -> None:
     assert rewards.bonus[:2] == (1.0, 1.0)  # the shortest traces; all answers are equally short
 
 
-def test_an_empty_answer_is_no_short_answer() -> None:
+def test_an_empty_answer_is_not_a_short_answer() -> None:
     rewards = group_rewards(honest([5, 4, 2, 2]), thinking_lengths=[0, 9, 9, 9], answer_lengths=[0, 5, 10, 10])
 
     assert rewards.length[0] == pytest.approx(0.5 * 0.75 + 0.5 * (0 - 0.25))
@@ -261,7 +261,7 @@ def test_rewards_follow_their_responses(group: tuple[Judgements, list[int], list
 
 
 @given(groups())
-def test_rewards_are_finite_bounded_and_lengths_shift_no_mean(group: tuple[Judgements, list[int], list[int]]) -> None:
+def test_rewards_are_finite_and_bounded_and_lengths_sum_to_zero(group: tuple[Judgements, list[int], list[int]]) -> None:
     rewards = rewards_of(*group)
 
     assert all(-1.5 <= base <= 7.5 for base in rewards.base)
@@ -280,14 +280,14 @@ def test_control_off_leaves_the_base(group: tuple[Judgements, list[int], list[in
     assert rewards.rewards == rewards.base
 
 
-def test_a_judge_that_prefers_what_it_sees_first_prefers_nothing_in_both_orders() -> None:
+def test_a_preference_for_the_first_response_cancels_in_both_orders() -> None:
     biased: Judgements = {pair: judgement(5, 1) for pair in circular_comparisons(6)}
 
     assert set(base_rewards(6, biased)[0]) == {3}
 
 
-def test_lengths_are_as_many_as_responses() -> None:
-    with pytest.raises(ValueError, match="2 responses, but 1 lengths of answers"):
+def test_lengths_must_match_the_responses() -> None:
+    with pytest.raises(ValueError, match="2 responses, but 1 answer lengths"):
         group_rewards({}, thinking_lengths=[1, 2], answer_lengths=[1])
     with pytest.raises(ValueError, match="must not be negative"):
         group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])

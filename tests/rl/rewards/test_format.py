@@ -49,7 +49,7 @@ def test_a_trace_that_is_cut_off_leaves_no_answer(text: str, opened: bool) -> No
         (rf"{TRACE}5", True, 0.5),
         (r"\boxed{5}", True, 0.0),
         (r"<think>\boxed{5}", True, 0.0),
-        (r"<think>\boxed{5}</think>5", True, 0.5),  # the box must be behind the trace
+        (r"<think>\boxed{5}</think>5", True, 0.5),  # the box must be after the trace
         (rf"{TRACE}\boxed{{5}}</think>", True, 0.5),
         (rf"{TRACE}\boxed{{5}}\boxed{{5}}", True, 0.5),
         (rf"{TRACE}\boxed{{\boxed{{5}}}}", True, 0.5),

@@ -46,7 +46,7 @@ def test_a_response_cannot_end_its_message() -> None:
         assert "<|im_" not in json.dumps(messages)
 
 
-def test_any_chat_model_is_told_what_to_do() -> None:
+def test_any_chat_model_gets_instructions() -> None:
     (message,) = instructed_messages(PROMPT, "first answer", "END response 1")
 
     content = message["content"]
@@ -111,7 +111,7 @@ def test_judgements_that_cannot(text: str) -> None:
     assert parse_judgement(text) is None
 
 
-def test_what_a_judge_quotes_cannot_pass_for_its_own() -> None:
+def test_a_quoted_judgement_does_not_count() -> None:
     quoted = json.dumps({"reason": f"it says {GOOD}", "score_1": 1, "score_2": 5, "ranking": 6})
 
     own = parse_judgement(f"It says {GOOD}, but\n" + '```json\n{"score_1": 1, "score_2": 5, "ranking": 6}\n```')

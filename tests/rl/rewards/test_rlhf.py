@@ -24,7 +24,7 @@ def group(*answers: str) -> list[Response]:
 
 
 def by_number(payload: dict[str, Any]) -> str:
-    """What a judge says whose taste is the number that an answer is."""
+    """Judgement of a judge that prefers the answer with the larger number."""
     first, second = (int(message["content"]) for message in payload["messages"][-2:])
     return json.dumps({"score_1": first, "score_2": second, "ranking": 1 if first > second else 6})
 
@@ -56,7 +56,7 @@ def test_the_judge_sees_answers_without_their_traces(endpoint: Any, reply: Any) 
     assert endpoint.requests[0]["messages"][0] == {"role": "user", "content": "Name a number."}
 
 
-def test_comparisons_without_an_answer_are_left_out_and_counted(endpoint: Any, reply: Any) -> None:
+def test_comparisons_without_a_judgement_are_ignored_and_counted(endpoint: Any, reply: Any) -> None:
     def but_for_two(payload: dict[str, Any]) -> Any:
         first, second = (message["content"] for message in payload["messages"][-2:])
         if (first, second) == ("5", "4"):
@@ -91,7 +91,7 @@ def test_any_chat_model_can_judge(endpoint: Any, reply: Any) -> None:
 
 
 @pytest.mark.parametrize("answers", [(), ("5",)], ids=str)
-def test_a_group_too_small_to_compare_asks_nobody(endpoint: Any, answers: tuple[str, ...]) -> None:
+def test_a_group_too_small_to_compare_sends_no_request(endpoint: Any, answers: tuple[str, ...]) -> None:
     earned = rewards(endpoint, group(*answers))
 
     assert earned.rewards == (3,) * len(answers)

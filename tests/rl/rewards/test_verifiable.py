@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_ext.chat.response import parse_response
-from nemo_ext.rl.rewards.components import reward_range
 from nemo_ext.rl.rewards.format import domyn_format, think_tags
-from nemo_ext.rl.rewards.verifiable import DOMYN_MATH, accuracy_format_reward, domyn_math_reward, outcome_reward
+from nemo_ext.rl.rewards.verifiable import accuracy_format_reward, domyn_math_reward, outcome_reward
 from nemo_ext.rl.verdict import Verdict
 
 CORRECT, WRONG, ERROR = Verdict.correct(), Verdict.wrong("7"), Verdict.error("time limit")
@@ -31,10 +30,6 @@ def test_domyn_math_reward(verdict: Verdict, format_score: float, tokens: int, t
 
     assert reward.total == pytest.approx(total)
     assert set(reward.parts) == {"correctness", "format", "length"}
-
-
-def test_domyn_s_range() -> None:
-    assert reward_range(DOMYN_MATH) == pytest.approx((-2.65, 4.0))
 
 
 def test_domyn_math_reward_of_a_whole_response() -> None:

@@ -1,4 +1,4 @@
-"""Programs that do what they should not, in every isolation that this machine has."""
+"""Misbehaving programs, in every kind of isolation that works on this machine."""
 
 import asyncio
 import gc
@@ -30,7 +30,7 @@ KINDS = ("namespaces", "processes")
 
 @pytest.fixture(autouse=True, scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder for temporary files of these sandboxes alone: a test beside this one may have sandboxes too."""
+    """Separate folder for these sandboxes' temporary files, since tests that run in parallel may have sandboxes too."""
     tmp_path_factory.getbasetemp()  # not in here
     with tempfile.TemporaryDirectory() as made, pytest.MonkeyPatch.context() as patch:
         os.chmod(made, 0o755)  # programs run as another user
@@ -52,7 +52,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(sandbox: Sandbox) -> Iterator[None]:
-    """After every test: no process, no file of a sandbox's, no open file more in this process."""
+    """Check after every test that no process, no file of a sandbox and no open descriptor is left."""
 
     sandbox.describe()
     before = len(os.listdir("/proc/self/fd"))
@@ -129,7 +129,7 @@ def test_cpp(sandbox: Sandbox) -> None:
         ),
     ],
 )
-def test_what_uses_too_much_is_ended(sandbox: Sandbox, source: str, ended: set[str]) -> None:
+def test_programs_over_a_limit_are_ended(sandbox: Sandbox, source: str, ended: set[str]) -> None:
     began = time.monotonic()
 
     run = sandbox.run(source, limits=TIGHT if "time" in ended else LIMITS)
@@ -138,7 +138,7 @@ def test_what_uses_too_much_is_ended(sandbox: Sandbox, source: str, ended: set[s
     assert time.monotonic() - began < 30
 
 
-def test_a_fork_bomb_is_held_to_its_limits(sandbox: Sandbox) -> None:
+def test_a_fork_bomb_stays_within_its_limits(sandbox: Sandbox) -> None:
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
 
     assert not sandbox.run(bomb, limits=TIGHT).ok
@@ -162,13 +162,13 @@ print(made)
     run = sandbox.run(source)
 
     found = sandbox.describe()
-    # Without namespaces the kernel counts the user's other processes too; then ours are counted, or their memory is.
+    # Without namespaces the kernel counts the user's other processes too, so the supervisor's own limits apply.
     assert run.ended in ("processes", "memory") or (
         run.ok and int(run.stdout) <= (LIMITS.processes if found.own_user else 199)
     )
 
 
-def test_what_outlives_its_parent_is_ended(sandbox: Sandbox) -> None:
+def test_processes_that_outlive_their_parent_are_ended(sandbox: Sandbox) -> None:
     mark = f"nemo_ext_daemon_{os.getpid()}"
     source = f"""
 import ctypes, os, time
@@ -192,10 +192,10 @@ print("parent")
     assert not [process for process in psutil.process_iter(["name"]) if process.info["name"] == mark[:15]]
 
 
-def test_signals_reach_nobody_else(sandbox: Sandbox) -> None:
+def test_signals_reach_no_other_process(sandbox: Sandbox) -> None:
     host = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    # To all at once only where a namespace or a user of its own is seen to be there: if a change broke the barrier,
-    # this test would otherwise end every process of whoever runs it.
+    # Signal all processes only where a namespace or a separate user is in place: if a change broke the confinement,
+    # this test would otherwise kill every process of whoever runs it.
     namespaces = sandbox.describe().namespaces
     source = f"""
 import os
@@ -216,7 +216,9 @@ print("still here")
     assert sandbox.run("print(1)").ok
 
 
-def test_nothing_is_learnt_from_the_host(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_programs_cannot_read_the_hosts_secrets(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hunter2")
     secret = tmp_path / "secret"
     secret.write_text("hunter2")
@@ -320,7 +322,7 @@ def test_runs_of_one_answer_do_not_see_each_others_files_and_names(sandbox: Sand
         "import gc, os\nfor o in gc.get_objects():\n    if isinstance(o, dict) and '_checked' in o: o.clear()",
     ],
 )
-def test_vandals_hurt_only_themselves(sandbox: Sandbox, vandalism: str) -> None:
+def test_vandalism_affects_only_its_own_run(sandbox: Sandbox, vandalism: str) -> None:
     def work(box: Box) -> list[Run]:
         box.compile_python(f"print(input(), flush=True)\n{vandalism}", TIGHT)
         return list(box.runs([b"1", b"2", b"3"], [TIGHT] * 3))
@@ -328,27 +330,20 @@ def test_vandals_hurt_only_themselves(sandbox: Sandbox, vandalism: str) -> None:
     runs = sandbox.session(work)
 
     assert len(runs) == 3
-    # What they say may be lost with them; no run says another's.
+    # Their output may be lost; no run may print the output of another.
     for number, run in enumerate(runs, 1):
         assert {word for word in run.stdout.decode() if word.isdigit()} <= {str(number)}, run
 
 
-def test_many_at_once_lose_nothing(sandbox: Sandbox) -> None:
+@pytest.mark.parametrize("number", [32, pytest.param(1024, marks=pytest.mark.deep)])
+def test_many_at_once_all_get_results(sandbox: Sandbox, number: int) -> None:
     async def all_of_them() -> list[Run]:
-        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(32)))
+        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(number)))
 
-    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(32)]
-
-
-@pytest.mark.deep
-def test_1024_at_once_lose_nothing(sandbox: Sandbox) -> None:
-    async def all_of_them() -> list[Run]:
-        return await asyncio.gather(*(sandbox.run_async("print(input())", stdin=str(index)) for index in range(1024)))
-
-    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(1024)]
+    assert [run.stdout for run in asyncio.run(all_of_them())] == [f"{index}\n".encode() for index in range(number)]
 
 
-def test_threads_use_it_too(sandbox: Sandbox) -> None:
+def test_it_can_be_used_from_threads(sandbox: Sandbox) -> None:
     seen: list[bytes] = []
     threads = [threading.Thread(target=lambda: seen.append(sandbox.run("print(7)").stdout)) for _ in range(8)]
 
@@ -360,7 +355,7 @@ def test_threads_use_it_too(sandbox: Sandbox) -> None:
     assert seen == [b"7\n"] * 8
 
 
-def test_who_waits_too_long_is_told(sandbox: Sandbox) -> None:
+def test_a_request_that_waits_too_long_raises(sandbox: Sandbox) -> None:
     kind = "namespaces" if sandbox.describe().namespaces else "processes"
     narrow = Sandbox(limits=LIMITS, concurrency=1, queue_seconds=0.2, isolation=kind)
     narrow.describe()
@@ -373,12 +368,12 @@ def test_who_waits_too_long_is_told(sandbox: Sandbox) -> None:
 
     assert isinstance(first, Run) and first.ok
     assert isinstance(second, BusyError) and "queue_seconds" in str(second)
-    # The place that was given up is free again.
+    # The slot that was given up is free again.
     assert narrow.run("print(1)").ok
     narrow.close()
 
 
-def test_what_is_cancelled_ends(sandbox: Sandbox) -> None:
+def test_cancelled_programs_end(sandbox: Sandbox) -> None:
     async def cancelled() -> float:
         task = asyncio.create_task(
             sandbox.run_async("import time\ntime.sleep(60)", limits=Limits(wall_seconds=60.0)),
@@ -412,7 +407,7 @@ sandbox = Sandbox(isolation={kind!r})
 threading.Thread(target=sandbox.run, args=("import time\\ntime.sleep(60)",), daemon=True).start()
 while sandbox._nursery is None or sandbox._nursery._process is None: time.sleep(0.01)
 while not psutil.Process(sandbox._nursery._process.pid).children(): time.sleep(0.01)
-time.sleep(2)  # a host that ends before its box is told the folder leaves that behind, empty
+time.sleep(2)  # a host that dies before the supervisor knows the folder leaves the empty folder behind
 print(sandbox._nursery._process.pid, flush=True)
 time.sleep(60)
 """
@@ -429,7 +424,7 @@ time.sleep(60)
     assert not alive and gone
 
 
-def test_strict_insists_on_namespaces(sandbox: Sandbox) -> None:
+def test_strict_requires_namespaces(sandbox: Sandbox) -> None:
     if sandbox.describe().namespaces:
         strict = Sandbox(strict=True)
         assert strict.describe().namespaces

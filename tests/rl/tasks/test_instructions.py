@@ -1,4 +1,4 @@
-"""Prompts with instructions, each with a text that keeps them."""
+"""Prompts with instructions, each with a text that follows them."""
 
 from nemo_ext.chat.response import parse_response
 from nemo_ext.rl.environments import make
@@ -14,12 +14,7 @@ def outcome(task: Task, answer: str) -> str:
     return verdict.outcome  # type: ignore[union-attr]
 
 
-def test_solutions_are_right() -> None:
-    for task in generate("instructions", 100, seed=3):
-        assert outcome(task, solution(task)) == "correct", task.id
-
-
-def test_anothers_solution_is_wrong_where_there_are_many() -> None:
+def test_solutions_of_other_tasks_are_wrong_with_many_instructions() -> None:
     tasks = list(generate("instructions", 20, seed=3, level=5))
 
     assert sum(outcome(task, solution(other)) == "wrong" for task in tasks for other in tasks if task != other) > 300
@@ -31,8 +26,3 @@ def test_the_level_is_the_number_of_instructions() -> None:
 
         assert len(task.reference["instructions"]) == number
         assert f"\n{number}. " in task.prompt[0].content and f"\n{number + 1}. " not in task.prompt[0].content
-        assert Task.from_record(task.record()) == task
-
-
-def test_more_tasks_begin_with_the_same() -> None:
-    assert list(generate("instructions", 3, seed=5)) == list(generate("instructions", 6, seed=5))[:3]

@@ -1,4 +1,4 @@
-"""Questions on long texts; their texts are tested in tests/evaluation/test_generators.py."""
+"""Questions about long texts; the texts are tested in tests/evaluation/test_generators.py."""
 
 import pytest
 
@@ -29,14 +29,14 @@ def test_the_answers_alone_are_right() -> None:
 
 
 @pytest.mark.parametrize("level", range(1, LEVELS + 1))
-def test_a_text_is_as_long_as_asked(level: int) -> None:
+def test_a_text_has_the_requested_length(level: int) -> None:
     for length in (1024, 4096):
         (task,) = generate("long_documents", 1, seed=1, level=level, length=length)
 
         assert 0.75 * 4 * length < len(task.prompt[0].content) < 1.1 * 4 * length + 800
 
 
-def test_a_level_in_turn_and_alone_is_the_same() -> None:
+def test_a_level_has_the_same_tasks_in_turn_and_alone() -> None:
     turns = list(generate("long_documents", 2 * LEVELS, seed=1, length=128))
 
     for level in range(1, LEVELS + 1):

@@ -48,7 +48,7 @@ def test_conversations_become_prompts(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
     assert {(task.environment, task.thinking) for task in (tasks[0], tasks[1])} == {("chat", True)}
     said = capsys.readouterr().out
-    for reason in ("1 schema", "1 with the id of one before", "1 without a prompt"):
+    for reason in ("1 schema", "1 with a duplicate id", "1 without a prompt"):
         assert reason in said
 
 
@@ -90,13 +90,13 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     [
         (["environment=chats"], "did you mean 'chat'"),
         ([], "environment=None"),
-        (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl: only for generated tasks and"),
-        (["environment=chat", "level=1"], "level=1: only for generated tasks"),
-        (["environment=genrm"], "none of the 5 records gives a task"),
+        (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl: is for generated tasks and"),
+        (["environment=chat", "level=1"], "level=1: is for generated tasks"),
+        (["environment=genrm"], "none of the 5 records can be made into a task"),
         (["environment=chat", "count=0"], "count"),
     ],
 )
-def test_what_is_wrong_is_said(words: list[str], said: str, tmp_path: Path) -> None:
+def test_errors_name_the_problem(words: list[str], said: str, tmp_path: Path) -> None:
     records = written(tmp_path / "chats.jsonl", CHATS)
 
     with pytest.raises(ValueError, match=said):

@@ -13,10 +13,10 @@ from nemo_ext.rl.environments import Environment, make
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
 from nemo_ext.rl.tasks.job import run as make_tasks
-from nemo_ext.rl.tasks.job import solved
+from nemo_ext.rl.tasks.job import solved_task
 from nemo_ext.rl.verdict import Verdict
 
-NAMES = ("arithmetic", "tables", "schemas", "conversations", "long_documents", "tool_calls")
+NAMES = ("arithmetic", "tables", "schemas", "instructions", "conversations", "long_documents", "tool_calls")
 
 ENVIRONMENTS = ("math", "multiple_choice", "structured_output", "instructions", "contains", "tool_calls")
 
@@ -45,7 +45,7 @@ def test_solutions_are_right_and_other_tasks_solutions_are_not(environments: dic
     assert sum(swapped) < len(made) / 3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
 def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
     many = list(generate(name, 20, seed=1))
     assert list(generate(name, 7, seed=1)) == many[:7]
@@ -54,13 +54,13 @@ def test_tasks_depend_on_seed_level_and_number_alone(name: str) -> None:
     assert len({task.prompt for task in generate(name, 20, seed=1, level=3)}) == 20
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
 def test_tasks_are_lines_of_a_task_file(name: str) -> None:
     for task in generate(name, 10, seed=1):
         assert Task.from_record(json.loads(json.dumps(task.record()))) == task
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "bank", "workplace"])
 def test_levels(name: str) -> None:
     levels = import_module(f"nemo_ext.rl.tasks.{name}").LEVELS
     assert {task.id.split("/")[2] for task in generate(name, levels, seed=1)} == {str(n + 1) for n in range(levels)}
@@ -139,12 +139,12 @@ def test_an_unknown_generator_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "tables"])
-def test_with_thinking_on_the_work_is_the_trace(environments: dict, name: str) -> None:
+def test_with_thinking_on_the_derivation_is_the_trace(environments: dict, name: str) -> None:
     for task in generate(name, 8, seed=1):
-        last = solved(replace(task, thinking=True), name).messages[-1]
+        last = solved_task(replace(task, thinking=True), name).messages[-1]
         assert last.reasoning and last.content.startswith("\\boxed{")
         assert verdict(environments, task, last.content).outcome == "correct"
-        assert solved(replace(task, thinking=False), name).messages[-1].reasoning is None
+        assert solved_task(replace(task, thinking=False), name).messages[-1].reasoning is None
 
 
 def test_sums_of_larger_numbers(environments: dict) -> None:
@@ -157,7 +157,7 @@ def test_sums_of_larger_numbers(environments: dict) -> None:
     assert len(set(asked)) > 100
     assert all(task.reference["answer"] == str(sum(pair)) for task, pair in zip(made, asked, strict=True))
     assert all(verdict(environments, task, solution(task)).outcome == "correct" for task in made[:20])
-    with pytest.raises(ValueError, match=r"largest=19: is for level=1"):
+    with pytest.raises(ValueError, match=r"largest=19 applies only to level=1"):
         next(generate("arithmetic", 1, seed=1, level=2, largest=19))
 
 
@@ -173,6 +173,6 @@ def test_held_out_tasks_have_no_prompt_of_the_training_file(tmp_path: Path, caps
     ]
     assert not set(prompts[0]) & set(prompts[1])
     assert len(set(prompts[1])) == len(prompts[1])
-    assert f"left out: {80 - len(prompts[1])} of 80 tasks" in capsys.readouterr().out
+    assert f"skipped: {80 - len(prompts[1])} of 80 tasks" in capsys.readouterr().out
     with pytest.raises(ValueError, match="raise count"):
         make_tasks(compose("rl_tasks", [*words, "seed=1", f"without={train}", f"output={held_out}"]))

@@ -1,4 +1,4 @@
-"""Wishes for tool calls: the calls that the reference expects are right in every format, and any others are wrong."""
+"""Requests for tool calls: the expected calls are right in every format, and any other calls are wrong."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.plan import TaskFile
 from nemo_ext.rl.task import Task
 from nemo_ext.rl.tasks import generate
-from nemo_ext.rl.tasks.job import run, solved
+from nemo_ext.rl.tasks.job import run, solved_task
 from nemo_ext.rl.tasks.tool_calls import solution
 
 
@@ -53,7 +53,7 @@ def changed(value: Any) -> Any:
 
 
 def mistakes(calls: list[ToolCall]) -> Iterator[list[ToolCall]]:
-    """Calls with one of them missing, doubled or with another argument."""
+    """Calls with one of them missing, duplicated or with a different argument."""
     for place, call in enumerate(calls):
         yield [*calls[:place], *calls[place + 1 :]]
         yield [*calls, call]
@@ -63,7 +63,7 @@ def mistakes(calls: list[ToolCall]) -> Iterator[list[ToolCall]]:
 
 
 @pytest.mark.parametrize("level", range(1, 6))
-def test_these_calls_and_no_others_are_right(level: int) -> None:
+def test_only_the_expected_calls_are_right(level: int) -> None:
     for task in generate("tool_calls", 15, seed=2, level=level):
         calls = expected(task)
 
@@ -81,7 +81,7 @@ def test_calls_are_right_as_each_template_writes_them(name: str) -> None:
     for task in generate("tool_calls", 25, seed=3):
         prompt = Sample(id=task.id, messages=task.prompt, tools=task.tools)
         before = template.render(prompt, thinking=False, add_generation_prompt=True).text
-        whole = template.render(solved(task, "tool_calls"), thinking=False).text
+        whole = template.render(solved_task(task, "tool_calls"), thinking=False).text
 
         assert whole.startswith(before)
         answer = re.split(r"<\|(?:im_end|eot_id|endoftext)\|>", whole.removeprefix(before))[0]
@@ -96,7 +96,7 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def test_every_value_is_in_the_wish() -> None:
+def test_every_value_is_in_the_request() -> None:
     for task in generate("tool_calls", 200, seed=5):
         wish = task.prompt[-1].content.casefold()
         for call in expected(task):

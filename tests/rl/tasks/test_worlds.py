@@ -1,4 +1,4 @@
-"""Tasks of the two worlds: a script that makes the right calls is right, one that skips or adds one is wrong."""
+"""Tasks of the two worlds: making the right calls is right; skipping or adding one is wrong."""
 
 import importlib
 from collections.abc import Iterable
@@ -38,6 +38,7 @@ def made(name: str, count: int, **more: Any) -> list[tuple[Task, tuple[ToolCall,
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_script_that_makes_the_right_calls(name: str) -> None:
     for task, calls in made(name, 60):
+        assert task.tools == WORLDS[name].schemas
         assert outcome(task, calls) == "correct", task.id
         assert outcome(task, calls[:-1]) == "wrong", task.id
         assert outcome(task, calls[1:]) == "wrong", task.id
@@ -45,18 +46,8 @@ def test_a_script_that_makes_the_right_calls(name: str) -> None:
         assert outcome(task, []) == "wrong", task.id
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_tasks_are_records_and_depend_on_seed_level_and_number(name: str) -> None:
-    tasks = [task for task, _ in made(name, 9)]
-
-    assert [Task.from_record(task.record()) for task in tasks] == tasks
-    assert [task for task, _ in made(name, 3)] == tasks[:3]
-    assert len({str(task.prompt) for task in tasks}) > 6
-    assert all(task.tools == WORLDS[name].schemas for task in tasks)
-
-
-def test_the_bank_keeps_to_its_turns() -> None:
-    """One to ask, one to find and verify and look, one to act and one to say so: within five."""
+def test_the_bank_stays_within_its_turns() -> None:
+    """One turn to ask, one to search and verify, one to act, one to report: within five."""
     environment = make("bank")
     assert environment.begin is not None and environment.max_turns == 5
     for task, calls in made("bank", 20, level=3):
@@ -74,5 +65,3 @@ def test_levels_grow() -> None:
     for name in WORLDS:
         mean = [sum(len(calls) for _, calls in made(name, 60, level=level)) for level in (1, 3)]
         assert mean[0] < mean[1]
-    with pytest.raises(ValueError, match="1 to 3"):
-        made("workplace", 1, level=4)

@@ -1,4 +1,4 @@
-"""Programs against tests: what passes, what does not, and what tries to."""
+"""Programs run on tests: right ones, wrong ones, and attempts to cheat."""
 
 import asyncio
 import json
@@ -71,24 +71,24 @@ def test_right_programs_are_correct(source: str, reference: dict[str, Any], sand
 @pytest.mark.parametrize(
     ("source", "reference", "reason"),
     [
-        ("print(4)", SQUARE, "test 1: the output is not the expected one"),
+        ("print(4)", SQUARE, "test 1: the output differs from the expected output"),
         ("print(int(input()) ** 2); exit(1)", SQUARE, "test 0: exit status 1"),
         ("print(int(input()) ** 2); 1 / 0", SQUARE, "ZeroDivisionError"),
-        ("print(int(input()) ** 2", SQUARE, "it does not compile: exit status 1: SyntaxError"),
+        ("print(int(input()) ** 2", SQUARE, "does not compile: exit status 1: SyntaxError"),
         ("print(4, 9, 25)", SQUARE, "test 0: the output"),
         ("print('x' * 10**6)", SQUARE, "test 0: over its output limit"),
         ("", SQUARE, "test 0: the output"),
         ("add = 3", ADD, "TypeError"),
-        ("def sum(a, b): return a + b", ADD, "there is no function 'add'"),
+        ("def sum(a, b): return a + b", ADD, "no function named 'add'"),
         ("def add(a, b): return 3", ADD, "test 1: the result"),
         ("def add(a, b): return {3}", ADD, "a result of type set cannot be written as JSON"),
         ("def add(a, b): yield a + b", ADD, "generator"),
         ("def add(a, b): return float('nan')", ADD, "test 0: the result"),
         ("def add(a, b):\n    x = []\n    for _ in range(500): x = [x]\n    return x", ADD, "test 0: the result"),
-        ("def add(a, b): return 10 ** 10000", ADD, "test 0: there is no result"),
+        ("def add(a, b): return 10 ** 10000", ADD, "test 0: the result is not valid JSON"),
     ],
 )
-def test_wrong_programs_are_wrong_and_it_says_why(
+def test_wrong_programs_are_wrong_and_the_reason_says_why(
     source: str, reference: dict[str, Any], reason: str, sandbox: Sandbox
 ) -> None:
     found = verdict(source, reference, sandbox)
@@ -120,7 +120,7 @@ def test_tricks_earn_nothing(trick: str, sandbox: Sandbox) -> None:
     assert verdict(trick, SQUARE, sandbox).outcome == "wrong"
 
 
-# Each prints how many runs it has seen, by what an earlier one left; none is to see any.
+# Each prints the number of earlier runs that it can see by what they left behind, which must be 0.
 COUNTERS = {
     "module": "import math\nmath.n = getattr(math, 'n', -1) + 1\nprint(math.n)",
     "called module": "import math\ndef f(m): m.n = m.__dict__.get('n', -1) + 1; return m.n\nprint(f(math))",
@@ -260,8 +260,8 @@ def test_honest_programs_are_right(source: str, sandbox: Sandbox) -> None:
 
 
 @pytest.mark.parametrize("source", ["# add", "x = 'add'", "class A:\n    add = 3", "def f(x): return x.add"])
-def test_what_contests_import_is_no_answer(source: str, sandbox: Sandbox) -> None:
-    assert "there is no function 'add'" in verdict(source, ADD, sandbox).reason
+def test_imports_for_contests_are_not_an_answer(source: str, sandbox: Sandbox) -> None:
+    assert "no function named 'add'" in verdict(source, ADD, sandbox).reason
 
 
 def test_expected_outputs_never_enter_the_sandbox(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_partial_scores_are_shares_of_all_tests(sandbox: Sandbox) -> None:
     assert verdict(source, SQUARE, sandbox).score == 0
 
 
-def test_tolerance_holds_only_where_a_test_says_so(sandbox: Sandbox) -> None:
+def test_tolerance_applies_only_to_tests_that_set_it(sandbox: Sandbox) -> None:
     exact = {**SQUARE, "tests": [{"input": "", "output": "0.5 x"}]}
     near = {**SQUARE, "tests": [{"input": "", "output": "0.5 x", "tolerance": 1e-3}]}
 
@@ -308,7 +308,7 @@ def test_tolerance_holds_only_where_a_test_says_so(sandbox: Sandbox) -> None:
     assert verdict("print('0.6 x')", near, sandbox).outcome == "wrong"
 
 
-def test_a_references_limits_hold(sandbox: Sandbox) -> None:
+def test_limits_of_a_reference_apply(sandbox: Sandbox) -> None:
     quick = {**SQUARE, "limits": {"wall_seconds": 0.5}}
 
     found = verdict("import time\ntime.sleep(5)", quick, sandbox)
@@ -324,7 +324,9 @@ def test_cpp(sandbox: Sandbox) -> None:
     assert verdict(right, reference, sandbox, tag="cpp").outcome == "correct"
     assert verdict(right.replace("n * n", "4"), reference, sandbox, tag="c++").outcome == "wrong"
     assert "does not compile" in verdict("int main() {", reference, sandbox, tag="cpp").reason
-    assert verdict("print(int(input()) ** 2)", reference, sandbox).reason.startswith("there is no fenced block of cpp")
+    assert verdict("print(int(input()) ** 2)", reference, sandbox).reason.startswith(
+        "the answer has no fenced cpp block"
+    )
 
 
 def test_no_compiler_is_an_error_that_says_what_to_install() -> None:
@@ -353,11 +355,11 @@ def test_a_request_that_waits_too_long_is_an_error_not_a_wrong_answer() -> None:
 
 def test_a_sandbox_that_fails_is_an_error(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(work: object) -> None:
-        raise SandboxError("it is broken")
+        raise SandboxError("broken")
 
     monkeypatch.setattr(sandbox, "session", fail)
 
-    assert verdict("print(1)", SQUARE, sandbox) == Verdict.error("it is broken", "print(1)")
+    assert verdict("print(1)", SQUARE, sandbox) == Verdict.error("broken", "print(1)")
 
 
 @pytest.mark.parametrize(
@@ -409,7 +411,7 @@ def test_adversarial_answers_are_wrong(answer: str, sandbox: Sandbox) -> None:
         ("a", None),
     ],
 )
-def test_the_program_of_an_answer(answer: str, expected: str | None) -> None:
+def test_program_in_an_answer(answer: str, expected: str | None) -> None:
     assert code.program(answer, "python") == expected
 
 
@@ -447,7 +449,7 @@ def test_outputs_compare_by_lines_and_words(mine: bytes, expected: bytes, same: 
         ({"tests": [{"input": "", "output": "", "tolerance": 2}]}, r"tests\[0\]: tolerance=2: .*less than 1"),
         ({"tests": [{"input": "", "output": "", "tolerance": float("nan")}]}, r"tests\[0\]: tolerance=nan: .*finite"),
         ({"tests": SQUARE["tests"] * 20}, r"reference.tests has 60 tests, more than max_tests \(50\)"),
-        ({"function": "f"}, r"reference.function is for style function"),
+        ({"function": "f"}, r"reference.function='f' applies only to style function"),
         ({"tests": [{"input": "\ud800", "output": ""}]}, r"tests\[0\]: .*surrogates"),
         ({"limits": {"processes": True}}, r"reference.limits: processes=True"),
         ({"limits": {"seconds": 1}}, r"reference.limits: unknown key 'seconds': did you mean"),
@@ -467,7 +469,7 @@ def test_a_reference_that_cannot_be_used_is_refused(change: dict[str, Any], mess
         ({"tests": [{"args": 1, "expected": 1}]}, r"reference.tests\[0\]: args=1: .*list"),
         ({"tests": [{"kwargs": {1: 2}, "expected": 1}]}, r"tests\[0\]: kwargs\.1"),
         ({"tests": [{"expected": 1, "tolerance": True}]}, r"tests\[0\]: tolerance=True"),
-        ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be values"),
+        ({"tests": [{"args": [], "expected": float("nan")}]}, r"tests\[0\]: args, kwargs and expected must be JSON"),
     ],
 )
 def test_a_functions_reference_is_checked_too(change: dict[str, Any], message: str) -> None:
@@ -478,10 +480,10 @@ def test_a_functions_reference_is_checked_too(change: dict[str, Any], message: s
 def test_a_functions_values_may_be_nested_deep() -> None:
     deep = json.loads("[" * 300 + "]" * 300)
     (test,) = code.check({**ADD, "tests": [{"args": (deep,), "expected": deep}]}).tests
-    assert json.loads(test.given)["args"] == [test.expected] == [deep]
+    assert json.loads(test.input)["args"] == [test.expected] == [deep]
 
 
-def test_imports_that_contests_leave_out_are_there() -> None:
+def test_imports_that_contests_omit_are_added() -> None:
     lines = prelude("def f(x: List[int]): return deque(math.sqrt(y) for y in x)").splitlines()
     assert sorted(lines) == [
         "from collections import deque",
@@ -504,7 +506,7 @@ JSON = st.recursive(
 
 
 @given(JSON, JSON, st.none() | st.floats(0, 0.5))
-def test_values_compare_without_raising_and_the_same_ones_are_the_same(one: Any, other: Any, tolerance: Any) -> None:
+def test_values_compare_without_raising_and_equal_ones_are_equal(one: Any, other: Any, tolerance: Any) -> None:
     assert code.same_value(one, other, tolerance) in (True, False)
     if "nan" not in repr(one).lower():
         assert code.same_value(json.loads(json.dumps(one)), one, tolerance)
@@ -539,7 +541,7 @@ def test_any_text_as_a_program_gets_a_verdict(text: str) -> None:
 
 
 class TestGym:
-    """The verdicts of NeMo Gym's own server on what it ships."""
+    """Verdicts of NeMo Gym's server on the data that it ships."""
 
     @pytest.fixture
     def data(self) -> Path:
@@ -568,7 +570,7 @@ class TestGym:
     @pytest.mark.parametrize(
         ("text", "given", "output", "reward"),
         [
-            # What its own tests hold (tests/test_app.py).
+            # Cases of its own tests (tests/test_app.py).
             ("```python\nn=int(input())\nprint(n+1)\n```", "3\n", "9", 0),
             ("```python\nn=int(input())\nprint(n*n)\n```", "3\n", "9", 1),
             ("n=int(input())\nprint(n*n)", "2\n", "4", 0),
@@ -583,7 +585,7 @@ class TestGym:
 
 
 class TestPrograms:
-    """The tasks that the package makes itself."""
+    """Tasks generated by this package."""
 
     def test_solutions_are_right_and_nothing_else_is(self, sandbox: Sandbox) -> None:
         made = list(programs.tasks(24, seed=3))

@@ -66,7 +66,7 @@ def test_an_answer_that_names_it_is_right(text: str) -> None:
     ],
     ids=ascii,
 )
-def test_an_answer_that_does_not_or_names_a_wrong_one_earns_nothing(text: str) -> None:
+def test_an_answer_without_it_or_with_a_wrong_one_earns_nothing(text: str) -> None:
     verdict = verify(text, ONE)
 
     assert (verdict.outcome, verdict.score) == ("wrong", 0)
@@ -86,14 +86,14 @@ def test_an_answer_that_does_not_or_names_a_wrong_one_earns_nothing(text: str) -
         ("school school school", 1 / 3),
     ],
 )
-def test_the_score_of_several_is_the_share_of_right_ones(text: str, score: float) -> None:
+def test_the_score_is_the_share_of_right_answers(text: str, score: float) -> None:
     verdict = verify(text, ALL)
 
     assert verdict.score == pytest.approx(score)
     assert (verdict.outcome == "correct") == (score == 1)
 
 
-def test_parts_of_words_count_where_that_is_asked() -> None:
+def test_parts_of_words_count_if_requested() -> None:
     assert verify("preschooler", {"answers": "school", "whole_words": False}).outcome == "correct"
     assert verify("preschooler", {"answers": "school"}).outcome == "wrong"
 
@@ -107,7 +107,7 @@ def test_words_of_any_script() -> None:
 
 
 @pytest.mark.parametrize("unit", ["a", "4943287 ", "49432871", "\u0301", "\ufdfa", "(", " "])
-def test_a_long_text_is_too_long_unless_the_user_allows_it(unit: str) -> None:
+def test_long_texts_are_wrong_unless_the_setting_allows_them(unit: str) -> None:
     text = "x" + unit * (200_000 // len(unit.encode())) + "x"
 
     assert verify(text, ONE).reason.startswith("too long")
@@ -123,10 +123,10 @@ def test_no_text_without_the_answer_is_right(text: str) -> None:
     ("reference", "message"),
     [
         ({}, "the key 'answers' is missing"),
-        ({"answers": []}, "answers: expected one text at least"),
-        ({"answers": ["a", " "]}, "answers: expected texts that are not empty"),
-        ({"answers": ["a"], "wrong": [""]}, "wrong: expected texts that are not empty"),
-        ({"answers": ["a"], "wrong": ["A"]}, "wrong: 'a' is an answer too"),
+        ({"answers": []}, "answers: expected at least one text"),
+        ({"answers": ["a", " "]}, "answers: expected non-empty texts"),
+        ({"answers": ["a"], "wrong": [""]}, "wrong: expected non-empty texts"),
+        ({"answers": ["a"], "wrong": ["A"]}, "wrong: 'a' is also one of the answers"),
         ({"answers": [3]}, "answers.0=3"),
         ({"answers": ["a"], "all": "yes"}, "all='yes'"),
         ({"answer": ["a"]}, "unknown key 'answer': did you mean 'answers'"),

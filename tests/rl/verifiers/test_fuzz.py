@@ -1,4 +1,4 @@
-"""Answers written to break verifiers, and random ones: nothing raises, hangs or is rewarded."""
+"""Adversarial and random answers: no verifier raises, hangs or rewards them."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from nemo_ext.rl.rewards.format import domyn_format, think_tags
 from nemo_ext.rl.verdict import Verdict
 
 LONG = 200_000
-"""Characters: work that grows with their square would take minutes."""
+"""Number of characters, at which quadratic work would take minutes."""
 REFERENCES = {
     "math": {"answer": r"\frac{7919}{104729}"},
     "multiple_choice": {"answer": "C", "choices": ["red", "green", "blue", "none of these"]},
@@ -101,13 +101,13 @@ def unrewarded(environment: tuple[Environment, object], text: str) -> Verdict:
     verdict = made.verify(parse_response(text), reference)
     assert isinstance(verdict, Verdict)
     assert verdict.outcome != "correct" and verdict.score == 0, (text[:200], verdict)
-    # What is reported must be fit for a log.
+    # Reports must be short enough for a log.
     assert len(verdict.reason) <= 400 and len(verdict.answer or "") <= 1000
     return verdict
 
 
 HANG = ("a factorial", "a long sum", "a tower")
-"""In sympy; an integral is one more."""
+"""Cases that hang in sympy; the integral does too."""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_adversarial_answers_earn_nothing(environment: tuple[Environment, object
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_their_format_is_judged(name: str) -> None:
+def test_format_scores_stay_in_range(name: str) -> None:
     response = parse_response(ADVERSARIAL[name])
     for thinking in (True, False):
         assert 0 <= domyn_format(response, thinking=thinking) <= 1

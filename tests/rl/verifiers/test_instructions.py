@@ -15,7 +15,7 @@ from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.instruction_rules import RULES, language_of, sentences, words
 from nemo_ext.rl.verifiers.instructions import MAX_CHARACTERS, MOST, check, verify
 
-# Of each rule: parameters, an answer that keeps it, answers that do not.
+# For each rule: parameters, an answer that follows it, and answers that do not.
 CASES: list[tuple[str, dict[str, Any], str, list[str]]] = [
     ("keywords:existence", {"keywords": ["sea", "C++"]}, "The Sea is c++.", ["The sea is C."]),
     (
@@ -158,7 +158,7 @@ def test_each_rule(name: str, kwargs: dict[str, Any], kept: str, broken: list[st
         assert outcome(answer, (name, kwargs)) == "wrong", answer
 
 
-def test_every_rule_is_tried_and_said() -> None:
+def test_every_rule_has_cases_and_a_request() -> None:
     assert {name for name, *_ in CASES} == set(RULES)
     for name, kwargs, *_ in CASES:
         (instruction,) = check({"instructions": [{"id": name, "kwargs": kwargs}]}).instructions
@@ -221,7 +221,7 @@ ADVERSARIAL = [
 
 
 @pytest.mark.parametrize("answer", ADVERSARIAL)
-def test_what_is_no_text_keeps_nothing(answer: str) -> None:
+def test_malformed_text_follows_no_rule(answer: str) -> None:
     for name, kwargs, *_ in CASES:
         assert outcome(answer, (name, kwargs)) == "wrong"
 
@@ -243,7 +243,7 @@ RUNS += ["Time fun " * (LONG // 9), "a’" * (LONG // 2), "Section1" * (LONG // 
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: repr(run[:8]))
 def test_long_runs_end(run: str) -> None:
-    """What is quadratic in the answer takes minutes here."""
+    """A check with quadratic time would take minutes here."""
     for number, (name, kwargs, *_) in enumerate(CASES):
         assert outcome(f"a{run}b" if number % 2 else run, (name, kwargs)) in ("correct", "wrong")
 
@@ -287,7 +287,7 @@ def test_sentences_and_words() -> None:
         ("One.\n \t\nTwo", 2),
     ],
 )
-def test_numbers_and_abbreviations_end_no_sentence(text: str, number: int) -> None:
+def test_numbers_and_abbreviations_do_not_end_sentences(text: str, number: int) -> None:
     assert len(sentences(text)) == number, sentences(text)
 
 
@@ -371,7 +371,7 @@ def test_agrees_with_gym() -> None:
             if ours != theirs:
                 differing.append(name)
 
-    # The paragraph begins "Crash—emotion": the published check takes this for one word.
+    # The paragraph begins "Crash—emotion", which the published check counts as one word.
     assert compared >= 10 and differing == ["length_constraints:nth_paragraph_first_word"]
 
 
@@ -390,7 +390,7 @@ def test_published_checkers(monkeypatch: pytest.MonkeyPatch) -> None:
         reference = {"instructions": asked, "mode": mode}
         return [each.verify(parse_response(text), each.check(reference)).score for each in (published, ours)]  # type: ignore
 
-    assert scores("Write a poem.", "all") == [1, 0]  # ours wants an answer after the request
+    assert scores("Write a poem.", "all") == [1, 0]  # ours requires an answer after the request
     assert scores("Write a poem. It is short.", "all") == [1, 1]
     assert scores("Write a poem. Short, it is.", "all") == [0, 0]
     assert scores("Write a poem. Short, it is.", "share") == [0.5, 0.5]
@@ -409,7 +409,9 @@ def test_published_checkers_that_raise_are_errors() -> None:
 @pytest.mark.parametrize(
     ("module", "message"), [("langdetect", r"pip install 'nemo_ext\[harness\]'"), ("", "nltk.downloader punkt_tab")]
 )
-def test_what_published_checkers_need_is_told(monkeypatch: pytest.MonkeyPatch, module: str, message: str) -> None:
+def test_the_error_names_what_published_checkers_require(
+    monkeypatch: pytest.MonkeyPatch, module: str, message: str
+) -> None:
     nltk = pytest.importorskip("nltk")
 
     def missing(name: str) -> Any:

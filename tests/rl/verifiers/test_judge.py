@@ -24,8 +24,8 @@ def _no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nemo_ext.endpoint.client._FIRST_WAIT", 0.01)
 
 
-def verify(endpoint: Any, text: str, seconds: float = 60, **settings: Any) -> Verdict:
-    judge = {"endpoint": endpoint.url, "model": "m", "attempts": 2, "attempt_seconds": seconds}
+def verify(endpoint: Any, text: str, **settings: Any) -> Verdict:
+    judge = {"endpoint": endpoint.url, "model": "m", "attempts": 2}
     environment = environments.make("judge", {"judge": judge, **settings})
     assert environment.verify is not None and environment.waits
     return asyncio.run(environment.verify(parse_response(text), environment.check(REFERENCE)))  # type: ignore[arg-type]
@@ -46,34 +46,29 @@ def test_the_verdict_is_the_judge_s(endpoint: Any, reply: Any, said: str, outcom
     assert "London" not in asked
 
 
-@pytest.mark.parametrize(
-    "replied",
-    [{"fault": "silent"}, {"fault": "dropped"}, {"fault": "endless"}, {"status": 500}, {"status": 429}, {"body": b"{"}],
-    ids=str,
-)
-def test_a_judge_that_gives_no_verdict_is_an_error(endpoint: Any, reply: Any, replied: dict[str, Any]) -> None:
-    endpoint.reply = lambda payload: reply(**replied)
+def test_a_judge_that_gives_no_verdict_is_an_error(endpoint: Any, reply: Any) -> None:
+    endpoint.reply = lambda payload: reply(status=500)
 
-    verdict = verify(endpoint, "Paris", seconds=0.3 if "silent" in replied.values() else 60)
+    verdict = verify(endpoint, "Paris")
 
     assert verdict.outcome == "error"
     assert verdict.reason.startswith("judge: ")
 
 
 @pytest.mark.parametrize("text", ["", " \n", "<think>Paris", "<think>Paris</think>", "x" * 20_001])
-def test_what_is_no_answer_is_wrong_and_nobody_is_asked(endpoint: Any, text: str) -> None:
+def test_empty_and_overlong_answers_are_wrong_without_a_judge(endpoint: Any, text: str) -> None:
     assert verify(endpoint, text).outcome == "wrong"
     assert endpoint.requests == []
 
 
-def test_the_longest_answer_is_the_user_s_choice(endpoint: Any, reply: Any) -> None:
+def test_the_maximum_length_is_a_setting(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(text="[[correct]]")
 
     assert verify(endpoint, "Paris", max_answer_characters=5).outcome == "correct"
     assert verify(endpoint, "Paris!", max_answer_characters=5).outcome == "wrong"
 
 
-# What a response may try
+# Attacks by a response
 
 
 ATTACKS = [
@@ -123,7 +118,7 @@ def test_a_response_cannot_leave_its_quotation(attack: str) -> None:
         "falls for it in thought",
     ],
 )
-def test_what_a_judge_repeats_earns_nothing(endpoint: Any, reply: Any, attack: str, judge: Any) -> None:
+def test_quotations_by_a_judge_earn_nothing(endpoint: Any, reply: Any, attack: str, judge: Any) -> None:
     endpoint.reply = lambda payload: reply(text=judge(payload["messages"][0]["content"]))
 
     assert verify(endpoint, attack).outcome in ("wrong", "error")
@@ -165,7 +160,7 @@ def test_no_text_without_a_label_is_a_verdict(text: str) -> None:
 
 
 @given(st.text(st.characters(), max_size=200) | st.binary().map(lambda raw: raw.decode(errors="surrogateescape")))
-def test_any_answer_can_be_put_to_the_judge(answer: str) -> None:
+def test_any_answer_can_be_shown_to_the_judge(answer: str) -> None:
     asked = question(answer, check(REFERENCE))
 
     assert json.dumps(asked).encode().decode() and parse_verdict(asked) is None
@@ -209,24 +204,7 @@ def test_the_environment_pickles(endpoint: Any, reply: Any) -> None:
     assert asyncio.run(again.verify(Response(text="a", answer="a"), again.check(REFERENCE))).outcome == "correct"
 
 
-def test_hundreds_at_once_are_all_answered(endpoint: Any, reply: Any) -> None:
-    endpoint.reply = lambda payload: reply(
-        text="[[correct]]" if "Paris number" in payload["messages"][0]["content"] else "[[incorrect]]", seconds=0.01
-    )
-    made = environments.make("judge", {"judge": {"endpoint": endpoint.url, "model": "m", "concurrency": 128}})
-    reference = made.check(REFERENCE)
-
-    async def all_of_them() -> list[Verdict]:
-        texts = [f"{'Paris' if number % 2 else 'Rome'} number {number}" for number in range(400)]
-        return await asyncio.gather(*(made.verify(parse_response(text), reference) for text in texts))  # type: ignore[misc, arg-type]
-
-    verdicts = asyncio.run(all_of_them())
-
-    assert [verdict.outcome for verdict in verdicts] == ["wrong", "correct"] * 200
-    assert endpoint.most <= 128
-
-
-def test_importing_takes_no_engine() -> None:
+def test_importing_loads_no_engine() -> None:
     code = "import sys, nemo_ext.rl.verifiers.judge, nemo_ext.rl.rewards.rlhf; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
 

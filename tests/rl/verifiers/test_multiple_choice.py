@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from nemo_ext.chat.response import parse_response
-from nemo_ext.rl.environments import make
 from nemo_ext.rl.verifiers.multiple_choice import check, verify
 
 CITIES = ["Paris", "New York", "Rome", "Oslo"]
@@ -49,7 +48,7 @@ def outcome(text: str, **reference: object) -> str:
         "Answer: (B). It is large.",
         "Answer: B.\tIt is large. I am sure.",
         "Answer: B. A city that I like.",
-        "Answer: B. C is colder.",  # what is said of C cannot be told
+        "Answer: B. C is colder.",  # what it says about C is unknown
         "Answer: B. New York. Yes, B.",
         "Answer: B.\n\nNew York",
         "Answer: B\n---\nParis is smaller.",
@@ -155,7 +154,7 @@ def test_formats(format: str, text: str, expected: str) -> None:
 )
 @pytest.mark.parametrize("choices", [4, ["first", "second", "Both A and B", "d"]], ids=str)
 @pytest.mark.parametrize("format", ["any", "text"])
-def test_two_letters_are_no_answer(text: str, choices: object, format: str) -> None:
+def test_two_letters_are_not_an_answer(text: str, choices: object, format: str) -> None:
     assert outcome(text, choices=choices, format=format) == "wrong"
 
 
@@ -172,7 +171,7 @@ def test_many_sentences_are_read_in_one_pass(unit: str) -> None:
     assert outcome("Answer: B. " + unit * (200_000 // len(unit)), choices=["x" * 5000, "y" * 5000]) == "correct"
 
 
-def test_how_many_choices_there_are_is_enough() -> None:
+def test_the_number_of_choices_is_enough() -> None:
     assert outcome(r"\boxed{B}", choices=4) == "correct"
     assert outcome(r"\boxed{B}", choices=4, answer="D") == "wrong"
     assert outcome(r"\boxed{E}", choices=4) == "wrong"
@@ -199,11 +198,6 @@ def test_how_many_choices_there_are_is_enough() -> None:
 def test_a_reference_that_cannot_be_used_is_named(reference: dict, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         check(reference)
-
-
-def test_the_environment() -> None:
-    made = make("multiple_choice")
-    assert made.verify is not None and not made.waits
 
 
 @pytest.mark.gym

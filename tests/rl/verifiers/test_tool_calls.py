@@ -1,4 +1,4 @@
-"""Expected calls, all of them and no other."""
+"""Calls must be exactly the expected ones."""
 
 import importlib.util
 import json
@@ -105,7 +105,7 @@ def test_an_unknown_style() -> None:
 
 
 def gym_data(server: str) -> Path:
-    """A folder of examples that nemo-gym ships."""
+    """Folder of examples that nemo-gym ships."""
     found = importlib.util.find_spec("resources_servers")
     if found is None or not found.submodule_search_locations:
         pytest.skip("needs nemo-gym")
@@ -160,7 +160,7 @@ def test_agrees_with_single_step_tool_use() -> None:
     ("a", "right"), [({"k": 5}, True), ({"k": 6}, False), ({}, False), (5, False), ({"k": 5, "l": 1}, False)]
 )
 def test_accepted_values_of_objects_within_lists(a: Any, right: bool) -> None:
-    """One accepted value may stand without a list around it."""
+    """A single accepted value may be given without a list around it."""
     reference = check({"accepted": [{"name": "f", "arguments": {"a": [{"k": 5}]}}]})
     response = Response(text="", tool_calls=(ToolCall(name="f", arguments={"a": a}),))
 

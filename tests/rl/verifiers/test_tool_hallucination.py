@@ -1,4 +1,4 @@
-"""A call where no tool is declared is wrong, whatever the answer is."""
+"""Tool calls are wrong if no tool is declared, whatever the answer is."""
 
 import asyncio
 from typing import Any, cast
@@ -98,7 +98,7 @@ def test_a_call_without_tools_is_wrong(attempt: str) -> None:
         'The key "tool" names it, and "input" is what it gets.',
     ],
 )
-def test_what_is_no_call(text: str) -> None:
+def test_texts_that_only_look_like_calls(text: str) -> None:
     assert verdict(parse_response(rf"{text} \boxed{{B}}"), {"answer": B}).outcome == "correct"
 
 
@@ -169,7 +169,7 @@ def test_bad_settings() -> None:
         make("tool_hallucination", {"environments": {"maths": {}}})
 
 
-def test_a_judge_of_answers_is_asked_before_a_run(endpoint: Any, reply: Any) -> None:
+def test_a_judge_of_answers_is_checked_before_a_run(endpoint: Any, reply: Any) -> None:
     endpoint.reply = lambda payload: reply(body=b'{"data": [{"id": "other"}]}')
     judge = {"endpoint": endpoint.url, "model": "judge"}
     made = make("tool_hallucination", {"environments": {"judge": {"judge": judge}}})

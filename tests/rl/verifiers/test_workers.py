@@ -16,9 +16,9 @@ import pytest
 from nemo_ext.rl.verifiers.workers import TimeLimitError, WorkerError, WorkerPool
 
 HANGS = (9, 10**9)
-"""For operator:pow: minutes in C code, where no Python signal handler runs."""
+"""Arguments of operator:pow that take minutes in C code, where no Python signal handler runs."""
 SLEEPS = "__import__('time').sleep(60)"
-"""For builtins:eval: as long, without taking a core."""
+"""Expression for builtins:eval that takes a minute, without using a core."""
 
 
 @pytest.fixture
@@ -40,20 +40,20 @@ _others: set[int] = set()
 
 @pytest.fixture(autouse=True)
 def _workers_of_other_tests() -> None:
-    """Environments that other tests made may keep theirs."""
+    """Ignore workers of environments that other tests created."""
     _others.clear()
     _others.update(worker.pid for worker in workers())
 
 
 def workers() -> list[psutil.Process]:
-    """The workers that this process began in the test."""
+    """Workers that this process started in the test."""
     children = [child for child in psutil.Process().children() if child.pid not in _others]
     children = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]  # another test's, not waited for
     return [child for child in children if "verifiers.workers" in " ".join(child.cmdline())]
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether the processes end within two minutes: seconds, unless the machine is busy."""
+    """True if the processes exit within two minutes; normally it takes seconds, unless the machine is busy."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids):
@@ -104,7 +104,7 @@ def test_memory_is_limited() -> None:
     pool.close()
 
 
-def test_a_worker_that_ends_by_itself_is_an_error_and_is_replaced() -> None:
+def test_a_worker_that_exits_is_an_error_and_is_replaced() -> None:
     pool = WorkerPool("os:_exit", time_limit=30, workers=1)
     for _ in range(2):
         with pytest.raises(WorkerError, match="status 3"):
@@ -127,13 +127,13 @@ def test_workers_do_not_see_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     pool.close()
 
 
-def test_what_a_function_prints_is_not_its_result() -> None:
+def test_printed_output_is_not_the_result() -> None:
     pool = WorkerPool("os:system", time_limit=30, workers=1)
     assert [pool.call("echo 1"), pool.call("exit 0")] == [0, 0]
     pool.close()
 
 
-def test_a_ctrl_c_at_the_terminal_is_not_the_workers(power: WorkerPool) -> None:
+def test_a_ctrl_c_at_the_terminal_does_not_reach_workers(power: WorkerPool) -> None:
     power.call(2, 2)
     (worker,) = workers()
     assert os.getpgid(worker.pid) != os.getpgid(0)
@@ -199,7 +199,7 @@ def test_closing_ends_all_workers() -> None:
         pool.call(2, 2)
 
 
-def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
+def test_a_garbage_collected_pool_ends_its_workers() -> None:
     pool = WorkerPool("operator:pow", time_limit=1)
     pool.call(2, 2)
     pids = [worker.pid for worker in workers()]
@@ -207,14 +207,14 @@ def test_a_pool_that_nobody_holds_ends_its_workers() -> None:
     assert pids and gone(pids)
 
 
-def test_a_copy_has_workers_of_its_own(power: WorkerPool) -> None:
+def test_a_copy_has_separate_workers(power: WorkerPool) -> None:
     copy = pickle.loads(pickle.dumps(power))
     assert (power.call(2, 2), copy.call(2, 3), copy.time_limit) == (4, 8, 1.0)
     assert len(workers()) == 2
     copy.close()
 
 
-def test_a_forked_child_has_workers_of_its_own(power: WorkerPool) -> None:
+def test_a_forked_child_has_separate_workers(power: WorkerPool) -> None:
     power.call(2, 2)
     child = os.fork()
     if child == 0:

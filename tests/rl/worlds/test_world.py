@@ -114,7 +114,7 @@ def test_calls_in_raw_text() -> None:
         [("move", {"book": "book-1", "shelf": 6})],
     ],
 )
-def test_less_or_more_than_asked_for_is_wrong(more: list[tuple[str, dict[str, Any]]]) -> None:
+def test_less_or_more_than_requested_is_wrong(more: list[tuple[str, dict[str, Any]]]) -> None:
     conversation = begin()
     conversation.step(calls(*more) if more else parse_response("I moved it."))
 
@@ -123,7 +123,7 @@ def test_less_or_more_than_asked_for_is_wrong(more: list[tuple[str, dict[str, An
     assert verdict.outcome == "wrong" and "books" in verdict.reason
 
 
-def test_what_is_undone_was_not_done() -> None:
+def test_undone_changes_do_not_count() -> None:
     conversation = begin()
     conversation.step(calls(("buy", {"title": "Ulysses"}), ("burn", {"book": "book-3"})))
     conversation.step(calls(("move", {"book": "book-2", "shelf": 9}), ("move", {"book": "book-2", "shelf": 1})))
@@ -204,7 +204,7 @@ def test_no_more_turns_than_allowed() -> None:
     assert conversation.verdict().outcome == "correct"
 
 
-def test_an_answer_that_is_asked_for() -> None:
+def test_a_required_answer() -> None:
     for said, outcome in (
         ("The answer is shelf 2.", "correct"),
         ("The answer is **Shelf 2**. I looked it up.", "correct"),
@@ -223,7 +223,7 @@ def test_an_answer_that_is_asked_for() -> None:
         assert conversation.verdict().outcome == outcome, said
 
 
-def test_a_conversation_pickles_small_and_apart_from_others() -> None:
+def test_a_pickled_conversation_is_small_and_independent() -> None:
     conversation = begin(user=["Yes."])
     conversation.step(parse_response("May I?"))
     conversation.step(calls(("move", {"book": "book-1", "shelf": 5})))
@@ -257,8 +257,8 @@ def test_a_long_answer_is_cut() -> None:
         ({"seed": 0, "calls": MOVE}, "reference: calls=.*list"),
         ({"seed": 0, "calls": [{"name": "move"}]}, r"reference\.calls\[0\]: move: book"),
         ({"seed": 0, "calls": [{"name": 1}]}, r"reference\.calls: "),
-        ({"seed": 0, "calls": []}, "does nothing is right"),
-        ({"seed": 0, "calls": [{"name": "find", "arguments": {"title": "Dune"}}]}, "does nothing is right"),
+        ({"seed": 0, "calls": []}, "doing nothing would be correct"),
+        ({"seed": 0, "calls": [{"name": "find", "arguments": {"title": "Dune"}}]}, "doing nothing would be correct"),
         ({"seed": 0, "calls": [MOVE], "user": "Yes."}, "reference: user='Yes.'"),
         ({"seed": 0, "calls": [MOVE], "answer": 2}, "reference: answer=2"),
         ({"seed": 0, "calls": [MOVE], "usr": []}, "did you mean 'user'"),

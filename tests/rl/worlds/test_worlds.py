@@ -1,4 +1,4 @@
-"""The workplace and the bank: their tools, and that nothing that a model calls breaks them."""
+"""Tools of the workplace and the bank, which no call by a model can break."""
 
 from typing import Any
 
@@ -79,13 +79,13 @@ def test_workplace_changes() -> None:
         "events": 1,
         "plots": 1,
     }
-    with pytest.raises(ToolError, match="nobody here"):
+    with pytest.raises(ToolError, match="no colleague has"):
         ask(world, database, "update_task", task_id="task-1", assigned_to="a@b.example")
-    with pytest.raises(ToolError, match="no email address"):
+    with pytest.raises(ToolError, match="not an email address"):
         ask(world, database, "send_email", recipient="nobody", subject="a", body="b")
 
 
-def test_analytics_count_what_there_is() -> None:
+def test_analytics_count_the_visits() -> None:
     world, database = workplace.WORLD, workplace.WORLD.database(0)
     days = {"date_from": "2025-06-01", "date_to": "2025-06-18"}
     rows = [row for _, row in database.rows("visits")]
@@ -103,7 +103,7 @@ def verified(seed: int = 0) -> tuple[Any, str]:
     return database, key
 
 
-def test_the_bank_tells_and_does_nothing_before_the_customer_is_verified() -> None:
+def test_the_bank_refuses_everything_before_the_customer_is_verified() -> None:
     database = bank.WORLD.database(0)
     card = next(key for key, _ in database.rows("cards"))
 
@@ -146,7 +146,7 @@ def test_the_banks_rules() -> None:
         ask(bank.WORLD, database, "transfer", from_account=other, to_account=own[0], amount=1)
 
 
-def test_money_is_kept() -> None:
+def test_transfers_preserve_the_total() -> None:
     database, customer = verified()
     own = [key for key, row in database.rows("accounts") if row["customer"] == customer]
     before = sum(row["balance"] for _, row in database.rows("accounts"))
@@ -155,7 +155,7 @@ def test_money_is_kept() -> None:
     ask(bank.WORLD, database, "transfer", from_account=own[1], to_account=own[0], amount=12.34)
 
     assert sum(row["balance"] for _, row in database.rows("accounts")) == before
-    assert len(database.changes()["transactions"]) == 4  # there and back is not nothing
+    assert len(database.changes()["transactions"]) == 4  # a transfer and its reversal leave two rows each
 
 
 keys = [f"{kind}-{n}" for kind in ("email", "event", "task", "customer", "account", "card", "dispute") for n in (1, 2)]
@@ -196,8 +196,8 @@ def test_no_call_breaks_a_world(world: World, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("world", WORLDS, ids=lambda world: world.name)
 @given(data=st.data())
-def test_what_a_tool_takes_its_schema_allows(world: World, data: st.DataObject) -> None:
-    """So that no engine that decodes by the schema keeps a model from a right call."""
+def test_schemas_allow_all_arguments_that_tools_accept(world: World, data: st.DataObject) -> None:
+    """Otherwise engines that constrain decoding by the schema would prevent correct calls."""
     database = world.database(1)
     tool = data.draw(st.sampled_from(world.schemas))["function"]
     known = {name: values for name in tool["parameters"]["properties"]}

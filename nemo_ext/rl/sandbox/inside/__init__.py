@@ -1,11 +1,12 @@
-"""Supervisors of programs. They run in an interpreter of their own and import the standard library only.
+"""Supervisors of programs, which run in a separate interpreter and import only the standard library.
 
-nursery.py     started interpreter whose children the supervisors are
-wire.py        messages between it and the host
+nursery.py     the interpreter that forks supervisors
+wire.py        messages between supervisor and host
 kernel.py      system calls that Python does not wrap
-syscalls.py    system calls that programs are refused
+syscalls.py    filter of system calls
 confinement.py namespaces, or the confinement available without them
-processes.py   the processes of a program, their usage, and their end
-program.py     steps of the program's own process before it is the program
-supervisor.py  the programs of one answer, one after the other
+processes.py   all processes of a program: their usage, and killing them
+process.py     one run: its process, limits and output
+program.py     setup within the program's process, before its own code runs
+supervisor.py  runs the programs of one answer, one after the other
 """

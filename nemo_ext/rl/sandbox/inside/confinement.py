@@ -1,6 +1,6 @@
 """Confinement of programs: namespaces with their own root, or the confinement available without them.
 
-`enter` moves the supervisor; `Confinement.hold` is for the program's own process, between fork and the program.
+`enter` confines the supervisor; `Confinement.hold` confines a program's process after its fork, before its own code.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _NAMESPACES = kernel.NEW_MOUNTS | kernel.NEW_PROCESSES | kernel.NEW_NETWORK | ke
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _FLAGS = {os.ST_NOSUID: kernel.NO_SETUID, os.ST_NODEV: kernel.NO_DEVICES, os.ST_NOEXEC: 8, os.ST_NOATIME: 1024}
 _FLAGS |= {os.ST_NODIRATIME: 2048, os.ST_RELATIME: 1 << 21}
-# Numbers that a user of this machine hardly has; any number may be taken on, with or without an account.
+# User IDs that are hardly ever in use; a process may take one without an account for it.
 _FIRST_USER, _USERS = 1_200_000_000, 1_000_000
 
 
@@ -30,7 +30,7 @@ class Confinement:
             readable paths.
         directory: private directory of the programs.
         user: user and group ID that only the programs have; None if they run as the host's user.
-        why_no_namespaces: message of the system, where there are none.
+        why_no_namespaces: reason why namespaces are not used; "" if they are.
         filter: system call filter for programs; empty if the machine's calls are not known here.
         filter_installed: True if the supervisor has installed the filter; programs inherit it, which is cheaper.
         landlock: rules for reading and writing, used without namespaces.
@@ -52,8 +52,8 @@ class Confinement:
     has_proc: bool = True
     signals_filtered: bool = False
 
-    def described(self) -> dict[str, Any]:
-        """Fields of the host's `Isolation`."""
+    def describe(self) -> dict[str, Any]:
+        """Fields of the host's `Isolation` object."""
         return {
             "namespaces": self.namespaces,
             "own_user": self.user is not None,
@@ -65,17 +65,17 @@ class Confinement:
         }
 
     def empty_directory(self) -> None:
-        """Remove what a program left, and restore the permissions of its directory."""
+        """Remove all files that a program left, and restore the permissions of its directory."""
         os.chmod(self.directory, 0o1777 if self.namespaces else 0o700)
         without_attributes(self.directory)
         empty(self.directory)
         os.utime(self.directory, (0, 0))
 
     def hold(self, limits: Mapping[str, Any], *, compiler: bool) -> None:
-        """Hold this process and all that it starts to the limits, irrevocably.
+        """Irrevocably confine this process, and all that it starts, to the limits.
 
         Args:
-            compiler: True for our own compiler, which starts processes.
+            compiler: True for the C++ compiler, which may start processes.
         """
         os.setsid()
         megabyte = 1 << 20
@@ -101,12 +101,10 @@ class Confinement:
                 soft, hard = min(soft, most), min(hard, most)
             resource.setrlimit(which, (soft, hard))
         if self.user is not None:
-            os.setgroups([])
-            os.setresgid(self.user, self.user, self.user)
-            os.setresuid(self.user, self.user, self.user)
+            become(self.user)
         kernel.drop_capabilities()
         kernel.no_new_privileges()
-        # The supervisor's memory is closed to its user; the program's own is not, or it could not open /dev/stdin.
+        # Unlike the supervisor, the program may be inspected by its user, or it could not open /dev/stdin.
         kernel.readable_by_its_user(True)
         if self.landlock is not None:
             self.landlock.enter()
@@ -121,28 +119,28 @@ def enter(
 ) -> Confinement:
     """Move this single-threaded process into namespaces, or prepare the confinement available without them.
 
-    In namespaces it returns in a child that is process 1 of its namespace; the parent waits for it and ends.
+    With namespaces, it returns in a child that is process 1 of the new one; the parent waits for it and exits.
 
     Args:
         directory: private directory of programs that run without namespaces.
         readable: files and folders that programs may read.
-        disk_megabytes: size of the private directory, where that is a file system of its own.
+        disk_megabytes: size of the private directory, where that is a separate file system.
         why_not: value of `Confinement.why_no_namespaces`.
 
     Raises:
-        OSError: namespaces are wanted and not available, or a program could signal other processes of its user.
+        OSError: namespaces are requested and not available, or a program could signal other processes of its user.
     """
     user = _own_user()
     if namespaces:
-        in_user_namespace = _leave_namespaces()
+        in_user_namespace = _enter_namespaces()
         _become_first_process()
-        # What may be read may lie below /tmp (an environment there): it stays, and programs have another folder.
+        # If readable paths lie below /tmp (a virtual environment, say), programs get another folder.
         shared = any(path == "/tmp" or path.startswith("/tmp/") for path in readable)
-        own = "/box" if shared else "/tmp"
-        has_proc = _new_root(readable, own, disk_megabytes)
+        private = "/box" if shared else "/tmp"
+        has_proc = _new_root(readable, private, disk_megabytes)
         confinement = Confinement(
             namespaces=True,
-            directory=own,
+            directory=private,
             user=None if in_user_namespace else user,
             has_proc=has_proc,
             # The kernel does not count the real root's processes.
@@ -156,7 +154,7 @@ def enter(
     machine = os.uname().machine
     if machine in syscalls.MACHINES:
         confinement.filter = syscalls.refusals(machine)
-        # Landlock keeps signals in from Linux 6.12 on; with the user's own number at stake, the filter does so as well.
+        # Landlock restricts signals only from Linux 6.12 on; where programs share the host's user, the filter does too.
         confinement.signals_filtered = not (confinement.namespaces or confinement.user)
         if confinement.counts_processes and not confinement.signals_filtered:
             kernel.no_new_privileges()
@@ -165,8 +163,8 @@ def enter(
     limited = confinement.landlock is not None and confinement.landlock.signals
     if not (confinement.namespaces or confinement.user or confinement.filter or limited):
         raise OSError(
-            "nothing here keeps a program from ending all of this user's processes: no namespaces, no other user to "
-            "run it as, no Landlock of Linux 6.12, no system call filter for this machine"
+            "nothing stops a program from killing this user's other processes: no namespaces, no separate user to run "
+            "it as, no Landlock (Linux 6.12 or later), and no system call filter for this machine"
         )
     return confinement
 
@@ -180,12 +178,12 @@ def _own_user() -> int | None:
     first, many = (_FIRST_USER, _USERS) if inside + count > _FIRST_USER + _USERS else (inside + 10_000, count - 20_000)
     if many < 10_000:
         return None
-    # Containers may share users while each counts its processes from 1.
+    # Containers may share users while each numbers its processes from 1.
     return first + (os.getpid() + 7919 * os.stat("/proc/self/ns/pid").st_ino) % many
 
 
 def _real_user() -> int:
-    """User ID outside of a user namespace that this process made."""
+    """User ID of this process outside of a user namespace that it may have created."""
     with open("/proc/self/uid_map") as map:
         _, outside, count = (int(word) for word in map.readline().split())
     return outside if count == 1 else os.geteuid()
@@ -206,8 +204,8 @@ def _users_threads() -> int:
     return count
 
 
-def _leave_namespaces() -> bool:
-    """Enter new namespaces; returns True if that took a user namespace, which only root can do without."""
+def _enter_namespaces() -> bool:
+    """Enter new namespaces; returns True if that required a user namespace, which only root can avoid."""
     if os.geteuid() == 0:
         try:
             kernel.unshare(_NAMESPACES)
@@ -225,23 +223,23 @@ def _leave_namespaces() -> bool:
 def _become_first_process() -> None:
     child = os.fork()
     if child:
-        # Only the child is in the new namespace; this one must let go of the host's connection.
+        # Only the child is in the new namespace; this process must close the host's connection.
         os.closerange(0, 256)
         _, status = os.waitpid(child, 0)
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     kernel.die_with_parent()
 
 
-def _new_root(readable: Sequence[str], own: str, disk_megabytes: int) -> bool:
-    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc failed."""
+def _new_root(readable: Sequence[str], private: str, disk_megabytes: int) -> bool:
+    """Set up a root with the readable paths, a few devices, /proc and an empty folder; False if /proc is refused."""
     kernel.mount("none", "/", flags=kernel.RECURSIVE | kernel.PRIVATE)
     kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, "size=1m,mode=755")
     os.mkdir("/tmp/.old")
     kernel.pivot_root("/tmp", "/tmp/.old")
     os.chdir("/")
     for path in sorted(set(readable)):
-        _show(path)
-    for folder in ("/dev", own, "/proc"):
+        _bind_readable(path)
+    for folder in ("/dev", private, "/proc"):
         os.makedirs(folder, exist_ok=True)
     for device in _DEVICES:
         os.close(os.open(f"/dev/{device}", os.O_CREAT | os.O_WRONLY))
@@ -253,21 +251,21 @@ def _new_root(readable: Sequence[str], own: str, disk_megabytes: int) -> bool:
     try:
         kernel.mount("proc", "/proc", "proc", kernel.NO_SETUID | kernel.NO_DEVICES | 8)
     except OSError:
-        # In containers that hide parts of /proc the kernel gives no whole one.
+        # The kernel refuses this in containers that hide parts of /proc.
         has_proc = False
     options = f"size={disk_megabytes}m,nr_inodes=4096,mode=1777"
-    kernel.mount("tmpfs", own, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
+    kernel.mount("tmpfs", private, "tmpfs", kernel.NO_SETUID | kernel.NO_DEVICES, options)
     kernel.unmount("/.old")
     os.rmdir("/.old")
     kernel.mount("none", "/", flags=kernel.REMOUNT | kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES)
-    os.chdir(own)
+    os.chdir(private)
     return has_proc
 
 
-def _show(path: str) -> None:
+def _bind_readable(path: str) -> None:
     old = f"/.old{path}"
     if not os.path.lexists(old) or os.path.lexists(path):
-        # Not on this machine, or in a folder that is shown already.
+        # Missing on this machine, or within a folder that is mounted already.
         return
     os.makedirs(os.path.dirname(path), exist_ok=True)
     if os.path.islink(old):
@@ -278,11 +276,11 @@ def _show(path: str) -> None:
     else:
         os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
     kernel.mount(old, path, flags=kernel.BIND | kernel.RECURSIVE)
-    # A user namespace may not take away what the mount had before.
-    had = os.statvfs(path).f_flag
-    kept = sum(flag for bit, flag in _FLAGS.items() if had & bit)
+    # A user namespace may not clear flags that the mount had before.
+    flags_before = os.statvfs(path).f_flag
+    kept_flags = sum(flag for bit, flag in _FLAGS.items() if flags_before & bit)
     flags = kernel.REMOUNT | kernel.BIND | kernel.READ_ONLY | kernel.NO_SETUID | kernel.NO_DEVICES
-    kernel.mount("none", path, flags=flags | kept)
+    kernel.mount("none", path, flags=flags | kept_flags)
 
 
 def _without_namespaces(directory: str, user: int | None, readable: Sequence[str], why: str) -> Confinement:
@@ -312,9 +310,7 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
     child = os.fork()
     if not child:
         try:
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become(user)
             for path in readable:
                 with contextlib.suppress(FileNotFoundError):
                     os.stat(path)
@@ -322,6 +318,13 @@ def _may_use(user: int, readable: Sequence[str]) -> bool:
         except OSError:
             os._exit(1)
     return os.waitpid(child, 0)[1] == 0
+
+
+def become(user: int) -> None:
+    """Take on a user ID, and the same number as the only group ID."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
 
 
 def without_attributes(file: str | int) -> None:
@@ -335,7 +338,7 @@ def empty(directory: str) -> None:
     """Remove the contents of a directory at any depth and with any permissions; links are not followed."""
     if not os.listdir(directory):
         return
-    # Names that nothing in it has.
+    # Names that no entry has.
     fresh, secret = itertools.count(), os.urandom(8).hex()
     while True:
         folders = []
@@ -348,7 +351,7 @@ def empty(directory: str) -> None:
             return
         for folder in folders:
             os.chmod(folder, 0o700)
-            # Folders in it move up, so that no path grows long.
+            # Subfolders move up, so that no path gets too long.
             for entry in list(os.scandir(folder)):
                 if entry.is_dir(follow_symlinks=False):
                     os.chmod(entry.path, 0o700)

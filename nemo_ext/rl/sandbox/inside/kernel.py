@@ -18,7 +18,7 @@ _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 
 OWN_DESCRIPTORS = 50
-"""First descriptor of the supervisor's own, above all that programs are given."""
+"""First descriptor that the supervisor uses itself, above all that programs get."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -28,6 +28,13 @@ def _checked(what: str, result: int) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def move_up(descriptor: int) -> int:
+    """Move a descriptor to a number that programs do not use."""
+    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, OWN_DESCRIPTORS)
+    os.close(descriptor)
+    return moved
 
 
 def unshare(flags: int) -> None:
@@ -50,12 +57,12 @@ def pivot_root(new: str, old: str) -> None:
     """Make `new` the root and put the old one at `old`."""
     machine = os.uname().machine
     if machine not in _PIVOT_ROOT:
-        raise OSError(f"pivot_root: its number on {machine} is not known here")
+        raise OSError(f"pivot_root: unknown system call number on {machine}")
     _checked("pivot_root", _libc.syscall(ctypes.c_long(_PIVOT_ROOT[machine]), new.encode(), old.encode()))
 
 
 def die_with_parent() -> None:
-    """Send this process SIGKILL when the thread that made it ends."""
+    """Have the kernel kill this process when the thread that created it ends."""
     _prctl("PR_SET_PDEATHSIG", _SET_DEATH_SIGNAL, 9)
 
 
@@ -70,7 +77,7 @@ def readable_by_its_user(yes: bool) -> None:
 
 
 def no_new_privileges() -> None:
-    """Gain no privileges from set-uid programs from here on."""
+    """Prevent set-uid programs from granting privileges from here on."""
     _prctl("PR_SET_NO_NEW_PRIVS", _SET_NO_NEW_PRIVILEGES, 1)
 
 
@@ -115,7 +122,7 @@ class Landlock:
     def __init__(self, read: list[str], write: list[str]) -> None:
         version = landlock_version()
         if not version:
-            raise OSError("Landlock is not there")
+            raise OSError("the kernel has no Landlock")
         # From ABI 5 on also ioctl on devices.
         all_rights = (1 << _RIGHTS.get(version, 16)) - 1
         # From ABI 4 on TCP, from 6 on abstract sockets and signals.
@@ -126,8 +133,7 @@ class Landlock:
             "landlock_create_ruleset",
             _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE), attributes, ctypes.c_size_t(size), ctypes.c_uint(0)),
         )
-        self.descriptor = fcntl.fcntl(rules, fcntl.F_DUPFD_CLOEXEC, OWN_DESCRIPTORS)
-        os.close(rules)
+        self.descriptor = move_up(rules)
         self.signals = version >= 6
         self._all_rights = all_rights
         for path in read:
@@ -151,7 +157,7 @@ class Landlock:
             os.close(opened)
 
     def enter(self) -> None:
-        """Hold this process and all that it starts to the rules; call `no_new_privileges` first."""
+        """Apply the rules to this process and all that it starts; call `no_new_privileges` first."""
         call = ctypes.c_long(_LANDLOCK_RESTRICT)
         _checked("landlock_restrict_self", _libc.syscall(call, ctypes.c_int(self.descriptor), ctypes.c_uint(0)))
         os.close(self.descriptor)

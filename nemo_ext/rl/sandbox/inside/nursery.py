@@ -1,6 +1,6 @@
-"""Parent of the supervisors: an interpreter that is started, and has imported what programs use, ahead of need.
+"""Parent of the supervisors: an interpreter started in advance, with the usual modules already imported.
 
-It knows nothing of any answer: each connection that the host hands over goes to a child of its own.
+It never sees an answer: each connection that the host passes to it is handled by a new child process.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 
 from nemo_ext.rl.sandbox.inside import kernel, supervisor, syscalls
 
-# What contest programs import. Not random and threading, which make every fork dearer; they come when one asks.
+# Modules that contest programs import. random and threading slow down every fork, so they are imported on demand.
 _USUAL = (
     *("bisect", "collections", "copy", "datetime", "decimal", "functools", "heapq", "itertools", "json", "math"),
     *("operator", "re", "string", "typing"),
@@ -22,7 +22,7 @@ _USUAL = (
 
 
 def main() -> None:
-    """Fork a supervisor for every connection that comes over descriptor 0, until the host is gone."""
+    """Fork a supervisor for every connection received over descriptor 0, until the host is gone."""
     host = socket.socket(fileno=fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS))
     null = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
@@ -30,15 +30,15 @@ def main() -> None:
     os.close(null)
     for name in _USUAL:
         importlib.import_module(name)
-    # The first are this package's folder and the working directory: programs import from neither.
+    # Programs must not import from this package's folder or the working directory, the first two entries.
     del sys.path[:2]
     sys.dont_write_bytecode = True
     if os.uname().machine in syscalls.MACHINES:
-        # Made once for all.
+        # Compiled once for all supervisors.
         syscalls.refusals(os.uname().machine)
     gc.collect()
     gc.freeze()
-    # Ended supervisors need no burial.
+    # The kernel reaps supervisors that have exited.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
         data, descriptors, _, _ = socket.recv_fds(host, 1, 1)
@@ -49,10 +49,7 @@ def main() -> None:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 host.close()
-                low = descriptors[0]
-                connection = socket.socket(fileno=fcntl.fcntl(low, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS))
-                os.close(low)
-                supervisor.serve(connection)
+                supervisor.serve(socket.socket(fileno=kernel.move_up(descriptors[0])))
                 status = 0
             finally:
                 os._exit(status)

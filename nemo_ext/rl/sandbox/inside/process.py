@@ -1,4 +1,4 @@
-"""One process of a program, from its fork to its end: its limits and its output."""
+"""One run of a program: its process, limits and output."""
 
 import contextlib
 import fcntl
@@ -20,7 +20,7 @@ _STDERR_BYTES = 16_384
 
 
 class HostGoneError(Exception):
-    """The host has gone: nobody waits for results any more."""
+    """The host is gone, so nobody waits for results."""
 
 
 @dataclass
@@ -52,12 +52,12 @@ class Place:
     disk_bytes: int
 
     def prepare(self, stdin: bytes) -> None:
-        """Fill standard input, and discard what the previous run can have left in things that outlive its processes."""
+        """Fill standard input, and reset state that outlives the processes of the previous run."""
         if self.confinement.namespaces:
-            # Process numbers begin anew, or they would count runs.
+            # Reset process IDs, which would otherwise reveal the number of runs.
             with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as opened:
                 opened.write("1")
-        # Of the open file, which all share: flags, locks, permissions, times, attributes.
+        # Reset flags, locks, permissions, times and attributes of the open file, which all runs share.
         fcntl.fcntl(self.stdin, fcntl.F_SETFL, 0)
         fcntl.fcntl(self.stdin, fcntl.F_SETOWN, 0)
         fcntl.flock(self.stdin, fcntl.LOCK_UN)
@@ -76,7 +76,7 @@ class Process:
 
     Args:
         keep: descriptor that `job` needs besides its streams.
-        compiler: True for our own compiler.
+        compiler: True for the C++ compiler, which may start processes.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Process:
         self._read = {number: bytearray() for number in pipes}
 
     def until_ended(self, value_bytes: int = 0) -> Ended:
-        """Wait until it has ended or is over a limit, and end all that it started.
+        """Wait until it exits or exceeds a limit, and kill all that it started.
 
         Raises:
-            HostGoneError: the host has gone; the process has been ended.
+            HostGoneError: the host is gone; the process has been killed.
         """
         self._most = {1: self._limits["output_bytes"], 2: _STDERR_BYTES, program.VALUE: value_bytes}
         began = time.monotonic()
@@ -128,19 +128,19 @@ class Process:
         return Ended(over or "exit", abs(code), seconds, cpu, outputs)
 
     def _end(self) -> tuple[float, int]:
-        """Kill it and all that it started; returns its processor seconds and exit code, negative for a signal."""
-        # Not waited for yet, so the number is still its own, whether it has ended or not.
+        """Kill it and all that it started; returns processor seconds and the exit code, negative for a signal."""
+        # Not reaped yet, so the process ID is still valid even if it has exited.
         os.kill(self._child, signal.SIGKILL)
         _, status, used = os.wait4(self._child, 0)
         processes.end(self._place.confinement)
         return used.ru_utime + used.ru_stime, os.waitstatus_to_exitcode(status)
 
     def _listen(self, began: float) -> str:
-        """Wait until it has ended, or is over a limit, which is returned."""
+        """Wait until it exits or exceeds a limit; returns the name of the limit, or "" if it exited."""
         waiting = select.poll()
         for descriptor in (self._handle, *self._open):
             waiting.register(descriptor, select.POLLIN)
-        # The host may have sent what comes next; only its end matters now.
+        # The host may have sent the next message already; here only a closed connection matters.
         waiting.register(self._place.host.fileno(), select.POLLRDHUP)
         deadline, watch_next = began + self._limits["wall_seconds"], began + _WATCH_EVERY
         while True:
@@ -161,11 +161,11 @@ class Process:
                 over = self._over_limits()
                 if over:
                     return over
-                # What it costs grows with the machine's processes; it is to stay a small share.
+                # The cost of the check grows with the machine's processes; keep it a small share of the time.
                 watch_next = time.monotonic() + _WATCH_EVERY + 10 * (time.monotonic() - watch_next)
 
     def _take(self, reader: int) -> str:
-        """Read the available output; returns "output" if it is over the limit."""
+        """Read the available output; returns "output" if it exceeds the limit, else ""."""
         number = self._readers[reader]
         while True:
             try:
@@ -178,7 +178,7 @@ class Process:
             held = self._read[number]
             room = self._most[number] - len(held)
             held += part[: max(0, room)]
-            # Nobody compares stderr: what is too much is left out.
+            # Excess stderr is dropped, since nothing compares it.
             if len(part) > room and number != 2:
                 return "output"
 
@@ -192,9 +192,9 @@ class Process:
             return "memory"
         if used.processes > self._limits["processes"]:
             return "processes"
-        # A file system of its own has its own limit.
-        own, directory = self._place.confinement.namespaces, self._place.confinement.directory
-        if not own and processes.bytes_on_disk(directory, self._place.disk_bytes) > self._place.disk_bytes:
+        # With namespaces, the directory is a separate file system with its own limit.
+        separate, directory = self._place.confinement.namespaces, self._place.confinement.directory
+        if not separate and processes.bytes_on_disk(directory, self._place.disk_bytes) > self._place.disk_bytes:
             return "disk"
         return ""
 
@@ -202,14 +202,14 @@ class Process:
         self, job: Callable[[], NoReturn], outputs: Mapping[int, int], keep: int | None, compiler: bool
     ) -> NoReturn:
         try:
-            # First out of the way of the numbers that they are to have.
+            # First move them away from the numbers that they are to get.
             moved = {number: fcntl.fcntl(end, fcntl.F_DUPFD, 100) for number, end in outputs.items()}
             for number, end in ({0: self._place.stdin} | moved).items():
                 os.dup2(end, number)
             landlock = self._place.confinement.landlock
-            kept = {keep, landlock.descriptor if landlock else None}
+            needed = {keep, landlock.descriptor if landlock else None}
             least = max(outputs) + 1
-            for descriptor in sorted(number for number in kept if number is not None):
+            for descriptor in sorted(number for number in needed if number is not None):
                 os.closerange(least, descriptor)
                 least = descriptor + 1
             os.closerange(least, 1 << 16)

@@ -1,4 +1,4 @@
-"""The processes of a program, their total usage, and their end."""
+"""All processes of a program: their total usage, and killing them."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import signal
 import time
 from dataclasses import dataclass
 
-from nemo_ext.rl.sandbox.inside.confinement import Confinement
+from nemo_ext.rl.sandbox.inside.confinement import Confinement, become
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -20,21 +20,21 @@ class Usage:
 
 
 def usage(confinement: Confinement) -> Usage:
-    """Usage of all processes that a program has started and that are still there; zeros without /proc."""
-    found = Usage()
+    """Usage of all running processes that a program has started; zeros without /proc."""
+    total = Usage()
     if not confinement.has_proc:
-        return found
+        return total
     for process in _members(confinement):
         with contextlib.suppress(OSError), open(f"/proc/{process}/statm") as opened:
-            found.memory += int(opened.read().split()[1]) * _PAGE
-            found.processes += 1
-    return found
+            total.memory += int(opened.read().split()[1]) * _PAGE
+            total.processes += 1
+    return total
 
 
 def end(confinement: Confinement) -> None:
     """Kill all processes that a program has started, and wait for them, so that no zombies are left."""
     if confinement.namespaces:
-        # Process 1 of a namespace reaches all others of it in one call, and nobody else.
+        # Sent by process 1 of a namespace, this reaches all other processes in it and none outside.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         _reap(seconds=None)
@@ -43,14 +43,14 @@ def end(confinement: Confinement) -> None:
         _end_all_of(confinement.user)
     deadline = time.monotonic() + 10
     while members := _members(confinement):
-        # Stopped first, so that none starts another meanwhile.
+        # Stopped first, so that none can start another in the meantime.
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in members:
                 with contextlib.suppress(OSError):
                     os.kill(process, number)
         _reap(seconds=0.05)
         if time.monotonic() > deadline:
-            raise TimeoutError(f"processes {members} do not end")
+            raise TimeoutError(f"processes {members} are still running 10 s after SIGKILL")
     _reap(seconds=0.05)
 
 
@@ -59,9 +59,7 @@ def _end_all_of(user: int) -> None:
     child = os.fork()
     if not child:
         with contextlib.suppress(OSError):
-            os.setgroups([])
-            os.setresgid(user, user, user)
-            os.setresuid(user, user, user)
+            become(user)
             os.kill(-1, signal.SIGKILL)
         os._exit(0)
     with contextlib.suppress(ChildProcessError):
@@ -91,26 +89,26 @@ def _members(confinement: Confinement) -> list[int]:
     children: dict[int, list[int]] = {}
     for number in numbers:
         with contextlib.suppress(OSError), open(f"/proc/{number}/stat", "rb") as opened:
-            # The name may hold anything, parentheses and blanks too.
+            # The name in front may contain anything, even parentheses and spaces.
             state, parent = opened.read().rpartition(b")")[2].split()[:2]
             if state not in (b"Z", b"X"):
                 children.setdefault(int(parent), []).append(number)
-    found, open_ends = [], [here]
-    while open_ends:
-        below = children.get(open_ends.pop(), [])
-        found += below
-        open_ends += below
-    return found
+    descendants, pending = [], [here]
+    while pending:
+        below = children.get(pending.pop(), [])
+        descendants += below
+        pending += below
+    return descendants
 
 
 def bytes_on_disk(directory: str, most: int) -> int:
     """Bytes on disk below a directory, counted until above `most`; every file and folder adds a page."""
-    total, open_ends = 0, [directory]
-    while open_ends and total <= most:
+    total, pending = 0, [directory]
+    while pending and total <= most:
         with contextlib.suppress(OSError):
-            for entry in os.scandir(open_ends.pop()):
+            for entry in os.scandir(pending.pop()):
                 with contextlib.suppress(OSError):
                     total += entry.stat(follow_symlinks=False).st_blocks * 512 + _PAGE
                     if entry.is_dir(follow_symlinks=False):
-                        open_ends.append(entry.path)
+                        pending.append(entry.path)
     return total

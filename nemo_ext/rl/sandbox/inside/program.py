@@ -1,7 +1,7 @@
-"""Steps of the program's own process before and after it is the program.
+"""Code that runs in the program's process before and after the program itself.
 
-Python programs do not start an interpreter: they run in a fork of an existing one. They return bytes, which the host
-compares or reads as JSON.
+Python programs do not start an interpreter but run in a fork of an existing one. Results are bytes, which the host
+compares or parses as JSON.
 """
 
 import builtins
@@ -17,19 +17,19 @@ import types
 from typing import Any, NoReturn
 
 VALUE = 3
-"""Descriptor that a function's result, or the compiled program, is written to.
+"""Descriptor for a function's result, or for the compiled program.
 
-What a program itself writes to it counts as its result: it gains nothing that returning would not give it."""
+A program that writes to it directly gains nothing that it could not get by returning a value."""
 
 
 def compile_python(source: bytes, prelude: str) -> NoReturn:
-    """Compile the program, write the code to `VALUE` and leave; status 1, with the error on stderr, if that fails."""
+    """Compile the program, write the code to `VALUE` and exit; with status 1 and an error on stderr if that fails."""
     sys.set_int_max_str_digits(50_000)
     _standard_streams()
     try:
         with contextlib.suppress(RecursionError, MemoryError):
             prelude = _needed(prelude, source)
-        # The prelude is code of its own, so that the program's line numbers and __future__ imports stand.
+        # The prelude is compiled separately, so that the program's line numbers and __future__ imports stay valid.
         codes = [compile(text, "main.py", "exec", dont_inherit=True) for text in (prelude, source)]
         code = marshal.dumps(codes)
     except BaseException as error:
@@ -40,7 +40,7 @@ def compile_python(source: bytes, prelude: str) -> NoReturn:
 
 
 def run_python(code: bytes, function: str | None) -> NoReturn:
-    """Run as the program. Streams are descriptors 0 to 2; with `function`, 0 has a call and `VALUE` its result.
+    """Become the program. Streams are descriptors 0 to 2; with `function`, 0 has the call and `VALUE` gets the result.
 
     Args:
         code: compiled program, from `compile_python`.
@@ -49,7 +49,7 @@ def run_python(code: bytes, function: str | None) -> NoReturn:
 
 
 def _needed(prelude: str, source: bytes) -> str:
-    """Lines of the prelude, each an import of one name, whose name the source looks up.
+    """Lines of the prelude (each imports one name) whose names the source uses.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: as `compile`.
@@ -69,11 +69,11 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
     """Run the program once; returns the exit status."""
     _standard_streams()
     sys.argv = ["main.py"]
-    # The module `site` defines these elsewhere; it is left out here.
+    # Elsewhere the module `site` defines these; it is not loaded here.
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]
     sys.set_int_max_str_digits(50_000)
     sys.setrecursionlimit(50_000)
-    # A script's last lines, `if __name__ == "__main__"`, are not what is asked for where a function is.
+    # If a function is called, a script's `if __name__ == "__main__"` must not run.
     main = types.ModuleType("__main__" if function is None else "solution")
     main.__dict__["__builtins__"] = builtins
     sys.modules[main.__name__] = main
@@ -84,10 +84,10 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
         for code in codes:
             exec(code, main.__dict__)
         if function is not None and call is not None:
-            value = _named(main, function)(*call["args"], **call["kwargs"])
+            value = _find_function(main, function)(*call["args"], **call["kwargs"])
             write(VALUE, encode(value, default=_plain).encode())
-    except SystemExit as left:
-        status = _status(left)
+    except SystemExit as error:
+        status = _status(error)
     except BaseException:
         traceback.print_exc(limit=-5)
         status = 1
@@ -97,30 +97,24 @@ def _run(codes: list[types.CodeType], function: str | None) -> int:
     return status
 
 
-def run_file(executable: int, arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by the executable of an open file."""
+def run_executable(executable: int | str, arguments: list[str], environment: dict[str, str]) -> NoReturn:
+    """Replace this process by an executable, given by its path or an open descriptor."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     os.execve(executable, arguments, environment)
 
 
-def run_path(arguments: list[str], environment: dict[str, str]) -> NoReturn:
-    """Replace this process by the executable at a path."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    os.execve(arguments[0], arguments, environment)
-
-
-def _named(main: types.ModuleType, function: str) -> Any:
+def _find_function(main: types.ModuleType, function: str) -> Any:
     """Function of the module, or method of its class Solution."""
     if hasattr(main, function):
         return getattr(main, function)
     solution = getattr(main, "Solution", None)
     if solution is not None and hasattr(solution, function):
         return getattr(solution(), function)
-    raise NameError(f"there is no function {function!r}")
+    raise NameError(f"no function named {function!r}")
 
 
 def _plain(value: Any) -> Any:
-    """JSON form of numbers and arrays of libraries, and of sequences that JSON does not know."""
+    """JSON form of numbers and arrays of libraries, and of sequences unknown to JSON."""
     for name in ("tolist", "item"):
         if hasattr(value, name):
             return getattr(value, name)()
@@ -138,10 +132,10 @@ def _standard_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _status(left: SystemExit) -> int:
-    if left.code is None or isinstance(left.code, int):
-        return (left.code or 0) & 0xFF
-    print(left.code, file=sys.stderr)
+def _status(error: SystemExit) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return (error.code or 0) & 0xFF
+    print(error.code, file=sys.stderr)
     return 1
 
 
@@ -150,7 +144,7 @@ def _write(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _flushed() -> bool:
+def _flush() -> bool:
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
@@ -162,7 +156,7 @@ def _flushed() -> bool:
 
 def _leave(status: int) -> NoReturn:
     try:
-        # As the interpreter does if its output is gone.
-        status = status if _flushed() else status or 120
+        # The status with which the interpreter exits if it cannot flush its output.
+        status = status if _flush() else status or 120
     finally:
         os._exit(status)

@@ -1,11 +1,10 @@
-"""The supervisor: takes one answer's programs from the host, runs one at a time, reports how each ended.
+"""Supervisor of one answer's programs: receives them from the host, runs one at a time, and reports each result.
 
-Each message of the host gets one answer; when the host's end of the connection closes, everything here ends.
-Expected outputs are never sent here, so a program cannot find them.
+Each message from the host gets one reply; when the host closes the connection, everything here ends. Expected
+outputs are never sent here, so a program cannot find them.
 """
 
 import contextlib
-import fcntl
 import gc
 import importlib
 import os
@@ -23,7 +22,7 @@ _CODE_BYTES = 64 << 20
 
 
 class Supervisor:
-    """One confinement and one prepared program at a time."""
+    """Supervisor with one confinement and one compiled program at a time."""
 
     def __init__(
         self,
@@ -54,9 +53,8 @@ class Supervisor:
             header, blobs = message
             ended = operations[header["operation"]](header, blobs[0])
             outputs = [ended.outputs.get(number, b"") for number in (1, 2, program.VALUE)]
-            facts = {"ended": ended.ended, "status": ended.status}
-            times = {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds}
-            wire.send(self._host, {**facts, **times}, outputs)
+            fields = {name: getattr(ended, name) for name in ("ended", "status", "seconds", "cpu_seconds")}
+            wire.send(self._host, fields, outputs)
 
     def _compile_python(self, header: dict[str, Any], source: bytes) -> Ended:
         for name in set(header["preload"]) - sys.modules.keys():
@@ -82,22 +80,23 @@ class Supervisor:
             os.fchmod(opened.fileno(), 0o644)
         command = [*header["compiler"], "-o", _BINARY, _SOURCE]
         path = f"{os.path.dirname(command[0])}:{self._environment['PATH']}"
+        environment = {**self._environment, "PATH": path}
         ended = self._once(
-            lambda: program.run_path(command, {**self._environment, "PATH": path}), header["limits"], compiler=True
+            lambda: program.run_executable(command[0], command, environment), header["limits"], compiler=True
         )
         if ended.ended == "exit" and ended.status == 0:
-            # Programs do not find it: it is open here, and its name goes with all else in the directory.
-            self._executable = _above(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
+            # Programs cannot find it: it stays open here, and its name is removed when the directory is emptied.
+            self._executable = kernel.move_up(os.open(os.path.join(folder, _BINARY), os.O_RDONLY | os.O_NOFOLLOW))
         return ended
 
-    def _run(self, header: dict[str, Any], given: bytes) -> Ended:
+    def _run(self, header: dict[str, Any], stdin: bytes) -> Ended:
         limits, executable, code = header["limits"], self._executable, self._code
-        # Nothing of one run is left for the next.
+        # No run may leave anything for the next.
         self._place.confinement.empty_directory()
-        self._place.prepare(given)
+        self._place.prepare(stdin)
         if executable is not None:
             return self._once(
-                lambda: program.run_file(executable, ["main"], self._environment), limits, keep=executable
+                lambda: program.run_executable(executable, ["main"], self._environment), limits, keep=executable
             )
         assert code is not None
         return self._once(
@@ -113,22 +112,15 @@ class Supervisor:
         return Process(self._place, job, limits, **how).until_ended(value_bytes)
 
 
-def _above(descriptor: int) -> int:
-    """Move a descriptor to a number above those that programs are given."""
-    moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, kernel.OWN_DESCRIPTORS)
-    os.close(descriptor)
-    return moved
-
-
 def serve(host: socket.socket) -> None:
-    """Supervise one answer's programs, until the host is gone."""
+    """Supervise one answer's programs until the host is gone."""
     message = wire.receive(host)
     if message is None:
         return
     header, _ = message
     here = os.getpid()
-    # The filter refuses this, to programs and from then on to this process too.
-    stdin = _above(os.memfd_create("stdin", os.MFD_CLOEXEC))
+    # Before the system call filter is installed, which refuses this to the supervisor too.
+    stdin = kernel.move_up(os.memfd_create("stdin", os.MFD_CLOEXEC))
     try:
         confinement = confined.enter(
             header["directory"],
@@ -140,9 +132,9 @@ def serve(host: socket.socket) -> None:
     except OSError as error:
         wire.send(host, {"failure": str(error)})
         return
-    # From here on programs' imports look nowhere but in the standard library and in what the host names.
+    # From here on, programs import only from the standard library and from the folders that the host names.
     sys.path += header["packages"]
-    wire.send(host, {"process": here, "isolation": confinement.described()})
+    wire.send(host, {"process": here, "isolation": confinement.describe()})
     try:
         Supervisor(host, confinement, stdin=stdin, disk_megabytes=header["disk_megabytes"]).serve()
     except (HostGoneError, OSError):
@@ -152,7 +144,7 @@ def serve(host: socket.socket) -> None:
         if not confinement.namespaces:
             os.chdir("/")
             confinement.empty_directory()
-            # The folder around it too: a host that has gone removes nothing.
+            # Remove the outer folder too, since a host that is gone cannot do it.
             with contextlib.suppress(OSError):
                 os.rmdir(header["directory"])
                 os.rmdir(os.path.dirname(header["directory"]))

@@ -1,8 +1,8 @@
-"""Seccomp filter (classic BPF) of the system calls that programs are refused.
+"""Seccomp filter (classic BPF) that refuses dangerous system calls to programs.
 
-It refuses sockets of any kind, other processes' memory, namespaces and mounts, kernel keys and modules, memory that no
-limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Refused calls fail with EPERM;
-clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
+It refuses sockets of any kind, access to other processes' memory, namespaces and mounts, kernel keys and modules,
+memory that no limit counts (memfd, System V and POSIX queues), and io_uring, which bypasses filters. Refused calls fail
+with EPERM; clone3 fails as not implemented, so that the C library uses clone, whose flags a filter can see.
 """
 
 import errno
@@ -54,7 +54,7 @@ def refusals(machine: str, *, signals_only_to: int | None = None, processes: boo
     numbers = dict(zip(words[::2], map(int, words[1::2]), strict=True))
     filter = [_step(_LOAD, _MACHINE), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL), _step(_LOAD, _NUMBER)]
     if machine == "x86_64":
-        # The numbers of the x32 interface begin here.
+        # First number of the x32 interface.
         filter += [_step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _KILL)]
     fail, again = _step(_RETURN, _FAIL | errno.EPERM), _step(_RETURN, _FAIL | errno.EAGAIN)
     first, allow = _step(_LOAD, _FIRST), _step(_RETURN, _ALLOW)

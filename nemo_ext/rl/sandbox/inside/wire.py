@@ -20,7 +20,7 @@ def receive(connection: socket.socket) -> Message | None:
     """Read the next message; None if the other side is gone.
 
     Raises:
-        TimeoutError: the connection's time limit is over.
+        TimeoutError: the connection timed out.
     """
     length = _exactly(connection, _LENGTH.size)
     text = None if length is None else _exactly(connection, _LENGTH.unpack(length)[0])
