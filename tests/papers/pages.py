@@ -91,7 +91,8 @@ def page(paper: str) -> str:
         f"# {given['title']}, stage by stage",
         f"Source: {given['source']}.",
         "After this page you can run each stage of the paper. The tables compare the paper's numbers with our configs; "
-        "numbers that the paper does not state are marked (choice). This page is written by `python tests/papers/pages.py`.",
+        "numbers that the paper does not state are marked (choice). "
+        "This page is written by `python tests/papers/pages.py`.",
         markdown_table(
             ("stage", "section", "command"), [(s["stage"], str(s["section"]), f"`{s['command']}`") for s in stages]
         ),
