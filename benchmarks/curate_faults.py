@@ -299,7 +299,7 @@ def judged(output: Path, planted: Planted) -> dict[str, Found]:
 
 def table(found: Mapping[str, Found]) -> str:
     """The table."""
-    rows = ["| stage: fault | planted | found | recall | false positives | precision |", "|---|---|---|---|---|---|"]
+    rows = ["| stage: fault | planted | found | recall | found wrongly | precision |", "|---|---|---|---|---|---|"]
     rows += [
         f"| {name} | {each.planted} | {each.found} | {each.recall:.3f} | {each.wrong} | {each.precision:.3f} |"
         for name, each in found.items()
