@@ -184,7 +184,7 @@ def test_six_n_excludes_terms_that_grow_with_the_sequence(architecture_of: Archi
     assert cost.six_n(dense) == 6 * cost.total_params(dense)
     assert cost.train_flops_per_token(dense, frozen=True) == cost.forward_flops_per_token(dense)
     assert cost.six_n(dense, frozen=True) == 2 * cost.total_params(dense)
-    # Domyn-Small's CPT: about 35 % by 6N in the paper is 59 % with attention's scores (docs/rehearsal.md).
+    # Domyn-Small's CPT: about 35 % by 6N in the paper is 59 % with attention's scores (docs/rehearsal_accuracy.md).
     assert cost.six_n(dense) < cost.train_flops_per_token(dense, seq_length=1 << 20)
 
 

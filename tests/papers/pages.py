@@ -1,4 +1,4 @@
-"""The pages docs/papers/*.md: every stage of the papers, our numbers beside theirs. From stages.yaml and the configs.
+"""The pages docs/papers/*.md: every stage of the papers, our numbers next to theirs. From stages.yaml and the configs.
 
 python tests/papers/pages.py          # writes them
 """
@@ -90,8 +90,9 @@ def page(paper: str) -> str:
     parts = [
         f"# {given['title']}, stage by stage",
         f"Source: {given['source']}.",
-        "Numbers of the paper stand beside those of our configs; what the paper does not state is a (choice). "
-        "This page is made by `python tests/papers/pages.py`.",
+        "After this page you can run each stage of the paper. The tables compare the paper's numbers with our configs; "
+        "numbers that the paper does not state are marked (choice). "
+        "This page is written by `python tests/papers/pages.py`.",
         markdown_table(
             ("stage", "section", "command"), [(s["stage"], str(s["section"]), f"`{s['command']}`") for s in stages]
         ),

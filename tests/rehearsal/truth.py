@@ -1,6 +1,6 @@
 """Compare small jobs on real tensors and real processes with their rehearsals, rank by rank.
 
-    python tests/rehearsal/truth.py --table            the table of docs/rehearsal.md
+    python tests/rehearsal/truth.py --table            the table of docs/rehearsal_accuracy.md
     python tests/rehearsal/truth.py 'olmo3, PP2' --json FILE
 
 Each rank of the real job runs Megatron's `pretrain()` over gloo; its second step is measured by a dispatch mode, by

@@ -118,7 +118,7 @@ def outcome(checkout: Checkout, preset: str, backend: str, below: Path) -> tuple
         master, algorithm = rendered(checkout, preset, backend, below)
     except ValueError as error:
         needed = re.search(r"needs about (\d+ GiB)", str(error))
-        return (f"none fits ({needed[1]} a GPU)", "no") if needed else ("none", f"no: {error}")
+        return (f"none fits ({needed[1]} per GPU)", "no") if needed else ("none", f"no: {error}")
     try:
         rehearse(master, section_of(algorithm))
     except ValueError as error:
