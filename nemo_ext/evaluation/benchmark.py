@@ -179,15 +179,9 @@ class Suite:
     benchmarks: Sequence[str | Mapping[str, JsonValue]]
 
 
-@cache
-def _files(kind: str) -> dict[str, Any]:
-    folder = files("hydra_conf") / kind
-    return {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
-
-
 def names(kind: Literal["benchmark", "suite", "published"]) -> list[str]:
-    """Names of the benchmarks, suites or tables of published values that the package has."""
-    return sorted(_files(kind))
+    """Names of the installed benchmarks, suites or tables of published values."""
+    return list(config_files(kind))
 
 
 def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> dict[str, Any]:
@@ -201,8 +195,8 @@ def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> di
         if not path.is_file():
             raise ValueError(f"{kind}={name}: no such file")
         text = path.read_text()
-    elif name in _files(kind):
-        text = _files(kind)[name].read_text()
+    elif file := config_files(kind).get(name):
+        text = file.read_text(encoding="utf-8")
     else:
         raise ValueError(f"{kind}: unknown name {name!r}: {nearest(name, names(kind))}; or give a path to a .yaml file")
     try:

@@ -188,7 +188,11 @@ def _problem(
     if benchmark.messages is not None:
         messages = value("messages", benchmark.messages, ())
         try:
-            prompts = {PLAIN: Task.from_record({"id": "-", "environment": "-", "prompt": messages}, f"{where}: messages").prompt}
+            prompts = {
+                PLAIN: Task.from_record(
+                    {"id": "-", "environment": "-", "prompt": messages}, f"{where}: messages"
+                ).prompt
+            }
         except (TypeError, AttributeError):
             raise ValueError(f"{where}: messages={str(messages)[:80]!r}: expected a list of messages") from None
     tools = value("tools", benchmark.tools, None) or ()

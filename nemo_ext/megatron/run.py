@@ -82,9 +82,9 @@ class Run:
             for segment in self.segments:
                 check(segment)
 
-    def told_of_streams(self) -> list[str]:
+    def stream_remarks(self) -> list[str]:
         """Notices about streams that several phases read, see `nemo_ext.data.phases.describe_shared_streams`."""
-        limit = (self.given.get("data") or {}).get("max_epochs") or MAX_EPOCHS
+        limit = (self.composed.get("data") or {}).get("max_epochs") or MAX_EPOCHS
         return [] if self.plan is None else describe_shared_streams(self.segments[0], self.plan, max_epochs=limit)
 
 

@@ -151,8 +151,8 @@ class _Run:
             note(record, made_of)
         elif changed := differing(json.loads(record.read_text()), made_of):
             raise ValueError(
-                f"run_dir={self.run_dir}: was started with different settings: {describe(changed)}; restore them, or set "
-                "another run_dir"
+                f"run_dir={self.run_dir}: was started with different settings: {describe(changed)}; restore them, or "
+                "set another run_dir"
             )
         check_judges(self._environments().values(), self.settings.group or {})
         write_config(self.run_dir, self.config)

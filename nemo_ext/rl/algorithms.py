@@ -410,13 +410,10 @@ def load(preset: str, changes: Mapping[str, Any] | None = None) -> Algorithm:
     Raises:
         ValueError: unknown preset, or as `algorithm_of`.
     """
-    if preset not in presets():
-        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, presets())}")
-    config = OmegaConf.create((_folder() / f"{preset}.yaml").read_text(encoding="utf-8"))
+    files = config_files("rl")
+    if preset not in files:
+        raise ValueError(f"rl preset: unknown name {preset!r}: {nearest(preset, files)}")
+    config = OmegaConf.create(files[preset].read_text(encoding="utf-8"))
     merged = OmegaConf.to_container(OmegaConf.merge(config, dict(changes or {})), resolve=True)
     assert isinstance(merged, dict)
     return algorithm_of({str(key): value for key, value in merged.items()}, where=f"rl preset {preset}")
-
-
-def _folder() -> Any:
-    return files("hydra_conf") / "rl"

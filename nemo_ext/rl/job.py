@@ -73,7 +73,7 @@ def check_same_run(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     }
     if refused:
         raise ValueError(
-            f"{now['run_dir']}: was started with different settings: {told(refused)}; restore them, or set another "
+            f"{now['run_dir']}: was started with different settings: {describe(refused)}; restore them, or set another "
             "run_dir=..."
         )
 

@@ -41,7 +41,8 @@ package-data = {"*" = ["**/*.yaml"]}
     "mine/conf/recipe/few.yaml": "# @package _global_\nwords: few\n",
     "mine/conf/recipe/mine/short.yaml": "# @package _global_\nmegatron: {train_iters: 3}\n",
     "mine/conf/pipeline/rivers.yaml": (
-        "# @package _global_\npipeline: rivers\nstages: {bytes: {job: byte_tokenizer, words: ['output=${run_dir}/b']}}\n"
+        "# @package _global_\npipeline: rivers\n"
+        "stages: {bytes: {job: byte_tokenizer, words: ['output=${run_dir}/b']}}\n"
     ),
     "mine/conf/benchmark/rivers.yaml": "{about: rivers, like: letters}\n",
     "mine/conf/benchmark/letters.yaml": "about: not used, as nemo_ext has a benchmark with this name\n",

@@ -147,9 +147,10 @@ def names() -> tuple[str, ...]:
 
 def load(name: str) -> Stated:
     """Load a layout that a paper states; raises ValueError if it is unknown."""
-    if name not in names():
-        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, names())}; null computes one")
-    text = (files("hydra_conf") / "rl" / "layout" / f"{name}.yaml").read_text(encoding="utf-8")
+    layouts = config_files("rl/layout")
+    if name not in layouts:
+        raise ValueError(f"nemo_rl.layout={name}: {nearest(name, layouts)}; null computes one")
+    text = layouts[name].read_text(encoding="utf-8")
     layout: Stated = checked(Stated, yaml.safe_load(text), where=f"nemo_rl.layout {name}")
     return layout
 
