@@ -1,4 +1,4 @@
-"""The engine with shared prefixes and a larger cache, compared with the engine of another checkout, in one run.
+"""The engine with shared prefixes, compared with the engine of another checkout, in one run.
 
     git worktree add /tmp/before 1fd06db~1    # before the change
     python benchmarks/engine_prefix.py FOLDER --other /tmp/before [--rounds 3]

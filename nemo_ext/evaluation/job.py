@@ -221,7 +221,7 @@ def read(config: Mapping[str, Any]) -> Settings:
     """
     settings = checked(Settings, config)
     if settings.endpoint is None:
-        check_model(str(settings.served), ServingSettings.of(config), config)
+        check_model(str(settings.served), ServingSettings.from_config(config), config)
     if settings.evaluate.judge is not None:
         from nemo_ext.rl.judge import JudgeSettings
 

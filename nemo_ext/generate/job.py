@@ -80,7 +80,7 @@ def check(config: Mapping[str, Any]) -> None:
 def _checked(config: Mapping[str, Any]) -> Settings:
     settings = checked(Settings, config)
     if settings.endpoint is None:
-        check_model(str(settings.served), ServingSettings.of(config), config)
+        check_model(str(settings.served), ServingSettings.from_config(config), config)
     return settings
 
 

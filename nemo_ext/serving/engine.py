@@ -389,12 +389,10 @@ def new_cache(model: "PreTrainedModel") -> "DynamicCache":
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    from nemo_ext.serving.cache import RoomyLayer
-
     cache = DynamicCache(config=model.config)
     for place, layer in enumerate(cache.layers):
-        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-            cache.layers[place] = RoomyLayer()
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[place] = DynamicLayer()
     return cache
 
 

@@ -21,7 +21,7 @@ def follow(job: str, words: Sequence[str]) -> int:
         place /= OWN
     folder = folder_of(str(config["served"]), place.expanduser(), config["files_from"])
     rank = int(os.environ["SLURM_PROCID"]) + 1
-    with vllm.running(vllm.command(folder, ServingSettings.of(config), config, rank=rank), None) as process:
+    with vllm.running(vllm.command(folder, ServingSettings.from_config(config), config, rank=rank), None) as process:
         return process.wait()
 
 

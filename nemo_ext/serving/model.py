@@ -29,7 +29,7 @@ def checked_settings(config: Mapping[str, Any]) -> tuple[ServingSettings, int]:
     """
     if config["served"] is None:
         raise ValueError("model: set it to an export of `nemo-ext convert` or a run directory")
-    settings, port = ServingSettings.of(config), config["port"]
+    settings, port = ServingSettings.from_config(config), config["port"]
     settings.key()
     if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 65536:
         raise ValueError(f"port={port}: expected a number from 0 (for a free port) to 65535")

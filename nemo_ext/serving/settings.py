@@ -72,7 +72,7 @@ class ServingSettings:
             raise ValueError(f"{'vllm' if self.vllm else 'nodes'}: requires engine=vllm, but engine is {self.engine}")
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> "ServingSettings":
+    def from_config(cls, config: Mapping[str, Any]) -> "ServingSettings":
         """Settings from the section `serving` of a config; the model's default name is its directory's.
 
         Raises:

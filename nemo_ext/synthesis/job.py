@@ -100,7 +100,7 @@ def _checked(config: Mapping[str, Any]) -> tuple[Settings, Recipe, WorkSettings]
         if variable is not None and not os.environ.get(variable):
             raise ValueError(f"roles.{role}.key_variable: the environment variable {variable} is not set")
     if settings.endpoint is None and settings.served is not None:
-        check_model(settings.served, ServingSettings.of(config), config)
+        check_model(settings.served, ServingSettings.from_config(config), config)
     return settings, recipe, work
 
 

@@ -121,7 +121,7 @@ class Index:
             whole: texts that are also compared as a whole with items of fewer than `min_words` words.
         """
         for text in whole:
-            text_words = words.of(text)
+            text_words = words.hashes_of(text)
             if 0 < len(text_words) < self.min_words and (item := self._whole(text_words)) is not None:
                 return self.items[item]
         if len(self.short) and (item := self._short_item(words, judged)) is not None:

@@ -74,7 +74,7 @@ class Words:
         self.starts: list[int] = [0, *np.concatenate([np.empty(0, np.int64), *begins]).searchsorted(ends).tolist()]
         self._running = _sums(self.hashes)
 
-    def of(self, text: int) -> Hashes:
+    def hashes_of(self, text: int) -> Hashes:
         """Hashes of the words of one text."""
         return self.hashes[self.starts[text] : self.starts[text + 1]]
 

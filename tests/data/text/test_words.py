@@ -54,7 +54,7 @@ def test_ngrams_of_several_texts_equal_those_of_single_texts(
             strict=True,
         )
     )
-    assert all(words.of(index).tolist() == word_hashes(text).tolist() for index, text in enumerate(texts))
+    assert all(words.hashes_of(index).tolist() == word_hashes(text).tolist() for index, text in enumerate(texts))
 
 
 def test_a_long_text_is_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

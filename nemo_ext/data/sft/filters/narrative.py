@@ -58,7 +58,7 @@ class Narrative(Filter):
             if lists.pattern is not None and (match := lists.pattern.search(text.text)):
                 excerpt = text.text[max(0, match.start() - _SHOWN) : match.end() + _SHOWN]
             elif lists.keywords:
-                excerpt = _keyword(text.text, texts.words.of(index), lists.keywords)
+                excerpt = _keyword(text.text, texts.words.hashes_of(index), lists.keywords)
             if excerpt is not None:
                 return Drop("narrative-reasoning" if text.is_reasoning else "narrative-answer", repr(excerpt))
         return None

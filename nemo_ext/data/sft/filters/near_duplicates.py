@@ -85,7 +85,7 @@ class NearDuplicates:
 
     def _grams(self, texts: Texts) -> npt.NDArray[np.uint64]:
         chosen = [index for index, text in enumerate(texts.spoken) if text.role == "user" or not self.prompts]
-        short = [words for index in chosen if 0 < len(words := texts.words.of(index)) < self.ngram]
+        short = [words for index in chosen if 0 < len(words := texts.words.hashes_of(index)) < self.ngram]
         grams, _ = texts.words.ngrams(self.ngram, texts=chosen)
         whole = np.concatenate([grams, *(ngram_hashes(words, len(words)) for words in short)])
         first = texts.sample.messages[0] if texts.sample.messages else None

@@ -54,7 +54,7 @@ class Repetition(Filter):
         rules = [("repeated-in-window", self.window_times, self.window), ("repeated", self.trajectory_times, None)]
         least = min((times for _, times, _ in rules if times), default=len(texts.words.hashes) + 1)
         for judged in (texts.assistant, *([call] for call in texts.calls)):
-            if sum(len(texts.words.of(text)) for text in judged) < self.ngram * least:
+            if sum(len(texts.words.hashes_of(text)) for text in judged) < self.ngram * least:
                 continue  # too short for that many
             grams, places = texts.words.ngrams(self.ngram, texts=judged)
             ordered = np.sort(grams)
