@@ -95,7 +95,7 @@ def test_keys_of_classes_and_of_open_sections_may_be_new(job: str, key: str, new
 def test_a_key_has_its_line_and_its_choices() -> None:
     settings = grammar_of("generate").settings
 
-    assert description(settings, "generate.max_dead").startswith("share of the answers that may fail")
+    assert description(settings, "generate.max_dead").startswith("share of failed answers")
     assert description(settings, "generate.attempts") == "maximum attempts per request."
     assert choices(settings, "serving.engine") == ("transformers", "vllm")
 

@@ -351,10 +351,10 @@ def test_mistakes_are_one_line(words: list[str], said: str) -> None:
         (["job=quantize", "from=here", "to=x", "precision=fp8_current"], "calibration.data=null"),
         (["job=puzzle", "puzzle.stages=[serch]"], "unknown stage 'serch': did you mean 'search'"),
         (["job=puzzle", "launcher.nodes=3"], "puzzle.distill.batch=4: is not divisible by the 3 ranks"),
-        (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null: puzzle compares models"),
+        (["job=puzzle", "data=packed", "data.packed.valid=null"], "data.packed.valid=null, but puzzle compares models"),
         (
             ["job=sensitivity", "sensitivity.model=m", "data=packed", "data.packed.valid=null"],
-            "null: sensitivity compares models",
+            "null, but sensitivity compares models",
         ),
         (["job=rl", "preset=rl_zero", "model=m"], "tasks.train=null: grpo trains on tasks"),
         (

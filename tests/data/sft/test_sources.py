@@ -142,7 +142,7 @@ def test_an_unusable_source_is_refused_before_the_work(tmp_path: Path) -> None:
         check(path=str(tmp_path / "bad.parquet"))
     with pytest.raises(ValueError, match=r"no such file: .*nowhere\.jsonl"):
         check(path=str(tmp_path / "nowhere.jsonl"))
-    with pytest.raises(ValueError, match=r"mixes \.parquet and others"):
+    with pytest.raises(ValueError, match=r"mixes \.parquet with other files"):
         check(path=[str(alpaca), str(tmp_path / "bad.parquet")])
     with pytest.raises(ValueError, match=r"source s: unknown key 'pth': did you mean 'path'\?"):
         check(pth="x")

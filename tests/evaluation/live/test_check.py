@@ -42,7 +42,7 @@ def test_what_can_be_evaluated_passes() -> None:
         (("evaluate.tokenizer=null",), "the data config names none"),
         (("evaluate.tokenizer=/nowhere",), "/nowhere"),
         (("megatron.padded_vocab_size=128",), "has 257 ids, but the model has 128"),
-        (("megatron.context_parallel_size=2",), "context parallelism"),
+        (("megatron.context_parallel_size=2",), "does not support megatron.context_parallel_size=2"),
         (("+megatron.moe_expert_capacity_factor=1.5",), "drop tokens"),
         (("+megatron.cuda_graph_impl=local",), "single sequence length"),
     ],

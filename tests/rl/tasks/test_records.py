@@ -90,8 +90,8 @@ def test_labels_become_judgements_to_train_on(tmp_path: Path) -> None:
     [
         (["environment=chats"], "did you mean 'chat'"),
         ([], "environment=None"),
-        (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl: is for generated tasks and"),
-        (["environment=chat", "level=1"], "level=1: is for generated tasks"),
+        (["environment=chat", "solutions=chats.jsonl"], "solutions=chats.jsonl: only for generated tasks and"),
+        (["environment=chat", "level=1"], "level=1: only for generated tasks"),
         (["environment=genrm"], "none of the 5 records can be made into a task"),
         (["environment=chat", "count=0"], "count"),
     ],
