@@ -372,7 +372,7 @@ def checked_text(value: object, where: str, key: str) -> str:
         FormatError: the value is not such text.
     """
     if not isinstance(value, str):
-        raise FormatError(f"{_at(where, key)}: expected text, not {_kind(value)}")
+        raise FormatError(f"{_at(where, key)}: expected a string, not {_kind(value)}")
     if not value.isascii():
         try:
             value.encode()
@@ -478,7 +478,7 @@ def _identifier(value: Any, where: str) -> str | None:
         return value or None
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise FormatError(f"{where}: expected text, not {_kind(value)}")
+    raise FormatError(f"{where}: expected a string, not {_kind(value)}")
 
 
 def _count_ignored(turn: Mapping[str, Any], known: set[str], where: str, ignored: Counter[str]) -> None:

@@ -177,8 +177,8 @@ def _finished_parts_named(output: Output) -> Iterator[None]:
             output.clear()
             raise
         raise CheckpointError(
-            f"{error}. {len(output.done)} finished parts are in {output.folder}: after fixing this, the same command "
-            "resumes from them; otherwise remove the folder"
+            f"{error}. {len(output.done)} finished parts are in {output.folder}: fix this and run the same command "
+            "again to resume from them, or remove the folder to start over"
         ) from error
 
 

@@ -80,7 +80,7 @@ class ClientSettings:
     def __post_init__(self) -> None:
         if needed := {"model", "messages", "prompt"} & set(self.omit):
             raise ValueError(
-                f"omit={', '.join(sorted(needed))}: required in every request: omit only optional fields, such as seed"
+                f"omit={', '.join(sorted(needed))}: required in every request; omit only optional fields, such as seed"
             )
 
 

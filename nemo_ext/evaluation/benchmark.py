@@ -244,5 +244,5 @@ def read_suite(name: str) -> tuple[Suite, list[Benchmark]]:
     benchmarks = [read_benchmark(entry) for entry in suite.benchmarks]
     for benchmark in benchmarks:
         if sum(other.name == benchmark.name for other in benchmarks) > 1:
-            raise ValueError(f"suite {name}: lists benchmark {benchmark.name} twice")
+            raise ValueError(f"suite {name}: lists benchmark {benchmark.name} twice: remove one")
     return suite, benchmarks

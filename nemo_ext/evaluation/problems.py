@@ -127,9 +127,7 @@ def check(benchmark: Benchmark, environment: Environment | None, found: Sequence
             if environment is not None:
                 environment.check(problem.reference)
             elif benchmark.kind == "choice" and not 0 <= problem.gold < len(problem.choices):
-                raise ValueError(
-                    f"gold={problem.gold}: not an index of its {len(problem.choices)} choices, counted from 0"
-                )
+                raise ValueError(f"gold={problem.gold}: must be an index from 0 to {len(problem.choices) - 1}")
         except ValueError as error:
             raise ValueError(f"benchmark {benchmark.name}: problem {problem.id}: {error}") from None
 

@@ -135,7 +135,7 @@ class Prompts:
         if isinstance(value, str):
             return value
         if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
-            raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a text or a list of messages")
+            raise ValueError(f"{self.column}={str(value)[:60]!r}: expected a string or a list of messages")
         return without_nulls(value)
 
 

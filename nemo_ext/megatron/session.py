@@ -118,7 +118,9 @@ def put_tensors(module: torch.nn.Module, tensors: Mapping[str, Tensor], prefix: 
                 raise ValueError(f"{key} of the module is missing from the given tensors")
             part = tensors[key][place]
             if part.shape != memory.shape:
-                raise ValueError(f"{key} has shape {list(part.shape)}, but the module needs {list(memory.shape)}")
+                raise ValueError(
+                    f"{key} has shape {list(part.shape)}, the module {list(memory.shape)}: check the model settings"
+                )
             memory.copy_(part)
 
 

@@ -198,7 +198,7 @@ class Asking:
             tools = self.context.value("tools", self.step.tools, self.context.names(columns))
         if self.step.complete:
             if not isinstance(prompt, str):
-                raise ValueError(f"steps.{self.context.name}.complete: {key}: expected a text, not messages")
+                raise ValueError(f"steps.{self.context.name}.complete: {key}: expected a string, not messages")
             return Request(key=key, sample=sample, path="completions", body=body | {"prompt": prompt})
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         more = {"tools": tools} if tools else {}
@@ -219,7 +219,7 @@ class Asking:
         if not isinstance(prompt, str) and not (
             isinstance(prompt, list) and prompt and all(isinstance(message, Mapping) for message in prompt)
         ):
-            raise ValueError(f"steps.{self.context.name}: {str(prompt)[:60]!r}: expected a text or messages")
+            raise ValueError(f"steps.{self.context.name}: {str(prompt)[:60]!r}: expected a string or messages")
         prompt = prompt if isinstance(prompt, str) else without_nulls(prompt)
         system = self.context.text("system", self.step.system, names) if self.step.system else ""
         if not system:

@@ -81,12 +81,12 @@ def _conversation(record: Row) -> None:
 
 def _document(record: Row) -> None:
     if not isinstance(record.get("text"), str) or not record["text"].strip():
-        raise ValueError("text: expected a non-empty text")
+        raise ValueError("text: expected a non-empty string")
 
 
 def _prompt(record: Row) -> None:
     if not record.get("question") and not record.get("prompt"):
-        raise ValueError("question: expected a non-empty text")
+        raise ValueError("question: expected a non-empty string")
 
 
 def _task(record: Row) -> None:

@@ -141,9 +141,9 @@ def test_a_trace_at_the_start_of_the_content(content: str, reasoning: str | None
     [
         ({"role": "asistant", "content": ""}, r"messages\[1\].role='asistant': did you mean 'assistant'"),
         ({"content": ""}, r"messages\[1\].role: expected a role, not nothing"),
-        ({"role": "user"}, r"messages\[1\].content: expected text, not nothing"),
-        ({"role": "assistant"}, r"messages\[1\].content: expected text, not nothing"),
-        ({"role": "user", "content": 3}, r"messages\[1\].content: expected text, not a int"),
+        ({"role": "user"}, r"messages\[1\].content: expected a string, not nothing"),
+        ({"role": "assistant"}, r"messages\[1\].content: expected a string, not nothing"),
+        ({"role": "user", "content": 3}, r"messages\[1\].content: expected a string, not a int"),
         ({"role": "user", "content": "\ud800"}, r"messages\[1\].content: surrogates not allowed at character 0"),
         (
             {"role": "user", "content": [{"type": "image_url"}]},

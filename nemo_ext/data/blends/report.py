@@ -42,7 +42,9 @@ def write_blend(plan: BlendPlan, folder: Path, *, title: str) -> Path:
     """
     for leaf in plan.root.leaves():
         if len(str(leaf.prefix).split()) != 1:
-            raise ValueError(f"{leaf.where}: rename {str(leaf.prefix)!r}: Megatron's lists do not support white space")
+            raise ValueError(
+                f"{leaf.where}: rename {str(leaf.prefix)!r}: Megatron's lists of data paths do not support whitespace"
+            )
     train, valid = plan.megatron_words("train"), plan.megatron_words("valid")
     pairs = [f"{weight} {prefix}" for weight, prefix in zip(train[::2], train[1::2], strict=True)]
     write_text(folder / "blend.txt", "\n".join(pairs) + "\n")

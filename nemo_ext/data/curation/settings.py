@@ -104,7 +104,7 @@ def read_plan(config: Mapping[str, Any]) -> Plan:
         raise ValueError("curate.stages is empty: choose a preset (dolma, dolma3, fineweb, domyn), or name blocks")
     curate = checked(Curate, config["curate"], where="curate")
     if len(set(curate.stages)) < len(curate.stages):
-        raise ValueError("curate.stages names a stage twice: add a second block under another name")
+        raise ValueError("curate.stages lists a stage twice: to apply it twice, add a second block under another name")
     for name, block in curate.blocks.items():  # including unused blocks, whose name may be a typo
         _kind(name, block)
     stages = dict[str, Stage]()

@@ -101,7 +101,7 @@ def checked_id(value: Any, path: str) -> str:
         return value
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    raise Malformed(f"{path!r} is {value!r}, expected text or a whole number")
+    raise Malformed(f"{path!r} is {value!r}, expected a string or a whole number")
 
 
 def prompt_bytes(prompt: Any) -> bytes:

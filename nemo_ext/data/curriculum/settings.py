@@ -21,7 +21,7 @@ class PromptKeys:
     """Keys of a prompt's record; dots lead into nested objects.
 
     Attributes:
-        id: key of the id, which is text or a whole number; or `line` or `prompt`.
+        id: key of the id, which is a string or a whole number; or `line` or `prompt`.
         prompt: key of the model's input, text or any JSON.
         domain: key of the domain's name; null puts all prompts into one domain.
     """

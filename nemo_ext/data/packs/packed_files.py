@@ -273,7 +273,7 @@ def check_packed(config: Mapping[str, Any]) -> None:
         if data.get(other):
             raise ValueError(f"data.packed and data.{other} are both set: remove one")
     if packed["train"] is None:
-        raise ValueError("data.packed.train=null: give the prefix of packs to train on")
+        raise ValueError("data.packed.train=null: set it to the prefix of the packs to train on")
     if int(megatron.get("micro_batch_size") or 1) != 1:
         raise ValueError("data.packed requires megatron.micro_batch_size=1; use longer packs instead of several")
     if megatron.get("mtp_num_layers"):

@@ -255,7 +255,7 @@ def _listed(many: Any, keys: RecordKeys, side: Side, report: ReadReport | None) 
         if isinstance(entry, str):
             entry = {"text": entry}
         if not isinstance(entry, Mapping):
-            raise FormatError(f"{where}: expected an object or text")
+            raise FormatError(f"{where}: expected an object or a string")
         try:
             generations.append(_generation(entry, keys, where, side))
         except UnfinishedTrace as error:

@@ -139,7 +139,7 @@ def _text(content: Any, where: str) -> str:
         return content
     texts = [part.get("text") for part in check_listed(content, f"{where}.content")]
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError(f"{where}.content must be text, not {content!r:.200}")
+        raise ValueError(f"{where}.content must be a string, not {content!r:.200}")
     return "".join(texts)  # type: ignore[arg-type]
 
 

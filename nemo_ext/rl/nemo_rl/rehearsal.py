@@ -97,7 +97,7 @@ def rehearse(master: Mapping[str, Any], section: Section) -> None:
             _packing(policy)
     except Exception as error:  # NeMo-RL raises many types, mostly assertions
         text = " ".join(str(error).split()) or "no reason given"
-        raise ValueError(f"NeMo-RL's {section}.setup refuses the config: {type(error).__name__}: {text}") from error
+        raise ValueError(f"NeMo-RL's {section}.setup rejected the config: {type(error).__name__}: {text}") from error
 
 
 @contextlib.contextmanager

@@ -151,7 +151,7 @@ def length_weights(lengths: Sequence[int]) -> tuple[float, ...]:
         return ()
     least, most = min(lengths), max(lengths)
     if least < 0:
-        raise ValueError(f"lengths must not be negative, not {least}")
+        raise ValueError(f"lengths must be at least 0, not {least}")
     if least == most:
         return (0.0,) * len(lengths)
     weights = [1 - (length - least) / (most - least) for length in lengths]

@@ -82,7 +82,7 @@ def _comparison(record: Mapping[str, Any]) -> Task:
         raise FormatError(f"messages: expected the roles {' and '.join(ROLES)} at the end")
     identifier = value_at(record, "id")
     if not isinstance(identifier, str) or not identifier:
-        raise FormatError(f"id={identifier!r}: expected a text")
+        raise FormatError(f"id={identifier!r}: expected a string")
     answers = [{**message, "role": "assistant"} for message in messages[-2:]]
     *prompt, first, second = to_sample(
         {"messages": [*messages[:-2], *answers]}, id=identifier, format="openai"
@@ -91,7 +91,7 @@ def _comparison(record: Mapping[str, Any]) -> Task:
         raise FormatError("messages: no prompt before the responses")
     task = record.get("task") or "genrm"
     if not isinstance(task, str):
-        raise FormatError(f"task={task!r}: expected a text")
+        raise FormatError(f"task={task!r}: expected a string")
     reference = {key: record.get(key) for key in SCORES if record.get(key) is not None}
     make("genrm").check(reference)
     (instruction,) = instructed_messages(prompt, first.content, second.content)

@@ -45,9 +45,9 @@ class Reference:
     def __post_init__(self) -> None:
         for key in ("answers", "wrong"):
             if not all(map(normal, getattr(self, key))):
-                raise ValueError(f"{key}: expected non-empty texts")
+                raise ValueError(f"{key}: expected non-empty strings")
         if not self.answers:
-            raise ValueError("answers: expected at least one text")
+            raise ValueError("answers: expected at least one string")
         if both := set(map(normal, self.answers)) & set(map(normal, self.wrong)):
             raise ValueError(f"wrong: {min(both)!r} is also one of the answers")
 

@@ -93,7 +93,7 @@ def environment(
         ValueError: invalid setting; the message names it.
     """
     if not isinstance(rubric, str):
-        raise ValueError(f"rubric={rubric!r}: expected a text")
+        raise ValueError(f"rubric={rubric!r}: expected a string")
     if checked_whole("best", best, least=1) > 1000:
         raise ValueError(f"best={best}: expected 1 to 1000")
     checked_whole("max_answer_characters", max_answer_characters, least=1)

@@ -51,7 +51,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     if empty := [letter for letter, text in zip(letters, texts, strict=True) if text is not None and not text.strip()]:
         raise ValueError(f"reference.choices: the text of {empty[0]} is empty")
     if any(text is not None and len(text) > MAX_CHOICE for text in texts):
-        raise ValueError(f"reference.choices: expected texts of at most {MAX_CHOICE} characters")
+        raise ValueError(f"reference.choices: expected strings of at most {MAX_CHOICE} characters")
     normals = [normal(text) for text in texts if text is not None]
     if len(set(normals)) < len(normals):
         raise ValueError(f"reference.choices={repr(choices)[:200]}: two texts are the same")

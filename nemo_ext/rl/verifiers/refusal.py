@@ -158,7 +158,7 @@ def environment(
     checked_whole("opening", opening, least=1)
     checked_whole("max_characters", max_characters, least=1)
     if isinstance(phrases, str) or not all(isinstance(each, str) and each.strip() for each in phrases):
-        raise ValueError(f"phrases={phrases!r}: expected non-empty texts")
+        raise ValueError(f"phrases={phrases!r}: expected non-empty strings")
     if judge is None:
         return Environment(
             name="refusal",

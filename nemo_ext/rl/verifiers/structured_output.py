@@ -63,7 +63,7 @@ def check(reference: Mapping[str, Any]) -> Reference:
     if not isinstance(schema, Mapping):
         raise ValueError(f"reference.schema={repr(schema)[:80]}: expected a JSON schema as a mapping")
     if not isinstance(schema.get("$schema", ""), str):
-        raise ValueError(f"reference.schema.$schema={schema['$schema']!r}: expected a text")
+        raise ValueError(f"reference.schema.$schema={schema['$schema']!r}: expected a string")
     if not isinstance(strict, bool):
         raise ValueError(f"reference.strict={strict!r}: expected true or false")
     try:

@@ -84,9 +84,9 @@ def test_invalid_records_are_skipped_and_counted_with_their_place(tmp_path: Path
     assert report.examples["empty file"] == [str(tmp_path / "b.jsonl")]
     assert report.examples["schema"][0].startswith(f"{path}:5: messages[0].role='boss': known: ")
     assert [example.split(": ", 1)[1] for example in report.examples["schema"][1:]] == [
-        "messages[0].content: expected text, not nothing",
-        "id: expected text, not a list",
-        "task: expected text, not a int",
+        "messages[0].content: expected a string, not nothing",
+        "id: expected a string, not a list",
+        "task: expected a string, not a int",
     ]
 
 

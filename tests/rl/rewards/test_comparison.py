@@ -289,7 +289,7 @@ def test_a_preference_for_the_first_response_cancels_in_both_orders() -> None:
 def test_lengths_must_match_the_responses() -> None:
     with pytest.raises(ValueError, match="2 responses, but 1 answer lengths"):
         group_rewards({}, thinking_lengths=[1, 2], answer_lengths=[1])
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="lengths must be at least 0"):
         group_rewards({}, thinking_lengths=[1, -2], answer_lengths=[1, 1])
 
 

@@ -123,9 +123,9 @@ def test_no_text_without_the_answer_is_right(text: str) -> None:
     ("reference", "message"),
     [
         ({}, "the key 'answers' is missing"),
-        ({"answers": []}, "answers: expected at least one text"),
-        ({"answers": ["a", " "]}, "answers: expected non-empty texts"),
-        ({"answers": ["a"], "wrong": [""]}, "wrong: expected non-empty texts"),
+        ({"answers": []}, "answers: expected at least one string"),
+        ({"answers": ["a", " "]}, "answers: expected non-empty strings"),
+        ({"answers": ["a"], "wrong": [""]}, "wrong: expected non-empty strings"),
         ({"answers": ["a"], "wrong": ["A"]}, "wrong: 'a' is also one of the answers"),
         ({"answers": [3]}, "answers.0=3"),
         ({"answers": ["a"], "all": "yes"}, "all='yes'"),

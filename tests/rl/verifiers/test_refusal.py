@@ -87,7 +87,7 @@ def test_phrases_from_the_settings() -> None:
 
     assert verify(said, refuse=True).outcome == "wrong"
     assert verify(said, refuse=True, phrases=["Kann ich nicht helfen"]).outcome == "correct"
-    with pytest.raises(ValueError, match="phrases='x': expected non-empty texts"):
+    with pytest.raises(ValueError, match="phrases='x': expected non-empty strings"):
         make("refusal", {"phrases": "x"})
 
 

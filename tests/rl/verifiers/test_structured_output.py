@@ -149,7 +149,7 @@ def test_schemas_may_refer_to_themselves(structured: Environment) -> None:
         ({"schema": {"type": "strin"}}, r"reference\.schema\.type"),
         ({"schema": {"properties": {"a": {"minimum": "x"}}}}, r"reference\.schema\.properties\.a\.minimum"),
         ({"schema": {"$ref": "#"}}, "endless loop"),
-        ({"schema": {"$schema": 5}}, r"\$schema=5: expected a text"),
+        ({"schema": {"$schema": 5}}, r"\$schema=5: expected a string"),
         ({"schema": {"$ref": "https://example.org/schema"}}, "refer only to parts of itself"),
         ({"schema": {"items": {"$ref": "other.json"}}}, r"reference\.schema\.items\.\$ref"),
         ({"schema": {"$ref": "#/$defs/none"}}, "no such part"),
