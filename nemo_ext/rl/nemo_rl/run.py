@@ -180,9 +180,7 @@ def _level(loss: Mapping[str, Any], master: Mapping[str, Any]) -> str | None:
     check_keys(loss, ("level",), required=(), where="loss")
     level: str | None = loss.get("level")
     if level not in (None, "sequence_sum"):
-        raise ValueError(
-            f"loss.level={level!r}: must be sequence_sum; for NeMo-RL's own levels set loss_fn.token_level_loss"
-        )
+        raise ValueError(f"loss.level: must be sequence_sum, not {level!r}; set loss_fn.token_level_loss for others")
     if level is not None and master["loss_fn"].get("token_level_loss", True):
         raise ValueError("loss.level=sequence_sum: set loss_fn.token_level_loss=false")
     return level
