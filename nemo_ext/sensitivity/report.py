@@ -1,5 +1,6 @@
 """Report of a sweep: the loss of each block in FP8, the proposed plan, and a comparison of plans."""
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ def _draw_units(axes: "Axes", every: Sequence[Unit], kept: Sequence[Unit], losse
 def _draw_plans(axes: "Axes", rows: Sequence[Mapping[str, Any]], chosen: Settings) -> None:
     reference = rows[0]["loss"]
     whole = rows[0]["bytes"]["bf16"]
-    for row, marker in zip(rows, "osD^v", strict=False):
+    for row, marker in zip(rows, itertools.cycle("osD^v")):
         value = row["kl"] if chosen.metric == "kl" else row["loss"] - reference
         axes.plot(row["bytes"]["bf16"] / whole, value, marker, markersize=8, label=LABELS[row["name"]])
     tidy(axes, grid="y", xlabel="fraction of bytes in BF16, validation data", legend={"fontsize": 7})

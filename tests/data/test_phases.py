@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nemo_ext.data.blends.blend import shares_of
 from nemo_ext.data.packs.packed_files import PackingSettings, write_packed
 from nemo_ext.data.packs.sample_files import write_samples
 from nemo_ext.data.phases import Piece, Plan, data_paths, describe_shared_streams, most_drawn, plan_of, segments
@@ -206,3 +207,8 @@ def test_a_phase_can_name_its_data() -> None:
     assert [stream["weight"] for stream in run["phases"]["a"]["data"]["streams"]] == [0.1, 0.3, 0.6]
     with pytest.raises(ValueError, match=r"phases\.a\.data=prose: .*Could not find 'data/prose'"):
         compose("train", ["+phases.a={tokens: 5, data: prose}"])
+
+
+def test_weights_that_add_up_to_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="the weights add up to 0: give one a positive weight"):
+        shares_of(["0", "a", "0", "b"])

@@ -116,7 +116,10 @@ def shares_of(words: Sequence[object]) -> dict[str, float]:
         raise ValueError(
             f"train_data_path={list(words)}: a run with phases requires a weight before each prefix"
         ) from None
-    return {prefix: share / sum(shares.values()) for prefix, share in shares.items()}
+    total = sum(shares.values())
+    if shares and not total > 0:
+        raise ValueError(f"train_data_path={list(words)}: the weights add up to {total:g}: give one a positive weight")
+    return {prefix: share / total for prefix, share in shares.items()}
 
 
 def _check_tokenizer(leaf: Leaf, tokenizer: Tokenizer) -> None:

@@ -68,7 +68,7 @@ def group_key(record: Mapping[str, Any], keys: RecordKeys) -> str:
         FormatError: the record has neither an id nor a prompt.
     """
     identifier = value_at(record, keys.id)
-    if not isinstance(identifier, bool) and isinstance(identifier, str | int):
+    if not isinstance(identifier, bool) and isinstance(identifier, str | int) and identifier != "":
         return f"id {identifier}"
     prompt = _prompt(record, keys)
     if prompt is None:

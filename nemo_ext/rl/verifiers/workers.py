@@ -194,7 +194,10 @@ class WorkerPool:
         except TimeLimitError:
             raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s") from None
         except (EOFError, OSError):
-            status = worker.process.wait(GRACE)
+            try:
+                status = worker.process.wait(GRACE)
+            except subprocess.TimeoutExpired:  # its pipe is closed, but it still runs
+                status = worker.kill()
         if status in (-signal.SIGALRM, -signal.SIGXCPU):
             raise TimeLimitError(f"exceeded the time limit of {self.time_limit:g} s")
         raise WorkerError(f"a worker exited with status {status}")

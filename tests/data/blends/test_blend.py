@@ -312,5 +312,5 @@ def test_a_report_requires_neither_files_nor_a_length(tmp_path: Path) -> None:
 def test_a_path_with_white_space_is_refused(tmp_path: Path) -> None:
     plan = plan_blend({"directory": "my data", "blend": {"code": 1}})
 
-    with pytest.raises(ValueError, match=r"data\.blend\.code: rename .my data/code.: .* white space"):
+    with pytest.raises(ValueError, match=r"data\.blend\.code: rename .my data/code.: .* whitespace"):
         write_blend(plan, tmp_path, title="Mine")
