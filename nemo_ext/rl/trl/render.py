@@ -13,31 +13,35 @@ from nemo_ext.rl.algorithms import Algorithm, PolicyGradient, Preference
 from nemo_ext.rl.rendering import Rendered
 
 
-def render(algorithm: Algorithm, *, micro_batch: int = 1, by_adapter: Collection[str] = ()) -> Rendered:
-    """Render the algorithm as arguments of `config_class`, for one process that generates with transformers.
+def render(
+    algorithm: Algorithm, *, micro_batch: int = 1, processes: int = 1, by_adapter: Collection[str] = ()
+) -> Rendered:
+    """Render the algorithm as arguments of `config_class`, for processes that generate with transformers.
 
     Args:
         algorithm: algorithm; see `nemo_ext.rl.algorithms`.
         micro_batch: number of responses or pairs per microbatch.
+        processes: number of data-parallel processes, which share the batch.
         by_adapter: our keys that TRL cannot express and the caller handles, such as `lengths.prompt`.
 
     Raises:
-        ValueError: the batch is not a multiple of the microbatch.
+        ValueError: the batch is not a multiple of the microbatches of all processes.
     """
-    if algorithm.batch % micro_batch:
-        raise ValueError(f"batch={algorithm.batch} must be a multiple of micro_batch={micro_batch}")
+    at_a_time = micro_batch * processes
+    if algorithm.batch % at_a_time:
+        raise ValueError(f"rl.batch={algorithm.batch} must be a multiple of micro_batch x processes = {at_a_time}")
     draft = Rendered(by_adapter=by_adapter)
     draft.surround(algorithm)
     draft.settings |= {
         "per_device_train_batch_size": micro_batch,
         "per_device_eval_batch_size": micro_batch,
-        "gradient_accumulation_steps": algorithm.batch // micro_batch,
+        "gradient_accumulation_steps": algorithm.batch // at_a_time,
     }
     if isinstance(algorithm, PolicyGradient):
         # TRL validates whole groups. Without log-probabilities the batch can be as large as in generation for training.
         group = algorithm.generations_per_prompt
         scored = algorithm.algorithm == "rloo" or algorithm.loss.kl.coefficient
-        at_once = micro_batch if scored else algorithm.responses_per_step
+        at_once = micro_batch if scored else algorithm.responses_per_step // processes
         draft.settings["per_device_eval_batch_size"] = math.ceil(at_once / group) * group
         _generation(draft, algorithm)
         if algorithm.algorithm == "rloo":

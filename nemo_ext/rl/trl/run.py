@@ -116,8 +116,9 @@ def _ready(config: Mapping[str, Any], algorithm: Algorithm) -> _Ready:
     if config["template"] is not None:
         # The exported model gets the chat template that it was trained with.
         tokenizer.chat_template = Template.load(config["template"]).source
-    micro_batch = gcd(algorithm.batch, config["micro_batch"])
-    rendered = render(algorithm, micro_batch=micro_batch, by_adapter=BY_ADAPTER)
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun and accelerate
+    micro_batch = gcd(algorithm.batch // processes, config["micro_batch"])
+    rendered = render(algorithm, micro_batch=micro_batch, processes=processes, by_adapter=BY_ADAPTER)
     if Precision.from_config(config) is not None:
         reason = "TRL trains and generates in the data type of the model; engine=nemo_rl supports FP8"
         rendered.cannot("precision_plan", reason)

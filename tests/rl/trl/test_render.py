@@ -151,8 +151,18 @@ def test_pairs() -> None:
     assert "loss.sft_length_normalised" in render(load("dpo_tool_hallucination"), micro_batch=2).inexpressible
 
 
+def test_processes_share_the_batch() -> None:
+    steps = [
+        render(small(), micro_batch=2, processes=number).settings["gradient_accumulation_steps"] for number in (1, 4)
+    ]
+
+    assert steps == [8, 2]
+    with pytest.raises(ValueError, match=r"rl\.batch=16 must be a multiple of micro_batch x processes = 6"):
+        render(small(), micro_batch=2, processes=3)
+
+
 def test_a_batch_that_microbatches_do_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch=16 must be a multiple of micro_batch=3"):
+    with pytest.raises(ValueError, match=r"rl\.batch=16 must be a multiple of micro_batch x processes = 3"):
         render(small(), micro_batch=3)
 
 
