@@ -185,7 +185,7 @@ def names(kind: Literal["benchmark", "suite", "published"]) -> list[str]:
 
 
 def read_yaml(kind: Literal["benchmark", "suite", "published"], name: str) -> dict[str, Any]:
-    """Read an installed file given by its name, or a user's file given by a path that ends in .yaml or .yml.
+    """Read a YAML file: an installed one given by name, or a user's given by a path that ends in .yaml or .yml.
 
     Raises:
         ValueError: the file does not exist, or does not hold a mapping.

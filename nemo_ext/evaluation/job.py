@@ -142,7 +142,7 @@ def evaluate(
 
 
 def chosen(settings: EvaluateSettings) -> list[Benchmark]:
-    """Return the benchmarks of the suites and tasks in the settings, with the number of samples in the settings.
+    """Return the benchmarks of the suites and tasks in the settings, with `samples` from the settings applied.
 
     Raises:
         ValueError: a suite, benchmark or mode is unknown, or two suites define one benchmark differently.

@@ -101,7 +101,8 @@ class Likelihoods:
         lm-evaluation-harness.
 
         Raises:
-            ValueError, EndpointGone: see `continuations`.
+            ValueError: the endpoint rejects the API key.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if not text:
             return Scored(logprob=0.0, greedy=True)
@@ -127,7 +128,10 @@ class Likelihoods:
         return self._length or self.client.max_length
 
     async def _pair(self, pair: tuple[list[int], list[int]], most: int, text: str) -> Scored:
-        """Measure the second of two lists of token ids, given the first; `most` tokens at most are sent."""
+        """Measure the log-likelihood of a pair's second token ids, given its first ones, of which the last are kept.
+
+        `most` is the maximum number of ids in all; `text` is for messages.
+        """
         before, after = pair
         if not after:
             return Scored(problem=f"{_short(text)} adds no token to its context")
@@ -138,7 +142,7 @@ class Likelihoods:
         return await self._measured((before + after)[-most:], len(after), text)
 
     async def _measured(self, prompt: str | list[int], last: int | None, text: str, *, known: int = 0) -> Scored:
-        """Measure a prompt's last `last` tokens or, if `last` is None, all tokens after the first `known` ones.
+        """Measure the log-likelihood of a prompt's last `last` tokens or, if None, of all after the first `known` ones.
 
         If `known` is 0 too, the whole prompt is measured, which requires that the endpoint prepends a token.
         """

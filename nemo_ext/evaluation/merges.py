@@ -39,7 +39,7 @@ _OF_MODEL = ("serving", "files_from", "trust_remote_code", "evaluate")
 
 @checked_dataclass(frozen=True, kw_only=True, config=STRICT)
 class SweepSettings:
-    """Settings in section `sweep`.
+    """Settings in the `sweep` section.
 
     Attributes:
         points: values of t in (1 - t) a + t b, for two checkpoints a and b.
@@ -62,7 +62,7 @@ class SweepSettings:
         """Map the name of each average of `count` checkpoints to its weights.
 
         Raises:
-            ValueError: an average has not `count` weights, two averages are the same, or there are fewer than two.
+            ValueError: an average does not have `count` weights, two are the same, or there are fewer than two.
         """
         if self.points and count != 2:
             raise ValueError(f"sweep.points requires two checkpoints, but from has {count}: use sweep.mixtures")
@@ -259,7 +259,7 @@ def objectives(
 
 
 def choose(candidates: Sequence[Candidate], at_least: Mapping[str, float]) -> list[Candidate]:
-    """Mark the Pareto front, and of its candidates that reach the minimum values, choose the one with the highest mean.
+    """Mark the Pareto front, and choose from it the candidate with the highest mean that reaches the minimum values.
 
     The mean is over objectives, with equal weights; among equal means, the first candidate is chosen.
 

@@ -37,8 +37,8 @@ class Playing:
     Attributes:
         episodes: episodes of the environment.
         answer: function that returns the model's answer, given all messages so far and the turn's index from 0.
-        user: function that returns the user's next message, given the turns so far, or None to end the conversation;
-            if None, the user says only what is in the task.
+        user: function that, given the turns so far, returns the user's next message, or None to end the conversation;
+            without such a function, the user says only what is in the task.
     """
 
     episodes: Episodes

@@ -322,5 +322,5 @@ def _pair(interval: Any) -> list[float] | None:
 
 
 def _short(reason: str) -> str:
-    """A reason without details that differ between samples."""
+    """Strip a reason of the details that differ between samples."""
     return reason.partition(":")[0] if reason.startswith("HTTP") else reason[:80]

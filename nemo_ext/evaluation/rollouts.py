@@ -24,7 +24,7 @@ ROLLOUTS = "rollouts.jsonl"
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RolloutSettings:
-    """Settings in section `rollouts`.
+    """Settings in the `rollouts` section.
 
     Attributes:
         tasks: task files (docs/rl/tasks.md).

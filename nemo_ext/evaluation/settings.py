@@ -13,7 +13,7 @@ from nemo_ext.serving.settings import AskingSettings
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class EvaluateSettings:
-    """Settings in section `evaluate`.
+    """Settings in the `evaluate` section.
 
     Attributes:
         suite: names or paths of suites; empty to run only `tasks`.

@@ -73,7 +73,7 @@ async def answer_all(
     Raises:
         ValueError: the input cannot be read, the output was started with other settings, or the API key is rejected.
         TooManyDead: more answers failed than `settings.max_dead` allows.
-        EndpointGone: the endpoint does not respond.
+        EndpointGone: the endpoint has not responded for longer than the client's patience.
     """
     async with client:
         await client.check()

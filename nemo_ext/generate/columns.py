@@ -21,7 +21,7 @@ PREFIX = "input_"
 
 
 def renamed(columns: Iterable[str], key: str | None) -> dict[str, str]:
-    """Map input columns to their names in the output, without the key column if it is called `key`, as the answers are.
+    """Map input columns to their output names; a key column called `key` is left out, since the answers have one too.
 
     Raises:
         ValueError: two columns would get the same name.

@@ -25,7 +25,7 @@ class Prompts:
     """Builder of requests from rows.
 
     Attributes:
-        settings: the settings in section `generate`.
+        settings: the settings in the `generate` section.
         seed: base seed; each request's seed is derived from it, the row's key and the sample number.
         source: source text of the template; None if the messages are in a column.
         column: column with the messages or the user message; None if there is a template.

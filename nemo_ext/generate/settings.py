@@ -67,7 +67,7 @@ BATCH = tuple(setting.name for setting in fields(BatchSettings))
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GenerateSettings(BatchSettings):
-    """Settings in section `generate`.
+    """Settings in the `generate` section.
 
     Attributes:
         key: column with a unique key for each row; if None, a hash of the row is the key.

@@ -73,7 +73,8 @@ class Work:
 
         Raises:
             TooManyDead: more answers failed than `most_dead`.
-            ValueError, EndpointGone: see `Client.answers`.
+            ValueError: the endpoint rejects the API key.
+            EndpointGone: the endpoint has not responded for longer than the client's patience.
         """
         if self.dead > self.most_dead:
             raise TooManyDead("in earlier starts")

@@ -51,7 +51,7 @@ class Asking:
         step: settings of the step.
         context: rows, folder and counts of the step.
         clients: mapping from role to client, created for this step.
-        work: the settings in section `synthesize`.
+        work: the settings in the `synthesize` section.
         models: mapping from role to `model` (its name) and `checkpoint` (its digest).
     """
 

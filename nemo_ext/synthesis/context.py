@@ -14,7 +14,7 @@ _EXAMPLES = 20
 
 @dataclass
 class Counts:
-    """Counts of a step.
+    """Row counts of a step, and further numbers for the report.
 
     Attributes:
         rows, made: numbers of rows before and after the step.

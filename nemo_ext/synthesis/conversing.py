@@ -48,7 +48,7 @@ class Conversing(Client):
         self._step, self._context, self._episodes, self._user = step, context, episodes, user
 
     async def ask(self, request: Request, **more: Any) -> Answer:
-        """Hold one conversation and return it as the answer; other requests than `Play` are sent by `Client.ask`."""
+        """Hold one conversation and return it as the answer; requests other than `Play` are passed to `Client.ask`."""
         if not isinstance(request, Play):
             return await super().ask(request, **more)
         context, task, step = self._context, request.task, self._step
@@ -127,7 +127,7 @@ class Conversing(Client):
 
 
 def _with_swapped_roles(turns: Messages) -> list[dict[str, str]]:
-    """Return a conversation's text messages for the model that simulates the user, which there is the assistant."""
+    """Return a conversation's text messages with user and assistant swapped, for the model that simulates the user."""
     names = {"user": "assistant", "assistant": "user"}
     spoken = [
         {"role": names[turn["role"]], "content": str(turn["content"])}

@@ -132,7 +132,7 @@ def picked(values: Sequence[Any], *names: Any) -> Any:
 
 
 def chance(name: Any, *names: Any) -> float:
-    """Draw a random number from [0, 1), seeded by the names: id | chance(seed, 'turns') < 0.1."""
+    """Draw a random number from [0, 1), seeded by `name` and `names`: id | chance(seed, 'turns') < 0.1."""
     return uniform(0, *map(str, (name, *names)))
 
 

@@ -282,7 +282,9 @@ def _hash(path: Path) -> str:
 
 
 def _first_request(settings: Settings, recipe: Recipe) -> tuple[str, Any] | None:
-    """Return the step and the prompt of the first request, made from the first input rows; None if that is impossible.
+    """Return step and prompt of the first request, built from the first input rows.
+
+    Return None if no request can be built yet, because other answers or verdicts must come first.
 
     Raises:
         ValueError: an expression fails, or the input is empty.

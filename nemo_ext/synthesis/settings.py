@@ -365,7 +365,7 @@ class OutputSettings:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WorkSettings(BatchSettings):
-    """Settings in section `synthesize`, which apply to every step that sends requests.
+    """Settings in the `synthesize` section, which apply to every step that sends requests.
 
     Attributes:
         canaries: share of rows that get a canary; overrides the recipe's share, and 0 disables canaries.

@@ -35,7 +35,7 @@ class Verifying:
         step: settings of the step.
         context: rows, folder and counts of the step.
         judge: settings of the judge (`nemo_ext.rl.judge.JudgeSettings`); None if there is none.
-        work: the settings in section `synthesize`.
+        work: the settings in the `synthesize` section.
     """
 
     step: Verify

@@ -25,7 +25,7 @@ _UNFIT = {
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LiveSettings:
-    """Settings in section `evaluate` of a training config.
+    """Settings in the `evaluate` section of a training config.
 
     Attributes:
         every: number of steps between evaluations; null for no evaluations.
@@ -41,7 +41,7 @@ class LiveSettings:
 
 
 def settings_of(config: Mapping[str, Any]) -> LiveSettings:
-    """Read the settings in section `evaluate` of a training config.
+    """Read the settings in the `evaluate` section of a training config.
 
     Raises:
         ValueError: a setting is invalid; the message names it.
