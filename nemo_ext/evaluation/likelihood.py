@@ -128,9 +128,9 @@ class Likelihoods:
         return self._length or self.client.max_length
 
     async def _pair(self, pair: tuple[list[int], list[int]], most: int, text: str) -> Scored:
-        """Measure the log-likelihood of a pair's second token ids, given its first ones, of which the last are kept.
+        """Measure the log-likelihood of a pair's second token ids, given its first ones.
 
-        `most` is the maximum number of ids in all; `text` is for messages.
+        At most the last `most` ids are sent; `text` is named in messages, and its bytes are counted.
         """
         before, after = pair
         if not after:
